@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from small_model import positive
+from small_model import make_parser, positive
 
 from nemo_rl_moe.run_folder.tape_folder import TapeWriter
 from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeSequence
@@ -63,9 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--tokens", type=positive, default=1_000_000, help="about so many (default: 1000000)")
     parser.add_argument("--layers", type=positive, default=48, help="MoE layers (default: 48)")
     parser.add_argument("--experts", type=positive, default=128, help="of a layer, a power of 2 (default: 128)")

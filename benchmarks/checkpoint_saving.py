@@ -7,7 +7,6 @@ weights, optimizer and random states and train on while they write it, then take
 few kilobytes that the run itself adds, and the renaming of the folder that publishes a checkpoint, are left out.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from small_model import VOCABULARY, positive, running_ray, write_model
+from small_model import VOCABULARY, make_parser, overrides_of, positive, running_ray, start_policy, write_model
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.loading import load_config
@@ -27,7 +26,6 @@ from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.data.loader import collate
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.distributed.cluster import RayCluster
-from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.run_folder.folder import collect_versions
 
@@ -46,9 +44,7 @@ TMPDIR to measure another disk."""
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the command line, runs, and prints the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--workers", type=positive, default=2, help="data-parallel workers (default: 2)")
     parser.add_argument("--rounds", type=positive, default=5, help="checkpoints to save (default: 5)")
     parser.add_argument("--hidden-size", type=positive, default=128, help="the model's width (default: 128)")
@@ -58,12 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         num_parameters = write_model(folder / "model", hidden_size=options.hidden_size)
         stack.enter_context(running_ray(options.workers))
         config = make_config(folder / "model", options.workers)
-        cluster = RayCluster(config.cluster)
-        stack.callback(cluster.shutdown)
-        policy = MegatronPolicy(
-            config, cluster, seed=0, num_steps=1000, source=find_model(config.policy), model_files={}
-        )
-        stack.callback(policy.shutdown)
+        policy = start_policy(config, RayCluster(config.cluster), stack, seed=0, num_steps=1000)
         result = measure(policy, folder, options.rounds)
     print(
         json.dumps(
@@ -128,7 +119,7 @@ def make_config(model: Path, num_workers: int) -> SFTMasterConfig:
         "policy.max_total_sequence_length": SEQUENCE_LENGTH,
         "cluster.cpu_workers_per_node": num_workers,
     }
-    return load_config("sft_tiny_moe.yaml", [f"{key}={value}" for key, value in values.items()], check_paths=False)
+    return load_config("sft_tiny_moe.yaml", overrides_of(values), check_paths=False)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ starts on a machine does, and from the page cache (`load_warm`). Every other tim
 nothing is compared.
 """
 
-import argparse
 import contextlib
 import ctypes
 import json
@@ -30,7 +29,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from small_model import REPOSITORY, confine, not_negative, positive, write_model
+from small_model import REPOSITORY, confine, make_parser, not_negative, one_rank, positive, write_model
 
 from nemo_rl_moe import checksums
 from nemo_rl_moe.atomic_writes import put_in_place
@@ -38,7 +37,6 @@ from nemo_rl_moe.checked_reading import PartsRead
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model import agreement
-from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.megatron.weights.hf_import import load_weights
 
@@ -89,12 +87,8 @@ def trainer_of(model: Path) -> Iterator[MegatronTrainer]:
         "policy.train_micro_batch_size=1",
     ]
     policy = load_config("sft_tiny_moe.yaml", overrides, check_paths=False).policy
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    initialize_parallel_state(policy.megatron_cfg, rank=0, world_size=1, local_rank=0, seed=0)
-    try:
+    with one_rank(policy):
         yield MegatronTrainer(policy, load_hf_config(str(model)), None, num_steps=1000)
-    finally:
-        destroy_parallel_state()
 
 
 class SavedForms:
@@ -183,9 +177,7 @@ def compared(action: Callable[[], None], prepare: Callable[[], None], folder: Pa
     """Ratios of an action with checksums to the same without.
 
     Args:
-        action: Saves or loads.
-        prepare: Comes before each, outside of the time.
-        folder: What is saved or loaded.
+        prepare: Runs before each measurement, outside of the time.
         num_rounds: Pairs of measurements.
     """
     rounds, took, added, cached = [], [], [], 0.0
@@ -257,9 +249,7 @@ def seconds_to_first_step(model: Path, folder: Path) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the command line, runs, and prints the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--rounds", type=positive, default=12, help="pairs of measurements of each kind (default: 12)")
     parser.add_argument("--hidden-size", type=positive, default=512, help="the model's width (default: 512)")
     parser.add_argument("--cores", type=positive, default=1, help="processor cores that may be used (default: 1)")

@@ -10,33 +10,40 @@ forward pass of the reference, then a forward and a backward pass and an update 
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from small_model import (
+    CONFIGS,
+    CONSTANT_RATE,
     MODEL,
-    REPOSITORY,
+    TOKENIZER,
     VOCABULARY,
+    StepClock,
+    add_layer_spec,
+    add_workers,
     confine,
-    family_cpu_seconds,
+    make_parser,
+    one_epoch,
     open_loggers,
+    overrides_of,
     positive,
+    recorder_without_checkpoints,
     release,
+    require_whole_microbatches,
     running_ray,
+    start_policy,
+    surroundings,
     write_model,
 )
 
 from nemo_rl_moe.algorithms.dpo import train_dpo
-from nemo_rl_moe.algorithms.step_recorder import RecordSinks, StepRecorder
-from nemo_rl_moe.checkpoints.state import LoopState
+from nemo_rl_moe.algorithms.step_recorder import RecordSinks
 from nemo_rl_moe.config.loading import load_dpo_config
 from nemo_rl_moe.config.schema import DPOMasterConfig
 from nemo_rl_moe.data.chat import TokenizedExample
@@ -47,10 +54,6 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
 from nemo_rl_moe.launch.dpo import Pairs
 from nemo_rl_moe.loggers.artifacts import ArtifactTables
-from nemo_rl_moe.models.hf_files import find_model
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.run_folder.folder import collect_versions
-from nemo_rl_moe.run_folder.metrics import RunOutcome
 
 NUM_PAIRS, PROMPT_LENGTH, SEQUENCE_LENGTH = 8, 32, 128
 TOKENS_PER_STEP = 2 * NUM_PAIRS * SEQUENCE_LENGTH
@@ -67,42 +70,11 @@ run what you compare in turns and compare ratios, and look at tokens_per_cpu_sec
 processes instead of the time on the clock."""
 
 
-@dataclass
-class StepClock:
-    """A logger that keeps what each step took.
-
-    Attributes:
-        warmup: Steps before the measured ones.
-        steps: The metrics of each step, and under `seconds` the time since the step before it, logging included.
-        cpu_seconds: CPU time of all processes at the end of the warm-up and of the last step.
-    """
-
-    warmup: int
-    name = "clock"
-    steps: list[Mapping[str, float]] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    _last: float = field(default_factory=time.perf_counter)
-
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Ends a step and begins the next."""
-        now = time.perf_counter()
-        self.steps.append(dict(metrics) | {"seconds": now - self._last})
-        if step == self.warmup:
-            self.cpu_seconds.append(family_cpu_seconds())
-        self._last = time.perf_counter()
-
-    def log_config(self, config: Mapping[str, Any]) -> None:
-        """Does nothing."""
-
-    def close(self, outcome: RunOutcome = "finished") -> None:
-        """Does nothing."""
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the command line, runs, and prints the result."""
     options = parse_arguments(arguments)
     cores = confine(options.workers)
-    clock = StepClock(options.warmup)
+    clock = StepClock(counts_cpu_at=(options.warmup, options.warmup + options.steps))
     with tempfile.TemporaryDirectory(prefix="dpo_throughput_") as scratch, ExitStack() as stack:
         folder = Path(scratch)
         num_parameters = write_model(folder / "model")
@@ -110,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         threads = threads_per_worker(usable_cores(), options.workers)
         config = make_config(folder / "model", options)
         run(config, random_pairs(options.warmup + options.steps), folder, clock, stack, cores)
-    result = summary(clock) | {
+    result = summary(clock, options.warmup) | {
         "tokens_per_step": TOKENS_PER_STEP,
         "steps": options.steps,
         "workers": options.workers,
@@ -119,22 +91,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "reference_logprobs": options.reference_logprobs,
         "layer_spec": options.layer_spec,
         "model": MODEL | {"num_parameters": num_parameters, "precision": "float32"},
-        "load_average": round(os.getloadavg()[0], 2),
-        "versions": collect_versions(),
+        **surroundings(),
     }
     print(json.dumps({"name": "dpo_throughput"} | result))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--steps", type=positive, default=40, metavar="N", help="measured steps (default: 40)")
     parser.add_argument("--warmup", type=positive, default=5, metavar="N", help="steps before those (default: 5)")
-    parser.add_argument(
-        "--workers", type=int, choices=(1, 2, 4, 8), default=1, help="data-parallel ranks, one thread each (default: 1)"
-    )
+    add_workers(parser)
     parser.add_argument(
         "--micro-batch-size",
         type=int,
@@ -147,48 +114,29 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="in_step",
         help="when the reference measures (default: in_step)",
     )
-    parser.add_argument(
-        "--layer-spec",
-        choices=("auto", "local"),
-        default="auto",
-        help="auto: the fastest modules there are; local: Megatron-Core's own (default: auto)",
-    )
+    add_layer_spec(parser)
     options = parser.parse_args(arguments)
     options.micro_batch_size = options.micro_batch_size or NUM_PAIRS // options.workers
-    if NUM_PAIRS % (options.micro_batch_size * options.workers):
-        parser.error(
-            f"--micro-batch-size {options.micro_batch_size} x --workers {options.workers} does not divide the"
-            f" {NUM_PAIRS} pairs of a step; nearest: --micro-batch-size {NUM_PAIRS // options.workers}"
-        )
+    require_whole_microbatches(parser, options, NUM_PAIRS, "pairs")
     return options
 
 
 def make_config(model: Path, options: argparse.Namespace) -> DPOMasterConfig:
     """The demo's configuration with this benchmark's sizes."""
     values: dict[str, Any] = {
-        "dpo.max_num_epochs": 1,
-        "dpo.max_num_steps": "null",
-        "dpo.val_period": 0,
-        "dpo.val_at_start": False,
-        "dpo.val_at_end": False,
+        **one_epoch("dpo"),
         "dpo.reference_logprobs": options.reference_logprobs,
-        "checkpointing.enabled": False,
         "policy.model_name": model,
         "policy.init": "random",
-        "policy.tokenizer.name": REPOSITORY / "examples" / "assets" / "tiny_qwen3_moe",
+        "policy.tokenizer.name": TOKENIZER,
         "policy.train_global_batch_size": NUM_PAIRS,
         "policy.train_micro_batch_size": options.micro_batch_size,
         "policy.max_total_sequence_length": SEQUENCE_LENGTH,
         "policy.megatron_cfg.layer_spec": options.layer_spec,
-        "policy.megatron_cfg.optimizer.lr": 1e-4,
-        "policy.megatron_cfg.optimizer.min_lr": 1e-4,
-        "policy.megatron_cfg.scheduler.lr_decay_style": "constant",
-        "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
-        "data.validation": "null",
+        **CONSTANT_RATE,
         "cluster.cpu_workers_per_node": options.workers,
     }
-    overrides = [f"{key}={value}" for key, value in values.items()]
-    return load_dpo_config(REPOSITORY / "examples" / "configs" / "dpo_tiny_moe.yaml", overrides, check_paths=False)
+    return load_dpo_config(CONFIGS / "dpo_tiny_moe.yaml", overrides_of(values), check_paths=False)
 
 
 def random_pairs(num_steps: int) -> PreferenceDataset:
@@ -219,30 +167,18 @@ def run(
     num_steps = len(pairs.loader())
     in_step = config.dpo.reference_logprobs == "in_step"
     cluster = RayCluster(config.cluster)
-    stack.callback(cluster.shutdown)
-    policy = MegatronPolicy(
-        config,
-        cluster,
-        seed=config.dpo.seed,
-        num_steps=num_steps,
-        source=find_model(config.policy),
-        model_files={},
-        keep_reference=in_step,
-    )
-    stack.callback(policy.shutdown)
+    policy = start_policy(config, cluster, stack, seed=config.dpo.seed, num_steps=num_steps, keep_reference=in_step)
     release(cores)
     loggers, console = open_loggers(folder, clock, stack)
     if not in_step:
         pairs = pairs.measured(policy, range(num_steps), console)
     sinks = RecordSinks(loggers, ArtifactTables(folder, console.warn).write)
-    recorder = StepRecorder(sinks, None, lambda: None, config.policy.max_consecutive_skipped_updates, LoopState())
-    train_dpo(config.dpo, policy, pairs.loader(), None, recorder)
-    clock.cpu_seconds.append(family_cpu_seconds())
+    train_dpo(config.dpo, policy, pairs.loader(), None, recorder_without_checkpoints(config.policy, sinks))
 
 
-def summary(clock: StepClock) -> dict[str, Any]:
+def summary(clock: StepClock, warmup: int) -> dict[str, Any]:
     """Speeds over all measured steps."""
-    steps = clock.steps[clock.warmup :]
+    steps = clock.steps[warmup:]
     seconds = [step["seconds"] for step in steps]
     median, best = statistics.median(seconds), min(seconds)
     before, after = clock.cpu_seconds

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from ray import cloudpickle
-from small_model import REPOSITORY
+from small_model import CONFIGS, TOKENIZER
 
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.loading import load_grpo_config
@@ -58,9 +58,7 @@ class FakeRanks:
     """Stand-in for a `WorkerGroup`: takes pickled arguments and answers with pickled results.
 
     Attributes:
-        world_size: Ranks.
-        traffic: What went over so far.
-        seconds: Processor time that the answers took, which is none of the driver's.
+        seconds: Processor time of the answers, which is not the driver's.
     """
 
     world_size: int
@@ -160,7 +158,7 @@ def make_batch() -> TokenBatch:
 def measure(world_size: int, batch: TokenBatch) -> dict[str, float]:
     """One step of the driver with so many ranks."""
     overrides = [
-        f"policy.model_name={REPOSITORY / 'examples' / 'assets' / 'tiny_qwen3_moe'}",
+        f"policy.model_name={TOKENIZER}",
         "policy.init=random",
         "grpo.num_prompts_per_step=64",
         "grpo.num_generations_per_prompt=16",
@@ -169,7 +167,7 @@ def measure(world_size: int, batch: TokenBatch) -> dict[str, float]:
         "policy.logprob_batch_size=1",
         f"policy.max_total_sequence_length={LONGEST}",
     ]
-    config = load_grpo_config(REPOSITORY / "examples" / "configs" / "grpo_tiny_moe.yaml", overrides, check_paths=False)
+    config = load_grpo_config(CONFIGS / "grpo_tiny_moe.yaml", overrides, check_paths=False)
     seconds, _, traffic = _step(config, batch, FakeRanks(world_size), traced=False)
     # Tracing memory takes time of its own.
     _, peak, _ = _step(config, batch, FakeRanks(world_size), traced=True)

@@ -10,7 +10,6 @@ the same weights, as `policy.generation.backend: vllm` starts it: in a process o
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from plain_model import PlainModel
-from small_model import MODEL, REPOSITORY, VOCABULARY, positive
+from small_model import CONFIGS, MODEL, VOCABULARY, add_layer_spec, make_parser, one_rank, positive, surroundings
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -37,10 +36,8 @@ from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.registry import EngineSetup, make_engine
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
-from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.megatron.weights.hf_export import tensors_of_this_rank
-from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.weight_sync.folder import FolderTransport, folder_of_one_machine
 
 EXAMPLES = """\
@@ -68,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the command line, runs, and prints the result."""
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
-    with one_rank(make_policy(options.layer_spec)) as policy, ExitStack() as stack:
+    policy = make_policy(options.layer_spec)
+    with one_rank(policy), ExitStack() as stack:
         hf_config = Qwen3MoeConfig(**MODEL, architectures=["Qwen3MoeForCausalLM"])
         trainer = MegatronTrainer(policy, hf_config, None, num_steps=1)
         contestants = make_contestants(trainer, options, stack)
@@ -95,29 +93,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "threads": torch.get_num_threads(),
         "layer_spec": options.layer_spec,
         "model": MODEL | {"precision": "float32"},
-        "load_average": round(os.getloadavg()[0], 2),
-        "versions": collect_versions(),
+        **surroundings(),
     }
     print(json.dumps(result))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--rounds", type=positive, default=10, metavar="N", help="measured rounds (default: 10)")
     parser.add_argument("--prompts", type=positive, default=32, metavar="N", help="sequences at a time (default: 32)")
     parser.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="of each (default: 32)")
     parser.add_argument("--new-tokens", type=positive, default=64, metavar="N", help="of each (default: 64)")
     parser.add_argument("--with-transformers", action="store_true", help="run transformers' generate as well")
     parser.add_argument("--with-vllm", action="store_true", help="run an engine of vLLM as well")
-    parser.add_argument(
-        "--layer-spec",
-        choices=("auto", "local"),
-        default="auto",
-        help="auto: the fastest modules there are; local: Megatron-Core's own (default: auto)",
-    )
+    add_layer_spec(parser)
     return parser.parse_args(arguments)
 
 
@@ -128,29 +118,11 @@ def make_policy(layer_spec: str) -> PolicyConfig:
         "policy.max_total_sequence_length=4096",
         "policy.init_seed=1",
     ]
-    path = REPOSITORY / "examples" / "configs" / "sft_tiny_moe.yaml"
-    return load_config(path, overrides, check_paths=False).policy
-
-
-@contextmanager
-def one_rank(policy: PolicyConfig) -> Iterator[PolicyConfig]:
-    """A job of this process alone, on whatever port is free."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    initialize_parallel_state(policy.megatron_cfg, 0, 1, 0, seed=0)
-    try:
-        yield policy
-    finally:
-        destroy_parallel_state()
+    return load_config(CONFIGS / "sft_tiny_moe.yaml", overrides, check_paths=False).policy
 
 
 def make_contestants(trainer: MegatronTrainer, options: argparse.Namespace, stack: ExitStack) -> dict[str, Contestant]:
-    """The engine and the others, sampling at temperature 1 and greedy, all with the same weights.
-
-    Args:
-        trainer: Holds the weights.
-        options: The command line's.
-        stack: Ends what is started.
-    """
+    """The engine and the others, sampling at temperature 1 and greedy, all with the same weights."""
     prompts = np.random.default_rng(0).integers(VOCABULARY, size=(options.prompts, options.prompt_tokens))
     rows, count = torch.from_numpy(prompts), options.new_tokens
     weights = dict(tensors_of_this_rank(trainer.chunks, trainer.config, trainer.hf_config))
@@ -182,8 +154,7 @@ def vllm_engine(weights: Mapping[str, Tensor], hf_config: Qwen3MoeConfig, longes
         "cluster.cpu_workers_per_node=1",
         "policy.train_micro_batch_size=1",
     ]
-    path = REPOSITORY / "examples" / "configs" / "grpo_tiny_moe_vllm.yaml"
-    config = load_grpo_config(path, overrides, check_paths=False)
+    config = load_grpo_config(CONFIGS / "grpo_tiny_moe_vllm.yaml", overrides, check_paths=False)
     config.policy.generation.engine.check_installation(config)
     trainer: Any = SentWeights(weights, {"config.json": hf_config.to_json_string().encode()})
     cluster = RayCluster(config.cluster)
@@ -204,9 +175,8 @@ class SentWeights:
     """The trainer as an engine with a copy of the weights sees it.
 
     Attributes:
-        weights: All tensors by their Hugging Face names.
+        weights: By their Hugging Face names.
         model_files: The model's folder without them.
-        weight_version: Of the weights.
     """
 
     weights: Mapping[str, Tensor]
@@ -245,7 +215,7 @@ def engine_run(engine: MegatronGenerator, prompts: np.ndarray, how: SamplingPara
 
 
 def transformers_model(weights: Mapping[str, Tensor], config: Qwen3MoeConfig) -> Qwen3MoeForCausalLM:
-    """The same model in transformers, through a folder as its loader wants it."""
+    """Load the model into transformers, through a folder as its loader wants it."""
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory(prefix="generation_throughput_") as folder:

@@ -9,26 +9,31 @@ responses of at most 64 tokens, rewarded for how often they hold one character, 
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from small_model import (
+    CONFIGS,
     MODEL,
-    REPOSITORY,
+    TOKENIZER,
+    StepClock,
+    add_layer_spec,
+    add_workers,
     confine,
-    family_cpu_seconds,
+    make_parser,
+    one_epoch,
     open_loggers,
+    overrides_of,
     positive,
     recorder_without_checkpoints,
     running_ray,
+    start_policy,
+    surroundings,
     write_model,
 )
 
@@ -50,17 +55,21 @@ from nemo_rl_moe.launch.grpo import sampling_parameters
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.models.hf_files import find_model, load_hf_config
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.rollouts.environment import SingleTurn
 from nemo_rl_moe.rollouts.worker import RolloutWorker
-from nemo_rl_moe.run_folder.folder import collect_versions
-from nemo_rl_moe.run_folder.metrics import RunOutcome
 from nemo_rl_moe.run_folder.samples import SampleLog
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck
 
 NUM_PROMPTS, NUM_GENERATIONS = 8, 4
 PROMPT_LENGTH, MAX_NEW_TOKENS = 32, 64
 STEP_KEY = "timing/step/seconds"
+ONE_CHARACTER = {
+    "env.name": "callable",
+    "env.callable": "{function: 'grpo_throughput:share_of_one_character'}",
+    "env.answer_after": "null",
+    "env.score_truncated": True,
+}
+"""Overrides for rewards by `share_of_one_character`."""
 EXAMPLES = """\
 examples:
   python benchmarks/grpo_throughput.py                       one worker with one thread
@@ -71,44 +80,12 @@ seconds_per_step.median is the one to quote: of all measured steps, logging incl
 of all measured steps."""
 
 
-@dataclass
-class StepClock:
-    """A logger that keeps what each step took.
-
-    Attributes:
-        steps: The metrics of each step, and under `seconds` the time since the step before it, logging included.
-        counts_cpu_at: Steps at whose end the CPU time of all processes is looked up.
-        cpu_seconds: What was found.
-    """
-
-    name = "clock"
-    steps: list[Mapping[str, float]] = field(default_factory=list)
-    counts_cpu_at: Sequence[int] = ()
-    cpu_seconds: list[float] = field(default_factory=list)
-    _last: float = field(default_factory=time.perf_counter)
-
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Ends a step and begins the next."""
-        now = time.perf_counter()
-        self.steps.append(dict(metrics) | {"seconds": now - self._last})
-        if len(self.steps) in self.counts_cpu_at:
-            self.cpu_seconds.append(family_cpu_seconds())
-            now = time.perf_counter()
-        self._last = now
-
-    def log_config(self, config: Mapping[str, Any]) -> None:
-        """Does nothing."""
-
-    def close(self, outcome: RunOutcome = "finished") -> None:
-        """Does nothing."""
-
-
 class RandomPrompts:
     """Prompts of random tokens, in the form of a `PromptLoader`.
 
     Args:
         num_steps: Steps of the one epoch.
-        num_prompts: Of a step.
+        num_prompts: Prompts of a step.
     """
 
     def __init__(self, num_steps: int, num_prompts: int = NUM_PROMPTS):
@@ -153,28 +130,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "threads_per_worker": threads,
         "layer_spec": options.layer_spec,
         "model": MODEL | {"num_parameters": num_parameters, "precision": "float32"},
-        "load_average": round(os.getloadavg()[0], 2),
-        "versions": collect_versions(),
+        **surroundings(),
     }
     print(json.dumps({"name": "grpo_throughput"} | result))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="measured steps (default: 20)")
     parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="steps before those (default: 3)")
-    parser.add_argument(
-        "--workers", type=int, choices=(1, 2, 4, 8), default=1, help="data-parallel ranks, one thread each (default: 1)"
-    )
-    parser.add_argument(
-        "--layer-spec",
-        choices=("auto", "local"),
-        default="auto",
-        help="auto: the fastest modules there are; local: Megatron-Core's own (default: auto)",
-    )
+    add_workers(parser)
+    add_layer_spec(parser)
     return parser.parse_args(arguments)
 
 
@@ -184,30 +151,20 @@ def make_config(model: Path, options: argparse.Namespace) -> GRPOMasterConfig:
     values: dict[str, Any] = {
         "grpo.num_prompts_per_step": NUM_PROMPTS,
         "grpo.num_generations_per_prompt": NUM_GENERATIONS,
-        "grpo.max_num_epochs": 1,
-        "grpo.max_num_steps": "null",
-        "grpo.val_period": 0,
-        "grpo.val_at_start": False,
-        "grpo.val_at_end": False,
-        "checkpointing.enabled": False,
+        **one_epoch("grpo"),
         "policy.model_name": model,
         "policy.init": "random",
-        "policy.tokenizer.name": REPOSITORY / "examples" / "assets" / "tiny_qwen3_moe",
+        "policy.tokenizer.name": TOKENIZER,
         "policy.train_global_batch_size": samples,
         "policy.train_micro_batch_size": samples // options.workers,
         "policy.max_total_sequence_length": PROMPT_LENGTH + MAX_NEW_TOKENS,
         "policy.generation.max_new_tokens": MAX_NEW_TOKENS,
         "policy.megatron_cfg.layer_spec": options.layer_spec,
         "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
-        "env.name": "callable",
-        "env.callable": "{function: 'grpo_throughput:share_of_one_character'}",
-        "env.answer_after": "null",
-        "env.score_truncated": True,
-        "data.validation": "null",
+        **ONE_CHARACTER,
         "cluster.cpu_workers_per_node": options.workers,
     }
-    overrides = [f"{key}={value}" for key, value in values.items()]
-    return load_grpo_config(REPOSITORY / "examples" / "configs" / "grpo_tiny_moe.yaml", overrides, check_paths=False)
+    return load_grpo_config(CONFIGS / "grpo_tiny_moe.yaml", overrides_of(values), check_paths=False)
 
 
 def run(
@@ -219,14 +176,8 @@ def run(
     changed: Callable[[RefitCheck | None], RefitCheck | None] = lambda check: check,
 ) -> None:
     """Trains in the product's own loop; changed: makes another refit check of the configured one."""
-    cluster = RayCluster(config.cluster)
-    stack.callback(cluster.shutdown)
-    source = find_model(config.policy)
-    model_files = {"config.json": (source.folder() / "config.json").read_bytes()}
-    policy = MegatronPolicy(
-        config, cluster, seed=config.grpo.seed, num_steps=len(prompts), source=source, model_files=model_files
-    )
-    stack.callback(policy.shutdown)
+    cluster, source = RayCluster(config.cluster), find_model(config.policy)
+    policy = start_policy(config, cluster, stack, seed=config.grpo.seed, num_steps=len(prompts))
     scorer = EnvironmentScorer(config.env)
     stack.callback(scorer.shutdown)
     loggers, console = open_loggers(folder, clock, stack)

@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def record_steps(trainer: Any, rank: int, folder: Path) -> None:
-    """Has a worker save tape and live routes of each training pass, a file a step.
+    """Have a worker save tape and live routes of each training pass, a file a step.
 
     Arrays `tape` and `live` are `[sequences, tokens, moe_layers, topk]`, `margin` is `[sequences, tokens, moe_layers]`,
     `lengths` has the tokens of each sequence that were fed to the model that made the tape.
@@ -116,10 +116,7 @@ class HealthySteps:
     """Simulated steps of one recorded run.
 
     Args:
-        recorded: Its steps.
-        num_experts: Routed experts of a layer.
         is_exact: Tape and live routes are of the same weights in float32.
-        alerts: Thresholds of a run.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from small_model import REPOSITORY, positive
+from small_model import CONFIGS, TOKENIZER, positive
 from transformers import AutoTokenizer
 
 from nemo_rl_moe.config.loading import load_config
@@ -84,12 +84,12 @@ def _plan(batching: Batching) -> None:
 
 def _reading(path: Path, prompts: Sequence[str]) -> Callable[[], object]:
     path.write_text("".join(json.dumps({"prompt": prompt, "completion": "2"}) + "\n" for prompt in prompts))
-    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "examples" / "assets" / "tiny_qwen3_moe")
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     return lambda: load_sft_dataset(str(path), "train", tokenizer, 64)
 
 
 def _watching() -> Callable[[], object]:
-    config = load_config(REPOSITORY / "examples" / "configs" / "sft_tiny_moe.yaml", check_paths=False)
+    config = load_config(CONFIGS / "sft_tiny_moe.yaml", check_paths=False)
     watch = AlertWatch(config.logger.alerts, TOPK)
     counts = np.random.default_rng(0).multinomial(262_144, np.full(EXPERTS, 1 / EXPERTS), size=LAYERS)
     metrics = {f"train/moe/metric_{number}": 1.0 for number in range(60)}

@@ -34,10 +34,8 @@ class Job:
     """A job of many ranks, without tensor and pipeline parallelism: the most that a rank has to count.
 
     Attributes:
-        ranks: Of the job.
         expert_parallel: Ranks that exchange tokens.
-        microbatches: Of a rank in a step.
-        layers, experts: Of the model.
+        microbatches: Microbatches of a rank in a step.
         what_if: Sizes whose overload is predicted.
     """
 

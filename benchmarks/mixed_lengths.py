@@ -8,7 +8,6 @@ a step. Each way to fill microbatches has a worker of its own; all train the sam
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -17,18 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sft_throughput import Contestant, StepClock, median_ratio
+from sft_throughput import Contestant, median_ratio, start_contestant
 from small_model import (
+    CONFIGS,
+    CONSTANT_RATE,
     MODEL,
-    REPOSITORY,
+    TOKENIZER,
     VOCABULARY,
     confine,
+    make_parser,
     not_negative,
-    one_epoch_of_sft,
-    open_loggers,
+    one_epoch,
+    overrides_of,
     positive,
     release,
     running_ray,
+    surroundings,
     write_model,
 )
 
@@ -36,13 +39,8 @@ from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.data.loader import GlobalBatchLoader
-from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import PackedBatching, plan_microbatches
-from nemo_rl_moe.loggers.artifacts import ArtifactTables
-from nemo_rl_moe.models.hf_files import find_model
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.models.policy.model_workers import choose_batching
-from nemo_rl_moe.run_folder.folder import collect_versions
 
 BATCH_SIZE, MICRO_BATCH_SIZE, LONGEST, MEDIAN, BUDGET = 16, 4, 500, 80, 2048
 DYNAMIC = {"policy.dynamic_batching.enabled": True, "policy.dynamic_batching.train_mb_tokens": BUDGET}
@@ -73,7 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(scratch)
         write_model(folder / "model")
         stack.enter_context(running_ray(len(MODES)))
-        contestants = {mode: start_contestant(folder, mode, options, stack) for mode in MODES}
+        num_steps = options.warmup + options.turns * options.block
+        contestants = {
+            mode: start_contestant(make_config(folder / "model", changes), num_steps, folder / mode, stack)
+            for mode, changes in MODES.items()
+        }
         release(cores)
         if options.warmup:
             for contestant in contestants.values():
@@ -88,47 +90,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--turns", type=positive, default=6, metavar="N", help="turns of each mode (default: 6)")
     parser.add_argument("--block", type=positive, default=5, metavar="N", help="steps of one turn (default: 5)")
     parser.add_argument("--warmup", type=not_negative, default=2, metavar="N", help="steps before those (default: 2)")
     return parser.parse_args(arguments)
 
 
-def start_contestant(folder: Path, mode: str, options: argparse.Namespace, stack: ExitStack) -> Contestant:
-    """Starts the worker of one mode with loggers of its own; the stack ends both."""
-    config = make_config(folder / "model", MODES[mode])
-    cluster = RayCluster(config.cluster)
-    stack.callback(cluster.shutdown)
-    steps = options.warmup + options.turns * options.block
-    source = find_model(config.policy)
-    policy = MegatronPolicy(config, cluster, seed=config.sft.seed, num_steps=steps, source=source, model_files={})
-    stack.callback(policy.shutdown)
-    run_folder = folder / mode
-    run_folder.mkdir()
-    clock = StepClock()
-    loggers, console = open_loggers(run_folder, clock, stack)
-    return Contestant(config, policy, loggers, ArtifactTables(run_folder, console.warn), clock)
-
-
 def make_config(model: Path, changes: dict[str, Any]) -> SFTMasterConfig:
     """The demo's configuration with this benchmark's sizes."""
     values: dict[str, Any] = {
-        **one_epoch_of_sft(model),
+        **one_epoch("sft"),
+        "policy.model_name": model,
+        "policy.tokenizer.name": TOKENIZER,
         "policy.train_global_batch_size": BATCH_SIZE,
         "policy.train_micro_batch_size": MICRO_BATCH_SIZE,
         "policy.max_total_sequence_length": LONGEST,
-        "policy.megatron_cfg.optimizer.lr": 1e-4,
-        "policy.megatron_cfg.optimizer.min_lr": 1e-4,
-        "policy.megatron_cfg.scheduler.lr_decay_style": "constant",
-        "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
-        "data.validation": "null",
+        **CONSTANT_RATE,
         "cluster.cpu_workers_per_node": 1,
     }
-    overrides = [f"{key}={value}" for key, value in (values | changes).items()]
-    return load_config(REPOSITORY / "examples" / "configs" / "sft_tiny_moe.yaml", overrides, check_paths=False)
+    return load_config(CONFIGS / "sft_tiny_moe.yaml", overrides_of(values | changes), check_paths=False)
 
 
 def lengths_of(num_batches: int, seed: int) -> list[int]:
@@ -191,8 +172,7 @@ def result(contestants: dict[str, Contestant], lengths: Sequence[int], options: 
         "sequences_per_step": BATCH_SIZE,
         "max_microbatch_tokens": BUDGET,
         "model": MODEL,
-        "load_average": round(os.getloadavg()[0], 2),
-        "versions": collect_versions(),
+        **surroundings(),
     }
 
 

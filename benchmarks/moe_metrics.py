@@ -53,7 +53,7 @@ def median_ms(function: Callable[[Input], object], inputs: list[Input], repeats:
 
 
 def as_layer_loads(counts_LE: Tensor) -> dict[int, LayerLoad]:
-    """The same counts as the public functions take them."""
+    """Return the counts as the public functions take them."""
     num_experts = counts_LE.shape[1]
     return {
         layer: {"expert_load": row, "aux_loss": None, "n_experts": num_experts, "topk": ROUTER_TOPK}

@@ -12,27 +12,24 @@ less than the time on the clock.
 import argparse
 import json
 import os
-import socket
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
+from small_model import CONFIGS, REPOSITORY, one_rank
 from transformers import AutoConfig
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_shard
-from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, clear_auxiliary_losses
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 # Tokens of the demo's samples: a sum, with or without its working, in the chat template.
 SHORTEST, LONGEST = 14, 46
 LIMIT = 1.01
@@ -50,10 +47,8 @@ class Contestant:
     """One trainer and what its steps took.
 
     Attributes:
-        trainer: The trainer.
         wall: Seconds on the clock, of each measured step.
         cpu: Seconds of this process.
-        losses: Of each step.
         num_metrics: MoE metrics of a step.
     """
 
@@ -85,12 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     policies = {mode: make_policy(changes) for mode, changes in MODES.items()}
-    join_job_of_one(policies["off"])
-    try:
+    with one_rank(policies["off"]):
         contestants = {mode: Contestant(make_trainer(policy)) for mode, policy in policies.items()}
         race(list(contestants.values()), policies["off"], options.warmup, options.rounds)
-    finally:
-        destroy_parallel_state()
     off, again = contestants["off"], contestants["off_again"]
     wall = [statistics.mean(pair) for pair in zip(off.wall, again.wall, strict=True)]
     cpu = [statistics.mean(pair) for pair in zip(off.cpu, again.cpu, strict=True)]
@@ -119,16 +111,7 @@ def make_policy(changes: dict[str, Any]) -> PolicyConfig:
     """The demo's policy on one rank."""
     overrides = ["cluster.cpu_workers_per_node=1"]
     overrides += [f"policy.megatron_cfg.{name}={json.dumps(value)}" for name, value in changes.items()]
-    exemplar = REPOSITORY / "examples" / "configs" / "sft_tiny_moe.yaml"
-    return load_config(exemplar, overrides, check_paths=False).policy
-
-
-def join_job_of_one(policy: PolicyConfig) -> None:
-    """Starts a process group of this process alone."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(listener.getsockname()[1])
-    initialize_parallel_state(policy.megatron_cfg, rank=0, world_size=1, local_rank=0, seed=0)
+    return load_config(CONFIGS / "sft_tiny_moe.yaml", overrides, check_paths=False).policy
 
 
 def make_trainer(policy: PolicyConfig) -> MegatronTrainer:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from planted_faults import IN_BFLOAT16, MOST_SEEDS
 from routing_faults import FINE_TUNED, Scene, tape_of, tell
-from small_model import positive, running_ray
+from small_model import make_parser, positive, running_ray
 from tape_faults import audit, plant
 
 EXAMPLES = """\
@@ -76,9 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     seeds = range(MOST_SEEDS + 1)
     parser.add_argument("--runs", type=positive, default=2, metavar="N", help="healthy runs that are recorded (2)")
     parser.add_argument("--steps", type=positive, default=8, metavar="N", help="steps of each of them (8)")
@@ -124,7 +122,7 @@ def findings_of_steps(tape: Path) -> list[list[str]]:
 
 
 def is_found(texts: Sequence[str]) -> bool:
-    """Return True where permuted ids are all that a step is told of."""
+    """Return True where permuted ids are all that is reported of a step."""
     return bool(texts) and all(FOUND in text for text in texts)
 
 

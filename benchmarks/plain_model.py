@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What generation is compared with: the same model without Megatron-Core."""
+"""The small model in plain PyTorch, without Megatron-Core, which generation is compared with."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,8 +17,6 @@ class PlainModel:
     """Qwen3-MoE in plain PyTorch, from Hugging Face weights, with a key-value cache.
 
     Args:
-        weights: By Hugging Face names.
-        config: The model's sizes.
         num_slots: Most tokens of a sequence.
     """
 

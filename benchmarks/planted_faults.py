@@ -47,8 +47,6 @@ class Site:
     """One worker of a planted run.
 
     Attributes:
-        trainer: Its `MegatronTrainer`.
-        rank: Its rank.
         onset: First step that the fault strikes.
         step: Step that is under way, from 1.
         kept: Routes of the step before, by place.
@@ -71,12 +69,11 @@ class Fault:
     """One kind of failure.
 
     Attributes:
-        title: In words.
-        seen: Where its kind has been seen; empty: nowhere that is known.
+        seen: Where its kind has been seen; empty: nowhere.
         plant: Puts it into a worker.
         settings: Overrides of a run that it can strike.
-        vllm: It strikes the weights of an engine that keeps a copy.
-        spoil: What it does to routes, where it is a fault of the tape alone: files can have it too.
+        vllm: It changes the weights of an engine that keeps a copy.
+        spoil: Changes routes, where it is a fault of the tape alone: files can have it too.
         in_own_engine: The same of an engine without a copy of the weights: it generates by others than those that
             train. None: `plant` does it.
     """
@@ -94,13 +91,10 @@ class PlantedWorker(MegatronPolicyWorker):
     """A worker with a fault.
 
     Args:
-        rank: Global rank.
-        world_size: Number of ranks.
         fault: Its name in `FAULTS` or `RENUMBERED`; None: none.
         onset: First step that it strikes.
-        record_to: Folder that gets what healthy steps are made of; None: nothing is recorded.
+        record_to: Folder for the records that healthy steps are made of; None: nothing is recorded.
         own_engine: Generates by the trainer's own engine, whatever the fault's own run does.
-        kwargs: As of the real worker.
     """
 
     def __init__(
@@ -272,7 +266,7 @@ def _routers(site: Site) -> Iterator[tuple[int, Any]]:
 
 
 def _router_in_bfloat16(site: Site) -> None:
-    """Of the engine alone; the router that trains computes in float32."""
+    """Compute the engine's routers in bfloat16; the router that trains computes in float32."""
     from torch.nn.functional import linear
 
     generate = site.trainer.generate
@@ -363,7 +357,7 @@ def on_refit(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]])
 
 
 def on_own_engine(part_of: Callable[[str, Any], Any]) -> Callable[[Site], None]:
-    """A fault of a refit, in an engine that has none: what it loses stays in generation what it was before.
+    """Return a fault of a refit, in an engine without one: generation keeps the earlier values of the lost part.
 
     Args:
         part_of: From a parameter of training and its name to the part of it that is lost; None: nothing of it.

@@ -60,11 +60,7 @@ def lockstep_engine(token_s: float) -> LockstepEngine:
 
 
 class OpenEngine:
-    """The engine, which takes requests as they come.
-
-    Args:
-        token_s: Seconds of a token.
-    """
+    """The engine, which takes requests as they come."""
 
     shares_weights = True
 

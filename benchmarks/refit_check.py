@@ -10,7 +10,6 @@ counts seconds by the clock, and those of the processor, of all processes togeth
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -21,12 +20,21 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from grpo_throughput import PROMPT_LENGTH, STEP_KEY, RandomPrompts, StepClock, run
-from small_model import REPOSITORY, positive, running_ray
+from grpo_throughput import ONE_CHARACTER, PROMPT_LENGTH, STEP_KEY, RandomPrompts, run
+from small_model import (
+    CONFIGS,
+    TOKENIZER,
+    StepClock,
+    make_parser,
+    one_epoch,
+    overrides_of,
+    positive,
+    running_ray,
+    surroundings,
+)
 
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.weight_sync.refit_check import Gap, RefitCheck, ScoringEngine
 
 REFIT_KEY, CHECK_KEY = "timing/refit/seconds", "timing/refit_check/seconds"
@@ -47,7 +55,7 @@ class EveryOther(RefitCheck):
     """A check that is made as on, off, off, on, and again.
 
     Attributes:
-        made: Those that were made, of all until now.
+        made: Whether each check until now was made.
         cpu_seconds: Of all processes when the trainer was asked to send, and when the check was over, of each refit.
     """
 
@@ -123,17 +131,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "pairs": options.pairs,
         "num_sequences": len(check.sequences),
         "num_tokens": len(check.sequences[0]),
-        "load_average": round(os.getloadavg()[0], 2),
-        "versions": collect_versions(),
+        **surroundings(),
     }
     print(json.dumps({"name": "refit_check"} | result))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--pairs", type=positive, default=40, metavar="N", help="measured pairs (default: 40)")
     parser.add_argument("--warmup", type=positive, default=2, metavar="N", help="pairs before those (default: 2)")
     return parser.parse_args(arguments)
@@ -142,23 +147,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def make_config() -> GRPOMasterConfig:
     """The demo's configuration with random weights, prompts and rewards."""
     values: dict[str, Any] = {
-        "grpo.max_num_epochs": 1,
-        "grpo.max_num_steps": "null",
-        "grpo.val_period": 0,
-        "grpo.val_at_start": False,
-        "grpo.val_at_end": False,
-        "checkpointing.enabled": False,
-        "policy.model_name": REPOSITORY / "examples" / "assets" / "tiny_qwen3_moe",
+        **one_epoch("grpo"),
+        "policy.model_name": TOKENIZER,
         "policy.init": "random",
-        "env.name": "callable",
-        "env.callable": "{function: 'grpo_throughput:share_of_one_character'}",
-        "env.answer_after": "null",
-        "env.score_truncated": True,
-        "data.validation": "null",
+        **ONE_CHARACTER,
     }
-    overrides = [f"{key}={value}" for key, value in values.items()]
-    path = REPOSITORY / "examples" / "configs" / "grpo_tiny_moe_vllm.yaml"
-    config = load_grpo_config(path, overrides, check_paths=False)
+    config = load_grpo_config(CONFIGS / "grpo_tiny_moe_vllm.yaml", overrides_of(values), check_paths=False)
     assert config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens >= PROMPT_LENGTH
     return config
 

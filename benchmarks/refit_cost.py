@@ -10,7 +10,6 @@ works out larger models from them.
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from small_model import REPOSITORY, positive, write_model
+from small_model import CONFIGS, make_parser, positive, start_policy, surroundings, write_model
 
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -32,7 +31,6 @@ from nemo_rl_moe.generation.registry import EngineSetup
 from nemo_rl_moe.generation.vllm.engine import make_vllm_engine
 from nemo_rl_moe.models.hf_files import find_model, load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 EXAMPLES = """\
@@ -65,17 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "rounds": options.rounds,
         "precision": "float32",
         "workers": 1,
-        "load_average": round(os.getloadavg()[0], 2),
-        "versions": collect_versions(),
+        **surroundings(),
     }
     print(json.dumps(result))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="refits of each kind (default: 5)")
     parser.add_argument(
         "--sizes",
@@ -120,15 +115,11 @@ def prepared(folder: Path, *, with_vllm: bool) -> Iterator[dict[str, Refit]]:
     config = make_config(folder)
     with ExitStack() as stack:
         cluster = RayCluster(config.cluster)
-        stack.callback(cluster.shutdown)
-        source = find_model(config.policy)
-        model_files = {"config.json": (folder / "config.json").read_bytes()}
-        policy = MegatronPolicy(config, cluster, seed=0, num_steps=None, source=source, model_files=model_files)
-        stack.callback(policy.shutdown)
+        policy = start_policy(config, cluster, stack, seed=0, num_steps=None)
         refits = {"transport": dropping_refit(policy)}
         if with_vllm:
             hf_config = load_hf_config(str(folder))
-            setup = EngineSetup(config, cluster, source, hf_config, None, policy, print)
+            setup = EngineSetup(config, cluster, find_model(config.policy), hf_config, None, policy, print)
             engine = make_vllm_engine(setup)
             stack.callback(engine.shutdown)
             refits["vllm"] = lambda: refit(engine, policy)
@@ -166,8 +157,7 @@ def make_config(model: Path) -> GRPOMasterConfig:
         "cluster.cpu_workers_per_node=1",
         "policy.generation.refit_check.enabled=false",
     ]
-    path = REPOSITORY / "examples" / "configs" / "grpo_tiny_moe_vllm.yaml"
-    return load_grpo_config(path, overrides, check_paths=False)
+    return load_grpo_config(CONFIGS / "grpo_tiny_moe_vllm.yaml", overrides, check_paths=False)
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> dict[str, float] | None:

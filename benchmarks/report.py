@@ -7,7 +7,6 @@ expert, which is uneven at first and evens out, with one expert that dies on the
 of its own, whose start and imports are counted.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from small_model import positive
+from small_model import make_parser, positive
 
 from nemo_rl_moe.config.loading import dump_resolved, load_config
 from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
@@ -47,9 +46,7 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the command line, runs, and prints the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--steps", type=positive, default=1000, help="steps of a run (default: 1000)")
     parser.add_argument("--layers", type=positive, default=48, help="MoE layers (default: 48)")
     parser.add_argument("--experts", type=positive, default=128, help="experts of a layer (default: 128)")

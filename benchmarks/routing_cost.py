@@ -36,7 +36,6 @@ import itertools
 import json
 import math
 import multiprocessing
-import os
 import shutil
 import statistics
 import sys
@@ -51,9 +50,20 @@ from typing import Any
 
 import psutil
 import torch
-from grpo_throughput import RandomPrompts, StepClock, run
-from moe_overhead import join_job_of_one, median_ratio
-from small_model import REPOSITORY, confine, positive, running_ray
+from grpo_throughput import ONE_CHARACTER, RandomPrompts, run
+from moe_overhead import median_ratio
+from small_model import (
+    CONFIGS,
+    TOKENIZER,
+    StepClock,
+    confine,
+    make_parser,
+    one_epoch,
+    one_rank,
+    positive,
+    running_ray,
+    surroundings,
+)
 
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
@@ -69,11 +79,9 @@ from nemo_rl_moe.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.interfaces import RouteComparison, TrainResult
-from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state
 from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer, RankTrainResult
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS, UNKNOWN
-from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.run_folder.step_tables import MAX_DELAY_S
 
 # As in the demo: 27 tokens a sequence, and responses of up to 31 tokens. Random weights draw one of three end tokens of
@@ -101,7 +109,6 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 EXPLAINED_EVERY = 3
 """Rounds after which one comes with the measurements of routing."""
 PARTS = ("load", "tape", "replay", "all", "at_logits")
-DEMO_MODEL = REPOSITORY / "examples" / "assets" / "tiny_qwen3_moe"
 _WIDTHS = (
     "hidden_size",
     "intermediate_size",
@@ -111,17 +118,8 @@ _WIDTHS = (
 )
 _AS_THE_RACE = {
     "policy.generation.stop_token_ids": list(END_TOKENS),
-    "env.name": "callable",
-    "env.callable": "{function: 'grpo_throughput:share_of_one_character'}",
-    "env.answer_after": "null",
-    "env.score_truncated": True,
-    "grpo.max_num_epochs": 1,
-    "grpo.max_num_steps": "null",
-    "grpo.val_period": 0,
-    "grpo.val_at_start": False,
-    "grpo.val_at_end": False,
-    "checkpointing.enabled": False,
-    "data.validation": "null",
+    **ONE_CHARACTER,
+    **one_epoch("grpo"),
 }
 _RAYS_OWN = ("gcs_server", "raylet", "ray/dashboard", "ray/_private", "ray/autoscaler")
 EXAMPLES = """\
@@ -146,7 +144,6 @@ class LocalPolicy:
     """A trainer of this process as `RoutingMeasurements` sees a policy; and the engine, which shares its weights.
 
     Args:
-        trainer: The trainer.
         batch_size: Sequences of a log-probability pass.
     """
 
@@ -156,11 +153,11 @@ class LocalPolicy:
         self._trainer, self._batch_size = trainer, batch_size
 
     def logprobs(self, batch: TokenBatch) -> torch.Tensor:
-        """Of every token, by the batch's tape where it has one."""
+        """Compute the log-probability of every token, by the batch's tape where it has one."""
         return _in_one(batch, self._trainer.logprobs(self._microbatches(batch, self._batch_size)))
 
     def logprobs_and_routes(self, batch: TokenBatch) -> tuple[torch.Tensor, Any]:
-        """And the experts that the routers chose."""
+        """Compute log-probabilities, and the experts that the routers chose."""
         found, routes = self._trainer.logprobs_and_routes(self._microbatches(batch, self._batch_size))
         return _in_one(batch, found), stored_per_token([StoredRows.of(rows) for rows in routes], fill=UNKNOWN)
 
@@ -193,7 +190,6 @@ class Found:
         step: Seconds of the steps.
         tables: Of the files of the tables.
         measurements: Of the measurements of routing; none where there are none.
-        losses: Of each step.
         tape_bytes: Of the last step.
         num_tokens: Of the last step, prompts included.
     """
@@ -219,9 +215,7 @@ class Contestant:
     """One trainer, what it writes, and what its steps took.
 
     Attributes:
-        config: Its configuration.
         folder: Where it writes its tables.
-        found: What was measured.
     """
 
     config: GRPOMasterConfig
@@ -349,9 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--starts", type=positive, default=6, metavar="N", help="of all processes (default: 6)")
     parser.add_argument("--rounds", type=positive, default=12, metavar="N", help="measured steps a start (default: 12)")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="of the run in the loop (default: 20)")
@@ -363,14 +355,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def write_wider_model(folder: Path, width: int) -> Path:
     """The demo's model so many times as wide, of as many layers and experts."""
-    shutil.copytree(DEMO_MODEL, folder)
+    shutil.copytree(TOKENIZER, folder)
     file = folder / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {name: width * config[name] for name in _WIDTHS}))
     return folder
 
 
-def make_config(changes: dict[str, Any], model: Path = DEMO_MODEL) -> GRPOMasterConfig:
+def make_config(changes: dict[str, Any], model: Path = TOKENIZER) -> GRPOMasterConfig:
     """The demo's configuration on one rank, from random weights."""
     overrides = [
         f"policy.model_name={model}",
@@ -379,7 +371,7 @@ def make_config(changes: dict[str, Any], model: Path = DEMO_MODEL) -> GRPOMaster
         "cluster.cpu_workers_per_node=1",
         *(f"policy.megatron_cfg.{name}={json.dumps(value)}" for name, value in changes.items()),
     ]
-    return load_grpo_config(REPOSITORY / "examples" / "configs" / "grpo_tiny_moe.yaml", overrides, check_paths=False)
+    return load_grpo_config(CONFIGS / "grpo_tiny_moe.yaml", overrides, check_paths=False)
 
 
 def race(names: Sequence[str], model: Path, folder: Path, options: argparse.Namespace) -> dict[str, Found]:
@@ -416,7 +408,7 @@ def answers(connections: Mapping[str, Connection]) -> dict[str, Any]:
     """One message of each contestant.
 
     Raises:
-        SystemExit: One has ended; it has told why.
+        SystemExit: One has ended; it has printed why.
     """
     found = {}
     for name, connection in connections.items():
@@ -432,8 +424,7 @@ def run_contestant(name: str, model: Path, folder: Path, connection: Connection)
     torch.set_num_threads(1)
     keep_freed_memory()  # as a worker does
     config = make_config(CONTESTANTS[name], model)
-    join_job_of_one(config.policy)
-    try:
+    with one_rank(config.policy):
         contestant = Contestant(config, folder)
         connection.send(None)
         while (message := connection.recv()) is not None:
@@ -442,8 +433,6 @@ def run_contestant(name: str, model: Path, folder: Path, connection: Connection)
             connection.send(None)
         contestant.close()
         connection.send(contestant.found)
-    finally:
-        destroy_parallel_state()
 
 
 class ShortPrompts(RandomPrompts):
@@ -535,8 +524,7 @@ def summary(contestants: Mapping[str, Found], measured_every: int) -> dict[str, 
         "tape_bytes": everything.tape_bytes,
         "num_tokens": everything.num_tokens,
         "losses_identical": len(without) == len(replaying) == 1,
-        "load_average": round(os.getloadavg()[0], 2),
-        "versions": collect_versions(),
+        **surroundings(),
     }
 
 

@@ -26,8 +26,8 @@ from unittest import mock
 
 from healthy_steps import HealthySteps, read_steps
 from planted_faults import FAULTS, NUM_EXPERTS, SHARED_RUN, PlantedWorker
-from small_model import REPOSITORY, not_negative, positive, running_ray
-from tape_faults import OF_RUNS, audited, lowest_agreement, score_of_files, score_of_tape
+from small_model import CONFIGS, REPOSITORY, TOKENIZER, make_parser, not_negative, positive, running_ray
+from tape_faults import OF_RUNS, FileScore, audited, lowest_agreement, score_of_files, score_of_tape
 
 from nemo_rl_moe.cli import main as run_command
 from nemo_rl_moe.config.loading import load_grpo_config
@@ -45,7 +45,6 @@ examples:
   python benchmarks/routing_faults.py --onsets 1 --healthy 0     faults that are there from the first step on
   python benchmarks/routing_faults.py --files                    faults in tape folders, by nemo-rl-moe audit"""
 FINE_TUNED = REPOSITORY / "results" / "sft_tiny_moe" / "final"
-CONFIGS = REPOSITORY / "examples" / "configs"
 STRUCK_STEPS, RECORDED_STEPS = 3, 12
 ERRORS = ("replayed experts cannot be right", "the generation engine", "receiver", "sender", "rank")
 """Beginnings of the errors of tapes and of refits."""
@@ -89,10 +88,8 @@ class Score:
     """One row of the table.
 
     Attributes:
-        fault: Name of the fault.
-        onset: First step that it strikes.
-        steps: Steps until it was told, the first struck one included; None: it was not.
-        told: The lines of the step that told of it.
+        steps: Steps until it was reported, the first faulty one included; None: it was not.
+        told: The lines of the step that reported it.
         healthy_steps: Steps before it.
         false_alarms: Lines about these.
     """
@@ -121,10 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 scores.append(score_of(scene, fault, onset))
                 tell(f"{fault} from step {onset} on: {scores[-1].told or 'not found'}")
         healthy = healthy_alarms(scene, options.healthy, options.seed) if options.healthy else []
-    print(table(scores, healthy))
-    if options.output is not None:
-        content = {"scores": [asdict(score) for score in scores], "healthy": [asdict(row) for row in healthy]}
-        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    report(scores, healthy, options.output)
     return 1 if any(score.told.startswith(FAILED) for score in scores) else 0
 
 
@@ -144,15 +138,18 @@ def score_files(options: argparse.Namespace) -> int:
                 for fault in (fault for fault in options.faults if fault in OF_RUNS):
                     for onset in options.onsets:
                         written = tape_of(scene, fault, onset, onset + STRUCK_STEPS - 1, FAULTS[fault].settings)
-                        found = score_of_tape(written, onset)
-                        scores.append(Score(fault, onset, found.steps, found.told, onset - 1, found.false_alarms))
-                        tell(f"{fault} from step {onset} on: {found.told or 'not found'}")
+                        scores.append(_score_in_files(fault, onset, score_of_tape(written, onset)))
                 healthy = _healthy_tapes(scene, options.tapes)
-    print(table(scores, healthy))
-    if options.output is not None:
-        content = {"scores": [asdict(score) for score in scores], "healthy": [asdict(row) for row in healthy]}
-        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    report(scores, healthy, options.output)
     return 0
+
+
+def report(scores: Sequence["Score"], healthy: Sequence["HealthyRow"], output: Path | None) -> None:
+    """Print the table, and write it as JSON where a file is given."""
+    print(table(scores, healthy))
+    if output is not None:
+        content = {"scores": [asdict(score) for score in scores], "healthy": [asdict(row) for row in healthy]}
+        output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _planted_into(tape: Path, options: argparse.Namespace, folder: Path) -> list[Score]:
@@ -160,9 +157,13 @@ def _planted_into(tape: Path, options: argparse.Namespace, folder: Path) -> list
     for fault in (fault for fault in options.faults if fault not in OF_RUNS):
         for onset in options.onsets:
             found = score_of_files(tape, fault, onset, folder / f"{fault}_{onset}")
-            scores.append(Score(fault, onset, found.steps, found.told, onset - 1, found.false_alarms))
-            tell(f"{fault} from step {onset} on: {found.told or 'not found'}")
+            scores.append(_score_in_files(fault, onset, found))
     return scores
+
+
+def _score_in_files(fault: str, onset: int, found: FileScore) -> Score:
+    tell(f"{fault} from step {onset} on: {found.told or 'not found'}")
+    return Score(fault, onset, found.steps, found.told, onset - 1, found.false_alarms)
 
 
 def tape_of(scene: "Scene", fault: str | None, onset: int, num_steps: int, settings: Sequence[str]) -> Path:
@@ -195,9 +196,7 @@ def _healthy_tapes(scene: "Scene", num_seeds: int) -> list["HealthyRow"]:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     names = list(FAULTS)
     parser.add_argument("--faults", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument(
@@ -235,7 +234,6 @@ class Scene:
     """Data and model of all runs.
 
     Args:
-        folder: Gets what they write.
         model: The model's folder; None: the demo's, and where that is missing a model that is trained first.
     """
 
@@ -289,7 +287,7 @@ class Scene:
         overrides = [
             f"data.train.path={data / 'train.jsonl'}",
             f"data.validation.path={data / 'validation.jsonl'}",
-            f"policy.model_name={REPOSITORY / 'examples' / 'assets' / 'tiny_qwen3_moe'}",
+            f"policy.model_name={TOKENIZER}",
             "sft.val_period=0",
         ]
         self._command("sft", "sft_tiny_moe.yaml", overrides, f"checkpointing.checkpoint_dir={output}")
@@ -323,7 +321,7 @@ def alarms_in(printed: str, code: int, num_steps: int) -> tuple[tuple[int, str],
     """Step and line of what a run says of its steps; its error belongs to the step that it did not finish.
 
     Raises:
-        RunFailedError: The run has ended with an error that tells of nothing planted.
+        RunFailedError: The run has ended with an error that reports nothing planted.
     """
     found = [(int(step), text) for step, text in re.findall(r"^warning: step (\d+): (.*)$", printed, re.MULTILINE)]
     if code != 0:
@@ -354,9 +352,7 @@ class HealthyRow:
     """Healthy steps of one kind.
 
     Attributes:
-        kind: Which.
-        num_steps: How many.
-        alarms: Lines that were false.
+        alarms: False alarms.
         lowest_agreement: Live agreement of the worst step.
     """
 

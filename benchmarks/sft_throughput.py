@@ -9,31 +9,38 @@ turns on the same batches, so that whatever else the machine does slows both.
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from small_model import (
+    CONFIGS,
+    CONSTANT_RATE,
     MODEL,
-    REPOSITORY,
+    TOKENIZER,
     VOCABULARY,
+    StepClock,
+    add_layer_spec,
+    add_workers,
     confine,
     family_cpu_seconds,
+    make_parser,
     not_negative,
-    one_epoch_of_sft,
+    one_epoch,
     open_loggers,
+    overrides_of,
     positive,
     recorder_without_checkpoints,
     release,
+    require_whole_microbatches,
     running_ray,
+    start_policy,
+    surroundings,
     write_model,
 )
 
@@ -47,10 +54,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
 from nemo_rl_moe.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.run_folder.folder import collect_versions
-from nemo_rl_moe.run_folder.metrics import RunOutcome
 
 BATCH_SIZE = 8
 SEQUENCE_LENGTH = 128
@@ -68,51 +72,15 @@ on_to_off is the speed with MoE metrics divided by the speed without."""
 
 
 @dataclass
-class StepClock:
-    """A logger that is told last of each step, so that the time between two calls is a whole step's.
-
-    Attributes:
-        seconds: Of each step since the last `start`.
-        losses: Of the same steps.
-    """
-
-    name = "clock"
-    seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    _last: float = 0.0
-
-    def start(self) -> None:
-        """Forgets what was and begins a step."""
-        self.seconds, self.losses = [], []
-        self._last = time.perf_counter()
-
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Ends a step and begins the next."""
-        now = time.perf_counter()
-        self.seconds.append(now - self._last)
-        self.losses.append(metrics["train/loss"])
-        self._last = now
-
-    def log_config(self, config: Mapping[str, Any]) -> None:
-        """Does nothing."""
-
-    def close(self, outcome: RunOutcome = "finished") -> None:
-        """Does nothing."""
-
-
-@dataclass
 class Contestant:
     """One policy and what was measured of it.
 
     Attributes:
-        config: Its configuration.
-        policy: Its workers.
         loggers: What the loop logs to; the clock is the last of them.
         tables: Where the load matrices go.
-        clock: The clock.
         blocks: Seconds of each step, by block of steps.
         cpu_seconds: CPU time of all processes while it trained.
-        losses: Of each measured step.
+        losses: Loss of each measured step.
         num_steps: Steps trained so far, warm-up included.
     """
 
@@ -137,8 +105,8 @@ class Contestant:
         train_sft(self.config.sft, self.policy, loader, None, recorder)
         if measured:
             self.cpu_seconds += family_cpu_seconds() - before
-            self.blocks.append(self.clock.seconds)
-            self.losses += self.clock.losses
+            self.blocks.append([step["seconds"] for step in self.clock.steps])
+            self.losses += [step["train/loss"] for step in self.clock.steps]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -150,8 +118,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         num_parameters = write_model(folder / "model")
         stack.enter_context(running_ray(2 * options.workers))
         threads = threads_per_worker(usable_cores(), options.workers)
-        start = partial(start_contestant, folder, options, stack)
-        off, on = start(track_moe_metrics=False), start(track_moe_metrics=True)
+        configs = [make_config(folder / "model", options, track_moe_metrics=tracks) for tracks in (False, True)]
+        num_steps = options.warmup + options.steps
+        off, on = (
+            start_contestant(config, num_steps, folder / name, stack)
+            for config, name in zip(configs, ("off", "on"), strict=True)
+        )
         release(cores)
         race([off, on], options)
     result = {
@@ -168,24 +140,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "micro_batch_size": options.micro_batch_size,
         "layer_spec": options.layer_spec,
         "model": MODEL | {"num_parameters": num_parameters, "precision": "float32"},
-        "load_average": round(os.getloadavg()[0], 2),
-        "versions": collect_versions(),
+        **surroundings(),
     }
     print(json.dumps(result))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--steps", type=positive, default=40, metavar="N", help="measured steps of each (default: 40)")
     parser.add_argument("--warmup", type=not_negative, default=5, metavar="N", help="steps before those (default: 5)")
     parser.add_argument("--block", type=positive, default=10, metavar="N", help="steps of one turn (default: 10)")
-    parser.add_argument(
-        "--workers", type=int, choices=(1, 2, 4, 8), default=1, help="data-parallel ranks, one thread each (default: 1)"
-    )
+    add_workers(parser)
     parser.add_argument(
         "--micro-batch-size",
         type=int,
@@ -193,38 +159,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=4,
         help="sequences of a forward pass; a step has 8 over all workers (default: 4)",
     )
-    parser.add_argument(
-        "--layer-spec",
-        choices=("auto", "local"),
-        default="auto",
-        help="auto: the fastest modules there are; local: Megatron-Core's own (default: auto)",
-    )
+    add_layer_spec(parser)
     options = parser.parse_args(arguments)
-    if BATCH_SIZE % (options.micro_batch_size * options.workers):
-        parser.error(
-            f"--micro-batch-size {options.micro_batch_size} x --workers {options.workers} does not divide the"
-            f" {BATCH_SIZE} sequences of a step; nearest: --micro-batch-size {BATCH_SIZE // options.workers}"
-        )
+    require_whole_microbatches(parser, options, BATCH_SIZE, "sequences")
     return options
 
 
-def start_contestant(
-    folder: Path, options: argparse.Namespace, stack: ExitStack, *, track_moe_metrics: bool
-) -> Contestant:
-    """Starts one policy with loggers of its own; the stack ends both."""
-    config = make_config(folder / "model", options, track_moe_metrics=track_moe_metrics)
-    cluster = RayCluster(config.cluster)
-    stack.callback(cluster.shutdown)
-    policy = MegatronPolicy(
-        config,
-        cluster,
-        seed=config.sft.seed,
-        num_steps=options.warmup + options.steps,
-        source=find_model(config.policy),
-        model_files={},
-    )
-    stack.callback(policy.shutdown)
-    run_folder = folder / f"moe_metrics_{track_moe_metrics}"
+def start_contestant(config: SFTMasterConfig, num_steps: int, run_folder: Path, stack: ExitStack) -> Contestant:
+    """Start one policy with loggers of its own; the stack ends both."""
+    policy = start_policy(config, RayCluster(config.cluster), stack, seed=config.sft.seed, num_steps=num_steps)
     run_folder.mkdir()
     clock = StepClock()
     loggers, console = open_loggers(run_folder, clock, stack)
@@ -234,7 +177,9 @@ def start_contestant(
 def make_config(model: Path, options: argparse.Namespace, *, track_moe_metrics: bool) -> SFTMasterConfig:
     """The demo's configuration with this benchmark's sizes."""
     values: dict[str, Any] = {
-        **one_epoch_of_sft(model),
+        **one_epoch("sft"),
+        "policy.model_name": model,
+        "policy.tokenizer.name": TOKENIZER,
         "policy.train_global_batch_size": BATCH_SIZE,
         "policy.train_micro_batch_size": options.micro_batch_size,
         "policy.max_total_sequence_length": SEQUENCE_LENGTH,
@@ -243,15 +188,10 @@ def make_config(model: Path, options: argparse.Namespace, *, track_moe_metrics: 
         "policy.megatron_cfg.moe_aux_loss_coeff": 0.01,
         "policy.megatron_cfg.track_moe_metrics": track_moe_metrics,
         "policy.megatron_cfg.moe_per_layer_logging": track_moe_metrics,
-        "policy.megatron_cfg.optimizer.lr": 1e-4,
-        "policy.megatron_cfg.optimizer.min_lr": 1e-4,
-        "policy.megatron_cfg.scheduler.lr_decay_style": "constant",
-        "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
-        "data.validation": "null",
+        **CONSTANT_RATE,
         "cluster.cpu_workers_per_node": options.workers,
     }
-    overrides = [f"{key}={value}" for key, value in values.items()]
-    return load_config(REPOSITORY / "examples" / "configs" / "sft_tiny_moe.yaml", overrides, check_paths=False)
+    return load_config(CONFIGS / "sft_tiny_moe.yaml", overrides_of(values), check_paths=False)
 
 
 def race(contestants: Sequence[Contestant], options: argparse.Namespace) -> None:

@@ -5,11 +5,13 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
 import ray
@@ -17,14 +19,29 @@ import torch
 
 from nemo_rl_moe.algorithms.step_recorder import RecordSinks, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
+from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.local_ray import object_store_bytes
 from nemo_rl_moe.loggers.console import ConsoleLogger, Notices
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.interface import MetricLogger
-from nemo_rl_moe.run_folder.metrics import JsonlLogger
+from nemo_rl_moe.run_folder.folder import collect_versions
+from nemo_rl_moe.run_folder.metrics import JsonlLogger, RunOutcome
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+CONFIGS = REPOSITORY / "examples" / "configs"
+TOKENIZER = REPOSITORY / "examples" / "assets" / "tiny_qwen3_moe"
+"""The demo's model without weights: its configuration and tokenizer."""
+CONSTANT_RATE = {
+    "policy.megatron_cfg.optimizer.lr": 1e-4,
+    "policy.megatron_cfg.optimizer.min_lr": 1e-4,
+    "policy.megatron_cfg.scheduler.lr_decay_style": "constant",
+    "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
+}
 VOCABULARY = 512
 MODEL = {
     "num_hidden_layers": 4,
@@ -54,6 +71,45 @@ def _integer(text: str, least: int) -> int:
 
 positive, not_negative = partial(_integer, least=1), partial(_integer, least=0)
 """Types of command-line options."""
+
+
+def make_parser(description: str | None, examples: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser that shows a benchmark's docstring, and examples behind its options."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, epilog=examples, formatter_class=formatter)
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    """Add `--workers`."""
+    parser.add_argument(
+        "--workers", type=int, choices=(1, 2, 4, 8), default=1, help="data-parallel ranks, one thread each (default: 1)"
+    )
+
+
+def add_layer_spec(parser: argparse.ArgumentParser) -> None:
+    """Add `--layer-spec`."""
+    parser.add_argument(
+        "--layer-spec",
+        choices=("auto", "local"),
+        default="auto",
+        help="auto: the fastest modules there are; local: Megatron-Core's own (default: auto)",
+    )
+
+
+def require_whole_microbatches(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, size: int, what: str
+) -> None:
+    """End with an error where workers and microbatches do not divide a step."""
+    if size % (options.micro_batch_size * options.workers):
+        parser.error(
+            f"--micro-batch-size {options.micro_batch_size} x --workers {options.workers} does not divide the"
+            f" {size} {what} of a step; nearest: --micro-batch-size {size // options.workers}"
+        )
+
+
+def surroundings() -> dict[str, object]:
+    """Return the machine's load and the versions of packages, for a result."""
+    return {"load_average": round(os.getloadavg()[0], 2), "versions": collect_versions()}
 
 
 def confine(num_cores: int) -> set[int]:
@@ -87,18 +143,22 @@ def write_model(folder: Path, **changes: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def one_epoch_of_sft(model: Path) -> dict[str, object]:
-    """Overrides for one epoch of fine-tuning without validation and checkpoints, of a model that has no tokenizer."""
+def one_epoch(algorithm: str) -> dict[str, object]:
+    """Return overrides for one epoch without validation and checkpoints."""
     return {
-        "sft.max_num_epochs": 1,
-        "sft.max_num_steps": "null",
-        "sft.val_period": 0,
-        "sft.val_at_start": False,
-        "sft.val_at_end": False,
+        f"{algorithm}.max_num_epochs": 1,
+        f"{algorithm}.max_num_steps": "null",
+        f"{algorithm}.val_period": 0,
+        f"{algorithm}.val_at_start": False,
+        f"{algorithm}.val_at_end": False,
         "checkpointing.enabled": False,
-        "policy.model_name": model,
-        "policy.tokenizer.name": REPOSITORY / "examples" / "assets" / "tiny_qwen3_moe",
+        "data.validation": "null",
     }
+
+
+def overrides_of(values: Mapping[str, object]) -> list[str]:
+    """Return overrides as the command line takes them."""
+    return [f"{key}={value}" for key, value in values.items()]
 
 
 @contextmanager
@@ -149,6 +209,84 @@ def open_loggers(folder: Path, clock: MetricLogger, stack: ExitStack) -> tuple[F
     notices = Notices(console.message, lambda warning: print(warning, file=sys.stderr))
     direct: list[MetricLogger] = [console, JsonlLogger(folder, notices.warn, notices.message), clock]
     return stack.enter_context(FanOutLogger(direct, notices)), console
+
+
+@dataclass
+class StepClock:
+    """A logger that keeps the metrics of each step; called last, so that the time between two calls is a whole step's.
+
+    Attributes:
+        steps: The metrics of each step, and under `seconds` the time since the step before it, logging included.
+        counts_cpu_at: Numbers of steps after which the CPU time of all processes is measured.
+        cpu_seconds: These measurements.
+    """
+
+    name = "clock"
+    steps: list[Mapping[str, float]] = field(default_factory=list)
+    counts_cpu_at: Sequence[int] = ()
+    cpu_seconds: list[float] = field(default_factory=list)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def start(self) -> None:
+        """Forget all steps, and begin one."""
+        self.steps, self._last = [], time.perf_counter()
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """End a step and begin the next."""
+        now = time.perf_counter()
+        self.steps.append(dict(metrics) | {"seconds": now - self._last})
+        if len(self.steps) in self.counts_cpu_at:
+            self.cpu_seconds.append(family_cpu_seconds())
+            now = time.perf_counter()
+        self._last = now
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def close(self, outcome: RunOutcome = "finished") -> None:
+        """Do nothing."""
+
+
+@contextmanager
+def one_rank(policy: PolicyConfig) -> Iterator[None]:
+    """Run a job of this process alone, on any free port."""
+    from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    initialize_parallel_state(policy.megatron_cfg, rank=0, world_size=1, local_rank=0, seed=0)
+    try:
+        yield
+    finally:
+        destroy_parallel_state()
+
+
+def start_policy(
+    config: MasterConfig,
+    cluster: RayCluster,
+    stack: ExitStack,
+    *,
+    seed: int,
+    num_steps: int | None,
+    keep_reference: bool = False,
+) -> "MegatronPolicy":
+    """Start the workers of a policy; the stack ends them and the cluster."""
+    from nemo_rl_moe.models.hf_files import find_model
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+
+    stack.callback(cluster.shutdown)
+    source = find_model(config.policy)
+    model_files = {"config.json": (source.folder() / "config.json").read_bytes()}
+    policy = MegatronPolicy(
+        config,
+        cluster,
+        seed=seed,
+        num_steps=num_steps,
+        source=source,
+        model_files=model_files,
+        keep_reference=keep_reference,
+    )
+    stack.callback(policy.shutdown)
+    return policy
 
 
 def recorder_without_checkpoints(policy: PolicyConfig, sinks: RecordSinks) -> StepRecorder:

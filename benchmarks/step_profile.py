@@ -17,15 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from moe_overhead import join_job_of_one
 from sft_throughput import BATCH_SIZE, make_config, random_batches
-from small_model import confine, positive, write_model
+from small_model import confine, one_rank, positive, write_model
 from torch.profiler import ProfilerActivity, profile
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.distributed.batch import TokenBatch, make_shard
 from nemo_rl_moe.models.hf_files import load_hf_config
-from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.run_folder.folder import collect_versions
 
@@ -74,13 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="step_profile_") as scratch:
         write_model(Path(scratch, "model"))
         config = make_config(Path(scratch, "model"), options, track_moe_metrics=True)
-        join_job_of_one(config.policy)
-        try:
+        with one_rank(config.policy):
             trainer = MegatronTrainer(config.policy, load_hf_config(config.policy.model_name), None, num_steps=1000)
             batches = list(random_batches(3 + 2 * options.steps, seed=0).epoch(0))
             result = measure(trainer, batches, options.micro_batch_size)
-        finally:
-            destroy_parallel_state()
     print(json.dumps({"name": "step_profile", **result, "steps": options.steps, "versions": collect_versions()}))
 
 

@@ -32,8 +32,8 @@ class FileScore:
     """Findings of the audit of a tape with a fault.
 
     Attributes:
-        steps: Steps until it was told, the first struck one included; None: it was not.
-        told: The first line that told of it.
+        steps: Steps until it was reported, the first faulty one included; None: it was not.
+        told: The first line that reported it.
         false_alarms: Lines about the steps before.
     """
 
@@ -60,10 +60,8 @@ def plant(tape: Path, fault: str, onset: int, folder: Path) -> None:
     """Writes a tape with a fault, as two ranks would.
 
     Args:
-        tape: A healthy one.
         fault: Its name in `FAULTS` or `RENUMBERED`, none of `OF_RUNS`.
         onset: First step that it strikes, counted from 1, whatever numbers the steps have.
-        folder: Gets the tape.
     """
     description, steps = read_tape(tape)
     sites = [Site(None, rank, onset) for rank in range(NUM_WRITERS)]
@@ -123,7 +121,6 @@ def score_of_tape(folder: Path, onset: int) -> FileScore:
     """Findings of the audit of a tape with a fault: of the steps before it, then of one struck step more each time.
 
     Args:
-        folder: The tape.
         onset: First struck step, counted from 1.
     """
     steps = list(steps_of(folder))

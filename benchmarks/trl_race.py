@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from small_model import REPOSITORY, positive
+from small_model import REPOSITORY, make_parser, positive
 
 EXAMPLES = """\
 examples:
@@ -37,9 +37,9 @@ class Work:
     """One kind of work.
 
     Attributes:
-        theirs: The name under which `trl_trainers.py` knows it.
-        ours: The benchmark's file.
-        modes: Ways in which ours does it, to where their speeds stand in what the benchmark prints.
+        theirs: Its name in `trl_trainers.py`.
+        ours: File of the benchmark.
+        modes: Names of the ways to do it here, and where their speeds stand in the benchmark's output.
         goal: Ratio that is aimed at.
     """
 
@@ -49,7 +49,7 @@ class Work:
     goal: float
 
     def options(self, steps: int) -> list[str]:
-        """Of the benchmark, for so many steps."""
+        """Return the benchmark's options, for so many steps."""
         if self.ours != "mixed_lengths.py":
             return ["--steps", str(steps)]
         return ["--turns", str(max(1, steps // 5)), "--block", "5"]
@@ -95,9 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--work", type=_work, default=list(WORK), help=f"of {','.join(WORK)} (default: all)")
     parser.add_argument("--pairs", type=positive, default=4, metavar="N", help="runs of either side (default: 4)")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="measured steps of a run (default: 20)")

@@ -24,7 +24,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset, disable_progress_bars
-from small_model import MODEL, REPOSITORY, VOCABULARY, confine, positive
+from small_model import MODEL, TOKENIZER, VOCABULARY, confine, positive
 
 LENGTH, PROMPT_LENGTH = 128, 32
 WORK = ("sft", "dpo", "grpo", "mixed_padded", "mixed_grouped")
@@ -101,7 +101,7 @@ def _trainer(work: str, steps: int, folder: str, clock: StepClock) -> transforme
     transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MODEL)).float().save_pretrained(folder)
     # From a folder: DPO reads its reference model there, too.
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(REPOSITORY / "examples" / "assets" / "tiny_qwen3_moe")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
     given = COMMON | {"output_dir": folder, "max_steps": steps}
     generator = np.random.default_rng(0)
 

@@ -41,11 +41,9 @@ class AuditedRun:
     """A run that was audited.
 
     Attributes:
-        path: As it was named.
-        description: Meaning of its numbers.
         steps: In their order; at least one.
         notices: What had to be assumed, each in a line.
-        writers: Of its files, in order.
+        writers: Writers of its files, in order.
     """
 
     path: Path
@@ -61,7 +59,7 @@ class AuditedRun:
 
     @property
     def missing(self) -> list[str]:
-        """Lines of what cannot be told for want of a column, with how to get it."""
+        """Return a line for each missing column: what it would show, and how to get it."""
         # A part of the sequences will do for a noise floor.
         has_noise = any(key.startswith("moe/routing_noise/") for step in self.steps for key in step.metrics)
         told = self.columns | ({"repeated_experts"} if has_noise else frozenset())
@@ -74,12 +72,7 @@ class AuditedRun:
 
 @dataclass(frozen=True)
 class SideFinding:
-    """Findings over the steps of one side.
-
-    Attributes:
-        side: `ROLLOUT` or `TRAINING`.
-        finding: The episode that began last, of its kind and layer.
-    """
+    """Findings over the steps of one side."""
 
     side: str
     finding: Finding
@@ -92,7 +85,7 @@ class SideFinding:
 
 
 def findings_over_steps(run: AuditedRun) -> list[SideFinding]:
-    """Findings that several steps make, as a live run tells them; those of single steps are with the steps."""
+    """Return findings that several steps make, as a live run reports them; those of single steps are with the steps."""
     left_out = {*WRONG_ROUTES.values(), *get_args(IdleKind)}  # told of single steps; of rewards, not of routes
     return [
         SideFinding(side.label or "", episode.latest)
@@ -103,14 +96,13 @@ def findings_over_steps(run: AuditedRun) -> list[SideFinding]:
 
 
 def sides_of(run: AuditedRun, name: str = "") -> list[RunData]:
-    """Rollout and training as two runs; one of which nothing is known is left out.
+    """Return rollout and training as two runs; a side without any data is left out.
 
-    The rollout has its load, and all about its routes: the ledger, how far training agrees, what is wrong with them.
+    The rollout has its load, and all about its routes: agreement statistics, how far training agrees, what is wrong.
     Training has its load, the mismatch and the noise floor.
 
     Args:
-        run: The run.
-        name: Before the names of the sides, where several runs are looked at.
+        name: Put before the names of the sides, where several runs are looked at.
     """
     keys = {key for step in run.steps for key in step.metrics}
     rollout: dict[str, Series] = {}

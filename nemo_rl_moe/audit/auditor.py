@@ -37,16 +37,13 @@ class AuditedStep:
     """Audit of one step.
 
     Attributes:
-        step: Of the run.
-        num_sequences: Of the step.
-        num_tokens: Of all of them.
         metrics: Names as a run of this project logs them, without `train/`.
         report: Of the rollout's routes; None without any.
         rollout_load: Assignments of each layer's experts in the rollout; None without routes.
-        training_load: The same in training.
+        training_load: Assignments in training.
         layer_overlap: Of a sample, the share of the rollout's experts in one layer that training would choose in
             another; None where one of the two is missing.
-        columns: That all its sequences have.
+        columns: Columns that all its sequences have.
     """
 
     step: int
@@ -66,10 +63,8 @@ def audit_step(
     """Audit of one step.
 
     Args:
-        description: Of the tape.
-        step: Its number.
         parts: Its sequences, a few at a time.
-        writers: Of all rows, in order; without them, rows of one are not told from those of others.
+        writers: Writers of all rows, in order; without them, rows of one writer are not compared with those of others.
     """
     audit = _StepAudit(description, writers)
     for part in parts:

@@ -61,10 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Audits each run, and prints what it holds.
+    """Audit each run, and print the findings.
 
     Args:
-        options: The arguments.
         more: Paths that follow an option.
 
     Raises:

@@ -38,7 +38,6 @@ class LoadDistance:
     Attributes:
         mean: Of the layers, beyond sampling noise.
         highest: Of the layer with the highest.
-        layer: Index of that layer.
     """
 
     mean: float
@@ -51,8 +50,6 @@ class Comparison:
     """Differences of two runs.
 
     Attributes:
-        run: One.
-        other: The other.
         means: Key to the mean over the steps of each, of metrics that both have.
         distances: Of the loads of each side that both have.
         same: Side to the audits of sequences that both have, step by step.
@@ -78,14 +75,7 @@ class Comparison:
 
 
 def compared(run: AuditedRun, source: Source, other: AuditedRun, other_source: Source) -> Comparison:
-    """The comparison of two runs that were audited.
-
-    Args:
-        run: One.
-        source: Its sequences.
-        other: The other.
-        other_source: Its sequences.
-    """
+    """The comparison of two runs that were audited."""
     keys = sorted({key for step in run.steps for key in step.metrics})
     means = {key: (_mean(run.series(key)), _mean(there)) for key in keys if (there := other.series(key))}
     mine, theirs = run.description, other.description
@@ -193,7 +183,7 @@ def _same_sequences(
     read: Callable[[], Iterator[TapeRows]],
     read_other: Callable[[], Iterator[TapeRows]],
 ) -> dict[str, TapeRows]:
-    """Of each side the sequences of both runs, with the other's side in the place of training; none left out."""
+    """Return for each side the sequences that both runs have, with the other run's side in the place of training."""
     theirs: dict[bytes, Mapping[str, np.ndarray]] = {}
     tokens = 0
     for _, columns in _sequences(read_other()):

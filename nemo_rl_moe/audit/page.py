@@ -15,12 +15,11 @@ _WORDS = PageWords("Audit of routes", "The load of the experts is not known: the
 
 
 def write_audit_page(runs: Sequence[AuditedRun], output: Path, notes: Sequence[str] = ()) -> None:
-    """Writes one HTML file about what was audited.
+    """Write one HTML file about the audited runs.
 
     Args:
-        runs: One or more.
         output: The HTML file; `check_output` of the report has passed it.
-        notes: Further lines about the first of them.
+        notes: Further lines about the first run.
 
     Raises:
         DataError: The files hold nothing that a page shows, or it cannot be written.

@@ -46,11 +46,10 @@ class Source:
     """Sequences of a run.
 
     Attributes:
-        description: Meaning of the numbers.
         read: Rows of each step, a few sequences or a file at a time.
-        sequences: The same as they are written into a tape; None of a tape.
-        notices: What had to be assumed, each in a line; grows while steps are read.
-        writers: Of all rows, in order.
+        sequences: The sequences as they are written into a tape; None of a tape.
+        notices: Assumptions, each in a line; grows while steps are read.
+        writers: Writers of all rows, in order.
     """
 
     description: TapeDescription
@@ -63,7 +62,7 @@ class Source:
 def open_source(
     path: Path, kind: str, model: RouterShape | None, training: Path | None, chosen: Steps | None
 ) -> Source:
-    """A run's sequences.
+    """Open a run as a source of sequences.
 
     Args:
         path: A tape folder, a folder of a run of this project with one, or files of a framework: one, or a folder of

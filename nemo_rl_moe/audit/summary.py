@@ -49,7 +49,7 @@ _OF_FINDINGS = ("kind", "layer", "first_step", "last_step", "is_over", "text")
 
 
 def lines_of(run: AuditedRun) -> list[str]:
-    """Text for a person: first and last step beside each other, then what could not be told."""
+    """Return text for a person: first and last step beside each other, then what the files do not show."""
     lines = heading_of(run)
     lines.append(f"{'':40}{'first step':>12}{'last':>12}{'lowest':>12}{'highest':>12}")
     for title, rows in SHOWN:
@@ -72,7 +72,7 @@ def problems_of(run: AuditedRun) -> list[str]:
 
 
 def _of_steps(run: AuditedRun) -> list[str]:
-    """Lines of what single steps show, one for each kind and layer: a cause that lasts is told once."""
+    """Return lines about single steps, one for each kind and layer: a lasting cause is reported once."""
     found: dict[tuple[str, int | None], list[tuple[int, str]]] = {}
     for step in run.steps:
         for anomaly in () if step.report is None else step.report.anomalies:

@@ -6,11 +6,7 @@ from nemo_rl_moe.environments.interface import Score, ScoringItem
 
 
 class ExactEnvironment:
-    """Compares a response with the record's answer as texts; blank space at both ends, and how much stands between
-    words, do not count.
-
-    The reward is 1 for the same text and 0 otherwise.
-    """
+    """Compare a response with the record's answer as texts, apart from blank space; reward 1 or 0."""
 
     def score(self, item: ScoringItem) -> Score:
         """Scores a response."""

@@ -17,8 +17,8 @@ class ScoringItem:
 
     Attributes:
         sample_id: Where the prompt came from.
-        prompt: The prompt as text, without what a chat template adds.
-        response: The response as text, without the end token.
+        prompt: As text, without what a chat template adds.
+        response: As text, without the end token.
         is_truncated: The response was cut at the length limit before its end.
         record: Whatever the data say of the prompt (`answer`, `metadata`, ...).
     """
@@ -47,7 +47,6 @@ class Score:
             which `checked_score` puts there.
         is_correct: Whether it counts as right in `accuracy`.
         fault: Why there is no score; None for a score.
-        message: What went wrong, in one line; empty for a score.
         rewards: Several rewards by name; empty where the environment gives one number.
     """
 
@@ -120,7 +119,7 @@ class Scorer(Protocol):
 
 
 class BatchScorer(Protocol):
-    """Scores many responses at once; faults are told and never raised."""
+    """Scorer of many responses at once; faults are reported and never raised."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         """One score for each response, in their order."""

@@ -22,13 +22,10 @@ FROM_DATA_SECTION = {"seed": "data.*.seed", "size": "data.*.num_items"}
 
 
 class ReasoningGymEnvironment:
-    """Scores a response with its task's verifier.
+    """Score a response with its task's verifier.
 
     The record needs `answer` and `metadata` as the task made them. A verifier gives part of a score for, say, a text
     that merely contains the answer; only a full score is right.
-
-    Args:
-        config: The task.
 
     Raises:
         ConfigurationError: There is no such task, or it refuses its parameters.
@@ -64,11 +61,9 @@ class DrawnItems:
 
 
 def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> DrawnItems:
-    """Draws items with different questions; fewer than asked for when the task hardly makes new ones any more.
+    """Draw items with different questions; fewer than asked for when the task hardly makes new ones any more.
 
     Args:
-        config: The task.
-        num_items: How many.
         seed: Items of one seed are others than those of any other seed, but for chance.
 
     Raises:
@@ -95,12 +90,7 @@ def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> DrawnIt
 
 
 def make_task(config: ReasoningGymConfig, seed: int = 0, size: int = 1) -> Any:
-    """Makes a data set of the library.
-
-    Args:
-        config: The task.
-        seed: Of its items.
-        size: Number of its items.
+    """Make a data set of the library.
 
     Raises:
         ConfigurationError: The library is missing, there is no such task, or it refuses its parameters.

@@ -19,7 +19,6 @@ class AnswerEnvironment:
     """Environment that passes only the answer of a response on to another one.
 
     Args:
-        environment: The other one.
         answer_after: The answer is the text after the last of these, or the whole response without it; None: always the
             whole response.
         score_truncated: Score responses that were cut at the length limit; otherwise they are wrong, with reward 0.
@@ -47,7 +46,7 @@ def answer_in(response: str, answer_after: str | None) -> str:
 
 
 def make_scorer(config: EnvironmentConfig) -> Scorer:
-    """Makes the environment that a checked configuration describes.
+    """Make the environment that a checked configuration describes.
 
     Raises:
         ConfigurationError: A library, a task, a parameter, a module or a function is missing or wrong.

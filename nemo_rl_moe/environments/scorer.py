@@ -83,7 +83,7 @@ class EnvironmentScorer:
     are blocked. Scores do not depend on how responses are shared among workers, unless the environment keeps state.
 
     Args:
-        config: The environment and the number of workers. They take no place from the policy workers.
+        config: The workers take no place from the policy workers.
 
     Raises:
         WorkerDiedError: An environment cannot be made in its worker; carries the worker's own error.
@@ -119,7 +119,7 @@ class EnvironmentScorer:
         self.shutdown()
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """One score for each response, in their order; where the environment failed, reward 0 with the fault.
+        """Score each response, in their order; where the environment failed, reward 0 with the fault.
 
         Raises:
             WorkerDiedError: A worker was lost, and the environment cannot be made again; or all have been stopped.

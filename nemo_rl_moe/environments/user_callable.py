@@ -17,15 +17,12 @@ FULL_REWARD = 1.0
 
 
 class CallableEnvironment:
-    """Scores a response with a function of a `ScoringItem`.
+    """Score a response with a function of a `ScoringItem`.
 
     The function returns a reward, a number; a response is then right when its reward is 1 or more. Or it returns
     several rewards by name, a dict, of which the first says so in the same way. Or it returns a pair of either and a
     bool that says whether the response is right. The score must depend on the item alone: which worker gets a response,
     and in which order, is not defined.
-
-    Args:
-        config: Names the function.
 
     Raises:
         ConfigurationError: There is no such function.
@@ -35,7 +32,7 @@ class CallableEnvironment:
         self._function = find_function(config.function)
 
     def score(self, item: ScoringItem) -> Score:
-        """Scores a response.
+        """Score a response.
 
         Raises:
             TypeError: The function returned something else.

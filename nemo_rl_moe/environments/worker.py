@@ -17,20 +17,14 @@ _STDERR = 2
 
 
 class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
-    """An environment and the loop over the responses of a call.
-
-    Args:
-        rank: Number of the worker.
-        world_size: Number of workers.
-        config: The environment.
-    """
+    """An environment and the loop over the responses of a call."""
 
     def __init__(self, rank: int, world_size: int, *, config: EnvironmentConfig):
         self._environment = make_scorer(config)
         self._timeout_s = config.timeout_s
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """One score for each response, in their order.
+        """Score each response, in their order.
 
         Code that no alarm interrupts, such as a loop in C or a library that uses the alarm for itself, costs this
         process its life, which the driver sees; where it was is in Ray's log of the worker.
@@ -47,12 +41,10 @@ class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
 
 
 def score_within(limit_s: float, scorer: Scorer, item: ScoringItem) -> Score:
-    """Score of a response, or reward 0 with the fault. Only on the main thread of a process, which gets the alarm.
+    """Score a response, or give reward 0 with the fault. Only on the main thread of a process, which gets the alarm.
 
     Args:
         limit_s: Seconds that the environment may take. Code that never returns to the interpreter is not interrupted.
-        scorer: The environment.
-        item: The response.
 
     Returns:
         The environment's score, or reward 0 with the fault: it raised or took too long.

@@ -36,7 +36,6 @@ class RoutedPass:
     """Routes of one forward pass, on the host.
 
     Attributes:
-        kind: Training or not, with a cache or not.
         num_cached: Columns of the batch that an earlier pass has fed; 0 without a cache.
         experts: Of every row of the routers, int16; `UNKNOWN` where a token was dropped.
         margins: Probability of the least likely expert chosen less that of the likeliest one left out, by layer; None
@@ -61,11 +60,6 @@ class RouteRecorder(ForwardWatcher):
 
     Args:
         model: What the training loop calls, a wrapper of it, or one chunk of it (virtual pipeline stage).
-        wants: Passes that are recorded; others cost nothing.
-
-    Attributes:
-        num_experts: Routed experts of a layer.
-        topk: Experts of each token.
 
     Raises:
         ValueError: No router is known, or layers have different numbers of experts.
@@ -165,7 +159,6 @@ def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> 
     Args:
         masks: `[batch, 1, tokens, keys]`, bool or added to the scores (0 where a key is seen); or one of each kind of
             attention, by its name.
-        shape: Sequences, and tokens of each.
         num_cached: Keys before those of the tokens.
     """
     kinds = masks.values() if isinstance(masks, Mapping) else [masks]

@@ -86,10 +86,7 @@ class RouterReplayAudit:
         """The audit of the passes since the last step, over all ranks; a collective operation.
 
         `metrics` are those of `nemo-rl-moe audit`. `rollout_load` counts the targets, `training_load` what the routers
-        would choose for the same tokens. Anomalies of all ranks are told, each kind once for a layer.
-
-        Args:
-            step: Its number, for the report.
+        would choose for the same tokens. Anomalies of all ranks are reported, each kind once for a layer.
         """
         totals = self._ledger.reduced(self._place.stages)
         (recomputed,) = sum_over_ranks([self._recomputed], self._recomputed.device)
@@ -122,12 +119,7 @@ class RouterReplayAudit:
         return audited
 
     def fed_tokens(self, arguments: Mapping[str, Any], num_rows: int) -> Bool[Tensor, " tokens"]:
-        """Tokens of a pass that count, in the order of the routers'.
-
-        Args:
-            arguments: Of the chunk's forward.
-            num_rows: Tokens that the rank's routers see.
-        """
+        """Tokens of a pass that count, in the order of the routers'."""
         if self._unfed is None:
             return torch.ones(num_rows, dtype=torch.bool, device=self._recomputed.device)
         by_column = ~self._unfed(arguments).transpose(0, 1)
@@ -136,13 +128,12 @@ class RouterReplayAudit:
         return by_column.reshape(-1)
 
     def add(self, number: int, seen: Mapping[int, "_Seen"], fed: Bool[Tensor, " tokens"], num_sequences: int) -> None:
-        """Adds one forward pass of a chunk.
+        """Add one forward pass of a chunk.
 
         Args:
             number: Of the pass in the step, the same on all stages.
-            seen: Of each layer under replay, by its index; none where there is no replay.
+            seen: Routes of each layer under replay, by its index; empty without replay.
             fed: Tokens that count.
-            num_sequences: In the batch of the pass.
         """
         if not self._counts:
             return
@@ -207,7 +198,7 @@ class RouterReplayAudit:
         return found or unexplained_disagreement(totals, self._layers)
 
     def _identity(self, totals: LedgerTotals) -> list[TapeAnomaly]:
-        """Of this rank's sampled sequences, the layers of all stages side by side; a collective operation of them."""
+        """Compare this rank's sampled sequences, the layers of all stages side by side, which is a collective."""
         of_stages = [self._sampled]
         if self._place.stages is not None:
             of_stages = [{} for _ in range(dist.get_world_size(self._place.stages))]

@@ -41,8 +41,7 @@ class Routes:
     """Routes of the passes that ran inside of `record_routes`, one process's.
 
     Attributes:
-        passes: In their order.
-        description: Layers, experts and top-k, as a tape has them.
+        description: Layers, experts and top-k.
     """
 
     def __init__(self, recorder: RouteRecorder):
@@ -58,11 +57,7 @@ class Routes:
         return ExpertLoad(self.description.layers, counts)
 
     def load_balance_metrics(self, *, detailed: bool = False) -> dict[str, float]:
-        """Load balance metrics of all passes together, as `moe.load_balance_metrics` has them.
-
-        Args:
-            detailed: Add the numbers of each layer.
-        """
+        """Load balance metrics of all passes together, as `moe.load_balance_metrics` has them."""
         return load_balance_metrics(self.expert_load(), router_topk=self.description.topk, detailed=detailed)
 
     def sequences(self) -> list[RoutedSequence]:
@@ -73,30 +68,23 @@ class Routes:
         """Sequences as a tape has them, these routes as the training's side.
 
         Args:
-            rollout: Routes of the rollout that drew them; sequences that it did not draw are then left out.
+            rollout: Routes of the rollout that sampled them; other sequences are left out.
         """
         if rollout is None:
             return training_sequences(self.sequences())
         return paired_sequences(rollout.sequences(), self.sequences())
 
     def audit(self, rollout: "Routes", step: int = 0) -> AuditedStep:
-        """Agreement of these routes with those of a rollout of the same tokens, load balance of both, and findings.
-
-        Args:
-            rollout: Its routes.
-            step: Number of the step, for the report.
-        """
+        """Agreement of these routes with those of a rollout of the same tokens, load balance of both, and findings."""
         return audit_sequences(self.description, step, self.tape(rollout))
 
     def write_tape(self, folder: Path, step: int, rollout: "Routes | None" = None) -> Path | None:
-        """Writes the sequences into a tape folder; the file, or None without any sequence.
+        """Write the sequences into a tape folder; return the file, or None without any sequence.
 
         The writer is the same at every step, so that findings can name it: the rank of the process in its job.
 
         Args:
-            folder: The tape's; several processes may write into it.
-            step: Of the run.
-            rollout: As of `tape`.
+            folder: Several processes may write into it.
         """
         sequences = self.tape(rollout)
         from nemo_rl_moe.run_folder.tape_folder import TapeWriter  # files need pyarrow, metrics do not
@@ -111,7 +99,7 @@ def _writer() -> str:
 
 @contextmanager
 def record_routes(model: nn.Module) -> Iterator[Routes]:
-    """Records the passes of a model while it is open; they are there once it is closed.
+    """Record the passes of a model while it is open; they are there once it is closed.
 
     Args:
         model: With routers of Megatron-Core or transformers, wrapped or not; of several chunks, one.
@@ -134,11 +122,6 @@ def audit_sequences(description: TapeDescription, step: int, sequences: Sequence
     In a job of several processes every one calls it, with sequences of its own, and gets the audit of all: counts and
     loads are added up, layers, tokens and sequences are compared in a sample of those of up to 16 processes, and a
     process whose routes alone are lost or wrong is named. Numbers of log-probabilities and rewards are the process's.
-
-    Args:
-        description: Meaning of their numbers.
-        step: Of the run.
-        sequences: They may be none.
     """
     ranks = [f"rank-{rank}" for rank in range(dist.get_world_size())] if dist.is_initialized() else []
     if len(ranks) < 2:

@@ -23,9 +23,8 @@ class RoutedSequence:
     """One sequence without its padding.
 
     Attributes:
-        token_ids: Of each token that the model was given.
-        experts: As the routers chose them.
-        margins: As of `RoutedPass`; None where any of its passes has none.
+        experts: Choices of the routers.
+        margins: See `RoutedPass`; None where any of its passes has none.
     """
 
     token_ids: Int[np.ndarray, " tokens"]
@@ -38,9 +37,6 @@ def sequences_of(passes: Sequence[RoutedPass]) -> list[RoutedSequence]:
 
     Passes with a cache continue the one before where they begin at its end. What a pass continues that was not
     recorded, and passes without token ids, are left out.
-
-    Args:
-        passes: In the order in which they ran.
     """
     found: list[RoutedSequence] = []
     parts: list[RoutedPass] = []
@@ -83,21 +79,15 @@ def _joined(parts: Sequence[RoutedPass]) -> Iterator[RoutedSequence]:
 
 
 def tape_description(layers: Sequence[RouterLayer], made_by: str) -> TapeDescription:
-    """Description of a tape of a model whose layers all have as many experts.
-
-    Args:
-        layers: Of the model.
-        made_by: For the eye.
-    """
+    """Description of a tape of a model whose layers all have as many experts."""
     indices = indices_of_layers([layer.key for layer in layers])
     return TapeDescription(tuple(indices.values()), layers[0].num_experts, layers[0].topk, made_by)
 
 
 def training_sequences(training: Sequence[RoutedSequence], first: int = 0) -> list[TapeSequence]:
-    """Sequences of training as a tape has them, without a rollout.
+    """Return sequences of training as a tape has them, without a rollout.
 
     Args:
-        training: The sequences.
         first: Number of the first one, for their names.
     """
     return [
@@ -110,14 +100,12 @@ def training_sequences(training: Sequence[RoutedSequence], first: int = 0) -> li
 def paired_sequences(
     rollout: Sequence[RoutedSequence], training: Sequence[RoutedSequence], first: int = 0
 ) -> list[TapeSequence]:
-    """Sequences of training beside the routes of the rollout that drew them; those that no rollout drew are left out.
+    """Return sequences of training beside the routes of the rollout that sampled them; others are left out.
 
     A rollout feeds all but the last token of a sequence, and goes on with padding where others of its batch are longer:
-    it drew a sequence that begins what it fed.
+    it sampled a sequence that begins what it fed.
 
     Args:
-        rollout: Of the rollout's passes.
-        training: Of the training's.
         first: Number of the first one, for their names.
     """
     found = []

@@ -66,15 +66,11 @@ class RoutingCallback(TrainerCallback):
         return [] if self._tracker is None else self._tracker.findings
 
     def attach(self, trainer: Any) -> None:
-        """Adds the callback to a trainer, before those that report: what comes after them is in no report.
-
-        Args:
-            trainer: Of transformers or TRL, before `train()`.
-        """
+        """Add the callback to a trainer, before those that report: what comes after them is in no report."""
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **more: Any) -> None:
-        """Puts the hooks on the model.
+        """Put the hooks on the model.
 
         Raises:
             ValueError: It has no MoE layer whose router is known, or layers with different numbers of experts.
@@ -96,7 +92,7 @@ class RoutingCallback(TrainerCallback):
             self._compare_passes(self._recorder.take())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **more: Any) -> None:
-        """Adds the metrics to the logs of a step of training, and tells the findings that begin with it."""
+        """Add the metrics to the logs of a step of training, and report the findings that begin with it."""
         if self._model is None or self._recorder is None or "loss" not in logs:
             return
         metrics = self._end_of_step(self._model, self._recorder, state)

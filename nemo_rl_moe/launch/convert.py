@@ -53,9 +53,6 @@ class Conversion:
     """A conversion of one folder into another.
 
     Attributes:
-        source_format: Format of the input.
-        target_format: Format of the output.
-        source: Existing folder of the input.
         target: Folder of the output; it must not exist, or be empty.
         dtype: Number format of the weights; None: the input's.
     """
@@ -75,7 +72,7 @@ class _Model:
 
 
 def convert(conversion: Conversion) -> None:
-    """Reads the input into one model on the host, and writes it out again; the output appears whole or not at all.
+    """Read the input into one model on the host, and write it out again; the output appears whole or not at all.
 
     Raises:
         UserError: The input cannot be used, or the output cannot be written.
@@ -194,7 +191,7 @@ def _check_size(held: SafetensorsFolder, num_parameters: int) -> None:
 
 @contextmanager
 def _staged(target: Path) -> Iterator[Path]:
-    """Folder in which the output is put together, as `staged` has it, whose errors are told of the output."""
+    """Give the folder in which the output is put together, see `staged`; errors name the output."""
     with staged(target) as staging:
         try:
             yield staging

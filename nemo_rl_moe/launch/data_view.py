@@ -43,9 +43,7 @@ class Kind:
     """One kind of tokens.
 
     Attributes:
-        name: For the legend.
-        style: In colours.
-        marks: What stands before and behind it where there are no colours.
+        marks: Put before and behind it where there are no colours.
     """
 
     name: str
@@ -63,8 +61,8 @@ class ShownSequence:
     """One sequence to show.
 
     Attributes:
-        example: Its tokens, those behind the cut too.
-        max_length: Tokens before the cut.
+        example: Its tokens, beyond `max_length` too.
+        max_length: Tokens before truncation.
     """
 
     example: TokenizedExample
@@ -106,10 +104,9 @@ class ShownSequence:
 
 @dataclass(frozen=True)
 class DataView:
-    """The samples to show, and what all of them come to.
+    """The samples to show, and statistics of all of them.
 
     Attributes:
-        sequences: In order.
         lengths: Tokens of every sequence of the data, as a run would train on it.
         max_length: Most tokens that one may have.
     """
@@ -120,11 +117,9 @@ class DataView:
 
 
 def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -> None:
-    """Reads the training data, and prints the first samples and what all of them come to. Starts no worker.
+    """Read the training data, and print the first samples and statistics of all of them. Starts no worker.
 
     Args:
-        config: A checked configuration.
-        number: Samples to show.
         stream: Where to; None: standard output.
 
     Raises:
@@ -257,13 +252,7 @@ def _with_what_was_cut(
 
 
 def sequence_text(sequence: ShownSequence, decode: Callable[[Sequence[int]], str], in_colour: bool) -> Text:
-    """Text of a sequence, its pieces told apart by colours or by marks.
-
-    Args:
-        sequence: The tokens.
-        decode: From token ids to their text.
-        in_colour: False: by marks.
-    """
+    """Text of a sequence, its pieces told apart by colours or by marks."""
     ids = sequence.example.input_ids.tolist()
     text, place, told = Text(), 0, ""
     shown = sequence.images()

@@ -35,7 +35,6 @@ class Evaluation:
     """Result of an evaluation.
 
     Attributes:
-        summary: The estimates.
         metrics: Those of a validation of a run, `val/...` and `timing/validation/...`.
         trajectories: Group after group.
     """
@@ -46,10 +45,9 @@ class Evaluation:
 
 
 def evaluate(config: GRPOMasterConfig, output: Path | None, threshold: float | None) -> None:
-    """Evaluates the model of a GRPO configuration, prints the result, and writes it to a folder.
+    """Evaluate the model of a GRPO configuration, print the result, and write it to a folder.
 
     Args:
-        config: A checked configuration with prompts for validation.
         output: Folder of the output; None: the next free one in `logger.log_dir`.
         threshold: Least reward of a response that passes; None: the environment's own judgement.
 

@@ -34,11 +34,11 @@ from nemo_rl_moe.rollouts.environment import Decode, response_text
 
 
 def generate(config: GRPOMasterConfig, output: Path | None, *, with_logprobs: bool) -> None:
-    """Draws responses to the prompts of `data.train`, and writes them.
+    """Generate responses to the prompts of `data.train`, and write them.
 
     Args:
         config: A checked configuration. `grpo.val_num_generations`, `grpo.val_temperature` and `grpo.seed` say how
-            many responses to each prompt are drawn, and how.
+            many responses to each prompt are sampled, and how.
         output: A file that is not there yet; None: standard output, in the prompts' order as they are ready.
         with_logprobs: Write tokens and log-probabilities too.
 
@@ -117,13 +117,10 @@ def responses(
     chunk: int | None = None,
     report_progress: Callable[[int], object] = lambda num_responses: None,
 ) -> Iterator[tuple[Prompt, int, GeneratedSequence]]:
-    """Responses in the order of the prompts, each as soon as those before it are there.
+    """Generate responses in the order of the prompts, each as soon as those before it are there.
 
     Args:
-        engine: Generates.
         prompts: At least one.
-        samples: Responses to each.
-        sampling: How tokens are drawn.
         seed: The same one gives the same responses.
         chunk: Most requests that are made at a time, with their images; None: all.
         report_progress: Receives the number of responses so far.

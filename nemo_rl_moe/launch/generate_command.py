@@ -43,9 +43,6 @@ class _Option:
     """An option that sets a key.
 
     Args:
-        key: The key.
-        metavar: Name of the value in the help.
-        text: Help.
         is_text: The value is a text, whatever it looks like in YAML.
     """
 
@@ -88,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
-    """The configuration, and that the output can be written.
+    """Load the configuration, and check that the output can be written.
 
     Raises:
         ConfigurationError: One of them is wrong.

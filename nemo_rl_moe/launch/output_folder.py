@@ -20,7 +20,7 @@ def is_free(target: Path) -> bool:
 
 
 def require_free(target: Path) -> None:
-    """Checks that an output has its place.
+    """Check that an output has its place.
 
     Raises:
         ConfigurationError: There is something already.

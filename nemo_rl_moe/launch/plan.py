@@ -55,7 +55,7 @@ _NOT_COUNTED = "not counted: the rest of the activations, buffers of kernels, wh
 
 
 def print_plan(config: MasterConfig, target: Target | None = None) -> None:
-    """Prints the plan of a run.
+    """Print the plan of a run.
 
     Args:
         config: A checked configuration; of the files that it names, the model's `config.json` alone is read.

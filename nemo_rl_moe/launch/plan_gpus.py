@@ -146,8 +146,6 @@ def _device_rows(
     """Return rows on a GPU of an engine, in GB.
 
     Args:
-        utilization: Share that the engine may take.
-        memory: Memory of the engine's rank.
         workers: Ranks of the trainer that share its GPU, one for each pipeline stage; empty: none does.
         longest: Tokens of the longest sequence.
         target: Machines that it is for; None: any.

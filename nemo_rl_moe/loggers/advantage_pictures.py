@@ -22,13 +22,7 @@ _LEAST_SPAN = 4.0
 def advantage_pictures(
     step: int, layers: Sequence[int], scores: Float[np.ndarray, "layers experts"]
 ) -> dict[str, bytes]:
-    """The picture as a PNG file, by the key under which it is logged; none without a score.
-
-    Args:
-        step: Step of the scores.
-        layers: Index of each MoE layer in the whole model.
-        scores: NaN where an expert has none.
-    """
+    """The picture as a PNG file, by the key under which it is logged; none without a score."""
     if np.isnan(scores).all():
         return {}
     return {ADVANTAGE_KEY: as_png(draw_advantages(step, layers, scores))}

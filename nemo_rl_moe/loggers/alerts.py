@@ -30,7 +30,6 @@ class Alert:
     """Alert about the findings of one kind that begin at one step.
 
     Attributes:
-        line: One line, for the console.
         title: Short, and different at each step: W&B sends at most one mail a minute with the same title.
         text: A line for each finding.
     """
@@ -44,7 +43,6 @@ class AlertWatch:
     """Watch over the steps of a run.
 
     Args:
-        settings: `logger.alerts`, the thresholds.
         topk: Experts that each token is routed to; None where that is not known.
     """
 
@@ -91,7 +89,7 @@ class AlertWatch:
     def replay(self, run_folder: Path, last_step: int) -> None:
         """Observes the last steps before a resume without alerts, since the user has had them.
 
-        Survives damaged files: the steps in them are skipped, and an episode that goes on may be told again.
+        Survives damaged files: the steps in them are skipped, and an episode that goes on may be reported again.
         """
         first_step = last_step - self._num_steps_to_replay + 1
         loads: dict[int, Int[np.ndarray, "layers experts"]] = {}

@@ -41,7 +41,6 @@ class ArtifactKind(Generic[Artifact]):
 
     Attributes:
         name: Its name in `TrainResult.artifacts`; in snake case, and shown with spaces.
-        writer: Writes its table in the run's folder.
         plot: Draws it at a step, as PNG files by the keys under which they are logged. Runs in the thread of a logger,
             takes seconds, and must not change the artifact.
         alerts: Shows it to the watch, before the metrics of the step.
@@ -90,14 +89,7 @@ ARTIFACTS: dict[str, ArtifactKind[Any]] = {
 
 
 class ArtifactTables:
-    """The tables of a run's artifacts, a writer for each kind.
-
-    Args:
-        run_folder: The run's folder.
-        warn: Gets a line when writing fails, and when steps are lost.
-        message: Gets a line when writing works again.
-        max_delay_s: As of `StepTableWriter`.
-    """
+    """The tables of a run's artifacts, a writer for each kind."""
 
     def __init__(
         self,

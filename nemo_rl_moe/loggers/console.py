@@ -44,7 +44,7 @@ _STEPS_REMEMBERED = 20
 
 
 def train_line(step: int, total_steps: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:
-    """For example `step 12/200  loss 1.2345  grad_norm 0.93  lr 3.0e-03  9,812 tok/s  eta 1:03`.
+    """Format, for example, `step 12/200  loss 1.2345  grad_norm 0.93  lr 3.0e-03  9,812 tok/s  eta 1:03`.
 
     Empty when the step holds no training metrics.
     """
@@ -85,7 +85,6 @@ class TimeLeft:
         """Seconds left after a step has ended; None while only one step is known.
 
         Args:
-            step: The step that has just ended.
             now: Seconds on any clock that only goes forward.
         """
         self._seen.append((step, now))
@@ -181,9 +180,6 @@ class ConsoleLogger:
     def phase(self, text: str) -> Iterator[Callable[[float], None]]:
         """Phase of a run that takes long, shown with its duration at the end.
 
-        Args:
-            text: Name of the phase, for example `starting workers`.
-
         Yields:
             A function that shows which share of it is done, from 0 to 1.
         """
@@ -261,10 +257,6 @@ class Notices:
     """Messages and warnings for the user, from any thread: rich's console takes the lines of all.
 
     Survives a console that fails, such as a closed pipe behind standard output: standard error is used then.
-
-    Args:
-        message: Shows a line.
-        warn: Shows a warning.
     """
 
     def __init__(self, message: Callable[[str], None], warn: Callable[[str], None]):

@@ -31,7 +31,6 @@ class LoggerResume:
     """State of the loggers in the checkpoint from which a run resumes.
 
     Attributes:
-        step: Step of the checkpoint.
         run_ids: `FanOutLogger.run_ids` at that time; `logger_run_ids.json` in the run's folder may have more.
     """
 
@@ -53,9 +52,7 @@ def build_loggers(
     a queue at the kill, are sent again from `metrics.jsonl`.
 
     Args:
-        logger_config: The `logger` section.
-        run_folder: The run's folder, as `create_run_folder` makes it; of a resumed run, after `rewind_run_folder`.
-        console: Shows the steps, and the warnings about loggers that fail; closed with the others.
+        run_folder: Of a resumed run, after `rewind_run_folder`.
         resume: State of the loggers in the checkpoint; None for a new run.
         patience: Limits on waiting for TensorBoard, W&B and MLflow; None: the usual ones.
         topk: Experts that each token is routed to; None: a dense model, or not known.
@@ -126,7 +123,7 @@ def build_loggers(
 
 
 def find_own_backends(logger_config: LoggerConfig) -> dict[str, Callable[[Path], Backend]]:
-    """Loggers of the user's own by the name that the configuration gives them, imported.
+    """Import the user's own loggers, by the name that the configuration gives them.
 
     Raises:
         ConfigurationError: There is no such thing, or it does not take a folder.

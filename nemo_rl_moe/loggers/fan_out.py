@@ -27,12 +27,9 @@ class FanOutLogger:
 
     Args:
         direct: Loggers that run in the caller's thread, in order.
-        notices: Lines for the user.
         isolated: Loggers with threads of their own; they are opening already.
         earlier_run_ids: Ids of the run at services, from before it was resumed.
         closing_s: Seconds that `close` waits for all isolated loggers together.
-        pictures: Draws steps for the isolated loggers; None: no pictures.
-        alerts: Watches the steps; None: no alerts.
     """
 
     name = "all loggers"
@@ -91,7 +88,7 @@ class FanOutLogger:
             self._tell(kind.alerts(self._alerts, step, artifact))
 
     def log_failures(self, failed: FailedResponses) -> None:
-        """Logs failures of a step or its validation, before the step itself: alerts tell of them with its metrics."""
+        """Log failures of a step or its validation, before the step itself: alerts report them with its metrics."""
         self._failed.append(failed)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -101,7 +98,7 @@ class FanOutLogger:
             isolated.log_config(config)
 
     def flush_to_disk(self) -> bool:
-        """Waits until the disk has every logged step; may be called from any thread.
+        """Wait until the disk has every logged step; may be called from any thread.
 
         Returns:
             False where some steps cannot be written yet.

@@ -12,16 +12,12 @@ DrawPictures = Callable[[], Mapping[str, bytes]]
 
 
 class MetricLogger(Protocol):
-    """Logger of metrics; all that the training loop knows of loggers.
-
-    Attributes:
-        name: Name in warnings, for example `tensorboard`.
-    """
+    """Logger of metrics; all that the training loop knows of loggers."""
 
     name: str
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics of one step; called once a step, steps ascending.
+        """Log the metrics of one step; called once a step, steps ascending.
 
         Args:
             step: Optimizer steps taken so far; 0 for a validation before the first one.
@@ -35,7 +31,7 @@ class MetricLogger(Protocol):
         ...
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Writes what is still buffered and closes files and connections.
+        """Write what is still buffered and close files and connections.
 
         Args:
             outcome: `finished` (also: stopped and saved), `failed` by an error, or `killed` by a signal.
@@ -67,7 +63,7 @@ class Backend(MetricLogger, Protocol):
 
     @property
     def announcement(self) -> str | None:
-        """One line that tells the user where the run can be seen; None: no line."""
+        """Return one line that says where the run can be seen; None: no line."""
         ...
 
     @property
@@ -76,10 +72,10 @@ class Backend(MetricLogger, Protocol):
         ...
 
     def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
-        """Logs the pictures of a step, before the step's metrics.
+        """Log the pictures of a step, before the step's metrics.
 
         Args:
-            step: Step of the pictures; most steps have none.
+            step: Most steps have no pictures.
             pictures: Key, such as `pictures/expert_load`, to PNG file.
         """
         ...

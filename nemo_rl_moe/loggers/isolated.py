@@ -23,7 +23,7 @@ class Patience:
 
     Attributes:
         opening_s: Seconds that the start waits for a backend to open; it may still open later.
-        silence_s: Seconds without an answer after which the user is told.
+        silence_s: Seconds without an answer after which the user is warned.
         closing_s: Seconds that the end waits for all backends together, where a backend itself does not ask for more.
         most_waiting: Steps in the queue before further ones are dropped.
         most_pictures_waiting: Steps whose pictures are in the queue before those of further ones are dropped.
@@ -58,13 +58,10 @@ class IsolatedLogger:
     - a backend that hangs at the end: it is left behind.
 
     Args:
-        name: Name of the backend in warnings.
         open_backend: Opens it; called in the thread.
-        notices: Receives lines for the user.
         earlier_steps: Reads the steps from before the run was resumed; those that the backend lacks are sent first.
         abandon: Called where the backend hangs at the end: lets the process end all the same. Must be quick.
         run_id: Id of the run at the service, where that is known before the backend is open.
-        patience: Limits on waiting.
 
     Attributes:
         is_active: True while the backend takes part.
@@ -152,7 +149,7 @@ class IsolatedLogger:
             self._changed.notify()
 
     def wait_until_closed(self, deadline: float) -> None:
-        """Waits until the backend has closed, after `ask_to_close`; one that has not is left behind.
+        """Wait until the backend has closed, after `ask_to_close`; one that has not is left behind.
 
         Args:
             deadline: On the clock of `time.monotonic`. A backend that asks for more, as one that uploads, gets it if
@@ -255,7 +252,7 @@ class IsolatedLogger:
             return job
 
     def _do(self, job: _Job, backend: Backend) -> None:
-        """Does a job; one that fails is told once of its kind, and raises where it is one step too many in a row."""
+        """Do a job; a failure is reported once of its kind, and raises where it is one step too many in a row."""
         kind = job.kind
         if kind == "pictures" and self._failures[kind] >= _FAILURES_BEFORE_LEFT_OUT:
             return

@@ -33,7 +33,7 @@ class MlflowLogger:
     Args:
         tracking_uri: A server or store in MLflow's notation; `local_store_uri` makes one for a folder.
         experiment_name: Created where it does not exist yet.
-        run_name: The run's name; None leaves it to MLflow.
+        run_name: None leaves it to MLflow.
         resumed_run_id: Id of the MLflow run to continue; None starts one.
     """
 

@@ -30,15 +30,7 @@ def modality_pictures(
     image_counts: Int[np.ndarray, "layers experts"],
     topk: int | None,
 ) -> dict[str, bytes]:
-    """The picture as a PNG file, by the key under which it is logged; none of a step with tokens of one kind alone.
-
-    Args:
-        step: Step of the counts.
-        layers: Index of each MoE layer in the whole model.
-        counts: Assignments.
-        image_counts: Those of image tokens.
-        topk: Experts that each token is routed to; None where that is not known.
-    """
+    """The picture as a PNG file, by the key under which it is logged; none of a step with tokens of one kind alone."""
     if image_counts.sum() in (0, counts.sum()):
         return {}
     return {MODALITY_KEY: as_png(draw_modalities(step, layers, counts, image_counts, topk))}

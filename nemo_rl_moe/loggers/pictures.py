@@ -40,12 +40,7 @@ _LINEAR_UP_TO = 2.0
 
 @dataclass(frozen=True)
 class HeatmapGeometry:
-    """Positions of the cells of a heatmap, in whole pixels from the picture's upper left corner.
-
-    Attributes:
-        num_layers: Rows; the first one is at the top.
-        num_experts: Columns.
-    """
+    """Positions of the cells of a heatmap, in whole pixels from the picture's upper left corner."""
 
     num_layers: int
     num_experts: int
@@ -72,13 +67,7 @@ class HeatmapGeometry:
 def expert_load_pictures(
     step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]
 ) -> dict[str, bytes]:
-    """Both pictures as PNG files, by the key under which they are logged.
-
-    Args:
-        step: Step of the counts.
-        layers: Index of each MoE layer in the whole model.
-        counts: Assignments of each expert.
-    """
+    """Both pictures as PNG files, by the key under which they are logged."""
     return {
         HEATMAP_KEY: as_png(draw_heatmap(step, layers, counts)),
         SORTED_LOAD_KEY: as_png(draw_sorted_load(step, layers, counts)),

@@ -20,13 +20,12 @@ from nemo_rl_moe.run_folder.thumbnails import remove_thumbnails
 
 
 def rewind_run_folder(run_folder: Path, step: int) -> None:
-    """Removes what later steps wrote (metrics, samples and their thumbnails, tables, tape), and torn last lines.
+    """Remove what later steps wrote (metrics, samples and their thumbnails, tables, tape), and torn last lines.
 
     Survives a full disk, since each file of lines is truncated in place, and a kill in between, since truncation is
     atomic. TensorBoard, W&B and MLflow rewind their own files when they are opened.
 
     Args:
-        run_folder: The run's folder.
         step: The last step that is kept; -1 keeps none, not even step 0, measured before the first update.
 
     Raises:

@@ -20,13 +20,7 @@ _LEAST_SPAN = 0.01
 
 
 def routing_pictures(step: int, layers: Sequence[int], rows: Int[np.ndarray, "layers kinds"]) -> dict[str, bytes]:
-    """The picture as a PNG file, by the key under which it is logged; none without usable rows.
-
-    Args:
-        step: Step of the rows.
-        layers: Index of each MoE layer in the whole model.
-        rows: Rows of the tape by kind, in the order of `Row`.
-    """
+    """The picture as a PNG file, by the key under which it is logged; none without usable rows."""
     if not rows[:, Row.USABLE].any():
         return {}
     return {AGREEMENT_KEY: as_png(draw_agreement(step, layers, rows))}

@@ -18,10 +18,6 @@ class StepPictures:
     """Pictures of the steps at which they are due, drawn once for all backends.
 
     Survives a matplotlib that cannot draw, for example without fonts: it warns once, and metrics go on.
-
-    Args:
-        every_steps: See `is_picture_step`.
-        notices: Receives the warning.
     """
 
     def __init__(self, every_steps: int | None, notices: Notices):
@@ -32,13 +28,7 @@ class StepPictures:
         self._has_failed = False
 
     def of_step(self, step: int, what: str, pictures: DrawPictures) -> DrawPictures | None:
-        """Return a function that draws pictures of a step, once whoever asks; None where none is due.
-
-        Args:
-            step: The step.
-            what: What they show, for a warning.
-            pictures: Draws them.
-        """
+        """Return a function that draws pictures of a step, once whoever asks; None where none is due."""
         if not is_picture_step(step, self._every_steps):
             return None
         drawn: Mapping[str, bytes] | None = None

@@ -24,7 +24,6 @@ class TensorBoardLogger:
     A resumed run gets a further file, whose first event makes TensorBoard forget the steps after `resumed_after`.
 
     Args:
-        run_folder: An existing folder.
         resumed_after: Step of the checkpoint from which the run resumes; None for a new run.
     """
 

@@ -54,7 +54,6 @@ def define_charts(run: Any, has_outlier_chart: bool) -> None:
     """Sets up the charts of a W&B run.
 
     Args:
-        run: The run.
         has_outlier_chart: Whether the outliers get a chart together, in place of one for each expert.
     """
     for summary, keys in _BEST_AND_LAST.items():
@@ -111,10 +110,6 @@ class WandbLogger:
     logged before the resume keep their values and pictures.
 
     Args:
-        run_folder: An existing folder.
-        project: The project's name at W&B.
-        run_name: The run's name; None leaves it to W&B.
-        run_id: The run's id at W&B, see `choose_run_id`.
         is_resumed: Whether a run of that id may exist.
         earlier_steps: Reads the steps from before the run was resumed, for charts over all steps.
         outlier_chart_every_steps: Steps between drawings of the most and the least loaded experts on one chart; None
@@ -228,6 +223,7 @@ def _import_beside(folder: Path) -> None:
     """Imports W&B, whose temporary folders, made while it is imported, come to lie in a folder of the run.
 
     A process that is killed leaves them: there the run that goes on takes them away, and nothing is left elsewhere.
+    A killed process leaves them: there the run that goes on removes them, and nothing is left elsewhere.
     """
     if "wandb" in sys.modules:
         return
@@ -252,19 +248,12 @@ def abandon_service() -> None:
 
 
 def choose_run_id(environment: Mapping[str, str]) -> str:
-    """Id of a new run: the user's `WANDB_RUN_ID`, or a random one.
-
-    Args:
-        environment: The process's environment variables.
-    """
+    """Id of a new run: the user's `WANDB_RUN_ID`, or a random one."""
     return environment.get("WANDB_RUN_ID") or uuid.uuid4().hex
 
 
 def choose_mode(environment: Mapping[str, str]) -> Literal["offline"] | None:
     """Mode of a W&B run: None where the user's own settings decide, `offline` where nobody is logged in.
-
-    Args:
-        environment: The process's environment variables.
 
     Raises:
         RuntimeError: `WANDB_MODE` asks for an online run and nobody is logged in: W&B would stop and ask for a key.

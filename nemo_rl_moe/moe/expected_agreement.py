@@ -27,10 +27,6 @@ def unexplained_disagreement(totals: LedgerTotals, layers: Sequence[int]) -> lis
     """Return layers whose captured routes agree with the routers by little more than chance; one anomaly for all.
 
     A layer's agreement lies below the middle of chance and 1 by 0.1 and by six standard errors.
-
-    Args:
-        totals: Of the step.
-        layers: Global indices of the MoE layers.
     """
     kappa = agreement_metrics(totals, tuple(layers), per_layer=False).get("routing/slot_kappa")
     if found := foreign_tape(kappa):
@@ -65,10 +61,6 @@ def clear_differences(totals: LedgerTotals, layers: Sequence[int]) -> dict[str, 
 
     Clear choices are those of the widest classes of margins. Where they differ in 5% of their rows or more, and in
     three quarters of the share of all rows, neither rounding nor a few updates is the cause.
-
-    Args:
-        totals: Of the step.
-        layers: Global indices of the MoE layers.
     """
     margins = totals.margins.numpy()
     found: dict[str, float] = {}

@@ -57,10 +57,8 @@ class Renumbering:
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """Counts of one layer over all rows of a step.
-
+    """Counts of one layer over all rows of a step, by expert.
     Attributes:
-        captured: How often the captured routes name each expert.
         live: How often the router would choose each, for the same tokens.
         agreed: How often both do.
     """
@@ -101,13 +99,7 @@ def find_renumbering(
     live: Float[np.ndarray, "sequences tokens experts"],
     counts: ExpertCounts,
 ) -> Renumbering | None:
-    """Return the renumbering of the ids of one layer that explains how they disagree; None without one.
-
-    Args:
-        captured: Captured routes of a sample, a row of 0 and 1 for each token; 0 throughout where they are unknown.
-        live: What the router would choose, likewise.
-        counts: Over all rows of the step.
-    """
+    """Return the renumbering of the ids of one layer that explains how they disagree; None without one."""
     known: Bool[np.ndarray, "sequences tokens"] = np.logical_and(captured.any(-1), live.any(-1))
     if not known.any():
         return None

@@ -82,13 +82,9 @@ class Thresholds:
 class Finding:
     """One episode.
 
-    Attributes:
-        kind: The condition.
-        layer: Index of the layer in the whole model; None: the whole model.
-        first_step: First step of the episode.
-        last_step: Last step so far.
-        is_over: Whether it has ended; one that returns within `QUIET_STEPS` goes on again.
-        text: Description, plain text.
+    layer: Index of the layer in the whole model; None: the whole model.
+    is_over: Whether it has ended; one that returns within `QUIET_STEPS` goes on again.
+    text: Plain text.
     """
 
     kind: FindingKind
@@ -116,10 +112,8 @@ def likewise(others: Sequence[Finding]) -> str:
 class FindingTracker:
     """Tracker of the findings of a run, fed step by step.
 
-    Args:
-        thresholds: Limits.
-        topk: Experts that each token is routed to; None where that is not known: no imbalance is found then.
-        rank_names: Of data-parallel ranks that have names of their own; by default their numbers.
+    topk: Experts that each token is routed to; None where that is not known: no imbalance is found then.
+    rank_names: Of data-parallel ranks that have names of their own; by default their numbers.
     """
 
     def __init__(self, thresholds: Thresholds, topk: int | None, rank_names: Sequence[str] = ()):
@@ -146,10 +140,9 @@ class FindingTracker:
         counts: Int[np.ndarray, "layers experts"] | None = None,
         failed: Sequence[FailedResponses] = (),
     ) -> list[Finding]:
-        """Findings that begin with the next step, but for those of its tape.
+        """Return findings that begin with the next step, except those of its captured routes.
 
         Args:
-            step: The step; steps ascend.
             metrics: Complete key to value, `train/moe/...`.
             layers: Index of each MoE layer in the whole model.
             counts: Assignments of each expert; None where they are not known.
@@ -161,12 +154,8 @@ class FindingTracker:
         return self._continue({key for key in self._latest if key[0] not in WRONG_ROUTES.values()}, found)
 
     def observe_tape(self, step: int, anomalies: Sequence[TapeAnomaly]) -> list[Finding]:
-        """Findings that begin with the tape of a step; a run may end by it, before the step's metrics are there.
-
-        Args:
-            step: A step that has a tape; steps ascend.
-            anomalies: What is wrong with it.
-        """
+        """Return findings that begin with the captured routes of a step; a run may end by it, before its metrics are
+        there."""
         found = []
         for kind, layer, text in wrong_routes(anomalies):
             since = self._since(kind, layer, step)
@@ -290,7 +279,7 @@ class FindingTracker:
 
 
 def _is_same_episode(latest: Finding, since: int) -> bool:
-    """True where a condition that holds since a step continues a finding.
+    """Return whether a condition that holds since a step continues a finding.
 
     The steps between the two count, not those until the condition has held long enough to be found: an expert with one
     token now and then is found dead again long after each.
@@ -303,11 +292,7 @@ def _order(finding: Finding) -> tuple[int, str, int]:
 
 
 class _Streaks:
-    """Length and first step of the current streak of a condition, at each of several places.
-
-    Args:
-        num_places: Number of places.
-    """
+    """Length and first step of the current streak of a condition, at each of several places."""
 
     def __init__(self, num_places: int):
         self.length = np.zeros(num_places, dtype=np.int64)
@@ -320,11 +305,7 @@ class _Streaks:
 
 
 class _IdleExperts:
-    """Steps that each expert has had no token, and the tokens that a fair share would have been meanwhile.
-
-    Args:
-        shape: Layers and experts of each.
-    """
+    """Steps that each expert has had no token, and the tokens that a fair share would have been meanwhile."""
 
     def __init__(self, shape: tuple[int, ...]):
         self.shape = shape
@@ -343,11 +324,10 @@ class _IdleExperts:
         self._total += counts
 
     def longer_than(self, num_steps: int, share: float = 1.0) -> Bool[np.ndarray, "layers experts"]:
-        """Experts that have been dead for at least so many steps, and for longer than chance explains.
+        """Return experts that have been dead for at least so many steps, and for longer than chance explains.
 
         Args:
-            num_steps: Steps.
-            share: Of a fair share, what an expert would get.
+            share: Fraction of a fair share that an expert would get.
         """
         # By chance an expert misses all of its expected tokens with probability exp(-expected), in its layer some
         # expert with at most E times that.
@@ -356,7 +336,8 @@ class _IdleExperts:
         return chosen
 
     def outliers(self) -> Bool[np.ndarray, "layers experts"]:
-        """Experts that have never had a token, in layers where each of the others has had half of a fair share or more.
+        """Return experts that have never had a token, in layers where each of the others has half of a fair share or
+        more.
 
         Popularity that differs from expert to expert is no excuse then: the least popular of the others tells how far
         it goes.

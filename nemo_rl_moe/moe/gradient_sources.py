@@ -34,9 +34,7 @@ def gradient_metrics(
 
     Args:
         products: `<g_p, g_q>` of each layer.
-        names: Of the parts; the first one is `POLICY`.
-        layers: Global indices of the layers.
-        per_layer: Add norms and cosines of each layer.
+        names: Names of the parts; the first one is `POLICY`.
     """
     return _named("router_gradient", products.sum(0), products, names, layers if per_layer else ())
 

@@ -20,7 +20,7 @@ class LearningSignal:
     """Streaks of steps that teach nothing, fed step by step.
 
     Args:
-        num_steps: Steps in a row from which on a streak is told; None: none is.
+        num_steps: Steps in a row that make a streak; None: no streak is reported.
     """
 
     def __init__(self, num_steps: int | None):
@@ -28,11 +28,10 @@ class LearningSignal:
         self._since: dict[IdleKind, tuple[int, int]] = {}
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[IdleKind, int, str]]:
-        """The streaks that are long enough with the next step.
+        """Return the streaks that are long enough with the next step.
 
         Args:
-            step: The step; steps ascend.
-            metrics: Complete key to value. A step that lacks a condition's keys ends its streak.
+            metrics: A step that lacks a condition's keys ends its streak.
 
         Yields:
             The condition, the first step of its streak, and the description.

@@ -35,7 +35,7 @@ def coefficient_of_variation(counts: Num[np.ndarray, "*steps layers experts"]) -
 def deviation_of_utilization(
     shares: Float[np.ndarray, "*steps layers experts"],
 ) -> Float[np.ndarray, "*steps layers"]:
-    """The same from the utilization, of layers with load."""
+    """Return the coefficient of variation from the utilization, of layers with load."""
     # The mean of the utilizations is 1: no difference of large numbers, and balance gives exactly 0.
     off = shares - 1
     deviation: Float[np.ndarray, "*steps layers"] = np.sqrt((off * off).sum(-1) / max(shares.shape[-1] - 1, 1))
@@ -70,12 +70,7 @@ def load_distance(
     """Distance of two loads beyond sampling noise: spread of the difference of their utilizations.
 
     `sqrt(max(0, sum_e (u_e - v_e)^2 / (E - 1) - null_u - null_v))`: the null variances of independent tokens add up.
-    One layer without load has the distance 0.
-
-    Args:
-        counts: Assignments of one.
-        others: Assignments of the other.
-        topk: Experts that each token is routed to.
+    A layer without load has the distance 0.
     """
     difference = utilization(counts) - utilization(others)
     squared = (difference * difference).sum(-1) / max(counts.shape[-1] - 1, 1)
@@ -92,9 +87,6 @@ def highest_coefficient_of_variation_by_chance(
     The sum of squared deviations over its expectation follows chi-square with `E - 1` degrees of freedom over `E - 1`;
     its quantile is approximated as by Wilson and Hilferty (1931).
 
-    Args:
-        counts: Assignments.
-        topk: Experts that each token is routed to.
         probability: Below 0.5.
     """
     num_experts = counts.shape[-1]

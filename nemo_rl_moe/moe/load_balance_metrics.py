@@ -56,8 +56,6 @@ def compute_brief_metrics(
     Args:
         layer_loads: The loads of each MoE layer by its global index or module name; `indices_of_layers` says which `i`
             a name becomes in the keys. Layers may have different numbers of experts.
-        top_k: Report so many of the most and of the least loaded experts; 0 for none.
-        router_topk: Experts that each token goes to, where the entries do not say it.
 
     Returns:
         Key to value. `cv_null_mean` and `cv_excess_mean` are left out where some layer's top-k is not known,
@@ -90,8 +88,6 @@ def load_balance_metrics(
         load: The load matrix; its layers are the `i` in the keys, and may come in any order.
         router_topk: Experts that each token goes to; None leaves the noise-corrected keys out.
         aux_losses: Load balancing loss of each row before its coefficient; None for one without.
-        top_k_experts: Report so many of the most and of the least loaded experts; 0 for none.
-        detailed: Add the numbers of each layer.
     """
     if not load.layers:
         return {}

@@ -19,12 +19,9 @@ from nemo_rl_moe.shapes import Int
 
 
 class ForwardWatcher:
-    """State of a model's running forward pass, as hooks on the model and its routers tell it.
+    """Observe a model's running forward pass through hooks on the model and its routers.
 
     Holds no module: a model that is watched is freed like any other.
-
-    Attributes:
-        layers: The MoE layers, in the order of their keys.
     """
 
     def __init__(self, layers: Sequence[RouterLayer]):
@@ -35,7 +32,7 @@ class ForwardWatcher:
         self._attention_mask: Tensor | None = None
 
     def enter_model(self, arguments: Mapping[str, Any]) -> None:
-        """Notes the start of the model's forward.
+        """Note the start of the model's forward.
 
         Args:
             arguments: Of the call, by the names of the parameters.
@@ -111,12 +108,10 @@ class LoadCounter(ForwardWatcher):
 
 
 def watch_model(model: nn.Module, routers: Sequence[tuple[RouterLayer, nn.Module]], watcher: ForwardWatcher) -> None:
-    """Puts the hooks on the model and its routers.
+    """Put the hooks on the model and its routers.
 
     Args:
         model: What the training loop calls, or a part of it through which each forward pass goes.
-        routers: Its MoE layers with their routers.
-        watcher: What they tell.
     """
     parameters = list(inspect.signature(model.forward).parameters)
 

@@ -19,11 +19,7 @@ LEAST_SHARE = 0.5
 
 
 class SuddenlyIdle:
-    """Experts without any token that had at least half of a fair share before.
-
-    Args:
-        shape: Layers and experts of each.
-    """
+    """Experts without any token that had at least half of a fair share before."""
 
     def __init__(self, shape: tuple[int, ...]):
         self._earlier: deque[np.ndarray] = deque(maxlen=WINDOW)
@@ -39,6 +35,6 @@ class SuddenlyIdle:
         self._earlier.append(utilization(counts))
 
     def for_steps(self, num_steps: int | None) -> Bool[np.ndarray, "layers experts"]:
-        """Those that have been so for at least so many steps; None: none."""
+        """Return the experts that have been so for at least `num_steps` steps; none where that is None."""
         chosen: Bool[np.ndarray, "layers experts"] = self.steps >= (np.inf if num_steps is None else max(num_steps, 1))
         return chosen

@@ -28,9 +28,8 @@ class ExpertLoad:
     """The load matrix of a step: assignments of each expert in one `train` call, over all ranks and microbatches.
 
     Attributes:
-        layers: Global decoder layer index of each row.
-        counts: Exact counts, each real token `k` times; on the host.
-        image_counts: Those of image tokens alone, of a model with vision; None of others.
+        counts: Each real token counts `k` times; on the host.
+        image_counts: Counts of image tokens alone; None for a model without vision.
         topk: `k`; None where nobody needs it.
     """
 
@@ -103,7 +102,6 @@ class LayerStatistics:
     diversity 1.
 
     Attributes:
-        num_experts: E.
         utilization: Load over fair share, `E * c / sum c`; 1 is fair, 0 is dead. All experts of the first layer, then
             all of the second, and so on.
         utilization_mean: Mean of the layer's utilizations: 1, or 0 without load.
@@ -112,7 +110,6 @@ class LayerStatistics:
             the routers' top-k is not known.
         cv_excess: `sqrt(max(0, cv^2 - cv_null^2))`; None with `cv_null`.
         max_violation: Highest utilization - 1.
-        dead_expert_frac: Fraction of the experts without any load.
         expert_diversity: `exp(entropy) / E`; 1 for uniform loads, 1/E for one expert, 0 for no load.
     """
 
@@ -132,9 +129,8 @@ def layer_statistics(
 ) -> LayerStatistics:
     """Statistics of each row.
 
-    Args:
-        counts_LE: Assignments of each layer's experts, not negative, on the host.
-        topk: Experts that a token goes to, in all layers or in each; None where that is not known.
+    counts_LE: Assignments of each layer's experts, not negative, on the host.
+    topk: Experts that a token goes to, in all layers or in each; None where that is not known.
     """
     # Products of counts in fewer bits would not fit.
     counts = (counts_LE if counts_LE.dtype == torch.int64 else counts_LE.to(torch.float64)).numpy()
@@ -171,7 +167,6 @@ def joined(parts: Sequence[LayerStatistics], rows: Sequence[int]) -> LayerStatis
     """Statistics of several groups of layers as one, in the order of the model.
 
     Args:
-        parts: Statistics of each group.
         rows: For each layer of the first part, then the second and so on, its row in the result.
     """
     order = sorted(range(len(rows)), key=rows.__getitem__)

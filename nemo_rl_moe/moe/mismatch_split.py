@@ -39,8 +39,8 @@ def split_gap(
     """Parts of the gap of each token, in nats; float64.
 
     Args:
-        generation: Log-probabilities by the engine that drew the tokens.
-        replayed_before: By the trainer, with the experts of the rollout and the weights that drew them.
+        generation: Log-probabilities by the engine that sampled the tokens.
+        replayed_before: By the trainer, with the experts of the rollout and the weights that sampled them.
         own: By the trainer, with the experts that its routers choose.
         replayed: With the experts of the rollout and the weights of `own`; None where these are still the same.
 
@@ -56,7 +56,7 @@ def split_gap(
 
 
 def gap_metrics(gap: PerToken, limits: RatioLimits | None = None) -> dict[str, float]:
-    """Size of a gap, or of a part of one.
+    """Compute the size of a gap, or of a part of one.
 
     - `mean_abs`, `max_abs`: of its absolute value, nats
     - `kl`: mean of `exp(d) - 1 - d`, the k3 estimate of the divergence of two distributions whose log-probabilities
@@ -87,9 +87,6 @@ def gap_metrics(gap: PerToken, limits: RatioLimits | None = None) -> dict[str, f
 def variance_shares(parts: Mapping[str, PerToken]) -> dict[str, float]:
     """Share of each part in the variance of the total: its covariance with it over that variance; they sum to 1.
 
-    Args:
-        parts: Of `split_gap`.
-
     Returns:
         Empty where all tokens have the same gap.
     """
@@ -102,12 +99,7 @@ def variance_shares(parts: Mapping[str, PerToken]) -> dict[str, float]:
 
 
 def split_metrics(parts: Mapping[str, PerToken], limits: RatioLimits | None = None) -> dict[str, float]:
-    """Metrics of all parts, `{metric}_{part}` each: those of `gap_metrics`, and `variance_share`.
-
-    Args:
-        parts: Of `split_gap`, of at least one token.
-        limits: Of the ratio in the loss.
-    """
+    """Metrics of all parts, `{metric}_{part}` each: those of `gap_metrics`, and `variance_share`."""
     metrics = {
         f"{name}_{part}": value for part, gap in parts.items() for name, value in gap_metrics(gap, limits).items()
     }

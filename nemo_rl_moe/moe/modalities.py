@@ -32,8 +32,6 @@ def specialization(
     not even `b` is beyond chance, as for an expert with a few tokens.
 
     Args:
-        counts: Assignments.
-        image_counts: Those of image tokens.
         topk: Experts that each token is routed to; None where that is not known: taken for 1, which makes chance larger
             than it is.
 
@@ -64,11 +62,6 @@ def modality_separation(
     the permutation, which holds for tokens that go to several experts. 0.5 in an even mix means that experts have
     three tokens of one modality for each of the other.
 
-    Args:
-        counts: Assignments.
-        image_counts: Those of image tokens.
-        topk: As of `specialization`.
-
     Returns:
         NaN in a layer with tokens of one modality alone.
     """
@@ -90,10 +83,6 @@ def modality_overlap(
 
     Weitzman's coefficient `sum_e min(i_e / sum i, t_e / sum t)` of the loads `i` of image and `t` of text tokens: what
     of one kind's load stays in place if the other's routes were taken for it. Chance leaves it a little below 1.
-
-    Args:
-        counts: Assignments.
-        image_counts: Those of image tokens.
 
     Returns:
         NaN in a layer with tokens of one modality alone.

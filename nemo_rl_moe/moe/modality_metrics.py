@@ -17,12 +17,8 @@ _OF_EACH = ("max_violation", "expert_diversity", "dead_expert_frac")
 def modality_metrics(load: ExpertLoad, *, detailed: bool = False) -> dict[str, float]:
     """Load balance of image tokens and of text tokens by themselves, and how far experts part them.
 
-    Args:
-        load: The load matrix.
-        detailed: Add the numbers of each layer.
-
     Returns:
-        Key to value, without the `moe/` prefix; empty of a load that does not tell the tokens apart. Where all tokens
+        Key to value, without the `moe/` prefix; empty where image tokens are not counted apart. Where all tokens
         are of one modality, `image/token_share` alone.
     """
     if load.image_counts is None:

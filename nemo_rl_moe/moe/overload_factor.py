@@ -36,23 +36,14 @@ class StageEvents:
 
 
 class PredictedOverload(NamedTuple):
-    """Overload factors of one expert-parallel size.
-
-    Attributes:
-        average: Mean over layers, microbatches and slices.
-        maximum: Maximum over the same.
-    """
+    """Overload factors of one expert-parallel size."""
 
     average: float
     maximum: float
 
 
 def check_split(num_experts: int, expert_parallel_size: int) -> None:
-    """Refusal of a size that does not divide the experts.
-
-    Raises:
-        ValueError: The experts cannot be split evenly over so many ranks.
-    """
+    """Raise a ValueError for a size that does not divide the experts."""
     if expert_parallel_size < 1 or num_experts % expert_parallel_size:
         raise ValueError(f"{num_experts} experts cannot be split evenly over {expert_parallel_size} ranks")
 
@@ -91,10 +82,6 @@ def cumulative_peak_ratios(
     The events add a microbatch's load at its forward and take it away at its backward. A rank's peak of that running
     sum goes over the peak of the mean rank's. Within one pass the sum only grows (or only shrinks), so looking at it
     between passes finds the same peak as looking after each layer. 1 where nothing was routed.
-
-    Args:
-        loads_DMLR: From `rank_loads`.
-        stage: The stage's events and layers.
     """
     slices, _, _, ranks = loads_DMLR.shape
     device = loads_DMLR.device
@@ -129,7 +116,6 @@ class OverloadSums:
 
     Attributes:
         factors: Sum over the events that routed anything.
-        routed: Their number.
         maxima: Highest factor; 1 without any.
     """
 
@@ -153,8 +139,6 @@ def overload_sums(
         places_N: For each event, `microbatch * layers + layer`, each at most once; any number past those is an event
             that there is not, and has counts of 0.
         grid: Numbers of microbatches and of layers.
-        expert_parallel_sizes: Sizes to answer for, by the rules of `predict_overload`.
-        recorded_expert_parallel_size: The size that the counts were recorded with.
 
     Raises:
         ValueError: The experts cannot be split evenly over so many ranks.
@@ -180,12 +164,6 @@ def overload_metrics(
 ) -> dict[str, float]:
     """Overload metrics of one step.
 
-    Args:
-        sums: Of all events of the step, the first size being the one that it ran with; on the host.
-        layer_indices: Global index of each layer.
-        peak_ratio: Highest of `cumulative_peak_ratios`; None: `max_cum_overload_factor` is left out.
-        per_layer: Add `{avg,max}_overload_factor_layer_{i}`.
-
     Returns:
         `avg_overload_factor` and `max_overload_factor` over all layers, microbatches and slices that routed anything,
         and `max_cum_overload_factor`, over all ranks. 1 where nothing was routed at all.
@@ -210,35 +188,6 @@ def predictions(sums: OverloadSums) -> list[PredictedOverload]:
 
 def _average(factors: float, routed: float) -> float:
     return factors / routed if routed else 1.0
-
-
-def summarise_overload(
-    counts_DMLE: Num[Tensor, "slices microbatches layers experts"],
-    expert_parallel_size: int,
-    layer_indices: Sequence[int],
-    stage_events: Sequence[StageEvents] = (),
-    *,
-    per_layer: bool = False,
-) -> dict[str, float]:
-    """Overload metrics of one step, for whoever has the counts of the whole job in one place.
-
-    Args:
-        counts_DMLE: Counts of all slices, microbatches and pipeline stages.
-        expert_parallel_size: R.
-        layer_indices: Global index of each position on the axis L.
-        stage_events: One entry for each pipeline stage; without any, `max_cum_overload_factor` is left out.
-        per_layer: As of `overload_metrics`.
-
-    Returns:
-        As of `overload_metrics`.
-
-    Raises:
-        ValueError: The experts cannot be split evenly over the ranks.
-    """
-    loads = rank_loads(counts_DMLE, expert_parallel_size)
-    peaks = [float(cumulative_peak_ratios(loads, stage).amax()) for stage in stage_events]
-    sums = _sums_of_all(counts_DMLE, [expert_parallel_size], expert_parallel_size)
-    return overload_metrics(sums, layer_indices, max(peaks, default=None), per_layer=per_layer)
 
 
 def predict_overload(

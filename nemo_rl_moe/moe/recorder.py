@@ -22,7 +22,6 @@ def add_assignments(
     """Adds one router call to the counts, in place.
 
     Args:
-        counts: Assignments of each expert so far, int64.
         routed: A map of the assignments, or the indices of the experts that each token is routed to.
         valid: Tokens that count; None: all of them.
     """
@@ -39,10 +38,9 @@ FORWARD, BACKWARD = 1, -1
 
 
 class StepEvent(NamedTuple):
-    """One pass of one model chunk over one microbatch, in the order in which the schedule ran it.
+    """One pass of one model chunk over one microbatch.
 
     Attributes:
-        kind: `FORWARD` or `BACKWARD`.
         chunk: Index of the model chunk on this pipeline stage (virtual stage).
         microbatch: Index within the `train()` call.
     """
@@ -62,12 +60,10 @@ class ExpertLoadRecorder:
     Args:
         num_moe_layers: MoE layers of the whole model; each rank fills the rows of those that it holds.
         num_experts: Routed experts of a layer.
-        device: Where the routers run.
 
     Attributes:
         counts: `c[m,i,e]` of this rank.
-        image_counts: Those of image tokens, over all microbatches; None where nobody tells them apart.
-        events: Passes of this rank in order.
+        image_counts: Counts of image tokens, over all microbatches; None where they are not counted apart.
         expert_load: The load matrix of the last step over all ranks, once it has been reduced.
     """
 
@@ -84,10 +80,9 @@ class ExpertLoadRecorder:
         self.expert_load: ExpertLoad | None = None
 
     def start(self, num_microbatches: int, *, counts_images: bool = False) -> None:
-        """Clears what was recorded and makes room for so many microbatches.
+        """Clear what was recorded and make room for so many microbatches.
 
         Args:
-            num_microbatches: Microbatches of the call.
             counts_images: Count image tokens apart too; the same on every rank.
         """
         self.events = []
@@ -104,8 +99,6 @@ class ExpertLoadRecorder:
         """While open, the routers' assignments count for this microbatch.
 
         Args:
-            chunk: Index of the model chunk.
-            microbatch: Index of the microbatch.
             is_image: True on image tokens, of the tokens that this rank's routers see, in their order; None: all are
                 text.
         """
@@ -137,10 +130,9 @@ class ExpertLoadRecorder:
         routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
         padding: Bool[Tensor, "..."] | None,
     ) -> None:
-        """Adds one router call; does nothing outside `training_forward`. Indices are counted at its end.
+        """Add one router call; does nothing outside `training_forward`. Indices are counted at its end.
 
         Args:
-            layer_position: Row of the layer.
             routed: A map of the assignments, or the indices of the routed experts.
             padding: True on tokens that do not count, in whatever shape the router got it; None: all count.
         """
@@ -159,10 +151,9 @@ class ExpertLoadRecorder:
         calls: Sequence[tuple[int, Tensor, Tensor | None]],
         only: Bool[Tensor, " tokens"] | None,
     ) -> None:
-        """Adds router calls, at once those that saw the same tokens: on small models each operation takes its time.
+        """Add router calls, those that saw the same tokens together: on small models each operation takes its time.
 
         Args:
-            counts: Assignments so far.
             calls: Row of the layer, indices and padding of each call.
             only: Tokens that count; None: all but padding.
         """
@@ -207,9 +198,7 @@ def reduce_over_ranks(
     are exact.
 
     Args:
-        sums: Tensors of the same shapes and in the same order on every rank.
-        maxima: The same.
-        device: Where the collectives run.
+        sums: Tensors of the same shapes and in the same order on every rank, and so are `maxima`.
 
     Returns:
         Both as float64 tensors on the host, in the shapes of the parts; the same on every rank.

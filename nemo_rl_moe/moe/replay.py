@@ -7,7 +7,7 @@ later updates of a step. Probabilities stay the router's own, so that its gradie
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,12 +47,7 @@ def plane_type(num_experts: int) -> torch.dtype:
 
 
 def in_planes(routes: Int[Tensor, "tokens *layers topk"], num_experts: int) -> Int[Tensor, "topk *layers tokens"]:
-    """Routers' choices with the tokens innermost: what is compared at once then lies side by side.
-
-    Args:
-        routes: Experts that there are, or `UNKNOWN`.
-        num_experts: Experts of a layer.
-    """
+    """Routers' choices with the tokens innermost: what is compared at once then lies side by side."""
     return routes.to(plane_type(num_experts)).permute(*reversed(range(routes.ndim))).contiguous()
 
 
@@ -108,12 +103,7 @@ class TapeRoutes(NamedTuple):
 
     @classmethod
     def of(cls, routes: Int[Tensor, "tokens *layers topk"], num_experts: int) -> "TapeRoutes":
-        """Routes of one layer or several, `UNKNOWN` where there are none.
-
-        Args:
-            routes: As the tape has them.
-            num_experts: Experts of a layer.
-        """
+        """Routes of one layer or several, `UNKNOWN` where there are none."""
         wide = routes.permute(*reversed(range(routes.ndim))).contiguous()
         is_expert = wide.clamp(0, num_experts - 1) == wide
         unknown, in_range = all_of(wide == UNKNOWN), all_of(is_expert)
@@ -136,10 +126,6 @@ def replayed(live: Int[Tensor, "tokens topk"], routes: LayerRoutes) -> Int[Tenso
     """The experts that a router takes: those of the tape where it has a usable row, its own otherwise.
 
     Where both are the same set the router's order stays, so that the replay of its own choice changes no bit.
-
-    Args:
-        live: The router's own choice.
-        routes: Rows of the tape for this layer.
     """
     chosen = live.T.to(routes.planes.dtype, memory_format=torch.contiguous_format)
     keeps = num_in_common(routes.planes, chosen) >= routes.num_usable
@@ -151,7 +137,7 @@ class RoutedTokens(NamedTuple):
 
     Attributes:
         live: The experts that it would choose.
-        taken: Those that it took; the same tensor without replay.
+        taken: The experts that it took; the same tensor without replay.
         margin: Score of the last expert that it would choose less that of the first one that it would not; None unless
             asked for.
     """
@@ -236,8 +222,6 @@ def margins(
     """Score of the last expert chosen less that of the first one left out; infinite where none is left out.
 
     Args:
-        scores: Of all experts.
-        topk: Experts of a token.
         highest: The highest scores, in descending order, and their experts, where they are known.
     """
     scores = scores.float()
@@ -254,9 +238,3 @@ def experts_as_map(experts: Int[Tensor, "tokens topk"], num_experts: int) -> Boo
     """A map of assignments from the experts' numbers."""
     of_tokens = torch.zeros(len(experts), num_experts, dtype=torch.bool, device=experts.device)
     return of_tokens.scatter_(1, experts, True)
-
-
-def tap_of(router: Any) -> RouterTap | None:
-    """The tap of a router; None without one."""
-    slot = getattr(router, "router_replay", None)
-    return slot if isinstance(slot, RouterTap) else None

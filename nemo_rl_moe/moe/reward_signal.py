@@ -19,9 +19,7 @@ class FailedResponses:
 
     Attributes:
         split: `train` or `val`.
-        number: How many; at least one.
-        responses: All responses, scored ones too.
-        first: Cause of the first failure, and its sample, in one line.
+        responses: Number of all responses, scored ones too.
     """
 
     split: str
@@ -44,9 +42,8 @@ class RewardSignal:
     """Tracker of failed responses and of rewards that never vary, fed step by step.
 
     Args:
-        failed_share: Share of a step's or a validation's responses above which failures are told; None: they are not.
-        num_steps: Steps from the first one on that a reward has not varied to be told; None: it is not told.
-        quiet_steps: Longest interruption of an episode of failures.
+        failed_share: Share of failed responses above which failures are reported; None: never.
+        num_steps: Steps from the first one on without any variation of a reward that are reported; None: never.
     """
 
     def __init__(self, failed_share: float | None, num_steps: int | None, quiet_steps: int):
@@ -60,11 +57,6 @@ class RewardSignal:
         self, step: int, metrics: Mapping[str, float], failed: Sequence[FailedResponses] = ()
     ) -> Iterator[tuple[RewardKind, int, str]]:
         """Look at the next step.
-
-        Args:
-            step: The step; steps ascend.
-            metrics: Complete key to value.
-            failed: Failures of the step and of the validation after it.
 
         Yields:
             The condition, the first step of the episode, and the description.

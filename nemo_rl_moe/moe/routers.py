@@ -31,8 +31,6 @@ class RouterLayer:
     Attributes:
         key: Global layer index from 0, or the router's module path.
         kind: Library of the router.
-        num_experts: Routed experts.
-        topk: Experts that each token goes to.
     """
 
     key: int | str
@@ -76,9 +74,7 @@ def routed_experts(
     """The experts that each token is routed to, read from a router's output.
 
     Args:
-        layer: The router's layer.
-        router: Its module, for settings that change what the output means.
-        outputs: Return value of its forward.
+        outputs: Return value of the router's forward.
 
     Returns:
         A map of the assignments, or the experts' indices; without a graph. Slots that Megatron-Core fills up to an
@@ -114,11 +110,7 @@ def padding_mask_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bo
 
 
 def moe_layer_indices(config: Any) -> list[int]:
-    """Global 0-based indices of the decoder layers that have experts, the same on every pipeline stage.
-
-    Args:
-        config: A `TransformerConfig` of Megatron-Core.
-    """
+    """Global 0-based indices of the decoder layers that have experts, the same on every pipeline stage."""
     if config.num_moe_experts is None:
         return []
     frequency = config.moe_layer_freq

@@ -27,7 +27,6 @@ class AdvantageScores:
     """Scores of a step's experts.
 
     Attributes:
-        layers: Index of each MoE layer in the whole model.
         scores: Of `advantage_scores`, of shares, on the host.
     """
 
@@ -72,12 +71,7 @@ class CentredAdvantages(NamedTuple):
 
 
 def centred(advantages: Float[Tensor, " sequences"], groups: Int[Tensor, " sequences"]) -> CentredAdvantages:
-    """Advantages less the means of their groups, in float64.
-
-    Args:
-        advantages: `a`, on the host.
-        groups: Group of each sequence, from 0.
-    """
+    """Advantages less the means of their groups, in float64."""
     values, numbers = advantages.double().numpy(), groups.numpy()
     sizes = np.bincount(numbers)
     # Off one of the group first: a mean of equal numbers can be off by their last bit, and no spread be a tiny one.
@@ -92,12 +86,7 @@ def centred(advantages: Float[Tensor, " sequences"], groups: Int[Tensor, " seque
 def sums_of_groups(
     counts: Float[Tensor, "sequences *layers experts"], groups: Int[Tensor, " sequences"]
 ) -> Float[Tensor, "sequences *layers experts"]:
-    """`sum_s n[s,e]` over the group of each sequence.
-
-    Args:
-        counts: `n`.
-        groups: Group of each sequence, from 0.
-    """
+    """`sum_s n[s,e]` over the group of each sequence."""
     sums = counts.new_zeros(int(groups.max()) + 1, *counts.shape[1:]).index_add_(0, groups, counts)
     return sums.index_select(0, groups)
 
@@ -109,10 +98,6 @@ def beyond_length(
 
     `T[s] = sum_e n[s,e]`, and `p[g,e]` is the expert's share of all tokens of the sequence's group. Both add up to 0:
     over the experts of a sequence, and over the sequences of a group.
-
-    Args:
-        counts: `n`, whole numbers.
-        of_groups: Of `sums_of_groups`.
     """
     lengths, all_lengths = counts.sum(-1, keepdim=True), of_groups.sum(-1, keepdim=True)
     return (counts * all_lengths - lengths * of_groups) / all_lengths.clamp(min=1)
@@ -128,7 +113,6 @@ def permutation_moments(
 
     Args:
         off_mean: `n_s - mean n`, the counts less the means of their groups.
-        advantages: `a`.
 
     Returns:
         `S - E` and `Var`; both exactly 0 where the variance is.
@@ -145,13 +129,12 @@ def advantage_scores(
 
     Args:
         counts: Tokens of each sequence that a layer sends to an expert; these and what follows on the host.
-        advantages: Of each sequence.
         groups: Sequences whose advantages were compared with each other have the same number. Where no group has two,
             all are one.
 
     Returns:
-        Scores of the counts; and of shares, the counts `beyond_length`: an expert prefers what has a larger share of
-        its own tokens than of all, and an advantage that goes with length is no preference.
+        Scores of the counts, and scores of shares, the counts `beyond_length`: an expert prefers what has a larger
+        share of its own tokens than of all, and an advantage that goes with length is no preference.
     """
     numbers, groups = groups.unique(return_inverse=True)
     if len(groups) == len(numbers):
@@ -180,9 +163,6 @@ def advantage_metrics(
     and experts and of each layer's.
 
     Args:
-        scores: Of `advantage_scores`.
-        layers: Global indices of the MoE layers.
-        per_layer: Add those of each layer.
         of_shares: They are of shares: so are the names, `excess_of_shares` and `max_abs_z_of_shares`.
     """
     kind, on_host = "_of_shares" if of_shares else "", scores.cpu().numpy()

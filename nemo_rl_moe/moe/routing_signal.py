@@ -32,7 +32,7 @@ class RoutingSignal:
     """Streaks of steps whose routing cannot be right, fed step by step.
 
     Args:
-        num_steps: Steps in a row from which on a streak is told; None: none is.
+        num_steps: Steps in a row that make a streak; None: no streak is reported.
         rank_names: Of data-parallel ranks that have names of their own; by default their numbers.
     """
 
@@ -42,11 +42,10 @@ class RoutingSignal:
         self._since: dict[RoutingKind, tuple[int, int]] = {}
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[RoutingKind, int, str]]:
-        """The streaks that are long enough with the next step.
+        """Return the streaks that are long enough with the next step.
 
         Args:
-            step: The step; steps ascend.
-            metrics: Complete key to value. A step that lacks a condition's keys ends its streak.
+            metrics: A step that lacks a condition's keys ends its streak.
 
         Yields:
             The condition, the first step of its streak, and the description, with `{}` for that step.

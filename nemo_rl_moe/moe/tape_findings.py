@@ -34,7 +34,7 @@ _MOST_TEXTS = 2
 
 
 def wrong_routes(anomalies: Sequence[TapeAnomaly]) -> Iterator[tuple[WrongRoutesKind, int | None, str]]:
-    """Findings of one step, one for each kind and layer that has an anomaly.
+    """Return findings of one step, one for each kind and layer that has an anomaly.
 
     Yields:
         The kind; the layer, None where it is several or all; and the description.

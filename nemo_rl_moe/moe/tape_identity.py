@@ -53,7 +53,7 @@ class TapeAnomaly:
         kind: Of another layer, token or sequence; with ids that mean other experts; of a layer that agrees with
             nothing; rows that hold what no router
             chooses, or that stand more than once; rows of one data-parallel rank.
-        text: Description, plain text.
+        text: Plain text.
         layer: Global index of the layer whose rows they are; None: several layers, or all.
     """
 
@@ -98,7 +98,7 @@ class _Overlap(NamedTuple):
 
     Attributes:
         share: Of the tape's experts that the partner's routers would choose.
-        chance: The same as the experts' popularity alone makes it.
+        chance: The agreement that the experts' popularity alone makes.
     """
 
     share: Float[np.ndarray, "rows partners"]
@@ -115,7 +115,7 @@ def _may_belong_elsewhere(hot: _OneHot) -> bool:
 def layer_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "layers layers"]:
     """Share of the tape's experts in layer `i` that the routers of layer `j` would choose for the same token.
 
-    NaN in rows of layers of which nothing is known.
+    NaN in rows of layers whose routes are not known.
     """
     return _layer_overlap(_OneHot(sample, num_experts)).share
 
@@ -213,11 +213,9 @@ def find_anomalies(
     beyond chance above 0.5.
 
     Args:
-        sample: Of the tape and of the live routes of the same tokens.
-        num_experts: Routed experts of a layer.
-        layers: Global indices of the MoE layers.
         sequences: Names of the sampled sequences, for the texts; their numbers otherwise.
-        counts: How often the tape, the routers and both name each expert, over all rows; None: those of the sample.
+        counts: How often the captured routes, the routers and both name each expert, over all rows; None: those of the
+            sample.
     """
     names = list(sequences) or [str(number) for number in range(len(sample.tape))]
     hot = _OneHot(sample, num_experts)
@@ -315,7 +313,8 @@ def least_lead(counts: Int[np.ndarray, "*rows"]) -> Float[np.ndarray, "*rows"]:
 
 
 def foreign_tape(slot_kappa: float | None) -> list[TapeAnomaly]:
-    """A tape of other tokens altogether, such as those of the step before: it agrees with the routers by chance alone.
+    """Report routes of other tokens altogether, such as those of the step before: they agree with the routers by chance
+    alone.
 
     Args:
         slot_kappa: Of all rows of the step; None where none is usable.

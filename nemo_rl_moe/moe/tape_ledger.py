@@ -31,9 +31,7 @@ _NARROW = MARGIN_EDGES.index(1e-2)
 def classify_rows(routes: TapeRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Row, Bool[Tensor, "*layers tokens"]]:
     """Kinds of a tape's rows, as masks.
 
-    Args:
-        routes: The tape's rows.
-        fed: Tokens that were fed to the model that made the tape.
+    fed: Tokens that were fed to the model that chose these routes.
     """
     planes, unknown, in_range, usable, _ = routes
     zero = all_of(planes == 0) & ~usable
@@ -54,7 +52,6 @@ class TapeLedger:
     Args:
         num_layers: MoE layers of the whole model; a rank fills those that it holds.
         num_experts: Routed experts of a layer.
-        device: Where the routers run.
 
     Attributes:
         rows: A row for each MoE layer, a column for each `Row`.
@@ -91,7 +88,7 @@ class TapeLedger:
         fed: Bool[Tensor, " tokens"],
         seen: Sequence[RoutedTokens],
     ) -> Int[Tensor, "topk layers tokens"] | None:
-        """Adds the forward pass of some layers over a microbatch, or over several, one behind the other.
+        """Add the forward pass of some layers over a microbatch, or over several, one behind the other.
 
         Args:
             number: Of the microbatch in the step, the same on all pipeline stages; of several, with the tokens of each.
@@ -172,7 +169,8 @@ class TapeLedger:
         self._places_of_experts = ((of_kinds * len(self.rows) + layers) * self._num_experts)[:, None, :, None]
 
     def reduced(self, stages: dist.ProcessGroup | None = None) -> "LedgerTotals":
-        """The sums over all ranks, in one collective, before which stages of a pipeline share their tokens' marks.
+        """Return the sums over all ranks, in one collective, before which stages of a pipeline share their tokens'
+        marks.
 
         Every rank calls it.
 
@@ -198,7 +196,7 @@ class LedgerTotals:
 
     Attributes:
         tokens: Those with a usable row in any layer, and those of them of which any router would choose other experts.
-        rows, tape_experts, live_experts, agreed_experts, margins: As those of `TapeLedger`.
+        rows, tape_experts, live_experts, agreed_experts, margins: Counts as in `TapeLedger`.
     """
 
     rows: Int[Tensor, "layers kinds"]
@@ -232,7 +230,6 @@ class TapeReport:
 
     Attributes:
         layers: Global indices of the MoE layers.
-        totals: The counts.
         metrics: Of `agreement_metrics`, and `routing/anomalies`.
         anomalies: Rows that cannot be right.
     """
@@ -262,11 +259,6 @@ def agreement_metrics(totals: LedgerTotals, layers: tuple[int, ...], *, per_laye
     of single experts; `slot_kappa` is the last corrected for chance (Cohen's kappa, with `slot_chance`).
     `narrow_margin_share` is the share of rows whose margin is at most 0.01, and `flip_margin_median` the upper bound of
     the class (`MARGIN_EDGES`) that holds the median margin of the rows where tape and router differ, if there are any.
-
-    Args:
-        totals: Of the step.
-        layers: Global indices of the MoE layers.
-        per_layer: Add the agreement of each layer.
     """
     rows = totals.rows.double().tolist()
     sums = [sum(of_kind) for of_kind in zip(*rows, strict=True)]
@@ -314,12 +306,7 @@ _WRONG_ROWS = {
 
 
 def row_anomalies(totals: LedgerTotals, layers: Sequence[int]) -> list[TapeAnomaly]:
-    """Rows that hold what no router chooses; rows that are missing are none, as an engine may have been lost.
-
-    Args:
-        totals: Of the step.
-        layers: Global indices of the MoE layers.
-    """
+    """Rows that hold what no router chooses; rows that are missing are none, as an engine may have been lost."""
     found = []
     by_kind = totals.rows.T.tolist()
     for kind, words in _WRONG_ROWS.items():

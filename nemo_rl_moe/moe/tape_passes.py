@@ -21,9 +21,6 @@ class TapePass:
     """Forward pass of some layers over one microbatch or several, one behind the other.
 
     Attributes:
-        tokens: Numbers of the microbatches in the step, and the tokens of each.
-        routes: The tape's rows of these layers.
-        fed: Tokens that were fed to the model that made the tape.
         seen: Choices of the layers' routers.
         distance: Places from a token to the next one of the same sequence.
         follows: Tokens that have one before them, at that distance.

@@ -28,9 +28,8 @@ class RankShare:
     """One rank's share of something.
 
     Attributes:
-        slot: Its slot: the data-parallel rank, modulo `SLOTS`.
         share: Of its rows.
-        of_others: The same of all other ranks together.
+        of_others: The share of all other ranks together.
     """
 
     slot: int
@@ -39,23 +38,14 @@ class RankShare:
 
 
 def rows_by_rank(rows: Int[Tensor, "layers kinds"], data_parallel_rank: int) -> Int[Tensor, "slots kinds"]:
-    """A rank's rows in its slot; over all ranks they add up to the rows of each slot.
-
-    Args:
-        rows: Of the rank's ledger.
-        data_parallel_rank: The rank.
-    """
+    """A rank's rows in its slot; over all ranks they add up to the rows of each slot."""
     slots = rows.new_zeros(SLOTS, rows.shape[1])
     slots[data_parallel_rank % SLOTS] = rows.sum(0)
     return slots
 
 
 def missing_in_one_rank(by_slot: Int[Tensor, "slots kinds"]) -> RankShare | None:
-    """The rank that alone lacks rows: at least 5% of its own, and four times what the others lack; None without one.
-
-    Args:
-        by_slot: Of the step, over all ranks.
-    """
+    """The rank that alone lacks rows: at least 5% of its own, and four times what the others lack; None without one."""
     rows = by_slot.numpy()
     found = _furthest(rows[:, Row.MISSING], rows[:, Row.EXPECTED])
     if found is None or found.share < _LEAST_MISSING or found.of_others > _OTHERS_AT_MOST * found.share:
@@ -69,11 +59,6 @@ def rank_anomalies(
     """The rank whose routers would choose other experts than its tape has, while those of the others agree with theirs.
 
     Its agreement is lower by 0.2 and by six standard errors, a token counting once for all layers.
-
-    Args:
-        by_slot: Of the step, over all ranks.
-        num_layers: MoE layers.
-        name_of: Name of the rank of a slot.
     """
     rows = by_slot.numpy()
     usable = rows[:, Row.USABLE]

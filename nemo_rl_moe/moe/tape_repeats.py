@@ -35,9 +35,6 @@ class Repeat(IntEnum):
 class RepeatedRows:
     """Counts of one step of training on one rank, on the device and without a host synchronisation.
 
-    Args:
-        device: Where the routers run.
-
     Attributes:
         counts: One number for each `Repeat`.
     """
@@ -56,7 +53,6 @@ class RepeatedRows:
         """Adds the forward pass of some layers over a microbatch.
 
         Args:
-            routes: The tape's rows.
             live: The routers' own choices, `in_planes`.
             fed: Tokens that were fed to the model that made the tape.
             distance: Places from a token to the next one of the same sequence.
@@ -79,9 +75,6 @@ def repeat_anomalies(counts: Int[Tensor, " kinds"]) -> list[TapeAnomaly]:
 
     Routes of other tokens repeat as often as those of these tokens: then either kind of token is as frequent, and the
     difference has the standard deviation `sqrt(tape + router)` (McNemar's test); six of them count.
-
-    Args:
-        counts: Of the step, over all ranks.
     """
     on_tape, by_router, fed = (int(counts[kind]) for kind in (Repeat.TAPE, Repeat.ROUTER, Repeat.FED))
     if on_tape - by_router <= _SIGMAS * (on_tape + by_router) ** 0.5:

@@ -20,8 +20,8 @@ class CheckTotals:
     """A step's counts over all ranks, on the host.
 
     Attributes:
-        repeats: As of `RepeatedRows`.
-        by_slot: As of `rows_by_rank`.
+        repeats: Counts of `RepeatedRows`.
+        by_slot: Rows of each rank, see `rows_by_rank`.
         num_ranks: Data-parallel ranks.
         is_exact: The tape was made with the weights of training, both in float32: rows differ by near ties alone.
         rank_names: Of the ranks, where they have names of their own; by default their numbers.
@@ -67,13 +67,7 @@ def tape_report(
     """Content of a step's tape, and its anomalies.
 
     Args:
-        layers: Global indices of the MoE layers.
-        totals: Of its ledger.
-        checked: Of its checks.
         sample: Routes of a few sequences; None where nothing is known of training.
-        sequences: Their names.
-        num_experts: Routed experts of a layer.
-        per_layer: Add the agreement of each layer to the metrics.
         more_anomalies: Of rows that the ledger has not counted.
     """
     anomalies = [*more_anomalies, *row_anomalies(totals, layers), *checked.anomalies(len(layers))]

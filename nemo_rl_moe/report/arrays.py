@@ -21,11 +21,7 @@ _STEPS_AT_A_TIME = 64
 
 
 class ArrayPool:
-    """Little-endian arrays, one after the other, which become one gzip stream in base64.
-
-    Args:
-        name: Name by which the page finds the text.
-    """
+    """Little-endian arrays, one after the other, which become one gzip stream in base64."""
 
     def __init__(self, name: str) -> None:
         self.name = name

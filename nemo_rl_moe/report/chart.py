@@ -25,12 +25,8 @@ class Chart:
 
     Attributes:
         section: Heading above it.
-        title: A few words.
-        caption: Meaning, and what healthy looks like.
-        lines: Lines to draw.
         reference: Value of a horizontal line to compare with, and its name.
         from_zero: Whether the axis begins at 0.
-        bars: Whether its values are drawn as bars, side by side: of few steps, and parts of a whole.
     """
 
     section: str

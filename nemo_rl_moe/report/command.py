@@ -67,11 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Writes the report, and prints its path and the number of findings of each run.
-
-    Args:
-        options: The arguments.
-        more: Folders that follow an option.
+    """Write the report, and print its path and the number of findings of each run.
 
     Raises:
         DataError: A folder is not a run's, or the file cannot be written.
@@ -88,7 +84,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
 
 
 def write_report(folders: Sequence[Path], output: Path) -> list[int]:
-    """Writes the report of these runs.
+    """Write the report of these runs.
 
     Returns:
         Number of findings of each run.
@@ -104,12 +100,10 @@ def write_report(folders: Sequence[Path], output: Path) -> list[int]:
 
 
 def write_page(runs: "Sequence[RunData]", output: Path, words: "PageWords | None" = None) -> list[int]:
-    """Writes a page about runs that have been read.
+    """Write a page about runs that have been read.
 
     Args:
-        runs: One or more.
         output: The HTML file; `check_output` has passed it.
-        words: None: of a report.
 
     Returns:
         Number of findings of each run.
@@ -128,11 +122,7 @@ def write_page(runs: "Sequence[RunData]", output: Path, words: "PageWords | None
 
 
 def check_output(output: Path, option: str) -> None:
-    """Refuses to replace a file that is not a report: a mistyped name must not cost a file.
-
-    Args:
-        output: The HTML file.
-        option: That names it.
+    """Refuse to replace a file that is not a report: a mistyped name must not cost a file.
 
     Raises:
         DataError: It is another file, or has no folder.

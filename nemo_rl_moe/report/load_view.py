@@ -29,11 +29,8 @@ def load_view(
     """Data of the charts about the expert load, but for the loads themselves.
 
     Args:
-        load: The loads.
         topk: Experts that each token is routed to; None where that is not known: the spread then includes chance.
         own_size: The run's own expert-parallel size.
-        pool: Receives the arrays.
-        detail: Share of the points and columns to keep.
 
     Returns:
         `layers`, `num_experts`, `num_steps`; `by_layer`: spread and dead experts of layers x steps, of each stretch of

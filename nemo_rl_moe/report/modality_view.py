@@ -26,10 +26,7 @@ def modality_view(
     """Data of the cards about image tokens and text tokens.
 
     Args:
-        load: The loads.
         topk: Experts that each token is routed to; None where that is not known: chance is then taken for larger.
-        pool: Receives the arrays.
-        detail: Share of the columns and steps to keep.
 
     Returns:
         `layers`; `num_experts`; `num_steps`, those with tokens of both kinds; `steps`, `counts`, `image_counts` and

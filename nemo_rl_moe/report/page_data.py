@@ -52,12 +52,7 @@ _MARKUP = {ord(character): f"\\u{ord(character):04x}" for character in "&<>\u202
 
 @dataclass(frozen=True)
 class PageWords:
-    """Words of a page that depend on what it is about.
-
-    Attributes:
-        heading: At its top.
-        without_load: Said of a run whose expert load is not known.
-    """
+    """Words of a page that depend on what it is about."""
 
     heading: str
     without_load: str
@@ -68,10 +63,8 @@ class PageData:
     """Data of a page.
 
     Attributes:
-        title: Title of the page.
         text: The JSON document.
         blobs: Packed arrays by the name that the document gives them.
-        num_findings: Number of findings of each run.
     """
 
     title: str
@@ -84,9 +77,7 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
     """Data of the page, with as much detail as fits.
 
     Args:
-        runs: One or more.
         budget: Bytes that the document and its arrays may take together, as far as that is possible.
-        words: None: of a report.
     """
     words = words or PageWords("Runs compared" if len(runs) > 1 else "Report of a run", _WITHOUT_LOAD)
     names = _names(runs)

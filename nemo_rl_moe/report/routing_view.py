@@ -40,11 +40,6 @@ _OF_A_LAYER = re.compile(r"train/moe/(\w+)/(\w+)_layer_(\d{1,6})")
 def routing_view(routing: RoutingHistory, pool: ArrayPool, detail: float = 1.0) -> dict[str, Any]:
     """Data of the cards about routing.
 
-    Args:
-        routing: What the tapes held.
-        pool: Receives the arrays.
-        detail: Share of the columns and steps to keep.
-
     Returns:
         `layers`; `by_layer`: share of rows of layers x steps in which the routers would choose otherwise, of each
         stretch of steps the highest, NaN without usable rows; `margins`: rows by class of router margin, `[classes, 2]`
@@ -79,11 +74,6 @@ def routing_view(routing: RoutingHistory, pool: ArrayPool, detail: float = 1.0) 
 
 def advantage_view(advantages: AdvantageHistory, pool: ArrayPool, detail: float = 1.0) -> dict[str, Any]:
     """Data of the card about experts by advantage.
-
-    Args:
-        advantages: The scores.
-        pool: Receives the arrays.
-        detail: Share of the steps to keep.
 
     Returns:
         `layers`; `num_experts`; `num_steps`; `steps` and `of_steps`, scores of single steps; `of_all`: those of all

@@ -31,13 +31,7 @@ _FORCED_ROUTING = "moe_router_force_"
 
 @dataclass(frozen=True)
 class Episodes:
-    """Findings of one kind in one layer, or in the whole model.
-
-    Attributes:
-        latest: The one that began last.
-        number: Number of findings.
-        first_step: First step of the first one.
-    """
+    """Findings of one kind in one layer, or in the whole model."""
 
     latest: Finding
     number: int
@@ -55,7 +49,6 @@ def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Find
     """Findings of a run so far, in the order in which they began.
 
     Args:
-        run: The run.
         thresholds: None: those of its own configuration.
     """
     tracker = FindingTracker(thresholds or thresholds_of(run.config), run.topk, run.rank_names)
@@ -79,7 +72,7 @@ def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Find
 def scoring_lines(run_folder: Path) -> list[str]:
     """Return lines for the end of a run: responses that could not be scored, and rewards that teach nothing.
 
-    Files that cannot be read have been told of, or will be by the report.
+    Files that cannot be read have been reported, or will be by the report.
     """
     try:
         failures, history = FailuresTail(run_folder).read().records, read_history(run_folder / METRICS_FILE_NAME)

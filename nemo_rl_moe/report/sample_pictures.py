@@ -20,9 +20,6 @@ def embedded_thumbnails(
     """PNG files in base64 by the name that samples give them; each once, in the order of the samples.
 
     Args:
-        run_folder: The run's folder.
-        samples: As `read_samples` returns them.
-        most: Pictures that may be taken.
         budget: Characters that they may take together.
         notes: Receives a line about those that cannot be read, and one about those that are too many.
     """

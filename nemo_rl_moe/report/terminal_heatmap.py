@@ -26,14 +26,7 @@ _HIGHEST_SYMBOL, _DEAD_SYMBOL, _UNUSED_SYMBOL = "#", "x", " "
 
 
 def terminal_heatmap(load: ExpertLoadHistory, width: int, height: int, in_color: bool) -> list[Text]:
-    """Lines of the heatmap with its title, legend and extremes.
-
-    Args:
-        load: Load of one step.
-        width: Characters of a line.
-        height: Lines.
-        in_color: Whether the terminal has at least 256 colours.
-    """
+    """Lines of the heatmap with its title, legend and extremes."""
     counts, layers, step = load.counts[-1], load.layers.tolist(), int(load.steps[-1])
     loads = utilization(counts)
     shares = np.where(counts.sum(-1, keepdims=True) > 0, loads, np.nan)
@@ -65,8 +58,6 @@ def merged(shares: Float[np.ndarray, "layers experts"], rows: int, columns: int)
 
     Args:
         shares: Utilization; NaN for a layer without load, which gives way to all others.
-        rows: At most the number of layers.
-        columns: At most the number of experts.
     """
     for axis, number in ((1, columns), (0, rows)):
         with np.errstate(divide="ignore"):

@@ -47,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Shows a run until Ctrl-C, or once.
-
-    Args:
-        options: The arguments.
-        more: Words that follow an option; there must be none.
+    """Show a run until Ctrl-C, or once.
 
     Raises:
         ConfigurationError: More than one run is named.

@@ -33,7 +33,6 @@ class Room:
     """Size and abilities of the terminal.
 
     Attributes:
-        width: Characters of a line.
         height: Lines; None: without a limit.
         in_color: Whether it has at least 256 colours.
         is_unicode: Whether it has block characters.
@@ -46,13 +45,7 @@ class Room:
 
 
 def frame(run: WatchedRun, now: float, room: Room) -> list[Text]:
-    """Lines of the frame.
-
-    Args:
-        run: The run.
-        now: Unix seconds.
-        room: Size and abilities of the terminal.
-    """
+    """Lines of the frame."""
     header = _header(run, now, room.width)
     if run.step is None:
         return _cropped([*header, Text("nothing has been written yet; waiting for the first step")], room)
@@ -199,11 +192,6 @@ def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
 
     Where there are more values than characters, a character is the mean of several; it is a `!` where one of these is
     NaN or infinite.
-
-    Args:
-        values: In the order of the steps.
-        width: Most characters of the line.
-        levels: Characters from low to high.
     """
     columns = _columns(np.asarray(values, dtype=np.float64), width)
     is_finite = np.isfinite(columns)

@@ -46,14 +46,9 @@ class WatchedRun:
     Attributes:
         described: The run without its history.
         step: Last step; None where nothing has been written yet.
-        first_time: Unix seconds of the first record.
-        last_time: Unix seconds of the last record.
         tokens_per_second: Speed of the last step's training; None where that is not known.
-        series: The shown metrics.
-        routing: Of the last step with a tape: `ROUTING_METRICS` to their values.
-        num_wrong_steps: Steps whose tape had routes that cannot be right.
-        load: Expert load of the newest step alone; None where the run does not track it.
-        episodes: Findings.
+        routing: `ROUTING_METRICS` of the last step with captured routes.
+        num_wrong_steps: Steps whose captured routes cannot be right.
         notes: One line for each file that cannot be read.
     """
 
@@ -80,11 +75,7 @@ class WatchedRun:
 
 
 class RunWatcher:
-    """Follower of a run.
-
-    Args:
-        folder: The run's folder; its files need not exist yet.
-    """
+    """Follower of a run."""
 
     def __init__(self, folder: Path):
         self._folder = folder

@@ -29,8 +29,6 @@ class AdvantageHistory:
     """Scores of every expert over the steps of a run.
 
     Attributes:
-        steps: Ascending.
-        layers: Index of each MoE layer in the whole model, ascending.
         scores: NaN where an expert has none.
     """
 
@@ -51,11 +49,7 @@ class AdvantageWriter(StepTableWriter["AdvantageScores"]):
 
 
 def read_advantages(run_folder: Path, first_step: int = 0) -> AdvantageHistory:
-    """The scores that a run has written so far, each step once.
-
-    Args:
-        run_folder: The run's folder.
-        first_step: The first step to read.
+    """Read the scores that a run has written so far, each step once.
 
     Raises:
         FileNotFoundError: There is no such step.

@@ -30,10 +30,8 @@ class ExpertLoadHistory:
     """Load of every expert over the steps of a run.
 
     Attributes:
-        steps: Ascending.
-        layers: Index of each MoE layer in the whole model, ascending.
-        counts: Assignments of each expert, each real token `topk` times.
-        image_counts: Those of image tokens; None where the run did not tell them apart.
+        counts: Each real token counts `topk` times.
+        image_counts: Counts of image tokens; None where the run did not count them apart.
     """
 
     steps: Int[np.ndarray, " steps"]
@@ -61,11 +59,7 @@ class ExpertLoadWriter(StepTableWriter["ExpertLoad"]):
 
 
 def read_expert_load(run_folder: Path, first_step: int = 0) -> ExpertLoadHistory:
-    """The expert load that a run has written so far, each step once.
-
-    Args:
-        run_folder: The run's folder.
-        first_step: The first step to read.
+    """Read the expert load that a run has written so far, each step once.
 
     Raises:
         FileNotFoundError: There is no such step.
@@ -81,11 +75,7 @@ def read_expert_load(run_folder: Path, first_step: int = 0) -> ExpertLoadHistory
 
 
 class ExpertLoadTail:
-    """Follower of the expert load of a run that goes on.
-
-    Args:
-        run_folder: The run's folder.
-    """
+    """Follower of the expert load of a run that goes on."""
 
     def __init__(self, run_folder: Path):
         self._run_folder = run_folder

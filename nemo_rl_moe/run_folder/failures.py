@@ -24,7 +24,7 @@ _LONGEST_TEXT = 1000
 
 
 class ScoredTrajectory(Protocol):
-    """Part of a trajectory that tells whether it has a score; `rollouts.trajectory.Trajectory` is one."""
+    """Part of a trajectory that says whether it has a score; `rollouts.trajectory.Trajectory` is one."""
 
     @property
     def sample_id(self) -> str: ...
@@ -40,7 +40,6 @@ class FailureRecord:
 
     Attributes:
         step: The step; of a validation, the step that it followed.
-        failed: The failures.
     """
 
     step: int
@@ -59,13 +58,7 @@ def failures_of(by_split: Mapping[str, Sequence[ScoredTrajectory]]) -> list[Fail
 
 
 class FailureWriter:
-    """Writer of a run's failures; the file is made at the first one.
-
-    Args:
-        run_folder: The run's folder.
-        warn: As of `LineFile`.
-        message: As of `LineFile`.
-    """
+    """Writer of a run's failures; the file is made at the first one."""
 
     def __init__(self, run_folder: Path, warn: Callable[[str], None], message: Callable[[str], None]):
         self._path, self._warn, self._message = run_folder / FAILURES_FILE_NAME, warn, message
@@ -84,11 +77,7 @@ class FailureWriter:
 
 
 class FailuresTail(LineTail[FailureRecord]):
-    """Follower of the failures of a run that goes on; reads those of a run that has ended too.
-
-    Args:
-        run_folder: The run's folder.
-    """
+    """Follower of the failures of a run that goes on; reads those of a run that has ended too."""
 
     def __init__(self, run_folder: Path):
         super().__init__(run_folder / FAILURES_FILE_NAME, _parse)

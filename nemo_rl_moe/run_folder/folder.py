@@ -49,14 +49,13 @@ _PACKAGES = (
 
 
 def create_run_folder(log_dir: str | Path, run_id: str | None = None, algorithm: str | None = None) -> Path:
-    """Makes the next free `exp_001`, `exp_002`, ... in a log folder, which is created where needed.
+    """Make the next free `exp_001`, `exp_002`, ... in a log folder, which is created where needed.
 
     Two processes that call this at the same moment get two folders.
 
     Args:
         log_dir: The log folder.
         run_id: Id by which `find_run_folder` finds the folder again; None: a random one.
-        algorithm: Name of the algorithm, for example `sft`.
 
     Returns:
         The new folder; it holds nothing but `run.json`.
@@ -108,7 +107,7 @@ def read_run_id(folder: Path) -> str | None:
 
 
 def store_logger_run_ids(folder: Path, run_ids: Mapping[str, str]) -> None:
-    """Stores the ids of the run at W&B and MLflow, for a run that is killed before its first checkpoint has them.
+    """Store the ids of the run at W&B and MLflow, for a run that is killed before its first checkpoint has them.
 
     Raises:
         OSError: It cannot be written; the ids that were stored before stay.
@@ -125,7 +124,7 @@ def read_logger_run_ids(folder: Path) -> dict[str, str]:
 def write_run_files(
     folder: Path, resolved_config: Mapping[str, Any], extra: Mapping[str, Any], resumed_at: int | None = None
 ) -> None:
-    """Writes the files with which a run can be reproduced.
+    """Write the files with which a run can be reproduced.
 
     `config.yaml`, which its owner alone may read, is the resolved configuration, `versions.json` the versions of Python
     and of the packages, `git.json` the state of the git checkout around the working directory. A resumed run leaves
@@ -133,7 +132,6 @@ def write_run_files(
     `config_resumed_at_step_40.yaml`.
 
     Args:
-        folder: The run's folder.
         resolved_config: The nested configuration, nothing left to resolve.
         extra: Further files: name to content, each written as `<name>.json`.
         resumed_at: Step of the checkpoint from which the run resumes; None for a new run.

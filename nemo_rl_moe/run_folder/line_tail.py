@@ -18,7 +18,6 @@ class NewRecords(Generic[Record]):
     """Records that were appended since the last look.
 
     Attributes:
-        records: In the order of the file.
         begins_anew: Whether the file has been cut or replaced: these are all of its records, earlier ones are void.
         num_damaged: Lines that are no records.
     """
@@ -45,7 +44,7 @@ class LineTail(Generic[Record]):
         self._last_bytes = b""
 
     def read(self) -> NewRecords[Record]:
-        """Lines that have been written since the last call.
+        """Return lines that have been written since the last call.
 
         Raises:
             DataError: The file cannot be read.

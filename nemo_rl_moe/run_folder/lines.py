@@ -38,7 +38,7 @@ _MOST_BYTES_KEPT = 64 * 2**20
 
 
 def append_whole(file: FileIO, record: bytes) -> None:
-    """Appends all of a record to an unbuffered file, or nothing.
+    """Append all of a record to an unbuffered file, or nothing.
 
     Survives a disk that fills up in the middle of a record: the part that was written is cut off again.
 
@@ -65,8 +65,8 @@ class LineFile:
 
     Args:
         path: The file, created by the first call even where that brings no line.
-        warn: Told once when writing fails, and when lines are lost.
-        message: Told when writing works again.
+        warn: Called once when writing fails, and when lines are lost.
+        message: Called when writing works again.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None], message: Callable[[str], None]):
@@ -100,7 +100,7 @@ class LineFile:
             self._warn(f"{self._path} was removed; it is begun anew, and lacks the lines before")
 
     def flush_to_disk(self) -> bool:
-        """Writes the waiting lines and waits until the disk has them (fsync); may be called from any thread.
+        """Write the waiting lines and wait until the disk has them (fsync); may be called from any thread.
 
         A checkpoint must not outlive, in a power failure, the metrics of its steps.
 
@@ -174,7 +174,7 @@ def _is_in_place(file: FileIO, path: Path) -> bool:
 
 
 def rewind_lines(path: Path, step: int) -> None:
-    """Cuts a file of JSON records at the first record of a later step, and a torn last line; steps ascend.
+    """Cut a file of JSON records at the first record of a later step, and a torn last line; steps ascend.
 
     Raises:
         OSError: The file cannot be cut.

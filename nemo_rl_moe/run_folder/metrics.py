@@ -28,7 +28,6 @@ class StepRecord:
     """Record of one step: one line of the file.
 
     Attributes:
-        step: Optimizer steps taken so far.
         time: Unix seconds when the line was written.
         metrics: Complete key to value; NaN and infinities are floats again.
     """
@@ -39,16 +38,11 @@ class StepRecord:
 
 
 class JsonlLogger:
-    """Appends `{"step": 1, "time": 1.7e9, "metrics": {"train/loss": 0.5}}` to `<run folder>/metrics.jsonl`.
+    """Append `{"step": 1, "time": 1.7e9, "metrics": {"train/loss": 0.5}}` to `<run folder>/metrics.jsonl`.
 
     Each line is handed to the operating system before `log_step` returns, so a crash of the program loses no step; on
     a full disk, lines wait as `LineFile` says. JSON has no NaN and no infinity: they become the strings `"NaN"`,
     `"Infinity"` and `"-Infinity"`, which Python's `float()`, pandas' `to_numeric` and JavaScript's `Number()` read.
-
-    Args:
-        run_folder: An existing folder.
-        warn: Shows a warning.
-        message: Shows a line.
     """
 
     name = "jsonl"
@@ -90,7 +84,7 @@ def read_history(path: Path) -> MetricHistory:
     """Metrics of a `metrics.jsonl` by key, in the order of the file.
 
     Raises:
-        DataError: As `read_metrics`.
+        DataError: A line before the last one is not a step record.
     """
     history: MetricHistory = {}
     for record in read_metrics(path):
@@ -100,11 +94,7 @@ def read_history(path: Path) -> MetricHistory:
 
 
 class MetricsTail(LineTail[StepRecord]):
-    """Follower of the `metrics.jsonl` of a run that goes on.
-
-    Args:
-        path: The file, which need not exist yet.
-    """
+    """Follower of the `metrics.jsonl` of a run that goes on."""
 
     def __init__(self, path: Path):
         super().__init__(path, parse_record)
@@ -112,10 +102,6 @@ class MetricsTail(LineTail[StepRecord]):
 
 def parse_record(line: bytes, place: str) -> StepRecord:
     """Step record in one line of the file.
-
-    Args:
-        line: With or without its line feed.
-        place: File and line number, for the error.
 
     Raises:
         DataError: It is not a step record.

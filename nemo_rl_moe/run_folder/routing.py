@@ -55,8 +55,6 @@ class RoutingHistory:
     """Content of a run's tapes over its steps.
 
     Attributes:
-        steps: Ascending.
-        layers: Index of each MoE layer in the whole model, ascending.
         rows: Rows by kind, in the order of `Row`.
         slots: Single experts of usable rows.
         slot_chance: Share of these on which tape and router agree by chance; NaN without usable rows.
@@ -75,14 +73,7 @@ class RoutingHistory:
 
 
 class RoutingWriter(StepTableWriter["TapeReport"]):
-    """Writer of what each step's tape holds, and of its anomalies.
-
-    Args:
-        run_folder: The run's folder.
-        warn: Told once when writing fails, and when steps are lost.
-        message: Told when writing works again.
-        max_delay_s: As of `StepTableWriter`.
-    """
+    """Writer of what each step's tape holds, and of its anomalies."""
 
     table = TABLE
     line_files = (ANOMALIES_FILE_NAME,)
@@ -121,11 +112,7 @@ class RoutingWriter(StepTableWriter["TapeReport"]):
 
 
 def read_routing(run_folder: Path, first_step: int = 0) -> RoutingHistory:
-    """Follower of what a run writes of its tapes, each step once.
-
-    Args:
-        run_folder: The run's folder.
-        first_step: The first step to read.
+    """Read what a run has written about its captured routes, each step once.
 
     Raises:
         FileNotFoundError: There is no such step.
@@ -146,23 +133,14 @@ def read_routing(run_folder: Path, first_step: int = 0) -> RoutingHistory:
 
 @dataclass(frozen=True)
 class AnomalyRecord:
-    """One line of `routing_anomalies.jsonl`.
-
-    Attributes:
-        step: The step.
-        anomaly: An anomaly of its tape.
-    """
+    """One line of `routing_anomalies.jsonl`."""
 
     step: int
     anomaly: TapeAnomaly
 
 
 class AnomaliesTail(LineTail[AnomalyRecord]):
-    """Follower of the anomalies of a run that goes on; reads those of a run that has ended too.
-
-    Args:
-        run_folder: The run's folder.
-    """
+    """Follower of the anomalies of a run that goes on; reads those of a run that has ended too."""
 
     def __init__(self, run_folder: Path):
         super().__init__(run_folder / ANOMALIES_FILE_NAME, _parse)

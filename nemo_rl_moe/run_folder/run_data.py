@@ -38,12 +38,7 @@ _MOST_VALUES, _LARGEST_NUMBER = 100_000, 2.0**53
 
 @dataclass(frozen=True)
 class Series:
-    """Values of one metric over the steps.
-
-    Attributes:
-        steps: Ascending.
-        values: Value at each step; may be NaN or infinite.
-    """
+    """Values of one metric over the steps."""
 
     steps: Int[np.ndarray, " steps"]
     values: Float[np.ndarray, " steps"]
@@ -54,15 +49,14 @@ class RunData:
     """Content of a run's folder.
 
     Attributes:
-        folder: The run's folder.
         metrics: Complete key to its series.
         expert_load: None where the run did not track its experts.
         config: Resolved configuration; empty where the folder has none.
         moe_configuration: Router settings that were in force; empty for a dense model.
         notes: One line for each file that could not be read.
-        routing: What the tapes of routed experts held; None where the run has none.
+        routing: Statistics of the captured routes; None where the run has none.
         advantages: Scores of experts by advantage; None where the run has none.
-        anomalies: What was wrong with them, by step.
+        anomalies: Anomalies of the captured routes, by step.
         failures: Responses that the environment failed to score, by step.
         label: Name in a report, where it is not the end of the folder's path.
         rank_names: Of data-parallel ranks that have names of their own.
@@ -119,7 +113,7 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Reads a run's folder.
+    """Read a run's folder.
 
     Raises:
         DataError: It is not a run's folder, or its metrics are damaged before their end.

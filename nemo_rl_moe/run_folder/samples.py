@@ -66,9 +66,6 @@ class SampleLog:
     `read_samples` may choose: the first ones to the first prompts, of all validations and of `is_pictured` steps.
 
     Args:
-        run_folder: An existing folder.
-        console: Prints the responses.
-        num_to_print: Responses to print of each validation.
         num_to_save: Responses to save of each step and each validation; None: all. Above 0, a few that could not be
             scored are saved besides.
     """
@@ -88,10 +85,9 @@ class SampleLog:
         self._lines.close()
 
     def write(self, step: int, split: str, trajectories: Sequence[SavedTrajectory]) -> None:
-        """Writes the trajectories of a step.
+        """Write the trajectories of a step.
 
         Args:
-            step: Optimizer steps taken so far.
             split: `train` or `val`.
             trajectories: As many for each prompt, one prompt after the other.
         """
@@ -166,10 +162,6 @@ def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
 
     Of a run with pictures all but the last are steps that have some. Validation comes first: its prompts are the same
     ones each time. Survives a torn last line, which a killed run leaves: it is skipped.
-
-    Args:
-        folder: The run's folder.
-        notes: Receives a line if there are damaged lines.
     """
     path = folder / SAMPLES_FILE_NAME
     if not path.is_file():

@@ -42,7 +42,6 @@ class StepTable:
     """Form of a table: for each step a row for each place.
 
     Attributes:
-        folder_name: Name of the folder in the run's.
         axes: Columns that number the places, `step` first.
         values: Further columns, by their types: counts, or shares from 0 on, which may be NaN.
         is_signed: They may be below 0 too.
@@ -75,7 +74,7 @@ class StepRows:
     values: Mapping[str, NDArray[Any]]
 
     def since(self, step: int) -> "StepRows":
-        """The same from a step on."""
+        """Return the rows from a step on."""
         later = self.axes[0] >= step
         if later.all():
             return self
@@ -89,13 +88,11 @@ class StepTableWriter(ABC, Generic[Artifact]):
     training goes on.
 
     Args:
-        run_folder: The run's folder.
-        warn: Told once when writing fails, and when steps are lost.
-        message: Told when writing works again.
+        warn: Called once when writing fails, and when steps are lost.
+        message: Called when writing works again.
         max_delay_s: Seconds since the last file was written in which steps are kept for the next one.
 
     Attributes:
-        table: Form of the table.
         line_files: Names of the files of lines, `{"step": ...}` each, that it writes beside the table.
     """
 
@@ -128,7 +125,6 @@ class StepTableWriter(ABC, Generic[Artifact]):
         """Add the rows of one step; steps ascend.
 
         Args:
-            step: The step.
             places: Numbers along each axis behind the first, ascending.
             values: Column to its values, in the shape of these axes.
         """
@@ -198,12 +194,7 @@ class StepTableWriter(ABC, Generic[Artifact]):
 
 
 def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepRows:
-    """Rows that a run has written so far, each step once.
-
-    Args:
-        table: Form of the table.
-        run_folder: The run's folder.
-        first_step: The first step to read.
+    """Read the rows that a run has written so far, each step once.
 
     Raises:
         FileNotFoundError: There is no such step.
@@ -235,7 +226,7 @@ def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepR
 
 
 def rewind_steps(table: StepTable, run_folder: Path, step: int) -> None:
-    """Removes the rows of all later steps.
+    """Remove the rows of all later steps.
 
     Survives a kill in between: the next call finishes what is left. A damaged file is renamed so that readers skip it.
 
@@ -329,9 +320,7 @@ def _as_rows(table: StepTable, content: pa.Table, last: int) -> StepRows:
     """Rows of one file.
 
     Args:
-        table: Form of the table.
-        content: Content of the file.
-        last: The last step, by its name.
+        last: The last step, by the file's name.
 
     Raises:
         ValueError: They are not a row for each place, for each step.

@@ -44,9 +44,8 @@ class TapeWriter:
     """Writer of one process; others write into the same folder at the same time.
 
     Args:
-        folder: The folder; is made where it is missing.
-        description: The same of all writers.
-        name: Of this writer, such as "rank-3": letters, digits and dashes; findings name it. None: one by chance.
+        folder: Is made where it is missing.
+        name: Name of this writer, such as "rank-3": letters, digits and dashes; findings name it. None: a random one.
 
     Raises:
         DataError: The folder holds a tape of another model.
@@ -85,7 +84,7 @@ class TapeWriter:
         staging.replace(folder / DESCRIPTION_FILE)
 
     def write(self, step: int, sequences: Sequence[TapeSequence]) -> Path:
-        """Adds sequences of one step, as a file.
+        """Add sequences of one step, as a file.
 
         Raises:
             ValueError: A column is none of the format's, or has another shape than the description says.
@@ -125,7 +124,7 @@ def _moved(staging: Path, path: Path) -> bool:
 
 
 def read_description(folder: Path) -> TapeDescription:
-    """Description of the numbers of a folder.
+    """Read the description of the numbers of a folder.
 
     Raises:
         DataError: It is no tape folder, or one of a later version.
@@ -168,7 +167,7 @@ def writers_of(folder: Path) -> list[str]:
 
 
 def read_step(description: TapeDescription, step: int, files: Sequence[Path]) -> Iterator[TapeRows]:
-    """The sequences of one step, a few at a time.
+    """Read the sequences of one step, a few at a time.
 
     Raises:
         DataError: A file cannot be read, or holds something else than its folder's description says.

@@ -36,9 +36,7 @@ class TapeDescription:
 
     Attributes:
         layers: Indices of the MoE layers in the whole model, ascending.
-        num_experts: Routed experts of a layer.
-        topk: Experts of each token.
-        made_by: Who wrote it, for the eye.
+        made_by: For the reader of the folder.
         is_exact: Rollout and training had the same weights and computed in float32: their routes differ by near ties
             alone.
     """
@@ -61,10 +59,8 @@ class TapeSequence:
     """One sequence as it is written.
 
     Attributes:
-        name: Where it came from.
-        num_tokens: Its length.
-        columns: Of those on the token axis; experts may end with the token before the last, which no engine feeds.
-        reward: What it is worth.
+        name: Names its source.
+        columns: Values on the token axis; experts may end with the token before the last, which no engine feeds.
     """
 
     name: str
@@ -78,11 +74,8 @@ class TapeRows:
     """Some sequences of one step, one behind the other.
 
     Attributes:
-        step: Of the run.
-        names: Of each sequence.
-        lengths: Tokens of each.
-        columns: Of all tokens, `[tokens, ...]`; only those that all of these sequences have.
-        rewards: Of each sequence; None where any has none.
+        columns: Values of all tokens, `[tokens, ...]`; only columns that all of these sequences have.
+        rewards: Reward of each sequence; None where any has none.
         writer: Who wrote them, such as one rank of several; empty where nobody says.
     """
 
@@ -111,12 +104,7 @@ def checked_column(
 
 
 def rows_of(description: TapeDescription, step: int, sequences: Sequence[TapeSequence]) -> TapeRows:
-    """Sequences that are in memory as a reader of a folder gives them.
-
-    Args:
-        description: Meaning of their numbers.
-        step: Of the run.
-        sequences: At least one.
+    """Return sequences that are in memory as a reader of a folder gives them.
 
     Raises:
         ValueError: A column has another shape than the description says.

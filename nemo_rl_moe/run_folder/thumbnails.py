@@ -44,8 +44,7 @@ class ThumbnailWriter:
     Survives a disk that takes none: it warns once, and samples go without until it takes some again.
 
     Args:
-        run_folder: An existing folder.
-        warn: Told once when writing fails, and once when the run has as many as it may.
+        warn: Called once when writing fails, and once when the run has as many as it may.
     """
 
     def __init__(self, run_folder: Path, warn: Callable[[str], None]):
@@ -55,7 +54,7 @@ class ThumbnailWriter:
         self._written: set[str] | None = None
 
     def write(self, pictures: Iterable[SavedPicture]) -> list[str]:
-        """Writes the first pictures of a sample; those that the run has are not written again.
+        """Write the first pictures of a sample; those that the run has are not written again.
 
         Returns:
             Names of its thumbnails in the folder; fewer than there are pictures where the disk or the limit is full.
@@ -111,10 +110,6 @@ def is_thumbnail_name(name: object) -> bool:
 def read_thumbnail(run_folder: Path, name: str) -> bytes:
     """A thumbnail's file, which has been decoded and is small.
 
-    Args:
-        run_folder: The run's folder.
-        name: A thumbnail's name.
-
     Raises:
         DataError: It is missing or damaged, or no thumbnail.
     """
@@ -140,11 +135,7 @@ def read_thumbnail(run_folder: Path, name: str) -> bytes:
 
 
 def remove_thumbnails(run_folder: Path, named: Collection[str]) -> None:
-    """Removes the thumbnails that no sample names any more; other files stay.
-
-    Args:
-        run_folder: The run's folder.
-        named: Names that samples have.
+    """Remove the thumbnails that no sample names any more; other files stay.
 
     Raises:
         OSError: One cannot be removed.

@@ -56,10 +56,10 @@ class Inert:
     """Stand-in for an object of a framework.
 
     Attributes:
-        path: Its class's name, such as `verl.protocol.DataProto`.
-        args: It was to be made of.
-        state: It was to get; None without any.
-        items: It was to hold as a mapping.
+        path: Name of its class, such as `verl.protocol.DataProto`.
+        args: Arguments of its constructor in the file.
+        state: State that the file gives it; None without any.
+        items: Items that the file gives it as a mapping.
     """
 
     path = ""
@@ -196,7 +196,6 @@ class _InertUnpickler(pickle.Unpickler):
     """Unpickler whose names lead into this module.
 
     Args:
-        content: The pickle.
         storages: Content of a tensor's storage by its key; None where the file can hold no tensors.
     """
 
@@ -240,10 +239,6 @@ class _InertUnpickler(pickle.Unpickler):
 
 def read_pickle(content: bytes, where: str) -> Any:
     """Content of a pickle or of a `torch.save` file.
-
-    Args:
-        content: The file.
-        where: Its name, for errors.
 
     Raises:
         DataError: It names what no dump needs, or is damaged.

@@ -5,7 +5,7 @@ routes.
 
 Frameworks give what is of a token for the whole sequence or for its response alone; which of both, its length tells.
 What is not known is never filled in: log-probabilities of a prompt are NaN, routes that are missing -1. Rows that a
-framework has filled with zeros stay zeros, as nothing tells them from routes.
+framework has filled with zeros stay zeros: they cannot be told from routes.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,6 @@ def expert_rows(value: Any, length: int, where: str, *, first: int = 0) -> Int[n
     Args:
         value: Up to `length` rows, `[rows, layers, topk]`; the last token, which no engine feeds, may have none.
         length: Tokens of the sequence.
-        where: File and field, for errors.
         first: Token of the first row.
 
     Raises:
@@ -72,10 +71,7 @@ def sequence(
     """A sequence of a tape.
 
     Args:
-        name: Of the sequence.
-        where: File and place in it, for errors.
-        length: Its tokens.
-        prompt_length: Those before the response; None: not known, then everything is of the whole sequence.
+        prompt_length: Tokens before the response; None: not known, then everything covers the whole sequence.
         reward: A number; anything else is left out.
         columns: Of the tape, by name, of the whole sequence or of the response; None: there is none.
 
@@ -139,10 +135,7 @@ def padded_column(
     """A field of a padded batch on the axis of all its tokens; None where it is missing.
 
     Args:
-        batch: The batch.
         field: Of the whole sequences or of the responses, which stand at the end; a mask has 0 before them.
-        shape: Sequences and tokens.
-        where: File, for errors.
 
     Raises:
         DataError: It is of other sequences, or longer.

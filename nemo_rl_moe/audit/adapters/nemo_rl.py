@@ -41,11 +41,7 @@ def claims(content: Any) -> bool:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
-    """Sequences of a file.
-
-    Raises:
-        DataError: A field is missing or does not fit the others.
-    """
+    """Sequences of a file."""
     if not isinstance(content, list):
         yield from _batch(_fields(content), where, 0)
         return

@@ -33,11 +33,7 @@ def claims(content: Any) -> bool:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
-    """Sequences of a file.
-
-    Raises:
-        DataError: A field does not fit the others.
-    """
+    """Sequences of a file."""
     for number, batch in enumerate(content):
         place = f"{where}: micro batch {number}"
         if not claims([batch]):

@@ -20,13 +20,7 @@ _Read = Callable[[Any, str, RouterShape | None], Iterator[TapeSequence]]
 
 @dataclass(frozen=True)
 class Adapter:
-    """Reader of one format.
-
-    Attributes:
-        made_by: Framework and what writes it.
-        claims: True for the content of such a file.
-        read: Its sequences.
-    """
+    """Reader of one format; `read` raises a DataError where a field is missing or does not fit the others."""
 
     made_by: str
     claims: Callable[[Any], bool]

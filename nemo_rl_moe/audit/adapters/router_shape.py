@@ -27,8 +27,6 @@ class RouterShape:
     Attributes:
         num_layers: All layers of the model, dense ones too.
         moe_layers: Indices of those with experts, ascending.
-        num_experts: Routed experts of a layer.
-        topk: Experts of each token.
         plain_topk: True where a token's experts are known to be those of its largest router logits.
         family: `model_type` of the configuration.
     """
@@ -43,9 +41,6 @@ class RouterShape:
 
 def read_router_shape(path: Path) -> RouterShape:
     """Experts of a model, by the field names of Hugging Face's configurations.
-
-    Args:
-        path: A model's folder or its `config.json`.
 
     Raises:
         DataError: It cannot be read, or describes no experts.

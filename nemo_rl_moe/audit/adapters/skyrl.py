@@ -43,11 +43,7 @@ def claims(content: Any) -> bool:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
-    """Sequences of a file.
-
-    Raises:
-        DataError: A field is missing or does not fit the others.
-    """
+    """Sequences of a file."""
     state = _state(content)
     batch = content if state is None else {name: _tensor(name, v, where) for name, v in state["batch_dict"].items()}
     real = real_tokens(batch.get("attention_mask", ()), f"{where}: attention_mask")

@@ -31,11 +31,7 @@ def claims(content: Any) -> bool:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
-    """Sequences of a file.
-
-    Raises:
-        DataError: A field is missing or does not fit the others.
-    """
+    """Sequences of a file."""
     samples = content.get("samples")
     if samples is None:
         samples = _samples_of_rank(content["rollout_data"], where)

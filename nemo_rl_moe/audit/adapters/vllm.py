@@ -28,11 +28,7 @@ def claims(content: Any) -> bool:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
-    """Sequences of a file.
-
-    Raises:
-        DataError: A field is missing or does not fit the others.
-    """
+    """Sequences of a file."""
     for number, response in enumerate(content if isinstance(content, list) else [content]):
         place = f"{where}: response {number}"
         if not claims(response):

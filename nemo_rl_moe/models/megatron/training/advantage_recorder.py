@@ -41,14 +41,7 @@ ADVANTAGES = "advantages"
 
 class AdvantageRecorder(StepObserver):
     """The counts `n[s,i,e]` of one `train` call: tokens of sequence `s` from which a trained token is predicted, and
-    that layer `i` sends to expert `e`.
-
-    Args:
-        chunks: This rank's model chunks.
-        config: The model's configuration.
-        device: Where the routers run.
-        per_layer: Report each layer too.
-    """
+    that layer `i` sends to expert `e`."""
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, per_layer: bool):
         self._config, self._device, self._per_layer = config, device, per_layer
@@ -162,10 +155,8 @@ def rows_of_tokens(
     """Row of each token in the routers' order: that of its sequence where a trained token is predicted from it.
 
     Args:
-        microbatch: The microbatch.
         first_row: Row of its first sequence.
         other_row: Row of all other tokens, padding among them.
-        cut: This rank's block of columns.
     """
     trained = microbatch.batch.token_mask[:, 1:]
     rows = torch.arange(first_row, first_row + len(trained), device=trained.device)[:, None].expand_as(trained)
@@ -173,7 +164,8 @@ def rows_of_tokens(
 
 
 def _facts_of(batch: TokenBatch) -> Float[np.ndarray, "3 sequences"]:
-    """Advantage (the mean over a sequence's trained tokens), number of its group, and 1 where it has such a token.
+    """Return advantage (the mean over a sequence's trained tokens), number of its group, and 1 where it has such a
+    token.
 
     Responses to the same prompt, which advantages compare, come from the same sample.
     """

@@ -23,12 +23,7 @@ from megatron.core import parallel_state
 
 
 class StagesOfLayers:
-    """The pipeline stage of each MoE layer, agreed on once by the ranks of each pipeline.
-
-    Args:
-        taps: Taps on this rank's routers.
-        device: Where the ranks exchange tensors.
-    """
+    """The pipeline stage of each MoE layer, agreed on once by the ranks of each pipeline."""
 
     def __init__(self, taps: RouterTaps, device: torch.device):
         self._group = parallel_state.get_pipeline_model_parallel_group()
@@ -72,8 +67,6 @@ class CapturedRoutes:
 
     Args:
         taps: Taps on this rank's routers, under `shown`.
-        topk: Experts of each token.
-        device: Where the routers run.
     """
 
     def __init__(self, taps: RouterTaps, topk: int, device: torch.device):
@@ -85,11 +78,11 @@ class CapturedRoutes:
         taps.take()
 
     def add(self, num_slots: int, rows: Int[np.ndarray, " rows"]) -> None:
-        """Takes note of a forward pass.
+        """Note a forward pass.
 
         Args:
-            num_slots: That it has filled, next to those before.
-            rows: Which sequences of the start the batch still has.
+            num_slots: Slots that it has filled, next to those before.
+            rows: Rows of the first batch that are still generated.
         """
         self._rows_of_slots += [rows] * num_slots
         self._num_kept += 1
@@ -107,10 +100,9 @@ class CapturedRoutes:
     def sequences(
         self, stages: StagesOfLayers, first_slots: Int[np.ndarray, " rows"], num_fed: Int[np.ndarray, " rows"]
     ) -> list[Int[np.ndarray, "tokens moe_layers topk"]]:
-        """Routes of each sequence, of all layers on the rank that reports. Every rank calls it.
+        """Return routes of each sequence, of all layers on the rank that reports. Every rank calls it.
 
         Args:
-            stages: Of the layers.
             first_slots: Slot of each sequence's first token.
             num_fed: Tokens of each that were fed to the model: all but the last one.
 
@@ -168,10 +160,7 @@ def routes_of_microbatch(
     Of all layers and tokens on the rank that reports. Every rank calls it.
 
     Args:
-        microbatch: What ran.
         captured: What this rank's routers chose, in their order; -1 in layers of other stages.
-        stages: Of the layers.
-        cut: This rank's block of columns, under sequence parallelism.
     """
     if cut.size > 1:
         blocks = [torch.empty_like(captured).view(torch.uint8) for _ in range(cut.size)]

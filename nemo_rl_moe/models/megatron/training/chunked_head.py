@@ -59,15 +59,7 @@ def statistics_of_heads(
     temperature: float,
     heads: Collection[Head],
 ) -> TokenStatistics:
-    """Compute the heads that are asked for from the final norm's output.
-
-    Args:
-        model: The last GPTModel chunk.
-        hidden_states: As of `chunked_token_statistics`.
-        labels: Global token ids.
-        temperature: Divides the logits.
-        heads: What to compute.
-    """
+    """Compute the heads that are asked for from the final norm's output."""
     values = model.value_head(hidden_states) if Head.VALUE in heads else None
     if values is not None and Head.LOGPROBS not in heads:
         return TokenStatistics.of_values(values)
@@ -88,8 +80,6 @@ def chunked_token_statistics(
     Args:
         model: The GPTModel chunk that holds the output layer; its `logprob_chunk_size` tokens have logits at a time.
         hidden_states: The final norm's output; with sequence parallelism this rank's columns.
-        labels: Global token ids.
-        temperature: Divides the logits.
         with_entropy: Also the entropy of each token's distribution.
     """
     if model.config.sequence_parallel:
@@ -124,9 +114,6 @@ class _Head:
     Attributes:
         group: The tensor-parallel group, whose ranks hold a block of the vocabulary each.
         mask_logits: Sets the logits of padded rows of the vocabulary.
-        temperature: Divides the logits.
-        tokens_at_once: Tokens of a chunk.
-        with_entropy: Also the entropy.
     """
 
     group: dist.ProcessGroup
@@ -152,13 +139,12 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> tuple[Tensor | None, ...]:
-        """Of each token the log-probability, whether it ranks first, and the entropy or None.
+        """Return for each token the log-probability, whether it ranks first, and the entropy or None.
 
         Args:
             hidden: `[tokens, hidden]`.
             weight: This rank's rows of the output layer, `[local vocabulary, hidden]`, of the same type.
             labels: `[tokens]`, global ids.
-            head: The rest.
         """
         sums = VocabularySums.joined(
             [

@@ -25,13 +25,7 @@ from megatron.core import parallel_state
 
 
 class ContextPlace(NamedTuple):
-    """Place of a rank among those that share each sequence.
-
-    Attributes:
-        rank: Its number.
-        size: Number of ranks.
-        group: The ranks; None where there is one.
-    """
+    """Place of a rank among those that share each sequence."""
 
     rank: int = 0
     size: int = 1
@@ -58,7 +52,6 @@ def zigzag_columns(segments: Sequence[int], num_ranks: int) -> Int[Tensor, "rank
 
     Args:
         segments: Columns of what is cut by itself, one behind the other: a whole row, or the sequences packed in it.
-        num_ranks: Ranks that share the row.
 
     Raises:
         ValueError: A segment cannot be cut into as many equal chunks.
@@ -83,7 +76,6 @@ class ContextCut:
         held: Columns of this rank.
         local: For each column of the whole rows its place among those of this rank; -1 where another rank has it.
         order: For each column of the whole rows its place in all ranks' columns, one rank behind the other.
-        group: The ranks.
     """
 
     held: Int[Tensor, " local_columns"]
@@ -103,7 +95,7 @@ class ContextCut:
         return ContextCut(held, local, columns.flatten().argsort(), place.group)
 
     def to(self, device: torch.device) -> "ContextCut":
-        """The same on a device; the copies may still be under way."""
+        """Return a copy on a device; the copies may still be under way."""
         held, local, order = (to_device(each, device) for each in (self.held, self.local, self.order))
         return ContextCut(held, local, order, self.group)
 
@@ -112,7 +104,7 @@ class ContextCut:
         return values.index_select(1, self.held)
 
     def whole(self, values: Shaped[Tensor, "rows local_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:
-        """Whole rows out of the columns of all ranks, every one of which calls it.
+        """Join the columns of all ranks, every one of which calls it, into whole rows.
 
         All ranks go on with the same rows, so that each has the whole gradient of its own columns: in the backward pass
         it takes these, and nothing is sent.

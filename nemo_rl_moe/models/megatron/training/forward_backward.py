@@ -44,14 +44,12 @@ class ForwardBackward:
     """Forward and backward passes of this rank over microbatches.
 
     Attributes:
-        config: The model's effective configuration.
         packed: Sequences are packed, not padded.
         explicit_mask: The core attention wants its causal mask as a tensor (Megatron's own does).
-        device: Where the model lives.
         temperature: Divides the logits of forward passes without a backward pass; training divides in the model.
-        taps: Taps on the routers, for batches with a tape of routed experts; None without.
+        taps: Hooks on the routers, for batches with captured routes; None without.
         observers: See every training forward pass.
-        counts: Training passes count in the taps' ledger; False for passes beside the step's own.
+        counts: Training passes count in the agreement statistics; False for passes beside the step's own.
         pixels_per_token: Of `MicrobatchShape`.
     """
 
@@ -73,14 +71,11 @@ class ForwardBackward:
         first_microbatch: int = 0,
         num_microbatches: int | None = None,
     ) -> list[MicrobatchMetrics]:
-        """One forward and backward pass over all microbatches.
+        """Run one forward and backward pass over all microbatches.
 
-        Of the first few alone, gradients are brought to the size that those of all would have.
+        Where only the first few run, gradients are scaled to the size that those of all would have.
 
         Args:
-            chunks: This rank's model chunks.
-            shard: The microbatches.
-            loss_function: What is trained.
             first_microbatch: Number of the first microbatch within the `train` call.
             num_microbatches: Run the first so many; None: all.
 
@@ -97,11 +92,7 @@ class ForwardBackward:
     def evaluate(
         self, chunks: Sequence[MegatronModule], shard: GlobalBatchShard, loss_function: LossFunction
     ) -> list[MicrobatchMetrics]:
-        """Forward passes only; the loss function gets greedy matches besides.
-
-        Returns:
-            As `train`.
-        """
+        """Run forward passes only, as `train`; the loss function gets greedy matches besides."""
 
         def measure(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> MicrobatchMetrics:
             outputs = loss_function(_loss_inputs(shard, microbatch, statistics))

@@ -38,11 +38,7 @@ class GradientsAtLogits(StepObserver):
     there; the rest is the policy's.
 
     Args:
-        chunks: This rank's model chunks.
-        config: The model's configuration.
-        device: Where they are.
         every: Measures in each so many `train` calls.
-        per_layer: Report each layer too.
 
     Attributes:
         sources: Names of the parts.
@@ -119,7 +115,7 @@ _WHOLE = POLICY + " and all others"
 
 
 class _RouterTap:
-    """Wrappers around one router's methods, which hand on what they are given, to the bit.
+    """Wrappers around one router's methods, which pass on their arguments, to the bit.
 
     Args:
         router: A router of Megatron-Core, or one derived from it.

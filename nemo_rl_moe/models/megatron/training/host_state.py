@@ -27,8 +27,7 @@ class HostState:
 
     Args:
         optimizer: Its masters and moments leave.
-        chunks: The model's chunks, whose gradient buffers are freed.
-        device: Where all of it belongs.
+        chunks: Their gradient buffers are freed.
 
     Attributes:
         is_away: True between `leave` and `come_back`.
@@ -47,7 +46,7 @@ class HostState:
 
     @torch.no_grad()
     def leave(self) -> int:
-        """Moves the state to the host and frees the gradients' buffers.
+        """Move the state to the host and free the gradients' buffers.
 
         Returns:
             Bytes that the device has no longer; 0 where they are away already.

@@ -44,11 +44,8 @@ class MegatronModel:
     No gradients, no optimizer state.
 
     Args:
-        policy: The section of the configuration that describes it.
-        hf_config: The model's Hugging Face configuration.
         weights_folder: Folder to read weights from; None for random ones.
         tokenizer: Needed where responses end with stop strings.
-        heads: Heads that the model has.
 
     Attributes:
         notices: What a user should know of the weights that it starts with, a line each.
@@ -104,7 +101,7 @@ class MegatronModel:
         return self._series(results)
 
     def logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Forward passes only.
+        """Run forward passes only.
 
         Returns:
             For each microbatch, the log-probability of every token given those before it, `[sequences, longest]`, on
@@ -130,7 +127,8 @@ class MegatronModel:
     def logprobs_and_routes(
         self, microbatches: Sequence[TokenBatch]
     ) -> tuple[list[torch.Tensor], list[Int[np.ndarray, "tokens moe_layers topk"]]]:
-        """`logprobs`, and the routed experts of each sequence, microbatch after microbatch; of the ranks that report.
+        """Compute `logprobs`, and the routed experts of each sequence, microbatch after microbatch; of the ranks that
+        report.
 
         The model has MoE layers, and the configuration asks for a tape.
         """
@@ -146,7 +144,8 @@ class MegatronModel:
         return found, routes if self.coordinates.reports_loss else []
 
     def compare_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], LedgerTotals]:
-        """`logprobs` with the routers' own experts, and how far these are those of the tape; every rank calls it.
+        """Compute `logprobs` with the routers' own experts, and their agreement with the captured routes; every rank
+        calls it.
 
         The model has MoE layers, and the configuration asks for a tape.
         """
@@ -160,10 +159,9 @@ class MegatronModel:
         return self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)
 
     def send_weights(self, transfer: TransportSpec, *, altered: bool = False) -> int:
-        """Sends this rank's part of the weights to the workers of a generation engine. Every rank calls it.
+        """Send this rank's part of the weights to the workers of a generation engine. Every rank calls it.
 
         Args:
-            transfer: The transfer.
             altered: Send others in their place, of which every tensor differs.
 
         Returns:
@@ -197,10 +195,9 @@ class MegatronModel:
             torch.cuda.empty_cache()  # the engine's cache comes next
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
-        """Writes the weights as a Hugging Face folder. Every rank calls it.
+        """Write the weights as a Hugging Face folder. Every rank calls it.
 
         Args:
-            folder: Where to.
             model_files: What lies beside the weights, file name to content.
 
         Returns:

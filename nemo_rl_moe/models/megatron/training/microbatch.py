@@ -30,7 +30,6 @@ class ModelMicrobatch:
     as `sequence_start`, speaks of whole rows.
 
     Attributes:
-        input_ids: Token ids.
         labels: The token after each position, 0 where there is none.
         position_ids: What the rotary embedding turns by: the position within the sequence or, of a model with positions
             in time, height and width, all three of them, `[3, rows, columns]`.
@@ -75,12 +74,10 @@ class ModelMicrobatch:
     def at_tokens(
         self, values: Shaped[Tensor, "batch tokens"], counts: Bool[Tensor, "batch tokens"], other: Any
     ) -> Shaped[Tensor, "rows columns"]:
-        """Values of the sequences' first tokens at their places in what the model on this rank sees.
+        """Return values of the sequences' first tokens at their places in what the model on this rank sees.
 
         Args:
-            values: One for each token.
             counts: Tokens that have one.
-            other: Value of all others, padding among them.
         """
         rows, columns = self.input_ids.shape[0], self.num_columns
         if self.packed_seq_params is None:  # sequences are rows: fewer operations
@@ -94,7 +91,7 @@ class ModelMicrobatch:
         return self.part(flat[:-1].view(rows, columns))
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """Brings values of flat positions back to one row a sequence; a collective of `whole`.
+        """Bring values of flat positions back to one row a sequence; a collective of `whole`.
 
         Args:
             values: [rows, columns], one value for each target.
@@ -252,8 +249,6 @@ def _position_ids(batch: TokenBatch, positions: Tensor, pixels_per_token: int | 
     """Positions that a rotary embedding turns by: of sequences one a row, which may be more rows than the batch has.
 
     Args:
-        batch: The sequences, on the host.
-        positions: Position within the sequence, `[rows, columns]`.
         pixels_per_token: Of `MicrobatchShape`.
     """
     if pixels_per_token is None:

@@ -50,11 +50,8 @@ def make_observers(
     seen by those behind it: exact router gradients come first.
 
     Args:
-        policy: The `policy` section of the configuration.
-        passes: Runs the step's passes, without observers.
         chunks: This rank's bare model chunks.
         ddp_chunks: The same, wrapped.
-        expert_bias: Saves the expert bias around each update.
     """
     megatron, config, device = policy.megatron_cfg, passes.config, passes.device
     if not moe_layer_indices(config):
@@ -79,12 +76,6 @@ def make_observers(
 
 class ExpertLoadReports(StepObserver):
     """Load of every expert, overload factors and auxiliary losses, of training forward passes alone.
-
-    Args:
-        chunks: This rank's model chunks, which have MoE layers on some rank.
-        passes: Runs the step's passes.
-        settings: What to report, and how often.
-        per_layer: Report each layer too.
 
     Attributes:
         recorder: Counts of this rank's routers.
@@ -139,10 +130,6 @@ class RoutingReports(StepObserver):
     """Content of the rollouts' routed experts in a step, and how far the routers agree with them.
 
     The hooks themselves belong to the model, which replays and captures routes with them.
-
-    Args:
-        taps: Hooks on this rank's routers.
-        per_layer: Report each layer too.
     """
 
     def __init__(self, taps: RouterTaps, *, per_layer: bool):
@@ -159,11 +146,7 @@ class RoutingReports(StepObserver):
 
 
 class ExpertBiasReports(StepObserver):
-    """Moves of the expert bias in a step.
-
-    Args:
-        expert_bias: Saves the bias around each update, which the trainer restores where the update is skipped.
-    """
+    """Moves of the expert bias in a step."""
 
     def __init__(self, expert_bias: ExpertBias):
         self._expert_bias = expert_bias

@@ -42,7 +42,7 @@ def half_precision_modules(config: TransformerConfig, chunks: Sequence[GPTModel]
 def wrap_data_parallel(
     policy: PolicyConfig, config: TransformerConfig, modules: Sequence[MegatronModule]
 ) -> list[DistributedDataParallel]:
-    """Wraps each model chunk for gradient reduction and tells the schedule how to finish a step's gradients."""
+    """Wrap each model chunk for gradient reduction, and set how the schedule finishes a step's gradients."""
     chosen = policy.megatron_cfg.distributed_data_parallel_config
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=chosen.grad_reduce_in_fp32,
@@ -123,7 +123,7 @@ def _optimizer_config(policy: PolicyConfig, config: TransformerConfig) -> Optimi
 
 
 def _fuse_adam(optimizer: MegatronOptimizer) -> None:
-    """Lets torch's AdamW, which Megatron-Core takes where neither Transformer Engine nor Apex is, update in one pass.
+    """Let torch's AdamW, which Megatron-Core takes where neither Transformer Engine nor Apex is, update in one pass.
 
     Otherwise it makes a dozen passes over each tensor. Megatron-Core has no setting for it.
     """
@@ -134,12 +134,11 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def step_if_finite(optimizer: MegatronOptimizer, *, may_update: bool) -> tuple[float, bool]:
-    """One optimizer step, unless the loss or the gradient is NaN or infinite. All ranks come to the same decision.
+    """Take one optimizer step, unless the loss or the gradient is NaN or infinite. All ranks come to the same decision.
 
     Clipping multiplies by the norm's inverse, so a gradient with one NaN would make every weight NaN.
 
     Args:
-        optimizer: With the gradients of a step.
         may_update: The loss is finite, and of some target; the same on every rank.
 
     Returns:
@@ -173,7 +172,6 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer, num_step
     `lr`. A run that is shorter than its warm-up sees the beginning of it, whatever the decay.
 
     Args:
-        policy: The `policy` section of the configuration.
         optimizer: The optimizer whose groups it sets; weight decay too acts only through it.
         num_steps: Optimizer steps of the whole run; where the decay ends unless the user says otherwise.
     """

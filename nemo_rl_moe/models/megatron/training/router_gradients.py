@@ -39,10 +39,8 @@ class RouterGradients(StepObserver):
 
     Args:
         passes: Runs the step's passes, without observers.
-        chunks: This rank's model chunks.
         every: Measures in each so many `train` calls, the first global batch alone.
         num_microbatches: First microbatches of a global batch to look at; None: all.
-        per_layer: Report each layer too.
     """
 
     def __init__(

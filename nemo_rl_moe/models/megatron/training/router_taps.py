@@ -66,11 +66,7 @@ def cut_of_rank(config: TransformerConfig) -> SequenceCut:
 
 @dataclass(frozen=True)
 class ChunkRoutes:
-    """Tape of one microbatch for the routers of a chunk.
-
-    Attributes:
-        rows: Of its layers.
-    """
+    """Tape of one microbatch for the routers of a chunk."""
 
     rows: TapeRoutes
 
@@ -84,9 +80,6 @@ class RouterTaps:
     """Taps on all routers of this rank.
 
     Args:
-        chunks: This rank's model chunks.
-        config: The model's configuration.
-        device: Where they are.
         replays: Have the routers take the experts of a microbatch's tape; False: only compare with them.
         counted_load: Experts that auxiliary losses and the expert bias count where a tape is replayed: those that the
             router would choose, which these losses and the bias are to even out, or those that it took.
@@ -141,7 +134,7 @@ class RouterTaps:
 
     @property
     def positions(self) -> list[list[int]]:
-        """Of the MoE layers of each chunk, in the order of `layers`."""
+        """Return the positions of the MoE layers of each chunk, in the order of `layers`."""
         return [sorted(taps) for taps in self._taps]
 
     @contextmanager
@@ -153,8 +146,6 @@ class RouterTaps:
         A pass that trains replays them where the configuration says so. Others replay the tape that they are given.
 
         Args:
-            chunk: Index of the chunk on this pipeline stage.
-            microbatch: What runs.
             number: Of the microbatch in the step, the same on all pipeline stages.
             trains: A backward pass follows.
             counts: Add it to the step's ledger.
@@ -232,11 +223,7 @@ class RouterTaps:
         self._probed.clear()
 
     def report(self, *, per_layer: bool) -> TapeReport | None:
-        """Content of the step's tape and its anomalies, on rank 0 alone; every rank calls it.
-
-        Args:
-            per_layer: Add the agreement of each layer to the metrics.
-        """
+        """Content of the step's tape and its anomalies, on rank 0 alone; every rank calls it."""
         self._count_waiting()
         totals, sample = self.ledger.reduced(self._pipeline), self.probe.reduced()
         checked = self.checks.reduced(self.ledger.rows)
@@ -369,25 +356,15 @@ def in_router_order(values: Int[Tensor, "rows columns ..."], cut: SequenceCut) -
 
 
 def fed_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
-    """True for the tokens that an engine has fed to its model: all but padding and the last one of each sequence.
-
-    Args:
-        microbatch: The microbatch.
-        cut: This rank's block of columns.
-    """
+    """True for the tokens that an engine has fed to its model: all but padding and the last one of each sequence."""
     batch = microbatch.batch
     fed = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) < (batch.lengths - 1)[:, None]
     return in_router_order(microbatch.at_tokens(fed, fed, False), cut)
 
 
 def following_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
-    """True for the tokens whose predecessor in the same sequence a rank's routers see too: as many places before as
-    the microbatch has rows. Where chunks of context parallelism begin it may lie on another rank.
-
-    Args:
-        microbatch: The microbatch.
-        cut: This rank's block of columns.
-    """
+    """True for the tokens whose predecessor in the same sequence a rank's routers see too: as many places before as the
+    microbatch has rows. Where chunks of context parallelism begin it may lie on another rank."""
     after_another = microbatch.offsets > 0
     if microbatch.context is not None:
         after_another[:, 1:] &= microbatch.context.held.diff() == 1
@@ -402,7 +379,7 @@ def _layer_of(key: int | str) -> int:
 
 
 def _count_as_told(router: Any, tap: RouterTap) -> None:
-    """Has auxiliary losses and the expert bias of a stock router count the experts that its tap names under replay.
+    """Have auxiliary losses and the expert bias of a stock router count the experts that its hook names under replay.
 
     By itself Megatron-Core counts the live choice in auxiliary losses, and the replayed one in the expert bias.
     """

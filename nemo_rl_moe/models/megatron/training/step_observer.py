@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What an observer of a rank's training step is: it sees every phase of the step, and reports at its end."""
+"""Observers of a rank's training step: they see every phase of the step, and report at its end."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +21,6 @@ class TrainingForward:
     Attributes:
         chunk: Index of the chunk on this pipeline stage.
         number: Number of the microbatch within the `train` call, the same on all pipeline stages.
-        microbatch: What runs.
     """
 
     chunk: int

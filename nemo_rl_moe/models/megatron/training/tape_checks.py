@@ -21,12 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class TapeChecks:
-    """The counts of one step on one rank.
-
-    Args:
-        device: Where the routers run.
-        in_float32: As `computes_in_float32` has it.
-    """
+    """The counts of one step on one rank."""
 
     def __init__(self, device: torch.device, *, in_float32: bool):
         self._repeats = RepeatedRows(device)
@@ -49,11 +44,7 @@ class TapeChecks:
         self._repeats.add(routes, live, fed, distance, follows)
 
     def reduced(self, rows: Int[Tensor, "layers kinds"]) -> CheckTotals:
-        """The sums over all ranks, in one collective; every rank calls it.
-
-        Args:
-            rows: Of this rank's ledger.
-        """
+        """Return the sums over all ranks, in one collective; every rank calls it."""
         by_slot = rows_by_rank(rows, parallel_state.get_data_parallel_rank())
         repeats, slots = sum_over_ranks([self._repeats.counts, by_slot], rows.device)
         return CheckTotals(
@@ -65,12 +56,7 @@ class TapeChecks:
 
 
 def computes_in_float32(policy: PolicyConfig, config: TransformerConfig) -> bool:
-    """True where the passes that make tapes and those that train are known to compute alike: in float32, no dropout.
-
-    Args:
-        policy: The configuration of the policy.
-        config: The model's.
-    """
+    """True where the passes that make tapes and those that train are known to compute alike: in float32, no dropout."""
     generates = generating(policy)
     if generates is None or config.attention_dropout or config.hidden_dropout:
         return False

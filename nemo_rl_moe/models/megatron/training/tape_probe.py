@@ -22,13 +22,7 @@ _TAPE, _LIVE = 0, 1
 
 
 class TapeProbe:
-    """The sample of one step; every (token, layer) of it lies on one rank, so that a sum brings all of it together.
-
-    Args:
-        num_layers: MoE layers of the whole model.
-        topk: Experts of each token.
-        device: Where the routers run.
-    """
+    """The sample of one step; every (token, layer) of it lies on one rank, so that a sum brings all of it together."""
 
     def __init__(self, num_layers: int, topk: int, device: torch.device):
         ranks = min(parallel_state.get_data_parallel_world_size(), MOST_RANKS)
@@ -56,13 +50,11 @@ class TapeProbe:
         microbatch: ModelMicrobatch,
         first_token: int,
     ) -> None:
-        """Adds some layers of a step's first microbatch.
+        """Add some layers of a step's first microbatch.
 
         Args:
-            layers: Their positions.
             routes: Of the tape, in the order of the routers' tokens, `in_planes`.
             live: The routers' own choices.
-            microbatch: The microbatch.
             first_token: Number of this rank's first token among those of the microbatch, under sequence parallelism.
         """
         if not self._samples:

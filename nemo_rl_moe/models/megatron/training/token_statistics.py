@@ -38,7 +38,6 @@ class VocabularySums(NamedTuple):
     """Sums over the columns of the vocabulary that a rank holds, or over all of them, for each token.
 
     Attributes:
-        highest: The largest logit.
         exponentials: Sum of `exp(x - highest)`.
         weighted: Sum of `exp(x - highest) * (x - highest)`; None where no entropy is asked for.
         target: Logit of the target; 0 where it is not among the columns.
@@ -57,13 +56,10 @@ class VocabularySums(NamedTuple):
         *,
         with_entropy: bool = False,
     ) -> "VocabularySums":
-        """The sums over this rank's columns of the vocabulary; the logits are used up.
+        """Return the sums over this rank's columns of the vocabulary; the logits are used up.
 
         Args:
             logits: Rank r of the group holds the r-th block of the vocabulary.
-            labels: Global token ids.
-            group: The tensor-parallel group.
-            with_entropy: Also `weighted`.
         """
         local, held = local_labels(labels, logits.shape[-1], group)
         target = logits.gather(-1, local[..., None])[..., 0].where(held, 0.0)
@@ -124,8 +120,6 @@ def token_statistics(
 
     Args:
         logits: This tensor-parallel rank's columns of the vocabulary.
-        labels: Global token ids.
-        group: The tensor-parallel group; rank r holds the r-th block of the vocabulary.
     """
     return VocabularySums.of_columns(logits.to(torch.float32, copy=True), labels, group).of_group(group).statistics()
 
@@ -145,7 +139,6 @@ def vocabulary_entropy(
 
     Args:
         logits: This tensor-parallel rank's columns of the vocabulary; the lowest number of their type on padded ones.
-        group: The tensor-parallel group.
     """
     logits = logits.float()
     highest = logits.detach().amax(-1, keepdim=True)

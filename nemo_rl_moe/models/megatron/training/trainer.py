@@ -41,13 +41,12 @@ class RankTrainResult:
     Attributes:
         global_loss: Loss of the global batch over all ranks; of several, the mean. The same on every rank.
         grad_norm: Norm before clipping; of several steps, the mean. The same on every rank.
-        lr: Learning rate of the last optimizer step.
         num_microbatches: Microbatches of this data-parallel rank.
         microbatch_metrics: The loss function's metrics of this rank's microbatches; empty where no loss is computed.
         moe_metrics: Metrics of the observers, without the `moe/` prefix. Rank 0 has all of them.
         num_skipped_updates: Optimizer steps left out for a loss or gradient that was not finite. The same on every
             rank.
-        skipped_in_a_row: How many of the last steps of the call those are. The same on every rank.
+        skipped_in_a_row: Number of the last steps of the call that were left out. The same on every rank.
         weight_version: Optimizer steps that the weights have seen since the start of the run. The same on every rank.
         artifacts: Arrays of the observers, by their registered names, on rank 0 alone.
         memory: Metrics of this rank's memory, of `peak_memory_metrics`.
@@ -81,16 +80,11 @@ class MegatronTrainer(MegatronModel):
     """One rank's part of a model that Megatron-Core trains.
 
     Args:
-        policy: The `policy` section of the configuration.
-        hf_config: The model's Hugging Face configuration.
         weights_folder: Folder to read weights from; None for random ones.
         num_steps: Optimizer steps of the whole run, for the learning-rate schedule.
         tokenizer: Needed where responses end with stop strings.
-        keep_reference: Keep the first weights as the reference model.
-        heads: Heads that the model has.
 
     Attributes:
-        observers: See every step, in this order.
         host_state: Moves the optimizer's state between the device and the host.
     """
 
@@ -190,7 +184,7 @@ class MegatronTrainer(MegatronModel):
         return start_write(contents, directory)
 
     def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Goes back to a checkpoint. Every rank calls it.
+        """Go back to a checkpoint. Every rank calls it.
 
         Raises:
             CheckpointError: It is damaged, holds anything but tensors, or belongs to another model.
