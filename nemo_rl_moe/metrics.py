@@ -23,12 +23,7 @@ class Reduction(Enum):
 
 @dataclass(frozen=True)
 class MetricSeries:
-    """The values of one metric, in the order in which they arose, and how to reduce them.
-
-    Attributes:
-        values: One float for each microbatch (or rank).
-        reduction: What `reduce` does with them.
-    """
+    """The values of one metric, in order, each of a microbatch or rank, and how to reduce them."""
 
     values: tuple[float, ...]
     reduction: Reduction
@@ -45,10 +40,10 @@ class MetricSeries:
 
 
 def concatenate(series: Iterable[MetricSeries]) -> MetricSeries:
-    """Joins the values that several ranks hold of one metric.
+    """Join the values that several ranks hold of one metric.
 
     Raises:
-        ValueError: The ranks disagree about the reduction, or there is none.
+        ValueError: There are none, or the ranks disagree about the reduction.
     """
     parts = list(series)
     reductions = {part.reduction for part in parts}
@@ -71,10 +66,10 @@ def with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 class PhaseClock:
-    """Adds up the seconds and the tokens of each phase; a phase may come several times.
+    """Add up the seconds and tokens of each phase; a phase may come several times.
 
     Args:
-        clock: Seconds on a clock that only goes forward.
+        clock: Monotonic, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):

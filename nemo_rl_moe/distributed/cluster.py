@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray cluster of a run: a local one, or one to join, with a place reserved for every worker."""
+"""The Ray cluster of a run, local or joined, with a reserved place for every worker."""
 
 import logging
 import os
@@ -29,14 +29,13 @@ def node_resources(config: ClusterConfig) -> dict[str, float]:
 
 
 def describe_shortage(config: ClusterConfig, nodes: Sequence[Mapping[str, float]]) -> list[str]:
-    """Resources that a run asks for and a cluster lacks.
+    """List resources that a run asks for and a cluster lacks.
 
     Args:
-        config: The `cluster` section.
-        nodes: The resources of each node that is alive, by Ray's names.
+        nodes: Resources of each live node, by Ray's names.
 
     Returns:
-        One line for each missing resource; none when the run fits.
+        One line for each missing resource.
     """
     if len(nodes) < config.num_nodes:
         return [
@@ -73,25 +72,22 @@ def _by_node(amounts: Sequence[int]) -> str:
 
 
 class RayCluster:
-    """Machines of a run, with a place reserved for every worker.
+    """Machines of a run, with a reserved place for every worker.
 
-    Starts a local Ray, or joins the cluster that RAY_ADDRESS names ("host:port" or "auto"); a Ray that this process is
-    connected to already is used as it is. Each machine is one bundle of a placement group, on a machine of its own.
+    Starts a local Ray, or joins the cluster of RAY_ADDRESS ("host:port" or "auto"), or uses the Ray that this process
+    is connected to. Each machine is one bundle of a placement group, on a machine of its own.
 
     Args:
-        config: The `cluster` section.
-        beside: The cluster of the same run's policy, for the workers of another role; it is to be shut down later.
-        placement_timeout_s: Seconds to wait until other jobs have freed what is asked for.
+        beside: Cluster of the run's policy, for workers of another role; it is to be shut down later.
+        placement_timeout_s: Seconds to wait for other jobs to free resources.
 
     Attributes:
-        config: The `cluster` section.
-        placement_group: One bundle for each machine.
         is_local: True when every worker runs on this machine.
-        num_threads: Threads of each worker, as the environment's `OMP_NUM_THREADS` says; None: it says nothing.
+        num_threads: `OMP_NUM_THREADS` for each worker; None: not set.
 
     Raises:
-        ConfigurationError: The cluster cannot be reached or lacks resources; names them. Or torch cannot use the GPUs
-            of a machine; says why. Or `OMP_NUM_THREADS` is none.
+        ConfigurationError: The cluster cannot be reached or lacks resources; torch cannot use the GPUs of a machine; or
+            `OMP_NUM_THREADS` is invalid.
         WorkerDiedError: A local Ray does not start.
     """
 
@@ -128,11 +124,9 @@ class RayCluster:
         return ray.is_initialized() and self.failure is None
 
     def call_on_each_machine(self, function: Callable[..., Any], *args: Any, with_gpus: bool = False) -> list[Any]:
-        """Calls a function once on every machine of the run, each in a process of its own.
+        """Call a function once on every machine of the run, each in a separate process.
 
         Args:
-            function: Any.
-            args: Its arguments.
             with_gpus: The process gets all GPUs of the run on its machine, which no worker may hold.
 
         Raises:

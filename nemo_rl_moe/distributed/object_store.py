@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's object store as a store of rows: arrays are put down by one actor and fetched by others."""
+"""Ray's object store as a store of rows: arrays that one actor puts and others fetch."""
 
 from collections.abc import Sequence
 from typing import Any
