@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The hub's presence: asked once, since its library tries half a minute to reach one that is away, for every file."""
+"""The hub's availability, asked once, because its library tries half a minute for every file."""
 
 import functools
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ ANSWER_WITHIN_S = 10.0
 
 @functools.cache
 def hub_silence() -> str | None:
-    """Reason why the hub cannot be reached, in one line: what this machine's cache holds is all there is.
+    """Return the reason, in one line, why the hub cannot be reached and only the cache is available.
 
-    Asked once for each process. None where it answers, and where HF_HUB_OFFLINE says that it is not to be asked, which
-    the hub's library knows by itself.
+    Asked once for each process. None where it answers, and where HF_HUB_OFFLINE forbids asking, which its library
+    respects.
     """
     from huggingface_hub import constants, get_session
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Model families: how a Hugging Face `config.json` and its tensors map to Megatron-Core. One small file a family."""
+"""Model families: how a Hugging Face `config.json` and its tensors map to Megatron-Core, a small file for each."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -43,7 +43,7 @@ _whole: dict[tuple[str, str], tuple[ModelFamily, ModelFamily]] = {}
 
 
 def family_of(hf_config: Any) -> ModelFamily:
-    """The family that a Hugging Face configuration (of a vision-language model: a flattened one) belongs to.
+    """Return the family of a Hugging Face configuration (flattened for a vision-language model).
 
     Raises:
         ConfigurationError: Its `model_type` is not supported.
@@ -76,10 +76,9 @@ def decoder_type_of(config_json: Mapping[str, Any]) -> Any:
 
 
 def family_of_type(model_type: Any, section: str = "") -> ModelFamily:
-    """The family of a `model_type` of models of text alone, or of a decoder.
+    """Return the family of a text model's or a decoder's `model_type`.
 
     Args:
-        model_type: As it stands in the file.
         section: Of `config.json`, such as `text_config.`.
 
     Raises:

@@ -39,7 +39,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def window_fields(hf_config: Any) -> dict[str, Any]:
-    """TransformerConfig fields of the layers in which a query sees a part of the keys before it.
+    """Return the TransformerConfig fields of the layers with sliding windows.
 
     Raises:
         ConfigurationError: There are layers of another kind, or windows without a size.

@@ -87,8 +87,8 @@ def encode(tower: nn.Module, pictures: Sequence[UInt8[Tensor, "height width 3"]]
 
 
 def _learned_positions(tower: nn.Module, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """Entries of Qwen3-VL's table of positions that each patch takes, and their weights: made on the host, with the
-    sizes; nothing for a tower without such a table."""
+    """Interpolate positions: return the entries of Qwen3-VL's table of positions for each patch, and their weights,
+    computed on the host; nothing for a tower without such a table."""
     if not hasattr(tower, "num_grid_per_side"):
         return {}
     from transformers.vision_utils import get_vision_interpolation_indices_and_weights
