@@ -38,8 +38,7 @@ class TransportSpec(Protocol):
         Args:
             receiver: Engine worker, from 0.
             load: Takes each tensor once, in any order, and all before it returns. A tensor is valid only until the next
-                one is
-                taken: what is kept is copied.
+                one: what is kept is copied.
 
         Returns:
             Bytes received.

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The index of a distributed checkpoint, read without running anything that stands in it.
+"""The index of a distributed checkpoint, read without executing anything in it.
 
-torch and Megatron-Core unpickle the index `.metadata`, and objects in the data files, without any restriction, so that
-a checkpoint from elsewhere can run code in every worker that loads it. Here the index may name nothing but the classes
-that an index is made of, a checkpoint holds tensors alone, and every file that is read is one of the folder's own.
-(torch's own reader of trusted classes, `weights_only`, knows pickle's protocol 2 alone; the index is written in 4.)
+torch and Megatron-Core unpickle the index `.metadata`, and objects in the data files, without restriction, so that a
+foreign checkpoint can run code in every worker. Here the index may name only the classes that an index consists of, a
+checkpoint holds tensors alone, and every file that is read is one of the folder's own. (torch's `weights_only` reader
+supports pickle protocol 2 alone; the index is written in 4.)
 """
 
 import hashlib
@@ -44,7 +44,7 @@ _MOST_BYTES = {INDEX_FILE: 2**30, COMMON_FILE: 2**20, FORMAT_FILE: 2**16}
 
 @dataclass(frozen=True)
 class CheckedFolder:
-    """Checkpoint folder that was found to hold tensors and nothing else.
+    """A checkpoint folder that holds tensors alone.
 
     Attributes:
         index: Names, shapes and places of its tensors.
@@ -56,12 +56,11 @@ class CheckedFolder:
 
 
 class DataOnlyReader(FileSystemReader):
-    """Reader of a checkpoint's tensors by an index that was checked.
+    """Read a checkpoint's tensors by a checked index.
 
     Args:
-        folder: The checkpoint.
-        index: As `check_folder` read it; it is not read again.
-        parts: Gets what was read of damaged tensors; None: nothing is compared.
+        index: From `check_folder`; it is not read again.
+        parts: Receives checksums of what was read; None: nothing is compared.
     """
 
     def __init__(self, folder: str | Path, index: Metadata, parts: PartsRead | None):
@@ -102,11 +101,10 @@ class DataOnlyReader(FileSystemReader):
 
 
 def check_folder(folder: Path) -> CheckedFolder:
-    """Reads a checkpoint's small files without running anything that they name, and checks the sizes of the large ones.
+    """Read a checkpoint's small files without executing them, and check the sizes of the large ones.
 
     Raises:
-        CheckpointError: A file is missing, damaged, torn, no regular file of this folder, or holds anything but
-            tensors.
+        CheckpointError: A file is missing, damaged, truncated, not regular, or holds anything but tensors.
     """
     content = {name: _read(folder, name) for name in _MOST_BYTES}
     try:
@@ -223,7 +221,7 @@ class _IndexUnpickler(pickle._Unpickler):
 
 
 def parse_index(content: bytes) -> Metadata:
-    """Index out of the content of its file: descriptions of tensors, and their places in the folder's files.
+    """Parse the index: descriptions of tensors, and their places in the folder's files.
 
     Raises:
         pickle.UnpicklingError: It names or holds anything else.

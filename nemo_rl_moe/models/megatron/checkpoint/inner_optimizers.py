@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers inside Megatron-Core's: torch's or Transformer Engine's Adam, or several where some run on the host.
+"""The optimizers inside Megatron-Core's: torch's or Transformer Engine's Adam, or several with updates on the host.
 
-Megatron-Core's `HybridDeviceOptimizer` stands for the latter. It has parameters and state of its own, which it makes
-out of those of its inner optimizers after each step, and hands on to them only after a whole state was loaded.
+The latter is Megatron-Core's `HybridDeviceOptimizer`. It copies parameters and state from its inner optimizers after
+each step, and hands them on only after a whole state was loaded.
 """
 
 import inspect

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Saving of a checkpoint in Megatron-Core's `torch_dist` format, in a thread beside the training.
+"""Saving of a checkpoint in Megatron-Core's `torch_dist` format, in a background thread.
 
-The format, the plan of who writes what and the final index are Megatron-Core's and torch's. The writing itself is a
-thread here: Megatron-Core's own asynchronous writers fork a process that holds this one's sockets, start a server
-process for each save, and leave the other ranks waiting when the disk is full on one.
+Format, plan of who writes what, and final index are Megatron-Core's and torch's; the writing is a thread here:
+Megatron-Core's asynchronous writers fork a process with this one's sockets, start a server process for each save, and
+leave the other ranks waiting when one's disk is full.
 """
 
 import threading
@@ -38,15 +38,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 
 class _SnapshotWriter(FileSystemWriterAsync):
-    """Writer of one rank's part: copies its tensors when they are planned, and writes the copies later.
+    """Write one rank's part: copy its tensors when they are planned, and write the copies later.
 
     Args:
-        directory: Folder of the checkpoint.
-        copies_at_once: False copies each tensor when its turn comes, for a model that nothing changes meanwhile.
+        copies_at_once: False copies each tensor when it is written, for a model that nothing changes meanwhile.
 
     Attributes:
-        is_cancelled: Set to end the writing.
-        parts: By file, once it is written: the bytes of each tensor with their checksum.
+        parts: By finished file: the bytes of each tensor with their checksum.
     """
 
     def __init__(self, directory: Path, *, copies_at_once: bool):
@@ -91,10 +89,9 @@ class _SnapshotWriter(FileSystemWriterAsync):
 
 
 class CheckpointWrite:
-    """One rank's part of a checkpoint that is being written.
+    """One rank's part of a checkpoint in writing.
 
     Args:
-        writer: Writer with the snapshot.
         plan: Plan of all ranks, on the first one; None on others.
     """
 
@@ -118,10 +115,10 @@ class CheckpointWrite:
         self._thread.join()
 
     def finish(self) -> str | None:
-        """Writes the index of all parts, on the first rank. Every rank calls it, when all are written or to wait.
+        """Write the index of all parts, on the first rank, waiting for all. Every rank calls it.
 
         Returns:
-            Problems of any of the ranks, the same on all; None when the checkpoint is whole.
+            Problems of any rank, equal on all; None when the checkpoint is complete.
         """
         self._thread.join()
         parts: list[Any] = [None] * dist.get_world_size()
@@ -195,12 +192,12 @@ def _text(error: BaseException) -> str:
 
 
 def start_write(contents: dict[str, Any], directory: Path, *, snapshot: bool = True) -> CheckpointWrite:
-    """Takes the snapshot and begins to write it. Every rank calls it; training may go on when it returns.
+    """Take the snapshot and begin to write it. Every rank calls it; training may go on when it returns.
 
     Args:
-        contents: Result of `sharded_contents`.
-        directory: An existing, empty folder that every rank can reach.
-        snapshot: False saves the memory for it: nothing may change what is written until it is written.
+        contents: From `sharded_contents`.
+        directory: Existing and empty, reachable for every rank.
+        snapshot: False saves its memory: nothing may change the contents until they are written.
     """
     sharded, _ = save_preprocess(contents)
     # What data-parallel ranks hold in common is written by all of them in parts, and not by the first alone.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of prompts that are being continued: checked, put through the tower once a batch, placed slot by slot."""
+"""Images of prompts in generation: checked, run through the tower once a batch, placed slot by slot."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -22,10 +22,9 @@ _OF_IMAGES = frozenset({PIXELS, PICTURE_SIZES, PICTURE_IDS, IS_IMAGE})
 
 
 def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
-    """Fault of a prompt's inputs beside its tokens, to be read behind the prompt's name; None: nothing.
+    """Describe the problem of a prompt's further inputs, to follow the prompt's name; None: they are valid.
 
     Args:
-        inputs: The prompt's; none at all is text.
         chunk: Any of the model's chunks.
         num_tokens: Of the prompt.
     """
@@ -54,20 +53,19 @@ def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
 
 
 class PromptImages:
-    """Pictures of a batch's prompts, as one pipeline stage needs them while the batch is generated.
+    """Images of a batch's prompts, as one pipeline stage needs them during generation.
 
-    Of each distinct picture the tower's output is kept once, and for each slot which row of it the slot takes.
+    The tower's output is kept once for each distinct image, and for each slot the index of its row there.
 
     Args:
-        chunks: This rank's chunks, each a `VisionInput`.
+        chunks: Each a `VisionInput`.
         inputs: Of each row's prompt; empty for text.
         first_slots: Slot of each prompt's first token.
         num_slots: Of the whole batch.
-        device: Where the chunks are.
 
     Attributes:
-        positions: Of all slots, in time, height and width, where the family has them: of each row or, where no row has
-            pictures, of all of them alike; None otherwise.
+        positions: Of all slots, in time, height and width, where the family has them: for each row or, without images,
+            shared by all rows; None otherwise.
     """
 
     def __init__(
@@ -93,15 +91,15 @@ class PromptImages:
     def place(
         self, hidden: Float[Tensor, "columns rows hidden"], first_slot: int
     ) -> tuple[Float[Tensor, "columns rows hidden"], list[Float[Tensor, "columns rows hidden"]]]:
-        """Puts pictures in the place of their tokens' word embeddings.
+        """Replace the word embeddings of image tokens by features.
 
         Args:
             hidden: Word embeddings of the next slots.
             first_slot: The first of these.
 
         Returns:
-            Input of the decoder, and what is added to the hidden states behind each of its first layers; no layers
-            where there is nothing to add.
+            The decoder's input, and what is added to the hidden states after each of its first layers; empty where
+            there is nothing to add.
         """
         if self._features is None or first_slot >= self._end:
             self._features = None
@@ -129,14 +127,11 @@ class _PicturesOfPrompts:
     """The prompts' pictures on the host.
 
     Args:
-        inputs: Of each row's prompt.
-        first_slots: Slot of each prompt's first token.
-        num_slots: Of the whole batch.
         chunk: Holds the family.
 
     Attributes:
-        sizes: Height and width of each distinct picture in pixels, by digest.
-        end: Slot behind the last image token.
+        sizes: Height and width of each distinct image in pixels, by digest.
+        end: Slot after the last image token.
     """
 
     def __init__(self, inputs: Sequence[Inputs], first_slots: Sequence[int], num_slots: int, chunk: Any):

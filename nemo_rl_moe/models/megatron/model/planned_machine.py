@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A machine with GPUs and Transformer Engine, for configurations that are planned on another one."""
+"""A machine with GPUs and Transformer Engine, for planning configurations on another one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Origin of each router setting in force, and the `config.json` of exported weights that has the same ones.
+"""Origin of each router setting in force, and the `config.json` of exported weights with these settings.
 
-A model computes something else with another top-k, score function or normalisation, and trains differently with
-another auxiliary loss; which of them a program has taken from where is seen nowhere in its weights.
+Another top-k, score function or normalisation changes what a model computes, and another auxiliary loss how it trains;
+weights do not show which setting came from where.
 """
 
 from collections.abc import Mapping
@@ -53,14 +53,7 @@ _KEY = "policy.megatron_cfg."
 def setting_sources(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> dict[str, str]:
-    """Origin of each entry of `effective_moe_configuration`: user, model or this project; defaults are left out.
-
-    Args:
-        policy: The `policy` section of the configuration.
-        hf_config: The model's Hugging Face configuration.
-        config_json: Its file as it is.
-        config: What `build_transformer_config` made of them.
-    """
+    """Return the origin of each entry of `effective_moe_configuration`: user, model or this project; no defaults."""
     family = family_of(hf_config)
     own = family.transformer_fields(hf_config)
     chosen = policy.megatron_cfg.moe_transformer_fields
@@ -130,7 +123,7 @@ class ExportedConfig:
     """The `config.json` beside exported weights.
 
     Attributes:
-        content: The model's own file, with the type of the weights and the settings that were changed.
+        content: The model's file, with the type of the weights and the changed settings.
         not_expressed: Settings in force that transformers' model cannot have, by name.
     """
 

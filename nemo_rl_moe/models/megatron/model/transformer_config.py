@@ -99,10 +99,9 @@ def has_transformer_engine() -> bool:
 
 
 def require_transformer_engine() -> None:
-    """Refuses to train on an accelerator without Transformer Engine, or with one that was compiled for another torch.
+    """Refuse to train on an accelerator without Transformer Engine, or with one compiled for another torch.
 
-    Survives a machine with GPUs on which the package was installed as for CPUs: Megatron-Core 0.16.1 then fails in the
-    first MoE layer with a NameError (`te_general_gemm`).
+    Without it Megatron-Core 0.16.1 fails in the first MoE layer with a NameError (`te_general_gemm`).
 
     Raises:
         ConfigurationError: There is an accelerator and no Transformer Engine that loads.
@@ -182,11 +181,7 @@ def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> TransformerConfig:
-    """The effective TransformerConfig: the model's fields, then the machine's, then the user's `moe_*` fields.
-
-    Args:
-        policy: The `policy` section of the configuration.
-        hf_config: The model's Hugging Face configuration.
+    """Build the effective TransformerConfig: the model's fields, then the machine's, then the user's `moe_*` fields.
 
     Raises:
         ConfigurationError: The family or a field is unsupported, or Megatron-Core refuses the combination.
@@ -321,8 +316,8 @@ def _problems_with_packed_sinks(policy: PolicyConfig) -> list[str]:
 
 
 def _problems_with_shared_sequences(fields: dict[str, Any]) -> list[str]:
-    """Context parallelism of models whose attention Transformer Engine does not compute while keys and values go from
-    rank to rank, and other ways for these, which have not been tried here."""
+    """Return the problems of context parallelism with attention that Transformer Engine does not compute in a ring, and
+    alternatives, which are untested here."""
     ranks, key = fields["context_parallel_size"], "policy.megatron_cfg"
     if ranks == 1:
         return []
@@ -393,7 +388,7 @@ def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
 
 
 def _uneven_stages(layers: int, stages: int, pieces: int) -> str:
-    """Advice on the layers of the first and the last stage: at most as many as each stage between has, and fewest in
+    """Return advice on the layers of the first and the last stage: at most as many as each stage between, and fewest in
     the last one, with the output layer; empty where there is none."""
     if stages < 2 or layers % pieces:
         return ""

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Gathering of Hugging Face tensors, one at a time, from the ranks that hold pieces of it to the one that writes it.
+"""Gathering of Hugging Face tensors, one at a time, from the ranks with their pieces to the rank that writes them.
 
-All ranks of a pipeline stage make the same plan out of names and sizes. Every tensor goes to the rank that has the
-least to write so far; data-parallel replicas hold the same weights, and share the work.
+All ranks of a pipeline stage make one plan from names and sizes. Each tensor goes to the rank with the least to write
+so far; data-parallel replicas hold the same weights, and share the work.
 """
 
 import math
@@ -29,16 +29,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class Delivery:
-    """One Hugging Face tensor, and the rank that it is gathered on.
+    """A Hugging Face tensor, and the rank that gathers it.
 
     Attributes:
-        header: Its name, shape and type.
-        items: This rank's pieces of the parameters that it is part of, with their rules: one, or of a tensor that
-            holds all experts those of this rank's experts, in order.
+        items: This rank's pieces of its parameters, with their rules: one, or for a stacked tensor one for each local
+            expert.
         is_stacked: It holds all experts.
-        takes_part: This rank's replica of the weights is the one that it is taken from.
-        shard: Tensor-parallel rank (for experts: expert-tensor-parallel) that it comes to.
-        owner: Of a stacked one, the expert-parallel rank that it comes to.
+        takes_part: Whether it is taken from this rank's replica of the weights.
+        shard: Tensor-parallel (for experts: expert-tensor-parallel) rank that gathers it.
+        owner: Expert-parallel rank that gathers a stacked one.
     """
 
     header: TensorHeader
@@ -96,10 +95,10 @@ def _replicas(is_expert: bool) -> tuple[int, int]:
 def plan_deliveries(
     chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
 ) -> tuple[list[Delivery], list[str]]:
-    """Tensors that this rank holds a part of, in the order in which all ranks gather them.
+    """List the tensors that this rank has a part of, in the order in which all ranks gather them.
 
     Returns:
-        The deliveries; and the parameters that the family has no tensor for.
+        The deliveries, and the parameters that the family has no tensor for.
     """
     items: dict[str, list[tuple[ParameterPiece, Rule]]] = {}
     headers: dict[str, tuple[TensorHeader, bool]] = {}
@@ -140,14 +139,12 @@ def _assigned(
 
 
 def gather_tensors(delivery: Delivery, hf_config: Any, failure: SharedFailure) -> Iterator[Tensor]:
-    """Yields the tensor on the host of the rank that it comes to, a stacked one expert by expert; elsewhere nothing.
+    """Yield the tensor on the host of the gathering rank, a stacked one expert by expert; elsewhere nothing.
 
-    Every rank runs through all deliveries, in order, and through each of them to its end.
+    Every rank must run through all deliveries in order, each to its end.
 
     Args:
-        delivery: The tensor.
-        hf_config: The model's Hugging Face configuration.
-        failure: Catches errors; nothing more is yielded then, and at the end the caller has to look.
+        failure: Catches errors; nothing more is yielded then, and the caller checks it at the end.
     """
     if not delivery.takes_part:
         return

@@ -19,17 +19,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class ParameterPiece:
-    """A local tensor that is (a slice of) one full canonical parameter, or the router's expert bias.
+    """A local tensor with (a slice of) one full canonical parameter, or a router's expert bias.
 
     Attributes:
         name: Canonical name, see `families/rules.py`: global layer and expert numbers, no wrapper prefixes.
-        local: View of the local parameter's data.
-        shard_dimension: Dimension along which tensor parallelism cuts it, None where it is whole.
-        num_shards: Number of tensor-parallel (for experts: expert-tensor-parallel) ranks.
+        local: View of the local data.
+        shard_dimension: Dimension that tensor parallelism splits; None: whole.
+        num_shards: Tensor-parallel (for experts: expert-tensor-parallel) ranks.
         shard_rank: This rank among them.
-        gated: True where the dimension holds two halves (gate, up) that are each cut.
-        is_expert: True for a routed expert's weight.
-        trains: False where gradients are off.
+        gated: The dimension holds two halves (gate, up) that are each split.
     """
 
     name: str
@@ -96,9 +94,9 @@ _EXPERT_BIAS = ".router.expert_bias"
 
 
 def parameter_pieces(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[ParameterPiece]:
-    """Every parameter of this rank's unwrapped model chunks, stacked experts one by one, and the routers' expert bias.
+    """Yield every parameter of this rank's unwrapped model chunks, stacked experts one by one, and the expert bias.
 
-    The bias is no parameter to torch: no gradient moves it. But it is learnt, and the model is another one without it.
+    The bias has no gradient and is no parameter to torch, but it is learnt.
     """
     for chunk in chunks:
         for local_name, parameter in chunk.named_parameters():
