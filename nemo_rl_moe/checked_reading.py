@@ -115,7 +115,7 @@ class PartsRead:
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self | None:
-        """Those of a folder; None where it has no `files.json`, or a damaged one, which others tell of."""
+        """Return the parts of a folder; None where `files.json` is missing, or damaged, which others report."""
         if not (folder / INVENTORY_FILE_NAME).is_file():
             return None
         try:
@@ -131,7 +131,7 @@ class PartsRead:
         return cls(folder, parts)
 
     def __contains__(self, place: Place) -> bool:
-        """True where a stretch of a file is a part of it, with a checksum of its own."""
+        """Whether a range of a file is a part with its own checksum."""
         return place in self._parts
 
     def places(self) -> Sequence[Place]:

@@ -99,7 +99,7 @@ class ChecksumStream:
         self.parts: list[Part] = []
 
     def write(self, content: Any) -> int:
-        """Writes bytes, or anything that lies in memory as they do."""
+        """Write bytes or a buffer."""
         view = memoryview(content).cast("B")
         self._hash.update(view)
         self._num_bytes += view.nbytes
@@ -120,7 +120,7 @@ class ChecksumStream:
         self._stream.flush()
 
     def to_disk(self) -> None:
-        """Waits until the content is on the disk: other machines and a power cut find it whole."""
+        """Wait until the content is on disk, whole for other machines and after a power cut."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
 
@@ -130,7 +130,7 @@ class ChecksumStream:
 
 
 def checksum_of(*contents: Any) -> str:
-    """XXH3 of bytes, or of anything that lies in memory as they do, one after the other; hexadecimal digits."""
+    """Compute the XXH3 of consecutive bytes or buffers, in hexadecimal."""
     found = xxh3_128()
     for content in contents:
         found.update(content)
@@ -396,7 +396,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _own_inventory(folder: Path, name: str) -> Path | None:
-    """The folder below this one whose own inventory lists a file; None for a file of this folder's inventory."""
+    """Return the folder below this one whose own inventory lists a file; None for a file of this folder's inventory."""
     for parent in Path(name).parents:
         if parent != Path() and (folder / parent / INVENTORY_FILE_NAME).is_file():
             # The inventory itself belongs to the folder above.

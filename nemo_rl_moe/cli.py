@@ -127,7 +127,7 @@ def _look_at_folders(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _told(run: Callable[[], int]) -> int:
-    """Runs a command; tells what is wrong in lines of its own, and returns the exit code that goes with it."""
+    """Run a command, print errors, and return the exit code."""
     try:
         return run()
     except UserError as error:

@@ -29,7 +29,7 @@ class MetricSeries:
     reduction: Reduction
 
     def reduce(self) -> float:
-        """The one number that the values stand for; NaN when there is none."""
+        """Reduce the values to one number; NaN without values."""
         if not self.values:
             return math.nan
         if self.reduction in (Reduction.SUM, Reduction.SHARE):
@@ -61,7 +61,6 @@ def timing_metrics(phase: str, seconds: float, num_tokens: int = 0) -> dict[str,
 
 
 def with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The same numbers under `{prefix}/{name}`."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 

@@ -163,11 +163,11 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(options: argparse.Namespace, rest: Sequence[str], *, owns_process: bool) -> int:
     """Run one of the commands.
 
-        owns_process: The process runs nothing else: a run then ends all that it started, however it ends, and is
-            started again up to `cluster.max_restarts` times.
+    owns_process: The process runs nothing else: a run then ends all that it started, however it ends, and is
+        started again up to `cluster.max_restarts` times.
 
-        Returns:
-            The exit code.
+    Returns:
+        The exit code.
     """
     if options.command == _CONVERT:
         return _convert(options)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Saving of checkpoints beside the training, and removal of those that are not to be kept."""
+"""Saving of checkpoints in the background, and removal of those that are not to be kept."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping

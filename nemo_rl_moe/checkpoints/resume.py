@@ -121,7 +121,8 @@ def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def _has_begun_anew(config: MasterConfig, run_id: str) -> bool:
-    """True for a run with a folder of its own among others': what they have saved meanwhile is not to be continued."""
+    """Whether a run with a new folder of its own has begun: checkpoints that others have saved since are not
+    continued."""
     return config.checkpointing.checkpoint_dir is None and find_run_folder(config.logger.log_dir, run_id) is not None
 
 

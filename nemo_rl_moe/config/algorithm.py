@@ -111,7 +111,7 @@ def grpo_best_metric(config: GRPOMasterConfig) -> str:
 
 
 def places_of_engines(config: GRPOMasterConfig) -> Mapping[str, str]:
-    """Generation engines with a copy of the weights: they may have machines of their own."""
+    """Return the roles of generation engines with a copy of the weights, which may have machines of their own."""
     return {} if config.policy.generation.backend == "megatron" else {GENERATION_ROLE: "generation engines"}
 
 

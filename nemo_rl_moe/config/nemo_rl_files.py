@@ -48,7 +48,7 @@ def _joined(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _their_resolvers() -> Iterator[None]:
-    """While open, `${mul:...}` and the other functions of NeMo-RL's configurations are known."""
+    """Register `${mul:...}` and the other functions of NeMo-RL's configurations while open."""
     functions: dict[str, Callable[[Any, Any], Any]] = {
         "add": lambda a, b: a + b,
         "mul": lambda a, b: a * b,

@@ -116,7 +116,7 @@ def _torch_scheduler(theirs: Theirs, translation: Translation) -> None:
 
 
 def batches_of_validation(theirs: Theirs, translation: Translation) -> None:
-    """As many samples of a validation as there, in batches of training."""
+    """Translate the size of a validation to batches of the training's size."""
     name = translation.algorithm
     number = theirs.get(f"{name}.val_batches")
     if name == "grpo" or number is None:

@@ -24,7 +24,7 @@ MOST_UNKNOWN_KEYS = 20
 
 
 def section_model(annotation: Any) -> type[BaseModel] | None:
-    """The model behind a field that is a section, also when the section may be null; None for a plain value."""
+    """Return the model of a field that is a section, also a nullable one; None for a plain value."""
     candidates = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     for candidate in candidates:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):

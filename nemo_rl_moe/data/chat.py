@@ -51,7 +51,7 @@ class TokenizedExample:
 
     @property
     def lacks_images(self) -> bool:
-        """True where the cut at the end took an image away, or a part of one."""
+        """Whether truncation removed an image or a part of one."""
         return self.images is not None and self.images.end > len(self)
 
 

@@ -117,7 +117,7 @@ class ImageReader:
             raise RecordError(f"{name} is a broken image: {one_line(error)}") from None
 
     def _require_usable(self, image: "Image", name: str) -> None:
-        """Rejects what the header tells of an image: nothing has been decoded yet."""
+        """Reject an image by its header, before it is decoded."""
         if image.width * image.height > self.max_pixels:
             raise RecordError(
                 f"{name} has {image.height} x {image.width} pixels, expected at most {self.max_pixels:,} in all "

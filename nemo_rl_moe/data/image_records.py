@@ -90,7 +90,7 @@ def _parse_text(text: str, name: str) -> ImageReference:
 
 
 def parse_image_part(part: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A part of type image, with its image under `image`: None where the record's own list of images has it.
+    """Parse a part of type image, with its image under `image`: None where the record's own list of images has it.
 
     Raises:
         RecordError: It cannot be used.
@@ -118,7 +118,8 @@ def parse_images(value: object, name: str) -> list[ImageReference]:
 
 
 def image_columns(names: Sequence[str], key: str | None) -> list[str]:
-    """Columns of a table with images beside the messages: the run's or, for `require_image_key`, the usual ones."""
+    """Choose the columns of a table with images beside the messages: the run's or, for `require_image_key`, the usual
+    ones."""
     wanted = [] if key is None else [key] if key in names else USUAL_KEYS
     return [name for name in wanted if name in names]
 

@@ -46,9 +46,7 @@ class PicturedRecord(Protocol):
         ...
 
     @property
-    def images(self) -> tuple[ImageReference, ...]:
-        """Those of the turns, in order."""
-        ...
+    def images(self) -> tuple[ImageReference, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,11 @@ class SampleImages:
 
     @property
     def end(self) -> int:
-        """Token behind the last image token; 0 without images."""
+        """Index after the last image token; 0 without images."""
         return sum(self.runs[-1]) if self.runs else 0
 
     def is_image(self, num_tokens: int) -> Bool[np.ndarray, " tokens"]:
-        """Mask of the tokens that stand for pieces of pictures."""
+        """Return the mask of image tokens."""
         mask = np.zeros(num_tokens, dtype=np.bool_)
         for first, count in self.runs:
             mask[first : first + count] = True
@@ -181,7 +179,7 @@ class ImageTokenizer:
         return stored
 
     def _problem(self, record: PicturedRecord, rendered: Rendered) -> str | None:
-        """Anything by which tokens could stand for other images than those of the record."""
+        """Describe why tokens could represent other images than the record's."""
         if self.token in rendered.text and any(self.token in text for text in _texts(record.messages)):
             return f"a text spells {self.token}, which stands for an image; a part of type image shows one"
         if (shown := rendered.text.count(self.token)) != len(record.images):

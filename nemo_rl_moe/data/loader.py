@@ -35,7 +35,7 @@ def collate(examples: Sequence[TokenizedExample], pad_token_id: int) -> TokenBat
 
 
 def token_ids_and_images(examples: Iterable[TokenizedExample]) -> Iterator[NDArray[Any]]:
-    """Token ids of each example, and behind them digests of its images, by which data sets are told apart."""
+    """Yield token ids of each example, followed by digests of its images, which identify a data set."""
     for example in examples:
         digests = example.images.digests() if example.images is not None else ()
         yield np.concatenate([example.input_ids, np.frombuffer(b"".join(digests), dtype=np.int32)])

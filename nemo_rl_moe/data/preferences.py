@@ -179,7 +179,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
         return replace(pair, reference_sums=(chosen, rejected))
 
     def with_reference_sums(self, sums: Float[np.ndarray, "pairs 2"]) -> "PreferenceDataset":
-        """The same pairs with the log-probabilities of their responses under the reference model."""
+        """Return the pairs with the log-probabilities of their responses under the reference model."""
         return PreferenceDataset(self._examples, self.report, sums)
 
 
@@ -241,7 +241,7 @@ def _tokenized_pairs(records: Sequence[PreferenceRecord], tokenize: BatchTokeniz
 
 
 def _size_of(pair: _TokenizedPair) -> ItemSize | None:
-    """Tokens of both sequences; None where the cut leaves no two different responses."""
+    """Return the size of both sequences; None where truncation leaves no two different responses."""
     chosen, rejected = pair
     trained = [sequence.num_trained_tokens() for sequence in pair]
     if any(sequence.lacks_images for sequence in pair):

@@ -234,7 +234,7 @@ def _read(
 def _drawn(
     source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig | None
 ) -> tuple[LineSource[PromptRecord], int]:
-    """Prompts drawn from the task, and the number of repeats among the draws."""
+    """Sample prompts from the task, and count the repeats among the samples."""
     if env is None or env.reasoning_gym is None or source.num_items is None:
         raise ConfigurationError(
             "data: a path of null draws prompts from env.reasoning_gym, and needs that section and num_items"

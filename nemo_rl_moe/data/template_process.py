@@ -264,6 +264,5 @@ def _reply(renderer: TemplateRenderer, request: Any, size: int) -> dict[str, Any
 
 
 def _address_space() -> int:  # pragma: no cover
-    """Bytes of address space of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return pages * resource.getpagesize()

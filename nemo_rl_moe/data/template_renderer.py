@@ -38,7 +38,6 @@ class TemplateSetup:
     special_tokens: tuple[str, ...]
 
     def with_template(self, template: str) -> "TemplateSetup":
-        """The same tokenizer with another template."""
         return replace(self, template=template)
 
 

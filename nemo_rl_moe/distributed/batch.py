@@ -53,7 +53,7 @@ class ModelInput:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same on a device, without waiting for it: a GPU copies from pinned memory alone while the host goes on."""
+    """Copy to a device without waiting: a GPU copies from pinned memory alone while the host goes on."""
     from_host = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.contiguous().pin_memory() if from_host else tensor).to(device, non_blocking=True)
 
@@ -81,7 +81,7 @@ class Column:
             raise ValueError(f"a column has sizes where it is ragged and nowhere else, got axis {self.axis.value}")
 
     def select(self, indices: Int[Tensor, " selected"], longest: int) -> "Column":
-        """The column of some of the sequences, in that order, cut to a number of tokens."""
+        """Return the column of some sequences, in that order, cut to a number of tokens."""
         if self.axis is Axis.SEQUENCE:
             return replace(self, values=self.values[indices])
         if self.axis is Axis.TOKEN:
@@ -92,7 +92,7 @@ class Column:
         return replace(self, values=torch.cat(chosen) if chosen else self.values[:0], sizes=self.sizes[indices])
 
     def to(self, device: torch.device) -> "Column":
-        """The same on a device; the copy may still be under way."""
+        """Copy to a device; the copy may still be under way."""
         sizes = None if self.sizes is None else to_device(self.sizes, device)
         return replace(self, values=to_device(self.values, device), sizes=sizes)
 
@@ -197,7 +197,7 @@ class TokenBatch:
         return self.input_ids.shape[0]
 
     def select(self, indices: Sequence[int]) -> "TokenBatch":
-        """The sequences at `indices` (whole groups), in that order, cut to the longest of them."""
+        """Return the sequences at `indices` (whole groups), in that order, cut to the longest of them."""
         index = torch.as_tensor(indices, dtype=torch.long)
         longest = int(self.lengths[index].max()) if len(index) else 0
         return TokenBatch(
@@ -271,7 +271,7 @@ class TokenBatch:
         return replace(self, columns={**self.columns, **found}, stored={}, shared=shared)
 
     def to(self, device: torch.device) -> "TokenBatch":
-        """The same on a device; the copies may still be under way. Shared arrays stay."""
+        """Copy to a device; the copies may still be under way. Shared arrays stay."""
         return replace(
             self,
             input_ids=to_device(self.input_ids, device),

@@ -71,7 +71,7 @@ class _RoomOfBins:
         self._room = [capacity] * (2 * self._leaves)
 
     def places_for(self, size: int) -> Iterator[int]:
-        """Bins with that much room, the first one first."""
+        """Yield bins with that much room, in order."""
         room, node = self._room, 1
         while room[node] >= size:
             while node < self._leaves:
@@ -85,11 +85,9 @@ class _RoomOfBins:
             node += 1
 
     def close(self, position: int) -> None:
-        """Takes all the room that one bin has left."""
         self.take(position, self._room[position + self._leaves])
 
     def take(self, position: int, size: int) -> None:
-        """Takes room of one bin."""
         room, node = self._room, position + self._leaves
         room[node] -= size
         while node > 1:

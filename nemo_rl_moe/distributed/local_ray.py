@@ -208,7 +208,7 @@ class LocalRay:
         _keep_token_private()
 
     def _get_node(self, *args: Any) -> Any:
-        """Ray's own function, in which it waits for half a minute for a raylet that starts, be it dead."""
+        """Replace Ray's function, which waits half a minute for a starting raylet even if it is dead."""
         answer: Future[Any] = Future()
 
         def ask() -> None:

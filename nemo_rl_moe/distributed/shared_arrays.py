@@ -41,7 +41,6 @@ class SharedColumn:
 
 
 def num_bytes_of(array: SharedArray) -> int:
-    """Bytes of an array, at hand or stored."""
     return array.num_bytes if isinstance(array, StoredRows) else array.nbytes
 
 

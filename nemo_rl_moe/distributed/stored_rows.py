@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position behind its last token."""
+        """Position after its last token."""
         return self.start + self.num_rows
 
     def since(self, start: int) -> "Piece":
@@ -64,17 +64,16 @@ class StoredRows:
 
     @classmethod
     def of(cls, rows: Shaped[np.ndarray, "tokens ..."]) -> "StoredRows":
-        """An array's own rows, for the tokens from the first one on."""
+        """Return the rows of an array for the tokens from the first one on."""
         return cls((Piece(rows, 0, 0, len(rows)),), rows.shape[1:], _name_of(rows.dtype))
 
     @property
     def end(self) -> int:
-        """Position behind the last token that has a row."""
+        """Position after the last token that has a row."""
         return self.pieces[-1].end if self.pieces else 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows."""
         return sum(piece.num_rows for piece in self.pieces) * prod(self.row_shape) * np.dtype(self.dtype).itemsize
 
     def before(self, end: int) -> "StoredRows":
@@ -83,7 +82,7 @@ class StoredRows:
         return replace(self, pieces=tuple(piece for piece in kept if piece.num_rows > 0))
 
     def followed_by(self, later: "StoredRows") -> "StoredRows":
-        """These rows, and those of tokens behind them: of a token that was computed twice, the first time counts."""
+        """Append rows of later tokens: of a token that was computed twice, the first counts."""
         more = tuple(piece.since(self.end) for piece in later.pieces if piece.end > self.end)
         return replace(self, pieces=self.pieces + more)
 

@@ -162,7 +162,6 @@ class WorkerGroup(Generic[Worker]):
 
     @property
     def process_ids(self) -> list[int]:
-        """The process id of each rank, on its own node."""
         return [self._places[rank].process.pid for rank in sorted(self._places)]
 
     def call_all(self, method: Callable[[Worker, *Args], Result], *args: *Args) -> list[Result]:
@@ -365,7 +364,7 @@ class WorkerGroup(Generic[Worker]):
         self._stop_and_raise("\n".join([headline, *tails]))
 
     def _held(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Those of the ranks whose processes cannot run, and why."""
+        """Return the ranks whose processes cannot run, and why."""
         by_node: defaultdict[str, list[int]] = defaultdict(list)
         for rank in ranks:
             if rank in self._places:

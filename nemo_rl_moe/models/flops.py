@@ -88,7 +88,7 @@ def _projections(config: Any) -> int:
 
 
 def _latent_projections(config: Any) -> int:
-    """The same of latent attention, with keys and values made of their latent, as training does."""
+    """Count latent attention's multiplications, with keys and values computed from their latent as in training."""
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     queries = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
     rank = config.q_lora_rank

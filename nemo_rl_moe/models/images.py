@@ -74,7 +74,7 @@ def image_inputs(pictures: Sequence[Picture], is_image: Bool[np.ndarray, " token
 
 
 def pictures_in(inputs: Mapping[str, ModelInput]) -> list[Picture]:
-    """The pictures of one sequence, at hand; none where it has no such inputs."""
+    """Return the images of one sequence, at hand; none where it has no such inputs."""
     if PIXELS not in inputs:
         return []
     sizes = inputs[PICTURE_SIZES].values.tolist()
@@ -119,7 +119,7 @@ def distinct_pictures(ids: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def distinct_sizes(batch: TokenBatch) -> list[tuple[int, int]]:
-    """Height and width in pixels of a batch's distinct pictures; none where it has no such inputs."""
+    """Return height and width in pixels of a batch's distinct images; none where it has no such inputs."""
     if PICTURE_IDS not in batch.columns:
         return []
     chosen, _ = distinct_pictures(batch.columns[PICTURE_IDS].values.tolist())

@@ -235,11 +235,11 @@ class PolicyInterface(Protocol):
         ...
 
     def prepare_for_generation(self, clock: PhaseClock) -> None:
-        """Makes room for generation, where the configuration asks for it; what it takes is a phase of the clock."""
+        """Make room for generation, where the configuration asks for it; this is a phase of the clock."""
         ...
 
     def prepare_for_logprobs(self, clock: PhaseClock) -> None:
-        """The same for log-probability passes."""
+        """Make room for log-probability passes, as `prepare_for_generation` does."""
         ...
 
     def prepare_for_training(self, clock: PhaseClock) -> None:
@@ -247,7 +247,7 @@ class PolicyInterface(Protocol):
         ...
 
     def reference_logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
-        """The same of the model at the start of the run, where one is kept."""
+        """Return `logprobs` of the initial model, where it is kept."""
         ...
 
     @property

@@ -73,7 +73,7 @@ class PatchSizes:
         return sum(rows * columns // self.unit**2 for rows, columns in self.sizes(height, width))
 
     def pictures(self, image: "Image", resample: int) -> list[Picture]:
-        """The picture of an image in red, green and blue."""
+        """Resize an RGB image."""
         (size,) = self.sizes(image.height, image.width)
         return [_resized(image, size, resample)]
 
@@ -110,7 +110,7 @@ class TileSizes:
         return best
 
     def sizes(self, height: int, width: int) -> list[Size]:
-        """Size of each tile, the whole image behind the grid where that has several."""
+        """Return the size of each tile, with the whole image last where there are several."""
         columns, rows = self.grid(height, width)
         return [self.size] * (columns * rows + (columns * rows > 1))
 
@@ -164,7 +164,7 @@ class PictureRule:
         return self.sizes.pictures(image, self.resample)
 
     def takes_those_of(self, other: "PictureRule") -> bool:
-        """True where a model with this rule takes the pictures, and the image tokens, that another rule makes."""
+        """Whether a model with this rule accepts another rule's images and image tokens."""
         mine, theirs = self.sizes, other.sizes
         if isinstance(mine, PatchSizes):
             is_same = isinstance(theirs, PatchSizes) and mine.unit == theirs.unit

@@ -79,7 +79,7 @@ class SafetensorsFolder:
 
     @property
     def fingerprint(self) -> str:
-        """Of names, shapes, types and files; the same wherever the same folder is read."""
+        """Hash names, shapes, types and files, equal wherever the same folder is read."""
         return hashlib.sha256(repr(sorted(self.tensors.items())).encode()).hexdigest()
 
     def _single_file(self) -> str:
@@ -190,7 +190,7 @@ def listed(names: list[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value out of a file, safe to show on one line: names of tensors as they are, all else quoted and cut."""
+    """Show a value from a file on one line: names of tensors as they are, all else quoted and truncated."""
     text = str(value)
     return text if isinstance(value, str) and text.isprintable() and 0 < len(text) <= 200 else repr(value)[:200]
 
@@ -201,7 +201,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of which no key stands there twice: readers differ in which of two they take."""
+    """Make an object of distinct keys: readers differ in which of two equal ones they take."""
     if len(pairs) != len(dict(pairs)):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"{shown(twice)} stands there twice")

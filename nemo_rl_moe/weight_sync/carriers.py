@@ -38,7 +38,7 @@ class Carrier(Protocol):
         ...
 
     def taken_from(self, tensor: Tensor) -> Tensor:
-        """A tensor of the model where this carrier wants it, contiguous."""
+        """Return a tensor of the model where this transport needs it, contiguous."""
         ...
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> object:
@@ -61,7 +61,7 @@ class FileCarrier:
     is_ordered: bool = field(default=False, init=False)
 
     def taken_from(self, tensor: Tensor) -> Tensor:
-        """A copy on the host; the tensor itself where it lies there."""
+        """Return a copy on the host; the tensor itself if it is there."""
         return tensor.detach().cpu().contiguous()
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
@@ -69,7 +69,7 @@ class FileCarrier:
         write_bucket(path, label, tensors)
 
     def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing: the file has it."""
+        """Do nothing: the file has the bytes."""
 
     def opened(self, path: Path, label: BucketLabel, receiver: int) -> AbstractContextManager[dict[str, Tensor]]:
         """The file, mapped into memory."""
@@ -120,7 +120,7 @@ class CollectiveCarrier:
 
     @contextmanager
     def opened(self, path: Path, label: BucketLabel, receiver: int) -> Iterator[dict[str, Tensor]]:
-        """The tensors of the broadcast, in memory of their own."""
+        """Receive the broadcast's tensors in new memory."""
         manifest = read_manifest(path, label)
         buffer = torch.empty(manifest.num_bytes, dtype=torch.uint8, device=self._device)
         self._broadcast(path, label, 1 + receiver, buffer)
@@ -170,7 +170,7 @@ class SharedMemory(Protocol):
         ...
 
     def mapped(self, handle: Mapping[str, Any]) -> AbstractContextManager[Tensor]:
-        """The buffer behind a handle, as bytes."""
+        """Return the buffer of a handle, as bytes."""
         ...
 
     def device(self) -> torch.device:
@@ -232,7 +232,7 @@ class IpcCarrier:
         return buffer
 
     def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing: receivers open the memory."""
+        """Do nothing: receivers open the memory."""
 
     @contextmanager
     def opened(self, path: Path, label: BucketLabel, receiver: int) -> Iterator[dict[str, Tensor]]:
@@ -245,7 +245,7 @@ class IpcCarrier:
 
 
 def packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Bytes of tensors one after the other, each at a multiple of 16, `[bytes]`."""
+    """Return the bytes of tensors in order, each at a multiple of 16, `[bytes]`."""
     buffer = torch.empty(sum(map(_padded, (tensor.nbytes for tensor in tensors))), dtype=torch.uint8, device=device)
     begin = 0
     for tensor in tensors:
@@ -278,7 +278,7 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all, with the gaps between them."""
+        """Total bytes, with alignment gaps."""
         return sum(_padded(num_bytes) for *_, num_bytes in self._sizes())
 
     def cut(self, buffer: Tensor) -> dict[str, Tensor]:

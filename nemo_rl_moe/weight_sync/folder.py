@@ -313,11 +313,10 @@ class _Receiver:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors so far."""
         return sum(self._num_bytes)
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """All tensors, each once."""
+        """Yield all tensors, each once."""
         pending = list(range(self._transfer.num_senders))
         stall = _Stall(self._transfer.stall_timeout_s)
         while pending:
@@ -334,7 +333,7 @@ class _Receiver:
                 stall.pause(self._waits_for(pending, names))
 
     def _arrived(self, pending: list[int], names: set[str]) -> Iterator[tuple[int, str]]:
-        """Buckets that are there, each with its sender; in the order of all where the carrier has one."""
+        """Yield buckets on arrival, each with its sender; in the global order where the transport has one."""
         if not self._transfer.carrier.is_ordered:
             for sender in pending:
                 while (name := _bucket_name(sender, self._num_buckets[sender])) in names:

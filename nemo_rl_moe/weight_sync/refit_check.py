@@ -132,7 +132,7 @@ def coarse_bound(noise: float) -> Bound:
 
 
 def probe_sequences(count: int, length: int, vocabulary_size: int) -> list[list[int]]:
-    """The tokens that are scored: drawn evenly, always the same, so that many experts serve them."""
+    """Return the tokens to score: uniform and fixed, so that many experts serve them."""
     tokens: NDArray[np.int64] = np.random.default_rng(20).integers(vocabulary_size, size=(count, length))
     return [list(map(int, row)) for row in tokens]
 

@@ -77,7 +77,7 @@ def watched(transport: WeightTransport, receivers: Receivers) -> Iterator[None]:
 
 
 def _lost_behind_a_failure(receivers: Receivers) -> str | None:
-    """The receiver whose loss has made a transfer fail, as far as it can be told in some seconds."""
+    """Find, within some seconds, the receiver whose loss made a transfer fail."""
     deadline = time.monotonic() + 2 * CAUSE_WAIT_S
     while True:
         if (lost := receivers.find_lost(CAUSE_WAIT_S)) is not None:

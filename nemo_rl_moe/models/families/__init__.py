@@ -59,7 +59,7 @@ def family_of(hf_config: Any) -> ModelFamily:
 
 
 def num_patches_of(hf_config: Any) -> Callable[[int, int], int] | None:
-    """Patches that the vision tower runs for a picture, by its height and width in pixels; None of a model of text."""
+    """Return the vision tower's patches of an image by height and width in pixels; None for a model of text."""
     vision = family_of(hf_config).vision
     return None if vision is None else partial(vision.num_patches, hf_config)
 

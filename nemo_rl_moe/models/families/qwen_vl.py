@@ -71,7 +71,7 @@ def _qwen2_5_shape(hf_config: Any) -> TowerShape:
 
 
 def encode(tower: nn.Module, pictures: Sequence[UInt8[Tensor, "height width 3"]], hf_config: Any) -> TowerOutput:
-    """Runs the tower over pictures of any sizes at once."""
+    """Run the tower over images of any sizes at once."""
     from transformers.vision_utils import get_vision_position_ids
 
     # Sizes stay on the host, where transformers asks for them.

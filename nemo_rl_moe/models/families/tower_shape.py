@@ -89,6 +89,6 @@ class TowerShape:
 
 
 def _squares(length: int, window: int) -> int:
-    """Pairs along one side of a picture that is cut into windows, the last of which may be narrower."""
+    """Count pairs along one side of an image that is split into windows, the last of which may be narrower."""
     whole, rest = divmod(length, window)
     return whole * window**2 + rest**2

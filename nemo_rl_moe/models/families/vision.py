@@ -105,7 +105,7 @@ class VisionFamily:
         return (height // side) * (width // side)
 
     def num_patches(self, hf_config: Any, height: int, width: int) -> int:
-        """Patches of a picture (or tile) that the tower runs, as `num_image_tokens`."""
+        """Return the number of patches of an image (or tile) that the tower runs."""
         rows, columns = self.patch_grid(hf_config, height, width)
         return rows * columns
 
@@ -162,7 +162,7 @@ class VisionFamily:
 
 
 def decoder_section(config_json: Mapping[str, Any], vision: VisionFamily | None) -> Mapping[str, Any]:
-    """The decoder's part of a `config.json`: a section of its own, or all that the whole model has no name for."""
+    """Return the decoder's part of a `config.json`: a section, or all fields that the whole model does not name."""
     if vision is None:
         return config_json
     section = config_json.get("text_config")

@@ -57,7 +57,7 @@ def model_names(saved: Iterable[str]) -> dict[str, str]:
 
 
 def may_be_missing(name: str) -> bool:
-    """Return whether a model may begin without a tensor: an expert bias begins with zeros, a value head as drawn."""
+    """Return whether a model may begin without a tensor: an expert bias begins with zeros, a value head randomly."""
     return name.endswith(_EXPERT_BIAS) or is_of_value_head(name)
 
 
@@ -111,7 +111,7 @@ _TRACKED = "tracked."
 
 
 def random_states() -> dict[str, Tensor]:
-    """Copies of the states: torch's own, the GPU's where there is one, and those that Megatron-Core keeps by name."""
+    """Copy the states: torch's own, the GPU's where there is one, and those that Megatron-Core keeps by name."""
     states = {"torch": torch.get_rng_state()}
     if not cpu_backend.ACTIVE:
         states["cuda"] = torch.cuda.get_rng_state()

@@ -135,7 +135,7 @@ def data_only(index: Metadata, parts: PartsRead | None) -> Iterator[None]:
 
 
 def _size(folder: Path, name: str) -> int:
-    """Bytes of a regular file in the folder. Opening a planted pipe would wait for ever."""
+    """Return the bytes of a regular file in the folder; opening a planted pipe would wait for ever."""
     path = folder / name
     try:
         is_inside = path.resolve().parent == folder.resolve()

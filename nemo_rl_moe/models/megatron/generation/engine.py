@@ -117,7 +117,7 @@ def inference(
 
 @contextmanager
 def _kept_random_states() -> Iterator[None]:
-    """Restores Megatron-Core's own random states, from which the noise on a router's input is drawn, say."""
+    """Restore Megatron-Core's random states, from which, for example, a router's input noise is sampled."""
     tracker = get_cuda_rng_tracker()
     states = {name: state.clone() for name, state in tracker.get_states().items()}
     try:

@@ -124,7 +124,7 @@ _WORD = -1
 
 
 class _PicturesOfPrompts:
-    """The prompts' pictures on the host.
+    """The prompts' images on the host.
 
     Args:
         chunk: Holds the family.
@@ -155,7 +155,7 @@ class _PicturesOfPrompts:
         self.end = int((columns + self._starts[rows]).max(initial=-1)) + 1
 
     def distinct(self, device: torch.device) -> dict[str, Tensor]:
-        """Each distinct picture once, as columns of a microbatch."""
+        """Return each distinct image once, as columns of a microbatch."""
         return {
             PIXELS: torch.from_numpy(np.concatenate(list(self._pixels.values()))).to(device),
             PICTURE_SIZES: torch.tensor(list(self.sizes.values())),
@@ -163,7 +163,7 @@ class _PicturesOfPrompts:
         }
 
     def feature_numbers(self) -> Int[Tensor, "slots rows"]:
-        """Row of the tower's output for the distinct pictures that each slot takes; `_WORD` where it is no picture."""
+        """Return the row of the tower's output for each slot; `_WORD` where it is no image."""
         family, hf_config = self._chunk.family, self._chunk.hf_config
         counts = [family.num_image_tokens(hf_config, *size) for size in self.sizes.values()]
         ends = dict(zip(self.sizes, accumulate(counts), strict=True))

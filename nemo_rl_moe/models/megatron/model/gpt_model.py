@@ -133,7 +133,7 @@ class PolicyGPTModel(_PolicyOutput, GPTModel):
 
 
 class FastPolicyGPTModel(_PolicyOutput, FastGPTModel):
-    """The same with this project's modules for machines without Transformer Engine."""
+    """`PolicyGPTModel` with this project's modules for machines without Transformer Engine."""
 
 
 class VisionGPTModel(_PolicyOutput, VisionInput, GPTModel):
@@ -205,7 +205,7 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
 
 
 def _stretch_positions(chunk: GPTModel, hf_config: Any) -> None:
-    """Sets the rotary frequencies of models that stretch their positions; multi-latent attention has its own."""
+    """Set the rotary frequencies of models with scaled positions; multi-latent attention has its own."""
     if chunk.config.multi_latent_attention:
         return
     frequencies = inverse_frequencies(hf_config)

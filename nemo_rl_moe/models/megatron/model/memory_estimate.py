@@ -43,12 +43,11 @@ class Parameters:
 
     @property
     def trained(self) -> int:
-        """Those with gradients."""
+        """Parameters with gradients."""
         return self.dense + self.experts
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.trained + self.frozen
 
 
@@ -383,7 +382,7 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
 
 
 def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
-    """Of ranks of the first stage, each of which runs the whole tower; nothing is kept where it is not trained."""
+    """Bytes on ranks of the first stage, each of which runs the whole tower; nothing is kept where it is frozen."""
     vision = family_of(hf_config).vision
     if vision is None or stage > 0 or config.policy.freeze.vision_tower:
         return 0

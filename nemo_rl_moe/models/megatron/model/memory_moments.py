@@ -35,7 +35,6 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.trainer + self.engine + self.processes
 
 

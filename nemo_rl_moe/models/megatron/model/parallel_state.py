@@ -139,7 +139,6 @@ def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: i
 
 
 def parallel_coordinates() -> ParallelCoordinates:
-    """This rank's place in the layout."""
     return ParallelCoordinates(
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),

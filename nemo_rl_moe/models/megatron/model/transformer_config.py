@@ -58,7 +58,7 @@ def layers_of_stages(config: TransformerConfig) -> list[int]:
 
 
 def attention_windows(config: TransformerConfig) -> list[int | None]:
-    """Number of keys that a query of each layer sees, its own included; None: all up to its own."""
+    """Return the number of keys that a query of each layer sees, its own included; None: all up to its own."""
     size, frequency = config.window_size, config.window_attn_skip_freq
     numbers = range(1, config.num_layers + 1)
     return [size[0] + 1 if is_layer_window_attention(size, frequency, number) else None for number in numbers]
@@ -264,7 +264,7 @@ def _problem_with_deep_layers(config: TransformerConfig, num_deep: int) -> str |
 
 
 def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str]:
-    """Parts and pictures that are not there, and models or pipeline stages of which nothing would train."""
+    """Return problems of missing vision parts, and of models or pipeline stages without any trained weight."""
     freeze, key = policy.freeze, "policy.freeze."
     shared = policy.megatron_cfg.context_parallel_size
     if has_vision and shared > 1:

@@ -304,6 +304,6 @@ def vision_parameters(hf_config: Any) -> tuple[int, int]:
 
 
 def pixels_per_token_of_positions(hf_config: Any) -> int | None:
-    """Height and width of an image token's pixels, where such tokens have positions of their own; None otherwise."""
+    """Return height and width in pixels of an image token with 3D positions; None otherwise."""
     family = family_of(hf_config).vision
     return family.pixels_per_token(hf_config) if family is not None and family.has_mrope else None

@@ -171,7 +171,7 @@ def _agree(folder: Path, staging: Path, problem: str | None) -> None:
 
 
 def _problems_of_all(problem: str | None) -> str:
-    """Those of all ranks, on one line and the same on each of them; empty where none has any."""
+    """Join the problems of all ranks on one line, equal on each of them; empty where none has any."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, problem)
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None)

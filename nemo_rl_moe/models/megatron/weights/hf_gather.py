@@ -73,7 +73,7 @@ class _Spread:
 
 
 def _shards(is_expert: bool) -> tuple[int, int]:
-    """This rank's place among those that share a parameter, and their number."""
+    """Return this rank's index among those that share a parameter, and their number."""
     if is_expert:
         return (
             parallel_state.get_expert_tensor_parallel_rank(),
@@ -234,7 +234,7 @@ def _shard_group(is_expert: bool) -> Any:
 
 
 def _gather(is_expert: bool, part: Tensor, shards: Tensor | None, shard: int) -> None:
-    """Brings the contiguous parts of all ranks that share a parameter to one of them, which gives room for them."""
+    """Gather the contiguous parts of all ranks that share a parameter on one of them, which provides the memory."""
     group = _shard_group(is_expert)
     into = None if shards is None else [_as_bytes(one) for one in shards]
     dist.gather(_as_bytes(part), into, dst=dist.get_global_rank(group, shard), group=group)
@@ -247,5 +247,5 @@ def _joined(piece: ParameterPiece, shards: Tensor) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """For collectives, which do not know every type; a view where the tensor is contiguous."""
+    """View a tensor as bytes, for collectives, which do not know every type; copies where it is not contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8)

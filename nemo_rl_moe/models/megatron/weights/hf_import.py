@@ -41,7 +41,6 @@ class LeftOut:
     why: str
 
     def line(self, folder: Any) -> str:
-        """For the user."""
         return f"{folder}: {_count(self.names)} left out: {listed(list(self.names))}: {self.why}"
 
 

@@ -62,7 +62,7 @@ class ParameterPiece:
         return tuple(shape)
 
     def slice_of(self, full: Tensor) -> Tensor:
-        """This rank's piece of the full tensor."""
+        """Return this rank's piece of the full tensor."""
         if self.shard_dimension is None or self.num_shards == 1:
             return full
         halves = full.chunk(2, self.shard_dimension) if self.gated else (full,)
@@ -114,7 +114,7 @@ def _canonical_layer(chunk: GPTModel, local_name: str) -> str:
 
 
 def plain_norm_name(name: str) -> str:
-    """The name that a norm's weight has where the norm is a module of its own; other names pass through."""
+    """Return the name of a norm's weight in a separate norm module; other names pass through."""
     for fused, plain in _FUSED_NORMS.items():
         if name.endswith(fused):
             return name.removesuffix(fused) + plain

@@ -42,7 +42,7 @@ def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf
 
 @torch.no_grad()
 def _draw_value_heads(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, seed: int) -> None:
-    """Fill the value heads, which few folders have a tensor for, as random weights are drawn."""
+    """Fill the value heads, which few folders have a tensor for, with random weights."""
     for piece in parameter_pieces(chunks, config):
         if piece.name.startswith(VALUE_HEAD_PREFIX):
             piece.local.copy_(_full_tensor(piece, config, hf_config, seed))
@@ -119,7 +119,7 @@ class ReferenceWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """While open, the model has the reference's weights; afterwards its own again, to the last bit."""
+        """Give the model the reference's weights while open, and then its own again, to the last bit."""
         self._exchange()
         try:
             yield

@@ -234,7 +234,7 @@ class SDPAttention(MegatronModule):
         return self.attend(query, key, value)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `causal_attention`."""
+        """See `causal_attention`."""
         return causal_attention(query, key, value, self.softmax_scale)
 
 

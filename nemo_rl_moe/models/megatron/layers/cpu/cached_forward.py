@@ -42,7 +42,7 @@ class Rotation:
 
     @property
     def of_rows(self) -> bool:
-        """True where each row has its own."""
+        """Whether each row has its own angles."""
         return self.cosines.shape[1] > 1
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:

@@ -50,7 +50,7 @@ def _added_mask(sequence: int, heads_per_group: int) -> Tensor:
 
 
 class FusedAttentionFunction(torch.autograd.Function):
-    """From mixed queries, keys and values to the context. The formulas are those of the separate modules."""
+    """Attention from mixed queries, keys and values, by the formulas of the separate modules."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,6 @@ class FastSelfAttention(SelfAttention):
 
     @property
     def head_layout(self) -> HeadLayout:
-        """This rank's heads."""
         groups = self.num_query_groups_per_partition
         heads_per_group = self.num_attention_heads_per_partition // groups
         return HeadLayout(groups, heads_per_group, self.hidden_size_per_attention_head)

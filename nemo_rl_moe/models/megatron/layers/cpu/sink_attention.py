@@ -94,7 +94,7 @@ class SinkAttention(SDPAttention):
         return torch.nn.Parameter(sinks)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `sink_attention` or, without sinks, `causal_attention`."""
+        """See `sink_attention` or, without sinks, `causal_attention`."""
         if self.softmax_offset is None:
             return causal_attention(query, key, value, self.softmax_scale, self.window)
         return sink_attention(query, key, value, self.softmax_offset, self.softmax_scale, self.window)
