@@ -40,31 +40,25 @@ class HashingReader(io.RawIOBase):
         self._position = 0
 
     def close(self) -> None:
-        """Closes it."""
         if not self.closed:
             os.close(self._descriptor)
         super().close()
 
     def readable(self) -> bool:
-        """True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
         return True
 
     def tell(self) -> int:
-        """Position from the first byte."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Goes to a position."""
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
         self._position = max(0, origin + offset)
         return self._position
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fills a buffer as far as there are bytes; their number."""
         view = memoryview(buffer).cast("B")[: max(0, self._num_bytes - self._position)]
         if self._position > self._num_hashed and len(view) >= _LARGE_BYTES:
             self._hash_up_to(self._position)
@@ -83,7 +77,7 @@ class HashingReader(io.RawIOBase):
         return count
 
     def checksum(self) -> str:
-        """XXH3 of all bytes, in hexadecimal digits; reads those that were not read in their order."""
+        """XXH3 of all bytes, in hexadecimal; reads those that were not read in order."""
         self._hash_up_to(self._num_bytes)
         return self._hash.hexdigest()
 

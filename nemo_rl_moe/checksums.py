@@ -107,16 +107,13 @@ class ChecksumStream:
         return view.nbytes
 
     def end_part(self, name: str) -> None:
-        """Ends the part that was written since the last one."""
         self.parts.append(Part(name, self._num_bytes, self._hash.hexdigest()))
         self._hash, self._num_bytes = xxh3_128(), 0
 
     def tell(self) -> int:
-        """Number of bytes written."""
         return self._stream.tell()
 
     def flush(self) -> None:
-        """Hands what is buffered to the operating system."""
         self._stream.flush()
 
     def to_disk(self) -> None:
@@ -125,7 +122,6 @@ class ChecksumStream:
         os.fsync(self._stream.fileno())
 
     def close(self) -> None:
-        """Closes the file."""
         self._stream.close()
 
 
@@ -331,7 +327,7 @@ def _pieces(entry: FileEntry) -> Iterator[_Piece]:
 
 
 def _compared(path: Path, pieces: Iterable[_Piece]) -> list[str] | OSError:
-    """Names of those pieces of a file that are not what was written; or why it cannot be read."""
+    """Return the names of damaged pieces of a file, or why it cannot be read."""
     try:
         with path.open("rb", buffering=0) as file:
             buffer = memoryview(bytearray(min(_BUFFER_BYTES, max(1, os.fstat(file.fileno()).st_size))))

@@ -61,7 +61,7 @@ Problem = tuple[str, str]
 
 @dataclass(frozen=True)
 class Parameters:
-    """All that the written files depend on."""
+    """Everything that determines the written files."""
 
     seed: int
     num_train: int
@@ -297,7 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _show_progress(total: int) -> Callable[[int], None]:
-    """A line that renews itself on a terminal, nothing elsewhere."""
+    """Return a printer of progress: a line that renews itself on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         return lambda _: None
 

@@ -145,7 +145,7 @@ def _cut(line: str) -> str:
 
 
 def escape_log_messages() -> None:
-    """Has what libraries log through `logging` pass `printable` too: they quote files that come from elsewhere."""
+    """Make library messages in `logging` pass `printable`: they quote untrusted files."""
     make = logging.getLogRecordFactory()
     if getattr(make, "escapes", False):
         return
@@ -164,7 +164,7 @@ LONGEST_LINE = 300
 
 
 def one_line(error: BaseException) -> str:
-    """Type and first line of text of an error of somebody else's, whose text may itself be broken."""
+    """Return type and first line of an error of a library, whose text may itself be broken."""
     name = type(error).__name__
     try:
         lines = str(error).strip().splitlines()

@@ -78,7 +78,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Everything inside counts for this phase."""
+        """Count everything inside for this phase."""
         started = self._clock()
         try:
             yield
@@ -90,7 +90,7 @@ class PhaseClock:
         self._tokens[name] = self._tokens.get(name, 0) + num_tokens
 
     def seconds(self, name: str) -> float:
-        """Seconds of a phase so far; 0 of one that has not come."""
+        """Return the seconds of a phase so far; 0 before its first time."""
         return self._seconds.get(name, 0.0)
 
     def metrics(self) -> dict[str, float]:

@@ -104,7 +104,6 @@ examples:
 
 
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", examples: str) -> None:
-    """Adds the commands to the command line."""
     shipped = _shipped_help()
     for name, summary in (
         *((name, ALGORITHMS[name].summary) for name in BUILT_IN),

@@ -135,7 +135,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def image_folder(data_path: str | None, image_root: str | None) -> Path | None:
-    """Folder that images' paths start from: `data.image_root`, or the folder of the data; None for a hub's data."""
+    """Return the root of images' paths: `data.image_root`, or the data's folder; None for a hub's data."""
     if image_root is not None:
         return Path(image_root)
     if data_path is None:

@@ -33,17 +33,13 @@ Found = TypeVar("Found")
 
 
 class PicturedRecord(Protocol):
-    """A record with images; `Example` and `PromptRecord` are some."""
+    """A record with images, such as `Example` and `PromptRecord`."""
 
     @property
-    def sample_id(self) -> str:
-        """File and line that it came from."""
-        ...
+    def sample_id(self) -> str: ...
 
     @property
-    def messages(self) -> Sequence[Mapping[str, Any]]:
-        """The turns."""
-        ...
+    def messages(self) -> Sequence[Mapping[str, Any]]: ...
 
     @property
     def images(self) -> tuple[ImageReference, ...]: ...
@@ -75,7 +71,7 @@ class SampleImages:
         return mask
 
     def digests(self) -> tuple[bytes, ...]:
-        """Digests of the encoded images: the same for the same images."""
+        """Digests of the encoded images, equal for equal images."""
         return tuple(image.digest for image in self.images)
 
 
@@ -282,7 +278,7 @@ def image_tokenizer(rule: PictureRule, tokenizer: "PreTrainedTokenizerBase", rea
 
 
 def _in_threads(work: Callable[[Given], Found], items: Iterable[Given]) -> list[Found | str]:
-    """Results in order, or the text of the `RecordError`; decoders leave Python's lock alone."""
+    """Return results in order, or the text of a `RecordError`; threads help because decoders release the GIL."""
 
     def attempt(item: Given) -> Found | str:
         try:
@@ -299,7 +295,7 @@ def _in_threads(work: Callable[[Given], Found], items: Iterable[Given]) -> list[
 
 
 def _texts(value: Any) -> Iterable[str]:
-    """Every text in a value, however deep."""
+    """Yield every text in a value at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

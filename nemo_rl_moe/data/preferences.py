@@ -229,7 +229,7 @@ def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBa
 
 
 def _tokenized_pairs(records: Sequence[PreferenceRecord], tokenize: BatchTokenizer) -> list[_TokenizedPair | BadLine]:
-    """The chosen and the rejected sequence of each record, all tokenized in one go."""
+    """Tokenize the chosen and the rejected sequence of each record in one call."""
     sequences = tokenize([example for record in records for example in (record.chosen, record.rejected)])
     pairs: list[_TokenizedPair | BadLine] = []
     for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True):

@@ -37,7 +37,7 @@ NO_INPUTS = TemplateInputs()
 
 
 def run_wide_inputs(tools: Sequence[ToolDefinition], kwargs: Mapping[str, Any]) -> TemplateInputs:
-    """The inputs that `data.tools` and `data.chat_template_kwargs` name, which have been checked."""
+    """Return the checked inputs of `data.tools` and `data.chat_template_kwargs`."""
     return TemplateInputs(tuple(tools) or None, dict(kwargs))
 
 

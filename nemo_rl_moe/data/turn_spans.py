@@ -179,11 +179,11 @@ def _spaced_as(between: str, prompted: str) -> str:
 
 
 def _first_token(text: str, special_tokens: Collection[str]) -> str:
-    """The longest special token that the text begins with; empty where it begins with none."""
+    """Return the longest special token that the text begins with; empty without one."""
     return max((token for token in special_tokens if text.startswith(token)), key=len, default="")
 
 
 def _without_trailing_space(text: str, start: int, end: int, end_token: str) -> int:
-    """Leaves out a newline after the end token: generation stops before it."""
+    """Leave out a newline after the end token: generation stops before it."""
     stripped = text[start:end].rstrip()
     return start + len(stripped) if end_token and stripped.endswith(end_token) else end

@@ -64,7 +64,7 @@ class Target:
 
     @property
     def overrides(self) -> list[str]:
-        """Overrides of a configuration that place it there."""
+        """Overrides of a configuration for these machines."""
         return [f"cluster.num_nodes={self.num_nodes}", f"cluster.gpus_per_node={self.gpus_per_node}"]
 
     def __str__(self) -> str:

@@ -97,7 +97,7 @@ class Column:
         return replace(self, values=to_device(self.values, device), sizes=sizes)
 
     def of_targets(self) -> "Column":
-        """The column in line with the targets, as log-probabilities are: without the first token's value."""
+        """Return the column aligned with targets, as log-probabilities are: without the first token's value."""
         return replace(self, values=self.values[:, 1:]) if self.axis is Axis.TOKEN else self
 
 
@@ -252,7 +252,7 @@ class TokenBatch:
         return replace(self, columns=self.columns_for(Destination.LOSS), stored={}, shared={})
 
     def with_shared_in(self, store: ArrayStore) -> "TokenBatch":
-        """The batch with the places of its shared arrays in a store."""
+        """Return the batch with handles in place of its shared arrays."""
         shared = {name: replace(column, arrays=store.place(column.arrays)) for name, column in self.shared.items()}
         return replace(self, shared=shared)
 

@@ -14,7 +14,7 @@ MOST_REFUSED = 64
 
 
 def round_up(length: int, multiple: int) -> int:
-    """The smallest multiple that is not less."""
+    """Round up to a multiple."""
     return -(-length // multiple) * multiple
 
 

@@ -63,7 +63,7 @@ def describe_shortage(config: ClusterConfig, nodes: Sequence[Mapping[str, float]
 
 
 def _most_on_each(amounts: Sequence[int], num_nodes: int) -> int:
-    """The largest amount that as many nodes have."""
+    """Return the largest amount that this many nodes have."""
     return sorted(amounts, reverse=True)[num_nodes - 1]
 
 
@@ -120,7 +120,7 @@ class RayCluster:
 
     @property
     def can_be_called(self) -> bool:
-        """False when Ray has been stopped or its servers have died: a call to it might wait for ever."""
+        """False when Ray has been stopped or its servers have died, so that a call could wait for ever."""
         return ray.is_initialized() and self.failure is None
 
     def call_on_each_machine(self, function: Callable[..., Any], *args: Any, with_gpus: bool = False) -> list[Any]:
@@ -148,12 +148,12 @@ class RayCluster:
             raise WorkerDiedError(f"`{function.__name__}` on the machines of the run: {error}") from error
 
     def let_die(self) -> None:
-        """Says that nothing more is wanted of Ray: that it has died is no failure of the run any more."""
+        """Mark Ray as no longer needed: its death is no failure of the run any more."""
         if self._local_ray:
             self._local_ray.let_die()
 
     def shutdown(self) -> None:
-        """Gives back what was reserved, and stops Ray if this object started it. Does nothing the second time."""
+        """Release what was reserved, and stop Ray if this object started it; a second call does nothing."""
         if self.failure is not None:
             return  # nobody answers
         if self.placement_group is not None and ray.is_initialized():
@@ -166,7 +166,7 @@ class RayCluster:
         self._local_ray, self._has_joined = None, False
 
     def _require_usable_gpus(self) -> None:
-        """Refuses GPUs that torch cannot use: Megatron-Core's workers would run on the CPUs without a word."""
+        """Refuse GPUs that torch cannot use: Megatron-Core's workers would silently run on the CPUs."""
         problems = [problem for problem in self.call_on_each_machine(problem_with_gpus, with_gpus=True) if problem]
         if problems:
             raise ConfigurationError(problems)

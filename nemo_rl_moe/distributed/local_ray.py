@@ -48,7 +48,7 @@ UNWINDING_S = 6.0
 
 
 def object_store_bytes() -> int:
-    """Size of a small object store, as batches and metrics are all that travels; less where shared memory is scarce."""
+    """Return the size of a small object store for batches and metrics; less where shared memory is scarce."""
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
@@ -104,7 +104,7 @@ def _blocked_stop_signals() -> Iterator[None]:
 
 
 def _keep_token_private() -> None:
-    """Takes from others the right to read the token by which Ray's servers know their callers; Ray grants it."""
+    """Make the authentication token of Ray's servers unreadable for others; Ray's default allows it."""
     token = Path.home() / ".ray" / "auth_token"
     with suppress(OSError, RuntimeError):  # there is none, or no home
         token.chmod(0o600)
@@ -174,11 +174,11 @@ class LocalRay:
         return self._failure
 
     def let_die(self) -> None:
-        """Says that nothing more is wanted of the servers: their death is no failure any more."""
+        """Mark the servers as no longer needed: their death is no failure any more."""
         self._exit_code = 0
 
     def shutdown(self) -> None:
-        """Ends the servers and all that they have started."""
+        """End the servers and all that they have started."""
         self._stop_watching()
         family = self._family()
         node: Any = getattr(ray._private.worker, "_global_node", None)
@@ -224,7 +224,7 @@ class LocalRay:
         raise _DiedInTheStartError(self._failure)
 
     def _clear_away(self) -> None:
-        """Ends what a start in vain has left; what was found dead of it is no failure."""
+        """Clean up after a failed start; what was found dead of it is no failure."""
         with self._lock:  # the watch waits for it, however long it takes
             end_processes(self._family())
             ray.shutdown()
@@ -260,7 +260,7 @@ class LocalRay:
         return None
 
     def _stop_watching(self) -> None:
-        """Ends the watch before the servers are ended on purpose; one that has found them dead goes on."""
+        """End the watch before the servers are ended on purpose, unless it has found them dead."""
         if self._failure is None:
             self._stopped.set()
             self._thread.join()

@@ -54,7 +54,7 @@ RankMicrobatches = tuple[tuple[Microbatch, ...], ...]
 
 @dataclass(frozen=True)
 class PlainBatching:
-    """A fixed number of sequences (or groups of them) a microbatch, in the order in which they came."""
+    """A fixed number of sequences (or groups of them) a microbatch, in the order of the batch."""
 
     micro_batch_size: int
 
@@ -262,7 +262,7 @@ def _cheapest_by_length(
 
 
 def _with_sequences(by_rank: RankMicrobatches, group_size: int) -> RankMicrobatches:
-    """The sequences instead of their groups."""
+    """Replace groups by their sequences."""
     return tuple(tuple(sequences_of(groups, group_size) for groups in microbatches) for microbatches in by_rank)
 
 

@@ -52,7 +52,8 @@ class ProcessIdentity:
 
 
 def state_of(process: psutil.Process | None) -> str:
-    """State, such as psutil.STATUS_STOPPED; empty for a process that has ended, collected by its parent or not."""
+    """Return a state such as psutil.STATUS_STOPPED; empty for an ended process, whether its parent has collected it or
+    not."""
     with suppress(psutil.NoSuchProcess):
         if process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             return str(process.status())
@@ -60,7 +61,7 @@ def state_of(process: psutil.Process | None) -> str:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """False for a process that has ended, also where nobody has collected its exit code yet."""
+    """False for an ended process, also before its parent has collected it."""
     return state_of(process) != ""
 
 
@@ -70,7 +71,8 @@ def process_states(identities: Iterable[ProcessIdentity]) -> list[str]:
 
 
 def ray_folder(pid: int) -> Path:
-    """Temporary folder of the Ray that a process has started: sockets and logs, for its owner's eyes alone."""
+    """Return the temporary folder of the Ray that a process has started: sockets and logs, readable by its owner
+    alone."""
     # Names of sockets are at most 107 bytes long, and Ray adds 70.
     parent = Path(tempfile.gettempdir())
     return (parent if len(str(parent)) < _LONGEST_TEMPORARY else Path("/tmp")) / f"nemo_rl_moe-ray-{pid}"
@@ -160,7 +162,7 @@ def read_tail(path: Path | None, num_lines: int) -> str:
 
 
 def families(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """The processes among `roots` that run, and everything that they have started."""
+    """Return the running processes among `roots`, and all their descendants."""
     members: list[psutil.Process] = []
     for root in roots:
         with suppress(psutil.NoSuchProcess):
@@ -178,7 +180,7 @@ def end_processes(processes: Sequence[psutil.Process]) -> None:
 
 
 def find_families(roots: Iterable[ProcessIdentity]) -> list[ProcessIdentity]:
-    """Identities of the processes among `roots` that run, and of everything that they have started."""
+    """Return the identities of the running processes among `roots`, and of all their descendants."""
     running = (process for root in roots if (process := root.find()))
     found = []
     for member in families(running):
@@ -188,7 +190,7 @@ def find_families(roots: Iterable[ProcessIdentity]) -> list[ProcessIdentity]:
 
 
 def end_families(members: Iterable[ProcessIdentity], grace_s: float) -> None:
-    """Waits for processes to end, and kills those that do not within so many seconds."""
+    """Wait for processes to end, and kill those that do not within so many seconds."""
     running = [process for member in members if (process := member.find())]
     _, stubborn = psutil.wait_procs(running, timeout=grace_s)
     end_processes(stubborn)

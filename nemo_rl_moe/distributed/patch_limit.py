@@ -21,14 +21,13 @@ class PatchRoom:
         self._ids, self._patches = set(first), sum(first.values())
 
     def has_room_for(self, pictures: Pictures) -> bool:
-        """True where another item may join those that are there."""
+        """Whether another item may join."""
         # What is like the first one adds nothing, and where that is too much by itself, nothing else is there.
         if self._most is None or pictures.keys() == self._first:
             return True
         return self._patches + self._added(pictures) <= self._most
 
     def add(self, pictures: Pictures) -> None:
-        """Lets an item in."""
         self._patches += self._added(pictures)
         self._ids |= pictures.keys()
 

@@ -69,7 +69,7 @@ class StopSignals:
         return None if self._reason is None else self._reason.name
 
     def end_now(self) -> None:
-        """End the run by the signal that has asked it to stop, as if that had come outside of `graceful`."""
+        """End the run by the signal that asked it to stop, as if that had come outside of `graceful`."""
         if self._reason is not None:
             _raise(self._reason)
 
@@ -119,7 +119,7 @@ def _raise(number: int) -> NoReturn:
 
 
 def _write_to_stderr(message: str) -> None:
-    """Write a line from a signal handler, past Python's buffers, which the interrupted code may be using."""
+    """Write a line from a signal handler, bypassing Python's buffers, which the interrupted code may be using."""
     os.write(_STDERR, f"\n{message}\n".encode())
 
 
@@ -150,7 +150,8 @@ def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, without the ends of libraries; the user knows why already. Its watcher clears away."""
+    """End this process at once, without libraries' exit handlers; the error is reported already, and the watcher cleans
+    up."""
     if _pipe_to_watcher is not None:
         with suppress(OSError):
             os.write(_pipe_to_watcher, _REPORTED)
@@ -180,7 +181,7 @@ def _end_in_order(watcher: int, owner: str) -> None:
 
 
 def _be_watcher(main: int, owner: str, reader: int, report_end: Callable[[], None]) -> NoReturn:
-    """Run the forked process, which never returns into the code that has forked it."""
+    """Run the forked process, which never returns into the code that forked it."""
     try:
         gc.disable()
         os.setsid()  # out of the terminal's reach

@@ -21,7 +21,7 @@ Fetch = Callable[[Sequence[Any]], Sequence[Shaped[np.ndarray, "rows ..."] | None
 
 @cache
 def _name_of(dtype: np.dtype[Any]) -> str:
-    """Name of a type, which numpy takes ten times as long to make as a piece."""
+    """Return a type's name from a cache, because numpy takes ten times as long as a piece."""
     return str(dtype)
 
 
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
         return self.start + self.num_rows
 
     def since(self, start: int) -> "Piece":
-        """Its part for tokens from a position on."""
+        """Return the part for tokens from a position on."""
         skipped = max(0, start - self.start)
         return Piece(self.source, self.first + skipped, self.start + skipped, self.num_rows - skipped)
 

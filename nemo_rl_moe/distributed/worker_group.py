@@ -157,7 +157,6 @@ class WorkerGroup(Generic[Worker]):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self._cluster.config.world_size
 
     @property

@@ -70,7 +70,6 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         self._worker: Any = None
 
     def place(self) -> WorkerPlace:
-        """Place of this process."""
         context = ray.get_runtime_context()
         stderr_path = Path("/proc/self/fd/2").resolve()
         return WorkerPlace(

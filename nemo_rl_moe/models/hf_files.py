@@ -80,7 +80,7 @@ def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float],
 
 
 def fetching_problem(model: HubModel) -> str | None:
-    """Error of fetching a model's missing files into this machine's cache, naming the machine; None for success."""
+    """Fetch a model's missing files into this machine's cache; return the error, naming the machine, or None."""
     try:
         model.folder()
     except ConfigurationError as error:

@@ -32,13 +32,13 @@ def hub_silence() -> str | None:
 
 
 def from_cache_alone() -> bool:
-    """True where the hub cannot be reached; for the `local_files_only` of what reads from it."""
+    """Whether the hub cannot be reached, for the `local_files_only` of its readers."""
     return hub_silence() is not None
 
 
 @contextmanager
 def hub_or_cache_alone() -> Iterator[None]:
-    """Context in which the hub is not asked where it cannot be reached; for what takes no `local_files_only`."""
+    """Disable requests to an unreachable hub inside; for code without `local_files_only`."""
     from huggingface_hub import constants
 
     with patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or from_cache_alone()):

@@ -45,7 +45,7 @@ class Picture:
 
     @cached_property
     def flat(self) -> UInt8[np.ndarray, " bytes"]:
-        """The pixels as they travel: always the same object, by which sequences share it."""
+        """The flattened pixels, always the same object, so that sequences share it."""
         return self.pixels.reshape(-1)
 
     @cached_property
@@ -82,7 +82,7 @@ def pictures_in(inputs: Mapping[str, ModelInput]) -> list[Picture]:
 
 
 def has_its_pixels(inputs: Mapping[str, ModelInput]) -> bool:
-    """True where a sequence has as many arrays and digests as sizes, and each array the bytes of its size."""
+    """Whether a sequence has as many arrays and digests as sizes, and each array the bytes of its size."""
     sizes = inputs[PICTURE_SIZES].values
     found = [num_bytes_of(array) for array in inputs[PIXELS].values]
     return len(inputs[PICTURE_IDS].values) == len(sizes) and found == (3 * sizes.prod(1)).tolist()

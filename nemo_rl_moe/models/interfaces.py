@@ -20,7 +20,7 @@ from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 
 class Head(Enum):
-    """A quantity of each target token that a loss may ask for; the model's last stage computes those asked for."""
+    """A quantity of each target token that the model's last stage computes on request of a loss."""
 
     LOGPROBS = "logprobs"
     """Log-probability of the target given the tokens before it, in nats."""
@@ -243,7 +243,7 @@ class PolicyInterface(Protocol):
         ...
 
     def prepare_for_training(self, clock: PhaseClock) -> None:
-        """Undoes either; `train` does it itself where nobody asked."""
+        """Undo either; `train` does it itself if necessary."""
         ...
 
     def reference_logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
@@ -284,7 +284,7 @@ class PolicyInterface(Protocol):
         ...
 
     def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Puts back what `start_checkpoint` wrote, in the same layout or another one."""
+        """Restore what `start_checkpoint` wrote, in the same layout or another one."""
         ...
 
     def shutdown(self) -> None:

@@ -120,7 +120,7 @@ def write_model_files(files: Mapping[str, bytes], folder: Path) -> None:
 
 
 def _generation_config(hf_config: Any) -> bytes:
-    """Generation settings of `config.json`. Not by `save_pretrained`, which refuses what models ship."""
+    """Return generation settings of `config.json`, without `save_pretrained`, which refuses what models ship."""
     from transformers import GenerationConfig
 
     made: str = GenerationConfig.from_model_config(hf_config).to_json_string()

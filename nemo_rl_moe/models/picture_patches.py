@@ -41,14 +41,14 @@ class PixelRule:
         return 3 * self.frames * self.patch_size**2
 
     def normalised(self, pixels: UInt8[Tensor, "... 3"]) -> Float[Tensor, "... 3"]:
-        """Numbers of pixels in float32; scaled in float64 before they are rounded, as NumPy does it."""
+        """Normalise pixels to float32; scaled in float64 before rounding, as NumPy does it."""
         scaled = (pixels.double() * self.scale).float()
         mean, std = _filled(self.mean, scaled), _filled(self.std, scaled)
         return (scaled - mean) / std
 
 
 def _filled(values: tuple[float, ...], like: Tensor) -> Float[Tensor, " colours"]:
-    """Numbers on the device of another tensor: filled in there, for a copy from the host would be waited for."""
+    """Make numbers on another tensor's device without a synchronizing copy from the host."""
     return torch.stack([like.new_full((), value) for value in values])
 
 

@@ -69,7 +69,6 @@ class PatchSizes:
         return [(rows * unit, columns * unit)]
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Image tokens of an image of this size."""
         return sum(rows * columns // self.unit**2 for rows, columns in self.sizes(height, width))
 
     def pictures(self, image: "Image", resample: int) -> list[Picture]:
@@ -95,7 +94,8 @@ class TileSizes:
     tokens: int
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Columns and rows of the grid; the first of the nearest proportions whose tiles the image fills."""
+        """Return columns and rows of the grid: the nearest proportions, or the later of equal ones if the image fills
+        the tiles."""
         if self.max_tiles == 1:
             return 1, 1
         most = range(1, self.max_tiles + 1)
@@ -115,7 +115,6 @@ class TileSizes:
         return [self.size] * (columns * rows + (columns * rows > 1))
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Image tokens of an image of this size."""
         return self.tokens * len(self.sizes(height, width))
 
     def pictures(self, image: "Image", resample: int) -> list[Picture]:
@@ -329,6 +328,6 @@ def _is_whole(value: object, least: int) -> bool:
 
 
 def _pair(value: int | list[int] | tuple[int, int]) -> Size:
-    """Height and width, of which a model's configuration may give one number for both."""
+    """Return height and width, for which a model's configuration may give one number."""
     first, second = (value, value) if isinstance(value, int) else value
     return first, second

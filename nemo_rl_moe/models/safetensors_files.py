@@ -97,7 +97,7 @@ class SliceReader:
         self.bytes_read += itemsize * math.prod(lengths)
 
     def _read_and_compare(self, target: Tensor, name: str, parts: PartsRead) -> None:
-        """Fills a target with all of a tensor, in bands of rows that fit into a core's cache."""
+        """Fill a target with a whole tensor, in bands of rows that fit into a core's cache."""
         place, dtype = self._compared[name], self.dtype(name)
         rows = target if target.ndim else target[None]
         with (self._folder.folder / place[0]).open("rb") as file, HashingReader(file, *place[1:]) as reader:
@@ -165,7 +165,6 @@ class TensorHeader:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor's data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -269,7 +268,7 @@ class SafetensorsWriter:
         self._missing_bytes = tensors[0].num_bytes
 
     def _end_tensors(self) -> None:
-        """Ends the tensor that is complete, those after it that hold nothing, and the file after the last one."""
+        """End the complete tensor, empty ones after it, and the file after its last tensor."""
         assert self._stream is not None  # something was written
         while not self._missing_bytes:
             self._stream.end_part(self._missing.pop(0).name)

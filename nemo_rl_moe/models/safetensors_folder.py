@@ -103,7 +103,7 @@ class SafetensorsFolder:
         raise NoWeightsError(f"policy.model_name: {self.folder}: holds no *.safetensors file")
 
     def _headers(self, names: list[str]) -> dict[str, dict[str, StoredTensor]]:
-        """The tensors of all files; who repairs a damaged folder wants to know of all that are damaged."""
+        """Return the tensors of all files, or an error that names every damaged one."""
         held, problems = {}, []
         for name in names:
             try:

@@ -15,7 +15,7 @@ NamedTensor = tuple[str, Tensor]
 
 
 class TransportSpec(Protocol):
-    """One transfer of weights, in a form that is pickled to the processes that take part in it."""
+    """One transfer of weights, in a form that is pickled to its participants."""
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
         """Send this rank's tensors, a bucket at a time; every trainer rank calls it, also with nothing to send.

@@ -206,7 +206,6 @@ DEEPSEEK_V2_FIXED_FIELDS = {
 
 
 def deepseek_v2_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields."""
     no_groups = {"moe_router_num_groups": None, "moe_router_group_topk": None}
     return (
         decoder_fields(hf_config)

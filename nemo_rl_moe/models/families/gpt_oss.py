@@ -66,7 +66,6 @@ def window_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def transformer_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields."""
     experts = decoder.expert_fields(
         hf_config, num_experts=hf_config.num_local_experts, ffn_hidden_size=hf_config.intermediate_size
     )

@@ -45,7 +45,7 @@ def pixels_per_token(hf_config: Any) -> int:
 
 
 def _shape(hf_config: Any, *, is_gated: bool, num_mergers: int = 1) -> TowerShape:
-    """Sizes of a tower whose mergers, of one kind, are two matrices: one of merged patches, one to the decoder."""
+    """Return sizes of a tower whose mergers, all alike, are two matrices: one of merged patches, one to the decoder."""
     vision = hf_config.vision_config
     merged = vision.hidden_size * vision.spatial_merge_size**2
     return TowerShape(

@@ -124,37 +124,33 @@ class TensorLayout(Protocol):
     """Layout of a parameter's source tensors within it; also for the pieces of a tensor-parallel rank."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
-        """The parameter."""
+        """Combine the source tensors into the parameter."""
         ...
 
     def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
-        """The source tensors."""
+        """Split the parameter into the source tensors."""
         ...
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The parts' rows one after another, as many of each."""
+    """Concatenate equally many rows of each part."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
-        """The parameter."""
         return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
     def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
-        """The parts."""
         return parameter.chunk(num_parts)
 
 
 @dataclass(frozen=True)
 class InterleavedRows:
-    """One tensor in which gate and up rows take turns; in the parameter all gate rows come before all up rows."""
+    """One tensor with alternating gate and up rows; in the parameter all gate rows come before all up rows."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
-        """The parameter."""
         return torch.cat([parts[0][0::2], parts[0][1::2]])
 
     def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
-        """The one part."""
         return (torch.stack(parameter.chunk(2), dim=1).flatten(0, 1),)
 
 
@@ -163,7 +159,6 @@ class QueryGroups:
     """Queries, keys and values: for each query group its query heads, then its key head, then its value head."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
-        """The parameter."""
         heads_per_group, head_dim = _heads(hf_config)
         groups = parts[1].shape[0] // head_dim
         grouped = [part.reshape(groups, -1, head_dim, *part.shape[1:]) for part in parts]
@@ -171,7 +166,6 @@ class QueryGroups:
         return torch.cat(grouped, dim=1).flatten(0, 2)
 
     def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
-        """The parts."""
         heads_per_group, head_dim = _heads(hf_config)
         grouped = parameter.reshape(-1, heads_per_group + 2, head_dim, *parameter.shape[1:])
         return [part.flatten(0, 2) for part in grouped.split([heads_per_group, 1, 1], dim=1)]
@@ -205,7 +199,7 @@ class Rule:
 def rule(
     *sources: str | Source, layout: TensorLayout | None = None, alternatives: Sequence[Sequence[Source]] = ()
 ) -> Rule:
-    """A rule; a tensor that is taken as it is can be given by its name."""
+    """Make a rule; a tensor that is copied can be given by its name."""
     as_sources = tuple(Source(source) if isinstance(source, str) else source for source in sources)
     return Rule(as_sources, Rows() if layout is None else layout, tuple(map(tuple, alternatives)))
 

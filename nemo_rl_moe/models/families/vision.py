@@ -76,7 +76,7 @@ class VisionFamily:
     problems: Callable[[Any], list[str]] = lambda hf_config: []
 
     def around(self, decoder: ModelFamily) -> ModelFamily:
-        """The family of whole models with such a decoder."""
+        """Return the family of whole models with this decoder."""
 
         def transformer_fields(hf_config: Any) -> dict[str, Any]:
             mrope = {"mrope_section": list(hf_config.mrope_section)} if self.has_mrope else {}
@@ -110,7 +110,6 @@ class VisionFamily:
         return rows * columns
 
     def patch_grid(self, hf_config: Any, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of these patches."""
         side, merge = self.pixels_per_token(hf_config), self.shape(hf_config).merge_size
         return height // side * merge, width // side * merge
 

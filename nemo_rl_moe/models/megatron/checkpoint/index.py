@@ -69,7 +69,6 @@ class DataOnlyReader(FileSystemReader):
         self._being_read: tuple[Place, HashingReader] | None = None
 
     def read_metadata(self) -> Metadata:
-        """The index."""
         return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -91,7 +90,7 @@ class DataOnlyReader(FileSystemReader):
         return cast(IO[bytes], reader)
 
     def _compare(self) -> None:
-        """Compares the tensor that was read last, all of it, also where its reading has failed."""
+        """Compare the tensor that was read last, as a whole, also after its reading has failed."""
         if self._being_read is None:
             return
         assert self._parts is not None  # or there would be no reader
@@ -161,7 +160,7 @@ def _read(folder: Path, name: str) -> bytes:
 
 
 def _check_common(path: Path, content: bytes) -> None:
-    """Checks that there is nothing in Megatron-Core's file of objects, which are merged into what is restored."""
+    """Check that Megatron-Core's file of objects, which are merged into the restored state, is empty."""
     try:
         found: Any = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
     except Exception:  # a torn file can fail in any way
@@ -171,7 +170,7 @@ def _check_common(path: Path, content: bytes) -> None:
 
 
 def _check_format(path: Path, content: bytes) -> None:
-    """Checks the name of the format, by which Megatron-Core imports the code that reads it."""
+    """Check the name of the format, by which Megatron-Core imports the code that reads it."""
     try:
         found = json.loads(content)
     except ValueError:

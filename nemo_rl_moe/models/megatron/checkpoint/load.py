@@ -123,7 +123,8 @@ def _damage_of_all_ranks(directory: Path, parts: PartsRead | None, *, has_failed
 
 
 def _index_of_all_ranks(directory: Path, *, with_optimizer: bool) -> Metadata:
-    """The index, once every rank has checked the folder; a rank that left alone would keep the others waiting."""
+    """Return the index, once every rank has checked the folder; a rank that left alone would keep the others
+    waiting."""
     index: Metadata | None = None
     problem, fingerprint = None, None
     try:
@@ -155,7 +156,7 @@ def _index_of_all_ranks(directory: Path, *, with_optimizer: bool) -> Metadata:
 
 
 def _reason(error: BaseException) -> str:
-    """One line out of what may be the tracebacks of all ranks."""
+    """Return one line from what may be the tracebacks of all ranks."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]

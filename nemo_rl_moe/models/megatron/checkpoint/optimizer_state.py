@@ -45,7 +45,7 @@ def ensure_state(optimizer: MegatronOptimizer) -> None:
 
 
 def reset_state(optimizer: MegatronOptimizer) -> None:
-    """Makes what state there is that of an optimizer which has not taken a step."""
+    """Reset existing state to that of an optimizer which has not taken a step."""
     for part in optimizer_parts(optimizer):
         for state in part.optimizer.state.values():
             for kind in MOMENTS:

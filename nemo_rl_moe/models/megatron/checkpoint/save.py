@@ -54,7 +54,8 @@ class _SnapshotWriter(FileSystemWriterAsync):
         self.parts: dict[str, list[Part]] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The original makes the folder where a rank has none, and writes there what no other rank will find."""
+        """Skip the original, which makes the folder where a rank has none, and writes there what no other rank will
+        find."""
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -67,7 +68,7 @@ class _SnapshotWriter(FileSystemWriterAsync):
         self._snapshot = list(zip(plan.items, tensors, strict=True))
 
     def write(self) -> list[WriteResult]:
-        """Writes this rank's file, and lets go of the copies."""
+        """Write this rank's file, and release the copies."""
         snapshot, self._snapshot = self._snapshot, []
         if not snapshot:
             return []
@@ -106,11 +107,11 @@ class CheckpointWrite:
 
     @property
     def is_written(self) -> bool:
-        """True when the writing of this rank's part has ended, well or not."""
+        """True when writing of this rank's part has ended, with or without success."""
         return not self._thread.is_alive()
 
     def cancel(self) -> None:
-        """Ends the writing after the present tensor: a thread that writes on would disturb the end of the process."""
+        """End the writing after the present tensor: a running thread would disturb the end of the process."""
         self._writer.is_cancelled = True
         self._thread.join()
 
@@ -132,7 +133,7 @@ class CheckpointWrite:
         return outcome[0]
 
     def _complete(self, results: list[list[WriteResult]], files: dict[str, list[Part]]) -> str | None:
-        """Writes index and checksums, if the first rank finds the parts of all ranks. Returns the problem, or None."""
+        """Write index and checksums, if the first rank finds the parts of all ranks. Return the problem, or None."""
         try:
             problem = _torn_part(self._directory, results)
             if problem is None:
@@ -162,7 +163,8 @@ class CheckpointWrite:
 
 
 def _torn_part(directory: Path, results: list[list[WriteResult]]) -> str | None:
-    """Problem with a part that a rank has written and this one does not find: the ranks do not share the folder."""
+    """Return the problem of a part that a rank has written and this one does not find: the ranks do not share the
+    folder."""
     for rank, parts in enumerate(results):
         places = [part.storage_data for part in parts]
         ends = {place.relative_path: place.offset + place.length for place in places}  # the last one lies last

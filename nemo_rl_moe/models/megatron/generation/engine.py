@@ -214,7 +214,7 @@ class MegatronGenerator:
     def _run(
         self, request: GenerationBatch, batch: Sequence[int], stop: StopCondition
     ) -> tuple[Responses, CapturedRoutes | None]:
-        """Responses to some of the prompts, together, and what the routers have chosen where that is captured."""
+        """Generate responses to some prompts together, with the routed experts where they are captured."""
         parameters = request.sampling
         plan = plan_slots(
             [request.prompts[index] for index in batch],
@@ -258,7 +258,7 @@ class MegatronGenerator:
     def _routed_experts(
         self, request: GenerationBatch, batch: Sequence[int], responses: Responses, routes: CapturedRoutes
     ) -> list[StoredRows]:
-        """Routed experts of each sequence's tokens but the last one, which was never fed to the model."""
+        """Return routed experts of each sequence's tokens but the last one, which was never an input."""
         assert self._stages is not None  # there are taps
         prompts = np.array([len(request.prompts[index]) for index in batch])
         first_slots = prompts.max() - prompts if self._passes.padded else np.zeros_like(prompts)

@@ -97,12 +97,10 @@ class CachedBatch:
 
     @property
     def num_filled(self) -> int:
-        """Slots that are filled."""
         filled: int = self.context.sequence_len_offset
         return filled
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drops all other rows of the batch."""
         self.context.keep_rows(rows)
         if self.images is not None:
             self.images.keep_rows(rows)
@@ -166,7 +164,7 @@ class ForwardPasses:
         return self._through_all_stages(token_ids, batch)
 
     def wait_for_peers(self) -> None:
-        """Takes part in the collectives of the ranks that share experts until they are done as well."""
+        """Take part in the collectives of the ranks that share experts until they are done as well."""
         # Waiting ranks with the same token would send all of it to the same few experts.
         token_id = dist.get_rank() % self._chunks[0].vocab_size
         while self._any_peer_works(False):

@@ -113,7 +113,6 @@ class PromptImages:
         return embeddings.where(is_image, hidden), [each.where(is_image, 0.0) for each in deep]
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drops all other rows of the batch."""
         if self.positions is not None and self.positions.shape[1] > 1:
             self.positions = self.positions.index_select(1, rows)
         if self._features is not None:
@@ -179,7 +178,7 @@ class _PicturesOfPrompts:
         return torch.from_numpy(numbers)
 
     def positions(self) -> Int[Tensor, "3 rows_or_1 slots"]:
-        """Positions of all slots; those of padding before a prompt are of no account."""
+        """Return positions of all slots; those of padding before a prompt do not matter."""
         slots = torch.arange(self._num_slots)
         if not self.sizes:
             # Rotary embedding is relative: where a row of text begins changes nothing.

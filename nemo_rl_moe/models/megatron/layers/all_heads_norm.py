@@ -67,7 +67,7 @@ class AllKeysNorm(AllHeadsNorm):
 
 
 def normalize_all_heads(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """A copy of a block's layer specs with these norms in place of those of each head."""
+    """Copy a block's layer specs with these norms in place of those of each head."""
     return dataclasses.replace(block, layer_specs=[_with_norms(layer) for layer in block.layer_specs])
 
 

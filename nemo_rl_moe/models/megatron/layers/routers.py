@@ -95,7 +95,7 @@ _HOT = 1.0e4
 
 
 def forced_routing_in_force(config: TransformerConfig) -> dict[str, Any]:
-    """The forced-routing settings that are on; empty in a real run."""
+    """Return the forced-routing settings that are on; empty in a real run."""
     values = {name: getattr(config, name, None) for name in FORCED_ROUTING_FIELDS}
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
@@ -133,7 +133,7 @@ def _change_logits(router: Any, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _hot_rank(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """Lifts the logits of one expert-parallel rank's experts above all others."""
+    """Raise the logits of one expert-parallel rank's experts above all others."""
     experts_of_rank = config.num_moe_experts // config.expert_model_parallel_size
     first = config.moe_router_force_hot_rank * experts_of_rank
 
@@ -223,7 +223,7 @@ class ExpertBias:
             router.expert_bias.copy_(kept)
 
     def count_frozen(self) -> None:
-        """Counts this rank's layers whose bias is what it was before the step; called after it."""
+        """Count this rank's layers whose bias has not changed since before the step; called after it."""
         self._num_frozen.zero_()
         for router, kept in zip(self._routers, self._kept, strict=True):
             self._num_frozen += (router.expert_bias == kept).all()

@@ -57,7 +57,7 @@ class SharedFailure:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Catches the error that ends a block, which must hold no collective."""
+        """Catch the error that ends a block, which must not contain a collective."""
         try:
             yield
         except Exception as error:
@@ -91,7 +91,7 @@ class DamageSearch:
         self._thread.start()
 
     def of_all_ranks(self) -> list[str]:
-        """Files that are not what was written, a line each, the same on every rank. Every rank calls it, and waits."""
+        """List damaged files, a line each, equal on every rank. Every rank calls it, and waits."""
         self._thread.join()
         found: list[Any] = [None] * self._num_shares
         dist.all_gather_object(found, self._found)

@@ -53,7 +53,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Number of ranks that share a dense matrix, the experts of a layer, and an expert's matrix."""
+    """Numbers of ranks that share a dense matrix, the experts of a layer, and an expert's matrix."""
 
     tensor: int = 1
     expert: int = 1
@@ -78,7 +78,7 @@ def parameters_of_layers(config: TransformerConfig, hf_config: Any, tensor: int)
 
 
 def active_parameters(config: TransformerConfig, hf_config: Any) -> int:
-    """Parameters that one token passes through: of the routed experts, only those that it is sent to."""
+    """Count the parameters that one token passes through: of the routed experts, only its own."""
     total = whole_model_parameters(config, hf_config)
     if config.num_moe_experts is None:
         return total
@@ -261,12 +261,12 @@ class WorkerMemory:
 
     @property
     def while_generating(self) -> int:
-        """Bytes held while responses are generated, without the cache."""
+        """Bytes held during generation, without the cache."""
         return self.weights if self.is_moved else self.always
 
     @property
     def moved(self) -> int:
-        """Bytes that the host holds in place of the device."""
+        """Bytes that move from the device to the host."""
         return self.optimizer.state if self.is_moved else 0
 
     @property
@@ -336,7 +336,8 @@ def expert_data_parallel_size(config: MasterConfig) -> int:
 
 
 def microbatch_tokens(config: MasterConfig) -> int:
-    """Most tokens of a microbatch, padding included; with context parallelism of all ranks that share it."""
+    """Return the maximum tokens of a microbatch, padding included; with context parallelism of all ranks that share
+    it."""
     policy = config.policy
     for budget in (policy.sequence_packing, policy.dynamic_batching):
         if budget.enabled:

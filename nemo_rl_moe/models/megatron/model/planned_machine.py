@@ -34,7 +34,7 @@ def _has_release(wanted: str, check_equality: bool = True) -> bool:
 
 @contextmanager
 def planned_with_gpus() -> Iterator[None]:
-    """Frame in which a TransformerConfig is made as there. Nothing may be built of it here."""
+    """Make TransformerConfigs as on a machine with GPUs; nothing may be built from them here."""
     replaced: list[tuple[Any, str, Any]] = [
         (project_config, "has_transformer_engine", lambda: True),
         (project_config, "_transformer_engine_version", lambda: _RELEASE),

@@ -112,7 +112,7 @@ def mark_attention_sinks(model: nn.Module) -> None:
 
 
 def _count_tokens_for_expert_bias(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-    """TopKRouter._apply_expert_bias, whose mask lacks the expert dimension and cannot be broadcast."""
+    """Replace TopKRouter._apply_expert_bias, whose mask lacks the expert dimension and cannot be broadcast."""
     if self.enable_expert_bias and torch.is_grad_enabled():
         with torch.no_grad():
             if padding_mask is not None:
@@ -121,7 +121,7 @@ def _count_tokens_for_expert_bias(self: Any, routing_map: Tensor, padding_mask: 
 
 
 def correct_expert_bias_with_padding() -> None:
-    """Makes an expert bias work together with a padding mask (0.16.1 to 0.19.2 raise an error)."""
+    """Make an expert bias work together with a padding mask (0.16.1 to 0.19.2 raise an error)."""
     TopKRouter._apply_expert_bias = _count_tokens_for_expert_bias
 
 

@@ -96,7 +96,7 @@ def _is_in_file(field: str, hf_config: Any, config_json: _CONFIG_DICT) -> bool:
 def setting_warnings(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> list[str]:
-    """Warnings about the router settings of a run, a line each. Arguments as of `setting_sources`."""
+    """Return warnings about a run's router settings, a line each; the arguments are those of `setting_sources`."""
     if config.num_moe_experts is None:
         return []
     family, chosen = family_of(hf_config), policy.megatron_cfg.moe_transformer_fields
@@ -134,7 +134,8 @@ class ExportedConfig:
 def exported_config(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> ExportedConfig:
-    """The `config.json` of exported weights, with the settings in force. Arguments as of `setting_sources`."""
+    """Return the `config.json` of exported weights, with the settings in force; the arguments are those of
+    `setting_sources`."""
     family = family_of(hf_config)
     # Files with code of the model's own are not copied, and are not needed: transformers knows the family.
     content = {name: value for name, value in config_json.items() if name != "auto_map"}
@@ -151,7 +152,7 @@ def exported_config(
 def _with_settings(
     policy: PolicyConfig, hf_config: Any, content: _CONFIG_DICT, config: TransformerConfig
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The decoder's fields with the settings in force, and those settings that they cannot express."""
+    """Return the decoder's fields with the settings in force, and those settings that they cannot express."""
     family, content = family_of(hf_config), dict(content)
     not_expressed = []
     # In the order of the fields: the kind of a loss follows from its coefficient in many families.
@@ -171,7 +172,7 @@ def _with_settings(
 
 
 def _candidates(fields: Mapping[str, str | None], name: str, value: Any) -> list[dict[str, Any]]:
-    """Values of a field of `config.json` that could mean this one."""
+    """Return the values of a `config.json` field that could express this setting."""
     field = fields.get(name)
     if field is None:
         return []
@@ -185,7 +186,7 @@ def _candidates(fields: Mapping[str, str | None], name: str, value: Any) -> list
 
 
 def _as_transformers_has_it(hf_config: Any, content: _CONFIG_DICT, name: str) -> Any:
-    """The setting that a model of this `config.json` has in transformers; equal to nothing where it can have none."""
+    """Return transformers' setting for this `config.json`, or an object equal to nothing where there is none."""
     try:
         found = type(hf_config).from_dict(dict(content))
         if family_of(hf_config).vision is not None:
@@ -197,6 +198,6 @@ def _as_transformers_has_it(hf_config: Any, content: _CONFIG_DICT, name: str) ->
 
 
 def _own(hf_config: Any, name: str) -> Any:
-    """A setting of a model that nobody has changed."""
+    """Return the model's own value of a setting."""
     fields = family_of(hf_config).transformer_fields(hf_config)
     return fields[name] if name in fields else getattr(TransformerConfig, name, None)

@@ -247,7 +247,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
 
 
 def _problem_with_deep_layers(config: TransformerConfig, num_deep: int) -> str | None:
-    """Layers that take what the tower adds to them, and are not all where the tower is; None: they are."""
+    """Return the problem of layers that take the tower's features but are not all on its stage; None: there is none."""
     first = len(layers_of_chunks(config, 0)[0])
     if first >= num_deep:
         return None
@@ -339,7 +339,7 @@ def _problems_with_shared_sequences(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
-    """Combinations of the model's sizes and the layout that cannot be dealt out."""
+    """Return the problems of sizes that do not divide by the layout."""
     tensor = fields["tensor_model_parallel_size"]
     key = "policy.megatron_cfg."
     problems = _problems_with_stages(fields)
@@ -353,7 +353,8 @@ def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
-    """Layers that cannot be dealt out to the pipeline stages and their pieces, and the nearest way that can."""
+    """Return the problem of layers that do not divide among pipeline stages and their pieces, with the nearest
+    division."""
     layers, stages = fields["num_layers"], fields["pipeline_model_parallel_size"]
     pieces = fields["virtual_pipeline_model_parallel_size"] or 1
     key = "policy.megatron_cfg."
@@ -405,7 +406,7 @@ def _uneven_stages(layers: int, stages: int, pieces: int) -> str:
 
 
 def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> list[str]:
-    """Experts that cannot be dealt out evenly, are too few for a token or for forced routing, or lack the kernels."""
+    """Return the problems of experts that do not divide evenly, are too few, or lack the kernels."""
     expert, experts = fields["expert_model_parallel_size"], fields["num_moe_experts"]
     topk = fields["moe_router_topk"]
     key = "policy.megatron_cfg."
@@ -443,7 +444,7 @@ def _problems_with_groups(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_without_experts(policy: PolicyConfig) -> list[str]:
-    """Settings that call for experts. A `moe_*` field of a dense model is not one: inherited, it just has no effect."""
+    """Return settings that need experts. A `moe_*` field of a dense model is none: it has no effect."""
     megatron = policy.megatron_cfg
     expert, hot_rank = megatron.expert_model_parallel_size, megatron.moe_router_force_hot_rank
     key, why = "policy.megatron_cfg.", "the model has no experts"

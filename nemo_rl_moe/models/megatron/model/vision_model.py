@@ -123,7 +123,6 @@ class VisionInput:
 
     @property
     def family(self) -> VisionFamily:
-        """The vision-language family."""
         found = family_of(self.hf_config).vision
         assert found is not None  # the model is built for one
         return found
@@ -250,7 +249,8 @@ def draw_weights(tower: torch.nn.Module, hf_config: Any, seed: int) -> None:
 
 @contextmanager
 def tower_buffers_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
-    """Keeps frequencies of the towers' rotary embeddings as they are while modules are brought to half precision."""
+    """Keep the frequencies of the towers' rotary embeddings in float32 while modules are converted to half
+    precision."""
     kept = [
         (module, name, buffer)
         for chunk in chunks

@@ -112,7 +112,7 @@ def tensors_of_this_rank(
 def _begin(
     staging: Path, files: dict[str, tuple[int, list[TensorHeader]]], write_beside: Callable[[Path], None]
 ) -> None:
-    """Everything but the weights: a fault in it shows before hours of writing."""
+    """Write everything but the weights, so that a fault shows before hours of writing."""
     delete(staging)
     staging.mkdir(parents=True)
     write_beside(staging)
@@ -130,7 +130,7 @@ def _write(
     has_files: bool,
     progress: Callable[[float], None],
 ) -> str | None:
-    """Writes this rank's files; returns what went wrong. Goes on taking part in what the others need it for."""
+    """Write this rank's files; return the problem. Goes on taking part in the others' collectives."""
     failure = SharedFailure()
     with failure.caught():
         if has_files and not staging.is_dir():
@@ -151,7 +151,7 @@ def _on_rank_0(function: Callable[[], None]) -> str | None:
 
 
 def _problem_of(function: Callable[[], None]) -> str | None:
-    """Runs it; what it raises, on one line. A rank that left alone would keep the others waiting."""
+    """Run a function; return what it raises, on one line. A rank that left alone would keep the others waiting."""
     try:
         function()
     except Exception as error:
@@ -160,7 +160,7 @@ def _problem_of(function: Callable[[], None]) -> str | None:
 
 
 def _agree(folder: Path, staging: Path, problem: str | None) -> None:
-    """Raises the problems of all ranks on all of them, when rank 0 has cleared away what was written."""
+    """Raise the problems of all ranks on all of them, after rank 0 has removed what was written."""
     problems = _problems_of_all(problem)
     if not problems:
         return

@@ -56,7 +56,7 @@ class Delivery:
 
 
 class _Spread:
-    """Greedy balance of bytes: each tensor goes to the place that has the fewest so far."""
+    """Greedy balance of bytes: each tensor goes to the place with the fewest so far."""
 
     def __init__(self, *sizes: int):
         self._sizes, self._bytes = sizes, [0] * math.prod(sizes)
@@ -124,7 +124,7 @@ def plan_deliveries(
 def _assigned(
     tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterPiece, Rule], ...]]],
 ) -> list[Delivery]:
-    """Chooses who writes what; with the same outcome on all ranks that have a part in a tensor."""
+    """Choose who writes what, with the same outcome on all ranks that have a part in a tensor."""
     (_, experts_copies), (_, expert_shards) = _replicas(True), _shards(True)
     (_, copies), (_, shards) = _replicas(False), _shards(False)
     stacked = _Spread(experts_copies, parallel_state.get_expert_model_parallel_world_size(), expert_shards)
@@ -171,7 +171,7 @@ def _on_host(entry: Tensor | None, failure: SharedFailure) -> Iterator[Tensor]:
 
 
 def _handed_over(delivery: Delivery, holder: int, entry: Tensor | None, failure: SharedFailure) -> Tensor | None:
-    """The next expert of a stacked tensor on the rank that it comes to, from the rank that holds it."""
+    """Return the next expert of a stacked tensor on the gathering rank, from the rank that holds it."""
     group, like = parallel_state.get_expert_model_parallel_group(), delivery.items[0][0].local
     shard_rank, _ = _shards(is_expert=True)
     if shard_rank != delivery.shard:
@@ -193,7 +193,7 @@ def _handed_over(delivery: Delivery, holder: int, entry: Tensor | None, failure:
 def _gathered(
     delivery: Delivery, piece: ParameterPiece, rule: Rule, hf_config: Any, failure: SharedFailure
 ) -> Tensor | None:
-    """Part of a tensor that one parameter holds, in file order, on the receiving rank of the group; else None."""
+    """Return a parameter's part of a tensor, in file order, on the receiving rank of the group; else None."""
     rank, _ = _shards(piece.is_expert)
     is_cut = piece.shard_dimension is not None and piece.num_shards > 1
     if is_cut and failure.has_failed:
@@ -241,7 +241,7 @@ def _gather(is_expert: bool, part: Tensor, shards: Tensor | None, shard: int) ->
 
 
 def _joined(piece: ParameterPiece, shards: Tensor) -> Tensor:
-    """The whole out of what `_gather` has brought."""
+    """Join what `_gather` has brought."""
     # Along the rows the shards lie one behind another already.
     return shards.flatten(0, 1) if piece.shard_dimension == 0 else torch.cat(list(shards), piece.shard_dimension or 0)
 

@@ -137,7 +137,7 @@ class _Plan:
 
     @property
     def wanted(self) -> dict[str, tuple[int, ...]]:
-        """The tensors that it needs (a part of), with their whole shapes."""
+        """Whole shapes of the tensors that are needed at least in part."""
         return {part.source.name: part.shape for reading in self.readings for part in reading.parts}
 
 
@@ -286,7 +286,7 @@ def _forms_in(
 
 
 def _fitting(folder: SafetensorsFolder, forms: Sequence[Sequence[SourcePart]]) -> list[int]:
-    """Forms whose tensors have the shapes that the folder says."""
+    """Return the forms whose tensors have the folder's shapes."""
     tensors = folder.tensors
     return [
         place
@@ -296,7 +296,7 @@ def _fitting(folder: SafetensorsFolder, forms: Sequence[Sequence[SourcePart]]) -
 
 
 def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
-    """Raises what any rank has found wrong, on all of them; otherwise what will be left out."""
+    """Raise what any rank has found wrong, on all of them; otherwise return what will be left out."""
     _raise_together(plan.problems)
     assert plan.folder is not None  # it would be a problem
     found: list[Any] = [None] * dist.get_world_size()
@@ -314,7 +314,7 @@ def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
 
 
 def _raise_together(problems: Sequence[str]) -> None:
-    """Raises the problems of the first rank that has any, on all of them; every rank must take part."""
+    """Raise the problems of the first rank that has any, on all of them; every rank must take part."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, list(problems))
     ranks = [rank for rank, lines in enumerate(found) if lines]

@@ -46,7 +46,7 @@ class ParameterPiece:
 
     @property
     def is_expert_bias(self) -> bool:
-        """True for what a router adds to its scores when it chooses, which no gradient moves."""
+        """Whether it is a router's selection bias, which has no gradient."""
         return self.name.endswith(_EXPERT_BIAS)
 
     def pad_vocabulary(self, rows: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def parameter_pieces(chunks: Sequence[GPTModel], config: TransformerConfig) -> I
 
 
 def _canonical_layer(chunk: GPTModel, local_name: str) -> str:
-    """The name with its layer's number counted over the whole model."""
+    """Return the name with the layer's number counted over the whole model."""
     return _LOCAL_LAYER.sub(
         lambda match: f"decoder.layers.{chunk.decoder.layers[int(match.group(1))].layer_number - 1}.", local_name
     )

@@ -53,7 +53,7 @@ _FIRST_SEED = 1234
 
 
 def _seed_of(name: str, seed: int) -> int:
-    """Seed of one parameter's draws, in the 32 bits that torch's generator for CPUs reads of one."""
+    """Return the seed of one parameter's random numbers, in the 32 bits that torch's CPU generator reads."""
     mixed = 0 if seed == _FIRST_SEED else zlib.crc32(str(seed).encode())
     return zlib.crc32(name.encode()) ^ mixed
 

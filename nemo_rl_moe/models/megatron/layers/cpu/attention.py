@@ -39,7 +39,7 @@ def packed_lengths(packed: PackedSeqParams, total: int) -> list[int]:
 
 
 def worth_padding(lengths: list[int]) -> bool:
-    """True where one padded batch of these sequences is faster than one call each."""
+    """Whether one padded batch of these sequences is faster than one call each."""
     return max(lengths) * len(lengths) <= _LARGEST_PADDED_SHARE * sum(lengths)
 
 

@@ -80,7 +80,7 @@ class LayerCache:
         return self.rotation.cosines[slots] * self.weight, self.rotation.sines[slots] * self.swapped
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drops all other rows of the batch, but for the rotation, which layers share."""
+        """Keep some rows, except in the rotation, which layers share."""
         self.keys_and_values = self.keys_and_values.index_select(0, rows)
 
 
@@ -104,7 +104,6 @@ class PaddedInferenceContext(StaticInferenceContext):
         self._mask: tuple[tuple[int, int], Tensor] | None = None
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drops all other rows of the batch."""
         self.rotation.keep_rows(rows)
         for cache in self.key_value_memory_dict.values():
             cache.keep_rows(rows)
@@ -219,7 +218,7 @@ def _is_known(layer: Any) -> bool:
 
 
 class PlacedImages(Protocol):
-    """Pictures of a batch's prompts."""
+    """Images of a batch's prompts."""
 
     def place(
         self, hidden: Float[Tensor, "columns rows hidden"], first_slot: int

@@ -31,7 +31,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Softmax less one at the target, times the gradient of each loss."""
+        """Return softmax minus one at the target, times the gradient of each loss."""
         logits, log_total, rows, outside = ctx.saved_tensors
         grad_logits = (logits - log_total).exp_()
         grad_logits.scatter_add_(-1, rows, torch.full_like(log_total, -1.0))
@@ -102,7 +102,6 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Gradients of inputs and weight."""
         normalized, inverse_rms, weight = ctx.saved_tensors
         hidden = normalized.size(-1)
         grad_weight = (grad * normalized).reshape(-1, hidden).sum(0)
@@ -191,11 +190,9 @@ class RotaryFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """Rotated inputs."""
         ctx.save_for_backward(cosines, sines)
         return rotate(inputs, cosines, sines)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Rotates the gradient back."""
         return rotate_back(grad, *ctx.saved_tensors), None, None

@@ -149,7 +149,6 @@ class FastSelfAttention(SelfAttention):
 
     @property
     def softmax_scale(self) -> float:
-        """Factor of the scores."""
         scale: float | None = self.config.softmax_scale
         return self.hidden_size_per_attention_head**-0.5 if scale is None else scale
 

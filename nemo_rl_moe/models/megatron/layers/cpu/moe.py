@@ -56,7 +56,7 @@ class IndexTopKRouter(TopKRouter):
         return probs, indices
 
     def evaluate(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Routes `[tokens, hidden]` as `forward` does, and leaves no trace: nothing counts, nothing is kept."""
+        """Route `[tokens, hidden]` as `forward` does, without side effects."""
         weight = self.weight
         as_it_is = self.config.moe_router_dtype is None or (
             self.config.moe_router_dtype == "fp32" and tokens.dtype == weight.dtype == torch.float32
