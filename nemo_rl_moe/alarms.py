@@ -14,7 +14,7 @@ class TimeIsUp(BaseException):
 
 @contextmanager
 def interrupted_after(limit_s: float) -> Iterator[None]:
-    """Interrupts what runs inside by an alarm signal. Only on the main thread of a process, which gets the alarm.
+    """Interrupt what runs inside by an alarm signal; only on the main thread.
 
     Raises:
         TimeIsUp: It took longer, even if it caught the interruption and went on.

@@ -9,12 +9,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> None:
-    """Writes a file, of text in UTF-8 or of bytes, that a kill or a full disk leaves as it was before.
+    """Write a file, of text in UTF-8 or of bytes; a kill or a full disk leaves it as it was.
 
     Args:
-        path: The file.
-        content: What it is to hold.
-        private: Let the owner alone read it (mode 600).
+        private: Readable by the owner alone (mode 600).
 
     Raises:
         OSError: It cannot be written.
@@ -32,7 +30,7 @@ def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> N
 
 
 def delete(path: Path) -> None:
-    """Removes a file, a link or a whole folder, if there is one.
+    """Remove a file, a link or a whole folder, if there is one.
 
     Raises:
         OSError: It cannot be removed.
@@ -65,15 +63,14 @@ def sync_tree(folder: Path) -> None:
 
 
 def put_in_place(staging: Path, target: Path, replaced: Path) -> None:
-    """Renames a complete folder to its final name, replacing the folder that had the name.
+    """Rename a complete folder to its final name, replacing the folder that had the name.
 
-    Survives a kill or a power failure at any point: the old folder or the new one is whole. On an error the old one
-    gets its name back.
+    Survives a kill or a power failure at any point: the old or the new folder is whole. On an error the old one gets
+    its name back.
 
     Args:
-        staging: The complete folder.
-        target: Its final name, on the same file system.
-        replaced: Name for the old folder meanwhile; anything under this name is deleted.
+        staging: The complete folder, on the same file system.
+        replaced: Temporary name of the old folder; anything under this name is deleted.
 
     Raises:
         OSError: The disk did not take it.

@@ -1,10 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of stored tensors with their checksums at the moment that they are read for use.
+"""Comparison of stored tensors with their checksums while they are read for use.
 
-Bytes that a core has just copied out of the page cache lie in its own cache, where XXH3 takes a third of the time that
-it takes on bytes which have to come from memory, and a fifth of the time of reading them a second time. What is
-compared is what is used: nothing can change in between.
+Bytes that were just copied out of the page cache are in the core's cache, where XXH3 takes a third of its time on bytes
+from memory, and a fifth of the time of reading them again. Nothing can change between the comparison and the use.
 """
 
 import io
@@ -25,15 +24,13 @@ _LARGE_BYTES = 2**14
 
 
 class HashingReader(io.RawIOBase):
-    """A stretch of a file as a file of its own, whose checksum is taken while it is read.
+    """A range of a file as a file, whose checksum is taken while it is read.
 
-    The checksum needs the bytes in their order. Who reads them in another one, an archive's table of contents first
-    say, has the few that were left out read again.
+    The checksum needs the bytes in order: bytes that a reader skips, such as one that reads an archive's table of
+    contents first, are read again.
 
     Args:
-        file: Open for reading; its position stays where it is, and it may be closed before this one.
-        start: First byte.
-        num_bytes: Number of bytes.
+        file: Its position stays, and it may be closed before this one.
     """
 
     def __init__(self, file: Any, start: int, num_bytes: int):
@@ -43,31 +40,25 @@ class HashingReader(io.RawIOBase):
         self._position = 0
 
     def close(self) -> None:
-        """Closes it."""
         if not self.closed:
             os.close(self._descriptor)
         super().close()
 
     def readable(self) -> bool:
-        """True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
         return True
 
     def tell(self) -> int:
-        """Position from the first byte."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Goes to a position."""
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
         self._position = max(0, origin + offset)
         return self._position
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fills a buffer as far as there are bytes; their number."""
         view = memoryview(buffer).cast("B")[: max(0, self._num_bytes - self._position)]
         if self._position > self._num_hashed and len(view) >= _LARGE_BYTES:
             self._hash_up_to(self._position)
@@ -86,7 +77,7 @@ class HashingReader(io.RawIOBase):
         return count
 
     def checksum(self) -> str:
-        """XXH3 of all bytes, in hexadecimal digits; reads those that were not read in their order."""
+        """XXH3 of all bytes, in hexadecimal; reads those that were not read in order."""
         self._hash_up_to(self._num_bytes)
         return self._hash.hexdigest()
 
@@ -102,10 +93,9 @@ class HashingReader(io.RawIOBase):
 
 
 class PartsRead:
-    """Parts of a folder's files as its `files.json` lists them, and which of those that were read are damaged.
+    """Parts of a folder's files by `files.json`, and which of those that were read are damaged.
 
     Args:
-        folder: The folder.
         parts: By file, first byte and number of bytes.
 
     Attributes:
@@ -119,7 +109,7 @@ class PartsRead:
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self | None:
-        """Those of a folder; None where it has no `files.json`, or a damaged one, which others tell of."""
+        """Return the parts of a folder; None where `files.json` is missing, or damaged, which others report."""
         if not (folder / INVENTORY_FILE_NAME).is_file():
             return None
         try:
@@ -135,7 +125,7 @@ class PartsRead:
         return cls(folder, parts)
 
     def __contains__(self, place: Place) -> bool:
-        """True where a stretch of a file is a part of it, with a checksum of its own."""
+        """Whether a range of a file is a part with its own checksum."""
         return place in self._parts
 
     def places(self) -> Sequence[Place]:
@@ -143,12 +133,7 @@ class PartsRead:
         return list(self._parts)
 
     def compare(self, place: Place, checksum: str) -> None:
-        """Compares the checksum of bytes that were read.
-
-        Args:
-            place: Of the part.
-            checksum: Of what was read there.
-        """
+        """Compares the checksum of bytes that were read."""
         if (part := self._parts[place]).checksum != checksum:
             self._damaged.setdefault(place[0], []).append(part.name)
 

@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of a folder's files: taken while they are written, kept in `files.json`, compared before they are used.
+"""Checksums of a folder's files: computed while writing, kept in `files.json`, compared before use.
 
-They survive a disk, a copy or a file system that changes bytes and not sizes: weights with a flipped exponent load, and
-train. Not a defence against somebody who writes both, the files and their checksums.
+They detect disks, copies and file systems that change bytes but not sizes: weights with a flipped exponent load and
+train. They do not protect against somebody who writes both files and checksums.
 
-A large file of tensors is kept in parts, one a tensor, so that a damaged tensor is named, and so that the ranks of a
-job divide the comparison among them. XXH3 (Collet, xxHash 0.8) with 128 bits reads memory as fast as a core can.
+A large file of tensors has one part for each tensor, so that a damaged tensor is named, and the ranks of a job share
+the comparison. XXH3 (Collet, xxHash 0.8) with 128 bits reads memory as fast as a core can.
 """
 
 import os
@@ -48,9 +48,8 @@ class Part(NamedTuple):
     """Consecutive bytes of a file.
 
     Attributes:
-        name: Of the tensor in them.
-        num_bytes: Their number.
-        checksum: XXH3 in hexadecimal digits.
+        name: Of its tensor.
+        checksum: XXH3 in hexadecimal.
     """
 
     name: str
@@ -62,9 +61,8 @@ class FileEntry(BaseModel):
     """A file of a folder.
 
     Attributes:
-        num_bytes: Its size.
-        checksum: Of all of it; None where the parts have theirs, and of files below another `files.json`.
-        parts: Its parts in their order; together they are the file. Empty where the file has one checksum.
+        checksum: Of the whole file; None where parts have theirs, and of files below another `files.json`.
+        parts: In order, covering the file; empty where the file has one checksum.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -87,13 +85,13 @@ _SIZES = TypeAdapter(dict[str, _Size], config=ConfigDict(strict=True))
 
 
 class ChecksumStream:
-    """Binary file that is written in parts, each with its checksum.
+    """A binary file that is written in parts, each with its checksum.
 
     Args:
-        stream: The file, open for writing and at its beginning.
+        stream: Open for writing, at its beginning.
 
     Attributes:
-        parts: Parts that have ended.
+        parts: Finished parts.
     """
 
     def __init__(self, stream: IO[bytes]):
@@ -101,7 +99,7 @@ class ChecksumStream:
         self.parts: list[Part] = []
 
     def write(self, content: Any) -> int:
-        """Writes bytes, or anything that lies in memory as they do."""
+        """Write bytes or a buffer."""
         view = memoryview(content).cast("B")
         self._hash.update(view)
         self._num_bytes += view.nbytes
@@ -109,30 +107,26 @@ class ChecksumStream:
         return view.nbytes
 
     def end_part(self, name: str) -> None:
-        """Ends the part that was written since the last one."""
         self.parts.append(Part(name, self._num_bytes, self._hash.hexdigest()))
         self._hash, self._num_bytes = xxh3_128(), 0
 
     def tell(self) -> int:
-        """Number of bytes written."""
         return self._stream.tell()
 
     def flush(self) -> None:
-        """Hands what is buffered to the operating system."""
         self._stream.flush()
 
     def to_disk(self) -> None:
-        """Waits until the content is on the disk: other machines and a power cut find it whole."""
+        """Wait until the content is on disk, whole for other machines and after a power cut."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
 
     def close(self) -> None:
-        """Closes the file."""
         self._stream.close()
 
 
 def checksum_of(*contents: Any) -> str:
-    """XXH3 of bytes, or of anything that lies in memory as they do, one after the other; hexadecimal digits."""
+    """Compute the XXH3 of consecutive bytes or buffers, in hexadecimal."""
     found = xxh3_128()
     for content in contents:
         found.update(content)
@@ -140,7 +134,7 @@ def checksum_of(*contents: Any) -> str:
 
 
 def add_to_inventory(folder: Path, name: str) -> None:
-    """Adds a small file, written after the others, to a folder's `files.json`; replaces what that says of it.
+    """Add or replace a small file, written after the others, in a folder's `files.json`.
 
     Raises:
         OSError: The file cannot be read, or the disk did not take it.
@@ -152,13 +146,12 @@ def add_to_inventory(folder: Path, name: str) -> None:
 
 
 def write_inventory(folder: Path, parts: Mapping[str, Sequence[Part]] | None = None) -> None:
-    """Writes `files.json` of all files in a folder and below it.
+    """Write `files.json` of all files in a folder and below it.
 
-    Files below a folder that has an inventory of its own are listed with their sizes: their checksums are there.
+    Files below a folder with its own inventory are listed with their sizes only.
 
     Args:
-        folder: The folder.
-        parts: Parts of files that were written with a `ChecksumStream`, by name; all others are read.
+        parts: By name, of files that were written with a `ChecksumStream`; all others are read.
 
     Raises:
         OSError: A file cannot be read, or the disk did not take it.
@@ -177,9 +170,9 @@ def write_inventory(folder: Path, parts: Mapping[str, Sequence[Part]] | None = N
 
 
 def accept_files(folder: Path) -> None:
-    """Writes `files.json` anew, of the files as they are now; what it said is not compared.
+    """Write `files.json` anew from the files as they are now, without comparison.
 
-    A file of the same size as before keeps its parts: they are compared by the ranks, and told by name.
+    A file of unchanged size keeps its parts, so that ranks share its comparison and damage is reported by tensor.
 
     Raises:
         OSError: A file cannot be read, or the disk did not take it.
@@ -214,7 +207,7 @@ def _write(folder: Path, entries: dict[str, FileEntry]) -> None:
 
 
 def read_inventory(folder: Path) -> dict[str, FileEntry]:
-    """The files of a folder as its `files.json` lists them.
+    """Return the files of a folder from its `files.json`.
 
     Raises:
         InventoryError: It is missing or damaged.
@@ -241,12 +234,12 @@ def read_inventory(folder: Path) -> dict[str, FileEntry]:
 
 
 def check_sizes(folder: Path) -> None:
-    """Compares the names and sizes of a folder's files with `files.json`, and the checksums of those without parts.
+    """Compare names and sizes of a folder's files with `files.json`, and checksums of those without parts.
 
-    A copy that was cut short is not taken for whole; large files are left to `find_damage`.
+    This rejects a truncated copy; large files are left to `find_damage`.
 
     Raises:
-        InventoryError: `files.json` is missing or damaged, or a file is missing, or is another; names the first one.
+        InventoryError: `files.json` is missing or damaged, or a file is missing or differs; names the first one.
     """
     entries = read_inventory(folder)
     present = _sizes(folder)
@@ -270,16 +263,14 @@ def find_damage(
     in_parts: bool | None = None,
     left_out: Container[tuple[str, int, int]] = (),
 ) -> list[str]:
-    """Files, and tensors in them, that are not what was written: a line each; none where there is no `files.json`.
+    """Return a line for each file, or tensor in it, that is not what was written; none without `files.json`.
 
-    Folders below that have an inventory of their own are not looked into.
+    Folders below with their own inventory are not searched.
 
     Args:
-        folder: The folder.
-        share: The share of the bytes to compare, from 0; each rank of a job takes its own.
-        num_shares: Number of shares.
-        in_parts: True: only the files that are kept in parts; False: only the others, which are small; None: all.
-        left_out: Parts that are compared elsewhere: file, first byte, number of bytes. The same for every share.
+        share: Share of the bytes to compare, from 0; each rank of a job takes one.
+        in_parts: True: only files with parts; False: only the others, which are small; None: all.
+        left_out: Parts that are compared elsewhere: file, first byte, number of bytes. Equal for every share.
     """
     if not (folder / INVENTORY_FILE_NAME).is_file():
         return []
@@ -336,7 +327,7 @@ def _pieces(entry: FileEntry) -> Iterator[_Piece]:
 
 
 def _compared(path: Path, pieces: Iterable[_Piece]) -> list[str] | OSError:
-    """Names of those pieces of a file that are not what was written; or why it cannot be read."""
+    """Return the names of damaged pieces of a file, or why it cannot be read."""
     try:
         with path.open("rb", buffering=0) as file:
             buffer = memoryview(bytearray(min(_BUFFER_BYTES, max(1, os.fstat(file.fileno()).st_size))))
@@ -360,11 +351,10 @@ def _problem(path: Path, outcomes: Sequence[list[str] | OSError]) -> str | None:
 
 
 def damage_line(path: Path, parts: Iterable[str]) -> str:
-    """A line about a file, parts of which are not what was written.
+    """Return a line about a file with damaged parts.
 
     Args:
-        path: The file.
-        parts: Their names; an empty one is the whole file.
+        parts: Names; an empty one is the whole file.
     """
     names = list(dict.fromkeys(filter(None, parts)))
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
@@ -402,7 +392,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _own_inventory(folder: Path, name: str) -> Path | None:
-    """The folder below this one whose own inventory lists a file; None for a file of this folder's inventory."""
+    """Return the folder below this one whose own inventory lists a file; None for a file of this folder's inventory."""
     for parent in Path(name).parents:
         if parent != Path() and (folder / parent / INVENTORY_FILE_NAME).is_file():
             # The inventory itself belongs to the folder above.

@@ -64,12 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: What follows the program's name, for a command that runs inside of another program. None: this
-            process's own; a run then owns the process, and ends what it leaves behind.
+        arguments: For a command inside another program. None: this process's own; a run then owns the process, and ends
+            what it leaves behind.
 
     Returns:
-        The exit code: 0 also where the run was asked to stop and has saved; 1 for a run that failed; 2 for wrong input;
-        3 for a run whose numbers are no longer numbers; 130 or 143 when SIGINT or SIGTERM ended it at once.
+        Exit code: 0, also for a run that was asked to stop and has saved; 1: the run failed; 2: wrong input; 3: numbers
+        are no longer finite; 130 or 143: SIGINT or SIGTERM ended it at once.
     """
     escape_log_messages()
     if arguments is not None:
@@ -127,7 +127,7 @@ def _look_at_folders(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _told(run: Callable[[], int]) -> int:
-    """Runs a command; tells what is wrong in lines of its own, and returns the exit code that goes with it."""
+    """Run a command, print errors, and return the exit code."""
     try:
         return run()
     except UserError as error:

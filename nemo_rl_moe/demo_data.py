@@ -61,7 +61,7 @@ Problem = tuple[str, str]
 
 @dataclass(frozen=True)
 class Parameters:
-    """All that the written files depend on."""
+    """Everything that determines the written files."""
 
     seed: int
     num_train: int
@@ -82,11 +82,10 @@ class Problems:
 
 
 def draw_problems(parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> Problems:
-    """Draws the sets one after the other: what one set holds, no later one does.
+    """Sample the sets one after the other without repeats between sets.
 
     Args:
-        parameters: Sizes and seed.
-        progress: Called with the number of training sums drawn so far.
+        progress: Called with the number of training sums so far.
     """
     seen: set[tuple[str, ...]] = set()
 
@@ -135,15 +134,13 @@ def _all_sums(first_seed: int) -> Iterator[Problem]:
 
 
 def work_out(left: str, right: str, slip: tuple[int, int] = (0, 0)) -> tuple[str, int]:
-    """Adds column by column.
+    """Add column by column.
 
     Args:
-        left: One summand.
-        right: The other, with as many digits.
-        slip: A column, counted from the right, and what its sum is wrong by.
+        slip: A column, counted from the right, and the error of its sum.
 
     Returns:
-        The columns from the right, each after the first with the carry that comes into it, and the answer.
+        The columns from the right, each after the first with its carry in, and the answer.
     """
     steps, carry, answer = [], 0, 0
     for column, (a, b) in enumerate(zip(reversed(left), reversed(right), strict=True)):
@@ -300,7 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _show_progress(total: int) -> Callable[[int], None]:
-    """A line that renews itself on a terminal, nothing elsewhere."""
+    """Return a printer of progress: a line that renews itself on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         return lambda _: None
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that a user can cause, the exit code each one ends the program with, and how an error is told."""
+"""The errors that a user can cause, the exit code of each, and how an error is printed."""
 
 import logging
 import sys
@@ -22,10 +22,10 @@ def exit_code_of_signal(number: int) -> int:
 
 
 class UserError(Exception):
-    """Something in the user's input is wrong; shown without a stack trace, exit code 2.
+    """An error in the user's input; shown without a stack trace, exit code 2.
 
     Args:
-        problems: One line for each problem, each complete in itself.
+        problems: One self-contained line each.
     """
 
     exit_code = EXIT_BAD_INPUT
@@ -102,11 +102,11 @@ class RoutingTapeError(RuntimeError):
 
 
 class TrainingDivergedError(RuntimeError):
-    """Too many updates in a row had a loss or a gradient that was NaN or infinite. Exit code 3.
+    """Too many consecutive updates had a NaN or infinite loss or gradient. Exit code 3.
 
     Args:
         message: What happened, and where a run can go on.
-        sample_ids: Where the samples of the last step came from.
+        sample_ids: Samples of the last step.
     """
 
     exit_code = EXIT_DIVERGED
@@ -117,13 +117,10 @@ class TrainingDivergedError(RuntimeError):
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """Return a text as it may be shown: control characters are written out, passwords in addresses are masked.
-
-    What comes from elsewhere can neither move the cursor nor colour.
+    """Make a text printable: control characters are written out, passwords in addresses are masked.
 
     Args:
-        text: Any.
-        kept: Characters that stay as they are.
+        kept: Characters that stay.
     """
     text = masked_text(text)
     if text.isprintable():
@@ -136,11 +133,7 @@ LONGEST_TOLD = 3_000
 
 
 def tell(problem: object) -> None:
-    """Writes an error to standard error as `error: ...`; every error that ends the program is told here.
-
-    Args:
-        problem: Its text or an exception. May hold text from data, templates or other programs.
-    """
+    """Print an error that ends the program to standard error as `error: ...`."""
     lines = [_cut(line) for line in printable(str(problem)).split("\n")]
     print("error: " + "\n".join(lines), file=sys.stderr, flush=True)
 
@@ -152,7 +145,7 @@ def _cut(line: str) -> str:
 
 
 def escape_log_messages() -> None:
-    """Has what libraries log through `logging` pass `printable` too: they quote files that come from elsewhere."""
+    """Make library messages in `logging` pass `printable`: they quote untrusted files."""
     make = logging.getLogRecordFactory()
     if getattr(make, "escapes", False):
         return
@@ -171,7 +164,7 @@ LONGEST_LINE = 300
 
 
 def one_line(error: BaseException) -> str:
-    """Type and first line of text of an error of somebody else's, whose text may itself be broken."""
+    """Return type and first line of an error of a library, whose text may itself be broken."""
     name = type(error).__name__
     try:
         lines = str(error).strip().splitlines()

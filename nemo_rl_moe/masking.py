@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks for secrets: values under keys such as `HF_TOKEN` or `password`, and passwords in addresses.
 
-The one place that says what a secret is. Names that only look like one stay readable: `max_num_tokens`, `eos_token`,
-`tokenizer`, `image_key`, `output_key`.
+Names that only look like a secret stay readable: `max_num_tokens`, `eos_token`, `tokenizer`, `image_key`, `output_key`.
 """
 
 import re
@@ -63,11 +62,10 @@ def is_secret(key: str) -> bool:
 
 
 def masked(value: Any, key: str = "") -> Any:
-    """Return a copy of a value in which secrets are masked.
+    """Return a copy of nested mappings and lists in which secrets are masked.
 
     Args:
-        value: Plain nested mappings and lists.
-        key: Its key; a secret's has everything below it masked.
+        key: Key of the value; a secret's has everything below it masked.
     """
     hides = is_secret(key)
     if isinstance(value, Mapping):

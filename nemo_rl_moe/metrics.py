@@ -23,18 +23,13 @@ class Reduction(Enum):
 
 @dataclass(frozen=True)
 class MetricSeries:
-    """The values of one metric, in the order in which they arose, and how to reduce them.
-
-    Attributes:
-        values: One float for each microbatch (or rank).
-        reduction: What `reduce` does with them.
-    """
+    """The values of one metric, in order, each of a microbatch or rank, and how to reduce them."""
 
     values: tuple[float, ...]
     reduction: Reduction
 
     def reduce(self) -> float:
-        """The one number that the values stand for; NaN when there is none."""
+        """Reduce the values to one number; NaN without values."""
         if not self.values:
             return math.nan
         if self.reduction in (Reduction.SUM, Reduction.SHARE):
@@ -45,10 +40,10 @@ class MetricSeries:
 
 
 def concatenate(series: Iterable[MetricSeries]) -> MetricSeries:
-    """Joins the values that several ranks hold of one metric.
+    """Join the values that several ranks hold of one metric.
 
     Raises:
-        ValueError: The ranks disagree about the reduction, or there is none.
+        ValueError: There are none, or the ranks disagree about the reduction.
     """
     parts = list(series)
     reductions = {part.reduction for part in parts}
@@ -66,15 +61,14 @@ def timing_metrics(phase: str, seconds: float, num_tokens: int = 0) -> dict[str,
 
 
 def with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The same numbers under `{prefix}/{name}`."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 class PhaseClock:
-    """Adds up the seconds and the tokens of each phase; a phase may come several times.
+    """Add up the seconds and tokens of each phase; a phase may come several times.
 
     Args:
-        clock: Seconds on a clock that only goes forward.
+        clock: Monotonic, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -84,7 +78,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Everything inside counts for this phase."""
+        """Count everything inside for this phase."""
         started = self._clock()
         try:
             yield
@@ -96,7 +90,7 @@ class PhaseClock:
         self._tokens[name] = self._tokens.get(name, 0) + num_tokens
 
     def seconds(self, name: str) -> float:
-        """Seconds of a phase so far; 0 of one that has not come."""
+        """Return the seconds of a phase so far; 0 before its first time."""
         return self._seconds.get(name, 0.0)
 
     def metrics(self) -> dict[str, float]:

@@ -1,9 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes in annotations, as `Float[Tensor, "tokens experts"]`: jaxtyping's, or words where it is not installed.
+"""Array shapes in annotations, as `Float[Tensor, "tokens experts"]`, also where jaxtyping is not installed.
 
-For the rooms that are useful in training loops of others (`moe`, `hooks`, `audit`, `run_folder`), so that the metrics
-need torch and numpy alone. Nothing reads a shape when the code runs.
+Packages that other training loops use (`moe`, `hooks`, `audit`, `run_folder`) need torch and numpy alone for it.
 """
 
 from typing import TYPE_CHECKING, Any

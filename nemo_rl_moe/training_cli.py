@@ -104,12 +104,6 @@ examples:
 
 
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", examples: str) -> None:
-    """Adds the commands to the command line.
-
-    Args:
-        commands: Of the whole command line.
-        examples: Shown where a command has none of its own.
-    """
     shipped = _shipped_help()
     for name, summary in (
         *((name, ALGORITHMS[name].summary) for name in BUILT_IN),
@@ -168,11 +162,8 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(options: argparse.Namespace, rest: Sequence[str], *, owns_process: bool) -> int:
     """Run one of the commands.
 
-    Args:
-        options: The arguments.
-        rest: Overrides that stand behind an option, which argparse leaves over.
-        owns_process: True where the process runs nothing else: a run then ends all that it has started, however it
-            ends itself, and is started again as often as `cluster.max_restarts` says.
+    owns_process: The process runs nothing else: a run then ends all that it started, however it ends, and is
+        started again up to `cluster.max_restarts` times.
 
     Returns:
         The exit code.

@@ -75,7 +75,7 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
 def wrong_changes(
     algorithm: Algorithm, changes: Mapping[str, tuple[str, str]], *, with_optimizer: bool
 ) -> dict[str, tuple[str, str, str]]:
-    """Changes that a checkpoint cannot be resumed with: key to the two values and the reason."""
+    """Return changes that prevent resuming: key to the two values and the reason."""
     wrong = {**algorithm.resume_keys, **_WRONG_TO_CHANGE_EVERYWHERE}
     if with_optimizer:
         wrong |= _WRONG_TO_CHANGE_WITH_OPTIMIZER
@@ -96,13 +96,13 @@ def other_experiment(algorithm: Algorithm, changes: Mapping[str, tuple[str, str]
 
 
 def changes_line(changes: Mapping[str, tuple[str, str]]) -> str | None:
-    """Warning that names all changed keys but those of the layout; None where there are none."""
+    """Return a warning with all changed keys except the layout's; None without changes."""
     told = [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in _LAYOUT]
     return f"the configuration differs from the checkpoint's: {'; '.join(told)}" if told else None
 
 
 def layout_line(before: Mapping[str, int], now: Mapping[str, int]) -> str | None:
-    """Warning that names the changed parallel dimensions; None where there are none."""
+    """Return a warning with the changed parallel dimensions; None without changes."""
     changed = [
         f"{name} {before.get(name, _ABSENT)} -> {now.get(name, _ABSENT)}"
         for name in sorted(before.keys() | now.keys())

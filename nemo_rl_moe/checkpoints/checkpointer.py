@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Saving of checkpoints beside the training, and removal of those that are not to be kept."""
+"""Saving of checkpoints in the background, and removal of those that are not to be kept."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ _UNRECORDED = "the records of its steps (metrics.jsonl) cannot be written"
 
 
 class Outcome(Protocol):
-    """End of the writing of a model's part; `problem` is None where it went well."""
+    """End of writing a model's part; `problem` is None after success."""
 
     @property
     def problem(self) -> str | None: ...
@@ -91,7 +91,7 @@ class Checkpointer:
 
     @property
     def last_published(self) -> Path | None:
-        """Newest checkpoint that this run has saved or was resumed from; None where there is none."""
+        """Newest checkpoint that this run has saved or resumed from."""
         if self._last_published is not None:
             return self._last_published
         history = self._describe().first_run_id
@@ -100,11 +100,11 @@ class Checkpointer:
 
     @property
     def longest_save_s(self) -> float:
-        """Longest time in seconds from the beginning of a save until its checkpoint was whole; 0 before the first."""
+        """Longest time in seconds from the beginning of a save to its complete checkpoint; 0 before the first."""
         return self._longest_save_s
 
     def is_due(self, step: int) -> bool:
-        """True where a checkpoint follows this step, counted from 1."""
+        """Whether a checkpoint follows this step, counted from 1."""
         period = self._settings.save_period
         return period > 0 and step % period == 0
 
@@ -183,7 +183,7 @@ class Checkpointer:
             self._warn(f"{self._store.folder}: the disk has not answered for {timeout_s:g} s and is not waited for")
 
     def _all_are_written(self, *, wait: bool) -> bool:
-        """Ask the models that have not ended yet; return whether all have, well or not."""
+        """Ask the models that have not finished yet; return whether all have, with or without success."""
         for role, model in self._models.items():
             if role not in self._outcomes and (outcome := model.poll_checkpoint(wait=wait)) is not None:
                 self._outcomes[role] = outcome

@@ -61,7 +61,6 @@ class ResumePoint(Checkpoint):
 
 
 def checkpoint_dir_of(config: MasterConfig, run_folder: Path) -> Path:
-    """Folder of a run's checkpoints."""
     return Path(config.checkpointing.checkpoint_dir or run_folder / CHECKPOINTS_FOLDER_NAME)
 
 
@@ -121,12 +120,13 @@ def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def _has_begun_anew(config: MasterConfig, run_id: str) -> bool:
-    """True for a run with a folder of its own among others': what they have saved meanwhile is not to be continued."""
+    """Whether a run with a new folder of its own has begun: checkpoints that others have saved since are not
+    continued."""
     return config.checkpointing.checkpoint_dir is None and find_run_folder(config.logger.log_dir, run_id) is not None
 
 
 def _stores(config: MasterConfig, warn: Callable[[str], None]) -> Iterator[CheckpointStore]:
-    """Checkpoint folders of a configuration: the configured one, or else those of the run folders, newest first."""
+    """Yield checkpoint folders: the configured one, or else those of the run folders, newest first."""
     if config.checkpointing.checkpoint_dir is not None:
         yield CheckpointStore(Path(config.checkpointing.checkpoint_dir), warn)
     else:
@@ -141,7 +141,7 @@ def _swept_checkpoints(store: CheckpointStore) -> list[Checkpoint]:
 
 
 def _own_checkpoint(config: MasterConfig, run_id: str, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Newest checkpoint that the run itself has saved. Folders of other runs, which may be running, are not locked."""
+    """Find the run's own newest checkpoint, without locking folders of other runs, which may be active."""
     for store in _stores(config, warn):
         if any(checkpoint.state.run_id == run_id for checkpoint in store.checkpoints()):
             own = [checkpoint for checkpoint in _swept_checkpoints(store) if checkpoint.state.run_id == run_id]
@@ -150,7 +150,7 @@ def _own_checkpoint(config: MasterConfig, run_id: str, warn: Callable[[str], Non
 
 
 def _checkpoint_of_earlier_run(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Checkpoint that `checkpointing.resume` selects."""
+    """Find the checkpoint that `checkpointing.resume` selects."""
     settings = config.checkpointing
     if settings.checkpoint_dir is None:
         return _newest_of_same_experiment(config, warn) if settings.resume == "auto" else None
@@ -169,13 +169,13 @@ def _checkpoint_of_earlier_run(config: MasterConfig, warn: Callable[[str], None]
 
 
 def _refuse_damage_alone(store: CheckpointStore, usable: Sequence[Checkpoint]) -> None:
-    """Raises where every checkpoint of a run is damaged: only the user may decide to start anew."""
+    """Raise where every checkpoint of a run is damaged: only the user may decide to start anew."""
     if not usable and store.has_any():
         raise CheckpointError(f"{store.folder}: none of the checkpoints there can be used; {WAY_OUT}")
 
 
 def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Newest checkpoint of the newest run that has any; None, with a warning, where that is another experiment."""
+    """Find the newest checkpoint of the newest run that has any; None, with a warning, for another experiment."""
     resolved = dump_resolved(config)
     algorithm = algorithm_of(config)
     for store in _stores(config, warn):

@@ -53,12 +53,10 @@ def model_folder(checkpoint: Path, role: str) -> Path:
 
 
 def state_folder(checkpoint: Path, role: str) -> Path:
-    """Return the folder of a role's training state in a checkpoint."""
     return model_folder(checkpoint, role) / POLICY_FOLDER_NAME
 
 
 def final_weights_folder(checkpoint_dir: Path, role: str) -> Path:
-    """Return the folder of a role's final weights."""
     return checkpoint_dir / (FINAL_WEIGHTS_FOLDER if role == POLICY_ROLE else f"{FINAL_WEIGHTS_FOLDER}_{role}")
 
 
@@ -104,7 +102,7 @@ class CheckpointStore:
                             folder.rmdir()
 
     def _lock_file(self) -> TextIO:
-        """The file of the lock, which this process has; made with its folder where they are not there."""
+        """Open the lock's file, creating it and its folder."""
         path = self.folder / LOCK_FILE_NAME
         for attempt in range(_LOCK_ATTEMPTS):
             try:
@@ -135,11 +133,10 @@ class CheckpointStore:
         )
 
     def path_of(self, step: int) -> Path:
-        """Folder of the checkpoint of a step."""
         return self.folder / f"step_{step}"
 
     def checkpoints(self) -> list[Checkpoint]:
-        """The whole checkpoints, ascending by step; one that is damaged is warned about and left out."""
+        """Return complete checkpoints, ascending by step; warn about damaged ones and leave them out."""
         if not self.folder.is_dir():
             return []
         found = []
@@ -154,7 +151,7 @@ class CheckpointStore:
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def has_any(self) -> bool:
-        """True where anything has the name of a checkpoint, damaged or not."""
+        """Whether anything has a checkpoint's name, damaged or not."""
         return self.folder.is_dir() and any(_WHOLE.fullmatch(entry.name) for entry in self.folder.iterdir())
 
     def stage(self, step: int) -> Path:
@@ -204,7 +201,7 @@ class CheckpointStore:
         delete(removed)
 
     def sweep(self) -> None:
-        """Deletes what a run left that was killed while it wrote or deleted. The caller holds the lock."""
+        """Delete leftovers of a run that was killed while writing or deleting. The caller holds the lock."""
         if not self.folder.is_dir():
             return
         for entry in sorted(self.folder.iterdir()):

@@ -29,12 +29,12 @@ class TimeLimit:
         self._longest_step = self._longest_saving = 0.0
 
     def is_up_after_step(self) -> bool:
-        """True when another step like the longest one would be too long. Called once at the end of each step."""
+        """Whether another step as long as the longest one would be too long. Called once at the end of each step."""
         now = self._clock()
         self._longest_step = max(self._longest_step, now - self._last)
         self._last = now
         return self._end is not None and now + self._longest_step + self._longest_saving >= self._end
 
     def note_saving(self, seconds: float) -> None:
-        """Records the seconds that a checkpoint took from its beginning until it was whole on the disk."""
+        """Record the seconds from the beginning of a save to its complete checkpoint."""
         self._longest_saving = max(self._longest_saving, seconds)

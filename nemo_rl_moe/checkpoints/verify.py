@@ -24,7 +24,6 @@ exit code: 0 all files are what was written; 1 a file is damaged; 2 there is not
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="FOLDER", help="a checkpoint, an exported model, or a folder above some"
     )
@@ -69,7 +68,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
 
 
 def _checksums() -> ModuleType:
-    """Import what reads checksums; it needs one package more than the rest of what works without training."""
+    """Import checksums, which need one more package than the other commands without training."""
     try:
         from nemo_rl_moe import checksums
     except ModuleNotFoundError as error:

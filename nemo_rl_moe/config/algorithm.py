@@ -69,7 +69,7 @@ class Algorithm:
 
     @property
     def generates(self) -> bool:
-        """True when the algorithm trains on responses that it generates."""
+        """Whether the algorithm trains on responses that it generates."""
         return self.responses_at_a_time is not None
 
     @property
@@ -95,7 +95,7 @@ class Algorithm:
 
 
 def grpo_responses_at_a_time(config: GRPOMasterConfig) -> int:
-    """Responses of a step or, where their number is known and larger, of a validation."""
+    """Return the responses of a step or, where known and larger, of a validation."""
     validation = 0
     if config.data.validation is not None and config.grpo.max_val_samples is not None:
         validation = config.grpo.max_val_samples * config.grpo.val_num_generations
@@ -111,7 +111,7 @@ def grpo_best_metric(config: GRPOMasterConfig) -> str:
 
 
 def places_of_engines(config: GRPOMasterConfig) -> Mapping[str, str]:
-    """Generation engines with a copy of the weights: they may have machines of their own."""
+    """Return the roles of generation engines with a copy of the weights, which may have machines of their own."""
     return {} if config.policy.generation.engine.shares_weights else {GENERATION_ROLE: "generation engines"}
 
 
@@ -152,7 +152,6 @@ BUILT_IN = tuple(ALGORITHMS)
 
 
 def algorithm_of(config: MasterConfig) -> Algorithm:
-    """The algorithm that a configuration is for."""
     for kind in type(config).__mro__:
         for algorithm in ALGORITHMS.values():
             if algorithm.config_class is kind:
@@ -161,7 +160,7 @@ def algorithm_of(config: MasterConfig) -> Algorithm:
 
 
 def metric_in_force(config: MasterConfig) -> str | None:
-    """Metric that chooses the best checkpoints, with `auto` as what the algorithm means by it; None: the newest."""
+    """Resolve `auto` in the metric that chooses the best checkpoints; None: the newest are kept."""
     name = config.checkpointing.metric_name
     return algorithm_of(config).best_metric(config) if name == AUTO_METRIC else name
 

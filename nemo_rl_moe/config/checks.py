@@ -48,7 +48,7 @@ def path_problems(config: MasterConfig, *, is_whole: bool) -> list[str]:
 
 
 def apply_rules(rules: Sequence[Rule], config: MasterConfig, *, is_whole: bool) -> list[str]:
-    """Runs each rule; on a configuration that is not whole, a rule ends where it meets a value that is not there."""
+    """Run each rule; on a partial configuration, a rule ends where it meets a missing value."""
     problems: list[str] = []
     for rule in rules:
         try:

@@ -122,7 +122,7 @@ def _read_with_defaults(
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over`; sections are merged key by key, everything else is replaced."""
+    """Merge `over` into `base` section by section; other values are replaced."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -141,7 +141,7 @@ def parse_value(text: str) -> Any:
 
 
 def with_text_keys(value: Any) -> Any:
-    """A copy in which every key is text: YAML reads a key such as `1` as a number."""
+    """Copy with every key as text: YAML reads a key such as `1` as a number."""
     if isinstance(value, dict):
         return {str(key): with_text_keys(entry) for key, entry in value.items()}
     return [with_text_keys(entry) for entry in value] if isinstance(value, list) else value
@@ -188,7 +188,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 # Parsing takes most of the time of loading, and every configuration of a process inherits the same few files.
 @lru_cache(maxsize=16)
 def _parsed(path: Path, text: str) -> dict[Any, Any]:
-    """Content of a file with this text, which nobody changes."""
+    """Parse a file's text; callers must not change the result."""
     if found := traps(text):
         raise ConfigurationError([f"{path}, line {line}: {problem}" for line, problem in found])
     try:
@@ -213,7 +213,7 @@ def _parsed(path: Path, text: str) -> dict[Any, Any]:
 
 
 def _flow_hint(line: Sequence[str]) -> str:
-    """Hint for a line with an interpolation that braces or brackets around it tear apart."""
+    """Hint at quotes for a line whose interpolation is split by braces or brackets."""
     return '; inside of {...} and [...], put "${...}" in quotes' if line and "${" in line[0] else ""
 
 

@@ -38,7 +38,7 @@ VALUE_SINCE: dict[str, dict[str, str]] = {
 
 
 def _unset(since: str | None = None, until: str | None = None) -> Any:
-    """A field that may stay out of the YAML; the versions are the first and the last release line that has it."""
+    """Return an optional field; the versions are the first and the last release line that has it."""
     return Field(default=None, json_schema_extra={"since": since, "until": until})
 
 
@@ -171,7 +171,7 @@ class MoeTransformerFields(StrictModel):
 
     @property
     def moe_transformer_fields(self) -> dict[str, Any]:
-        """The fields that the user has set, to be passed to `TransformerConfig` by name."""
+        """Return the fields that the user has set, to be passed to `TransformerConfig` by name."""
         return {name: getattr(self, name) for name in MOE_FIELD_NAMES if name in self.model_fields_set}
 
 

@@ -55,7 +55,7 @@ def translate_tree(theirs: Mapping[str, Any], path: Path) -> Translation:
 
 
 def _sections_off(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Sections with `enabled: false`, the outermost ones, but for those whose values are kept here all the same."""
+    """Return the outermost sections with `enabled: false`, except those whose values are kept."""
     for name, value in tree.items():
         key = f"{above}{name}"
         if not isinstance(value, Mapping):
@@ -76,7 +76,7 @@ _KEPT_WHILE_OFF = (
 
 
 def _sections_of_others(theirs: Theirs) -> Iterator[str]:
-    """Sections of backends and loggers that another key does not choose."""
+    """Return the sections of backends and loggers that another key does not choose."""
     backend = theirs.get("policy.generation.backend", "vllm")
     chosen, environments = environment_of(theirs), theirs.get("env", {})
     for section, is_read in (
@@ -116,7 +116,7 @@ def _translate_key(translation: Translation, key: str, values: Mapping[str, Any]
 
 
 def _tell(translation: Translation, key: str, value: Any, off: Any, why: str) -> None:
-    """Names a key that is not carried over, among the idle ones where it asks for nothing."""
+    """Report a key without a counterpart, as idle where it asks for nothing."""
     if value in (None, False, 0, "", off) or value in ({}, []):
         translation.idle.append(f"{key}: {shown(value)}")
     else:

@@ -37,7 +37,7 @@ def read_theirs(path: Path) -> dict[str, Any]:
 
 
 def _joined(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over`, whose sections with `_override_: true` replace the other ones whole."""
+    """Merge `over` into `base`; sections with `_override_: true` replace whole sections."""
     whole = {name for name, section in over.items() if isinstance(section, Mapping) and section.get("_override_")}
     stripped = {
         name: {key: value for key, value in section.items() if key != "_override_"} if name in whole else section
@@ -48,7 +48,7 @@ def _joined(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _their_resolvers() -> Iterator[None]:
-    """While open, `${mul:...}` and the other functions of NeMo-RL's configurations are known."""
+    """Register `${mul:...}` and the other functions of NeMo-RL's configurations while open."""
     functions: dict[str, Callable[[Any, Any], Any]] = {
         "add": lambda a, b: a + b,
         "mul": lambda a, b: a * b,
@@ -88,7 +88,7 @@ def algorithm_in(theirs: Mapping[str, Any], path: Path) -> str:
 
 
 def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Full keys and values that are no sections; an empty section is one."""
+    """Yield full keys and values that are no sections; an empty section counts as a value."""
     for name, value in tree.items():
         key = f"{above}{name}"
         if isinstance(value, Mapping) and value:

@@ -13,7 +13,7 @@ NO_BOUND = 1.0e9
 
 
 def estimator(theirs: Theirs, translation: Translation) -> None:
-    """Advantages; older configurations have the switches in the section of the loop."""
+    """Translate advantages; older configurations have the switches in the section of the loop."""
     section, values = "grpo.adv_estimator", translation.values
     name = theirs.get(f"{section}.name", "grpo")
     normalize, leave_one_out = True, False
@@ -44,7 +44,7 @@ def estimator(theirs: Theirs, translation: Translation) -> None:
 
 
 def _several_rewards(theirs: Theirs) -> str:
-    """Return how to write an estimator of named rewards here; a function of the user's own gives these."""
+    """Return how to write an estimator of named rewards here, for which a custom function gives the rewards."""
     names = ["correctness", "integer", "format"] if theirs.has("env.math_multi_reward") else []
     weights = theirs.get("grpo.adv_estimator.reward_weights", [1.0] * len(names))
     names = names if len(names) == len(weights) else [f"reward_{place}" for place in range(1, len(weights) + 1)]
@@ -56,7 +56,7 @@ def _several_rewards(theirs: Theirs) -> str:
 
 
 def lengths(theirs: Theirs, translation: Translation) -> None:
-    """Room of the response beside the prompt, and the punishment of long ones."""
+    """Translate the response length and the penalty of long responses."""
     values, shaping = translation.values, "grpo.reward_shaping"
     longest = theirs.get("policy.max_total_sequence_length")
     asked = theirs.get("policy.generation.max_new_tokens", longest)

@@ -15,7 +15,7 @@ ROWS: tuple[Row, ...] = (*ALGORITHM_ROWS, *POLICY_ROWS, *RUN_ROWS)
 
 
 def row_of(key: str) -> Row | None:
-    """The row of a full key: its own, or that of the nearest section above; None where the table has none."""
+    """Return the row of a full key, or of the nearest section above it; None where the table has none."""
     if key in _BY_KEY:
         return _BY_KEY[key]
     parts = key.split(".")

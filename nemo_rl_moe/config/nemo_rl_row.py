@@ -32,10 +32,10 @@ class Row:
 
 
 def same_names(section: str, *names: str) -> tuple[Row, ...]:
-    """Rows of keys of a section that are here what they are there."""
+    """Return rows of keys with the same names here."""
     return tuple(Row(f"{section}.{name}", f"{section}.{name}") for name in names)
 
 
 def no_counterpart(section: str, note: str, *names: str, off: Any = None) -> tuple[Row, ...]:
-    """Rows of keys of a section that have no counterpart, all for one reason."""
+    """Return rows of keys without a counterpart, all for one reason."""
     return tuple(Row(f"{section}.{name}", None, note, off=off) for name in names)

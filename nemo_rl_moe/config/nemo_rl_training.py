@@ -9,7 +9,7 @@ from nemo_rl_moe.config.nemo_rl_translation import MEGATRON, Theirs, Translation
 
 
 def engine_of_training(theirs: Theirs, translation: Translation) -> None:
-    """Layout, optimizer and learning rate of whichever engine is on."""
+    """Translate layout, optimizer and learning rate of the active backend."""
     values = translation.values
     uses_megatron = theirs.get(f"{MEGATRON}.enabled", False)
     engine = MEGATRON if uses_megatron else "policy.dtensor_cfg"
@@ -48,7 +48,7 @@ def engine_of_training(theirs: Theirs, translation: Translation) -> None:
 
 
 def _optimizer_on_the_host(theirs: Theirs, translation: Translation) -> None:
-    """Offload of nothing is none, and what goes with it is left out; types of moments lose their module."""
+    """Translate optimizer offload: a zero fraction is none; types of moments lose their module."""
     values, key = translation.values, f"{MEGATRON}.optimizer"
     if theirs.get(f"{key}.optimizer_cpu_offload") and theirs.get(f"{key}.optimizer_offload_fraction") == 0:
         values[f"{key}.optimizer_cpu_offload"] = False
@@ -76,7 +76,7 @@ def _recomputed(theirs: Theirs, translation: Translation, engine: str) -> str:
 
 
 def _torch_optimizer(theirs: Theirs, translation: Translation) -> None:
-    """AdamW of PyTorch and its kin."""
+    """Translate PyTorch's AdamW and similar optimizers."""
     name, section = theirs.get("policy.optimizer.name", "torch.optim.AdamW"), f"{MEGATRON}.optimizer"
     if not name.endswith("Adam") and not name.endswith("AdamW"):
         translation.changed.append(f"policy.optimizer.name: {name}: Adam with decoupled weight decay")
@@ -88,7 +88,7 @@ def _torch_optimizer(theirs: Theirs, translation: Translation) -> None:
 
 
 def _torch_scheduler(theirs: Theirs, translation: Translation) -> None:
-    """A chain of PyTorch's schedulers: a warm-up, and what follows it."""
+    """Translate a chain of PyTorch's schedulers: a warm-up, and its successor."""
     section, values = f"{MEGATRON}.scheduler", translation.values
     steps = theirs.get("policy.scheduler", [])
     steps = [step for step in (steps if isinstance(steps, list) else [steps]) if isinstance(step, Mapping)]
@@ -116,7 +116,7 @@ def _torch_scheduler(theirs: Theirs, translation: Translation) -> None:
 
 
 def batches_of_validation(theirs: Theirs, translation: Translation) -> None:
-    """As many samples of a validation as there, in batches of training."""
+    """Translate the size of a validation to batches of the training's size."""
     name = translation.algorithm
     number = theirs.get(f"{name}.val_batches")
     if name == "grpo" or number is None:
@@ -132,7 +132,7 @@ def batches_of_validation(theirs: Theirs, translation: Translation) -> None:
 
 
 def machines(theirs: Theirs, translation: Translation) -> None:
-    """Machines of the policy, and of engines that have their own."""
+    """Translate the machines of the policy and of separate engines."""
     values = translation.values
     nodes, gpus = theirs.get("cluster.num_nodes", 1), theirs.get("cluster.gpus_per_node", 1)
     place = "policy.generation.colocated"

@@ -19,7 +19,7 @@ def notices(config: LoopMasterConfig, num_steps: int) -> list[str]:
 
 
 def warmup_outlasts_the_run(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warm-up that a short run sees only the beginning of."""
+    """Warm-up that is longer than the run."""
     warmup = config.policy.megatron_cfg.scheduler.lr_warmup_iters
     updates = num_steps * algorithm_of(config).updates_per_step(config)
     if updates < warmup:
@@ -76,7 +76,7 @@ MOST_BFLOAT16_PARTS = 16
 
 
 def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Gradients of many microbatches in a number format of 8 bits, to which each part of a sum is rounded."""
+    """Gradients of many microbatches in a format with 8 bits of precision, to which each partial sum is rounded."""
     policy = config.policy
     if policy.precision != "bfloat16" or policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32:
         return
@@ -92,7 +92,7 @@ def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> It
 
 
 def rollouts_draw_from_a_part(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Top-p and top-k in training, which no ratio between rollout and training knows of."""
+    """Top-p and top-k in training, which the ratio between rollout and training ignores."""
     policy = generating(config.policy)
     if policy is None:
         return

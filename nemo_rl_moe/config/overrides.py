@@ -191,7 +191,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def _omegaconf_key(path: Place) -> str:
-    """A place in OmegaConf's own notation, in which keys with dots in them stay whole."""
+    """Write a place in OmegaConf's notation, in which keys with dots stay whole."""
     return "".join(f"[{part}]" for part in path)
 
 
@@ -216,7 +216,7 @@ def _num_lookups(config: Mapping[str, Any], path: Place, counts: dict[Place, flo
 
 
 def _named_places(text: str, where: Place) -> list[Place]:
-    """Places of the keys that a text stands for; leading dots go up from where it stands."""
+    """List the places that a text refers to; leading dots go up from its own place."""
     places: list[Place] = []
     for match in _NAMES_A_KEY.finditer(text):
         name = match["key"].lstrip(".")

@@ -355,7 +355,7 @@ class EnvironmentConfig(StrictModel):
 
     @property
     def is_own(self) -> bool:
-        """True where code of the user's own scores: it may read a whole record, and give several rewards by name."""
+        """Whether custom code scores: it may read a whole record, and give several rewards by name."""
         return self.name == "callable" or is_own(self.name)
 
 

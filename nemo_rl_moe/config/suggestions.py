@@ -15,7 +15,7 @@ LONGEST_WORD = 200
 
 
 def shortened(text: str) -> str:
-    """A text as a message shows it: of one longer than `LONGEST_WORD`, its beginning and its length."""
+    """Shorten a text for a message to its beginning and its length, if it is longer than `LONGEST_WORD`."""
     return text if len(text) <= LONGEST_WORD else f"{text[:60]}... ({len(text):,} characters)"
 
 
@@ -26,7 +26,7 @@ def quoted(text: str, place: Sequence[str | int]) -> str:
 
 
 def nearest(wrong: str, allowed: Iterable[str], cutoff: float = SAME_SECTION_CUTOFF) -> str | None:
-    """The allowed word that is most like `wrong`, or None when none is like it."""
+    """Return the allowed word most like `wrong`, or None when none is similar."""
     if len(wrong) > LONGEST_WORD:
         return None
     matches = get_close_matches(wrong, list(allowed), n=1, cutoff=cutoff)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Objects of the user's own modules, named in a configuration as `package.module:attribute`."""
+"""Objects of the user's modules, named in a configuration as `package.module:attribute`."""
 
 import inspect
 import sys
@@ -36,7 +36,7 @@ def import_attribute(key: str, reference: str, form: str = "package.module:funct
 
 
 def is_own(name: str) -> bool:
-    """True of a name in a configuration that means code of the user's own, `package.module:name`."""
+    """Whether a name in a configuration refers to custom code, `package.module:name`."""
     return ":" in name
 
 

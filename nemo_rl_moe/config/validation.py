@@ -24,7 +24,7 @@ MOST_UNKNOWN_KEYS = 20
 
 
 def section_model(annotation: Any) -> type[BaseModel] | None:
-    """The model behind a field that is a section, also when the section may be null; None for a plain value."""
+    """Return the model of a field that is a section, also a nullable one; None for a plain value."""
     candidates = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     for candidate in candidates:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
@@ -189,7 +189,7 @@ def validate(
 
 
 def valid_part(schema: type[ModelT], values: Mapping[str, Any]) -> ModelT:
-    """The configuration without its invalid values, so that rules between the others can be checked all the same."""
+    """Return the configuration without its invalid values, so that rules between the others can be checked."""
     valid: dict[str, Any] = {}
     for name, field in schema.model_fields.items():
         if name not in values:
@@ -230,7 +230,7 @@ def _problem(
 
 
 def _entry_types(annotation: Any) -> tuple[Any, Any] | None:
-    """Types of the names and of the values of a field that maps any names to plain values; None for other fields."""
+    """Return the types of names and values of a field that maps any names to plain values; None for other fields."""
     for candidate in (annotation, *get_args(annotation)):
         if get_origin(candidate) is dict and section_model(get_args(candidate)[1]) is None:
             names, values = get_args(candidate)

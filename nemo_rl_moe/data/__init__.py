@@ -1,3 +1,3 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From files of conversations to padded batches of tokens."""
+"""Data: from files of conversations to padded batches of tokens."""

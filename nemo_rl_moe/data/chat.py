@@ -51,7 +51,7 @@ class TokenizedExample:
 
     @property
     def lacks_images(self) -> bool:
-        """True where the cut at the end took an image away, or a part of one."""
+        """Whether truncation removed an image or a part of one."""
         return self.images is not None and self.images.end > len(self)
 
 
@@ -108,7 +108,7 @@ def batch_tokenizer(
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Tokens of a text, the mask of those in its spans, each of shape [tokens], and what is wrong with them."""
+    """Tokens of a text, the mask of tokens in its spans (both [tokens]), and its problem."""
 
     input_ids: NDArray[np.int32]
     token_mask: NDArray[np.bool_]
@@ -185,7 +185,7 @@ def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArra
 
 
 def _encode_with_prefixes(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded]:
-    """Mask from encoded prefixes, for tokenizers written in Python, which give no character offsets of tokens."""
+    """Compute the mask from encoded prefixes, for tokenizers in Python, which give no character offsets."""
 
     def ids_of(text: str) -> list[int]:
         encoding: Any = tokenizer(text, add_special_tokens=False, verbose=False)

@@ -76,7 +76,7 @@ def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: Template
 
 
 class _Template:
-    """A tokenizer's chat template, or its two: some have another one where there are tools."""
+    """A tokenizer's chat template; some have a second one for conversations with tools."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs):
         self._run_wide = run_wide
@@ -147,7 +147,7 @@ def _require_read(run_wide: TemplateInputs, variables: Sequence[str]) -> None:
 
 
 def _opening(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The begin token of a tokenizer that opens every text with it."""
+    """Return the begin token of a tokenizer that begins every text with it."""
     opens = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return str(tokenizer.bos_token) if opens else ""
 

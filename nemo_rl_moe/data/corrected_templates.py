@@ -41,7 +41,7 @@ class CorrectedTemplate:
     loses: str
 
     def text(self) -> str:
-        """The template, its values set."""
+        """Read the template, with its values inserted."""
         names = "".join(f"{{%- set {name} = {json.dumps(value)} -%}}" for name, value in self.values.items())
         return names + (_FOLDER / self.file).read_text(encoding="utf-8").rstrip("\n")
 

@@ -97,7 +97,7 @@ class DataReport:
     notes: tuple[CountedNote, ...] = ()
 
     def summary(self) -> str:
-        """The report on one line; numbers that are 0 are not mentioned, but for the images of a model that sees."""
+        """Return the report on one line; zeros are left out, except for the images of a vision model."""
         tokens = counted(self.num_tokens, "token")
         if self.words.trained_tokens is not None:
             tokens += f" ({self.num_trained_tokens:,} {self.words.trained_tokens})"
@@ -215,14 +215,12 @@ class _BadLines:
         self._of_cause: dict[str, _Cause] = {}
 
     def add(self, line: BadLine) -> None:
-        """Count a line with those of the same cause."""
         self.count += 1
         cause = _NUMBER.sub("0", line.reason)
         if cause in self._of_cause or len(self._of_cause) < MAX_PROBLEMS_SHOWN:
             self._of_cause.setdefault(cause, _Cause(line)).add(line.sample_id.removeprefix(f"{self._name}:"))
 
     def shown(self) -> list[str]:
-        """Return a text for each cause."""
         return [str(cause) for cause in self._of_cause.values()]
 
     def problems(self) -> list[str]:
@@ -241,7 +239,6 @@ class _Cause:
     others: list[str] = field(default_factory=list)
 
     def add(self, place: str) -> None:
-        """Count a line."""
         self.count += 1
         if 1 < self.count <= 1 + MAX_PLACES_SHOWN:
             self.others.append(place)
@@ -257,7 +254,7 @@ class _Cause:
 def _tokenized(
     lines: Sequence[Parsed | BadLine], tokenize: Callable[[Sequence[Parsed]], Sequence[Item | BadLine]]
 ) -> Iterator[Item | BadLine]:
-    """The lines in their order, the good ones tokenized in one go."""
+    """Yield the lines in order, with the good ones tokenized in one call."""
     items = iter(tokenize([line for line in lines if not isinstance(line, BadLine)]))
     return (line if isinstance(line, BadLine) else next(items) for line in lines)
 

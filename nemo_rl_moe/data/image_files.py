@@ -117,7 +117,7 @@ class ImageReader:
             raise RecordError(f"{name} is a broken image: {one_line(error)}") from None
 
     def _require_usable(self, image: "Image", name: str) -> None:
-        """Rejects what the header tells of an image: nothing has been decoded yet."""
+        """Reject an image by its header, before it is decoded."""
         if image.width * image.height > self.max_pixels:
             raise RecordError(
                 f"{name} has {image.height} x {image.width} pixels, expected at most {self.max_pixels:,} in all "
@@ -135,7 +135,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def image_folder(data_path: str | None, image_root: str | None) -> Path | None:
-    """Folder that images' paths start from: `data.image_root`, or the folder of the data; None for a hub's data."""
+    """Return the root of images' paths: `data.image_root`, or the data's folder; None for a hub's data."""
     if image_root is not None:
         return Path(image_root)
     if data_path is None:

@@ -45,7 +45,7 @@ class ImageReference:
     name: str = field(compare=False)
 
     def identity(self) -> str:
-        """Text by which references to different images differ: the path, or a digest of the content."""
+        """Text that identifies the image: the path, or a digest of the content."""
         return f"path {self.path}" if self.content is None else blake2b(self.content, digest_size=16).hexdigest()
 
 
@@ -90,7 +90,7 @@ def _parse_text(text: str, name: str) -> ImageReference:
 
 
 def parse_image_part(part: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A part of type image, with its image under `image`: None where the record's own list of images has it.
+    """Parse a part of type image, with its image under `image`: None where the record's own list of images has it.
 
     Raises:
         RecordError: It cannot be used.
@@ -118,7 +118,8 @@ def parse_images(value: object, name: str) -> list[ImageReference]:
 
 
 def image_columns(names: Sequence[str], key: str | None) -> list[str]:
-    """Columns of a table with images beside the messages: the run's or, for `require_image_key`, the usual ones."""
+    """Choose the columns of a table with images beside the messages: the run's or, for `require_image_key`, the usual
+    ones."""
     wanted = [] if key is None else [key] if key in names else USUAL_KEYS
     return [name for name in wanted if name in names]
 
@@ -191,7 +192,7 @@ def place_images(
 
 
 def take_images(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[ImageReference, ...]]:
-    """The messages as chat templates read them, with `{"type": "image"}` for each image, and the images in order."""
+    """Return messages for chat templates, with `{"type": "image"}` for each image, and the images in order."""
     found = tuple(part[IMAGE_PART] for message in messages for part in _images_in(message))
     if not found:
         return list(messages), ()
@@ -204,7 +205,7 @@ def take_images(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]
 
 
 def without_content(value: Any) -> Any:
-    """A record's value without encoded images: paths stay."""
+    """Return a record's value without encoded images; paths stay."""
     if isinstance(value, Mapping):
         return {key: without_content(item) for key, item in value.items() if not isinstance(item, bytes)}
     if is_list(value):
@@ -237,7 +238,7 @@ def _with_parts_for_marks(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled(messages: Sequence[dict[str, Any]], images: Sequence[ImageReference]) -> list[dict[str, Any]]:
-    """The messages with an image for each part that has none, of which there are as many."""
+    """Fill the parts of type image that have none with equally many images."""
     waiting = iter(images)
 
     def fill(part: dict[str, Any]) -> dict[str, Any]:

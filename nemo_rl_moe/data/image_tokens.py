@@ -33,22 +33,16 @@ Found = TypeVar("Found")
 
 
 class PicturedRecord(Protocol):
-    """A record with images; `Example` and `PromptRecord` are some."""
+    """A record with images, such as `Example` and `PromptRecord`."""
 
     @property
-    def sample_id(self) -> str:
-        """File and line that it came from."""
-        ...
+    def sample_id(self) -> str: ...
 
     @property
-    def messages(self) -> Sequence[Mapping[str, Any]]:
-        """The turns."""
-        ...
+    def messages(self) -> Sequence[Mapping[str, Any]]: ...
 
     @property
-    def images(self) -> tuple[ImageReference, ...]:
-        """Those of the turns, in order."""
-        ...
+    def images(self) -> tuple[ImageReference, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -66,18 +60,18 @@ class SampleImages:
 
     @property
     def end(self) -> int:
-        """Token behind the last image token; 0 without images."""
+        """Index after the last image token; 0 without images."""
         return sum(self.runs[-1]) if self.runs else 0
 
     def is_image(self, num_tokens: int) -> Bool[np.ndarray, " tokens"]:
-        """Mask of the tokens that stand for pieces of pictures."""
+        """Return the mask of image tokens."""
         mask = np.zeros(num_tokens, dtype=np.bool_)
         for first, count in self.runs:
             mask[first : first + count] = True
         return mask
 
     def digests(self) -> tuple[bytes, ...]:
-        """Digests of the encoded images: the same for the same images."""
+        """Digests of the encoded images, equal for equal images."""
         return tuple(image.digest for image in self.images)
 
 
@@ -181,7 +175,7 @@ class ImageTokenizer:
         return stored
 
     def _problem(self, record: PicturedRecord, rendered: Rendered) -> str | None:
-        """Anything by which tokens could stand for other images than those of the record."""
+        """Describe why tokens could represent other images than the record's."""
         if self.token in rendered.text and any(self.token in text for text in _texts(record.messages)):
             return f"a text spells {self.token}, which stands for an image; a part of type image shows one"
         if (shown := rendered.text.count(self.token)) != len(record.images):
@@ -284,7 +278,7 @@ def image_tokenizer(rule: PictureRule, tokenizer: "PreTrainedTokenizerBase", rea
 
 
 def _in_threads(work: Callable[[Given], Found], items: Iterable[Given]) -> list[Found | str]:
-    """Results in order, or the text of the `RecordError`; decoders leave Python's lock alone."""
+    """Return results in order, or the text of a `RecordError`; threads help because decoders release the GIL."""
 
     def attempt(item: Given) -> Found | str:
         try:
@@ -301,7 +295,7 @@ def _in_threads(work: Callable[[Given], Found], items: Iterable[Given]) -> list[
 
 
 def _texts(value: Any) -> Iterable[str]:
-    """Every text in a value, however deep."""
+    """Yield every text in a value at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -35,7 +35,7 @@ _STAND_IN = "something else"
 
 
 def with_thinking_named(message: Message, template: str) -> Message:
-    """The turn with its thinking under the one key that the template reads, where another is given."""
+    """Move a turn's thinking to the one key that the template reads."""
     given = [key for key in THINKING_KEYS if message.get(key)]
     read = [key for key in THINKING_KEYS if re.search(rf"(?:\.|['\"]){key}\b", template)]
     if message["role"] != "assistant" or len(given) != 1 or len(read) != 1 or given == read:
@@ -63,7 +63,7 @@ def require_all_shown(messages: Sequence[Message], text: str, render: RenderVari
 
 
 def _instead(messages: Sequence[Message], index: int) -> list[Message]:
-    """The conversation with other words in a turn: where there is no such turn, a template may show the same ones."""
+    """Return the conversation with other words in a turn; without that turn, a template could show the same ones."""
     return [*messages[:index], {**messages[index], "content": _STAND_IN}, *messages[index + 1 :]]
 
 
@@ -88,7 +88,7 @@ def _is_shown(
 
 
 def _require_all_calls(messages: Sequence[Message], index: int, text: str, render: RenderVariant) -> None:
-    """Rejects a turn with several calls of which the template leaves the last one out."""
+    """Reject a turn with several calls if the template leaves the last one out."""
     calls = messages[index].get("tool_calls") or []
     if len(calls) < 2:
         return

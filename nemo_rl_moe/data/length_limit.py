@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 class Encoded(Protocol):
-    """Tokens, with or without more."""
+    """Tokens and further outputs of a tokenizer."""
 
     def __len__(self) -> int: ...
 
@@ -74,5 +74,5 @@ class LengthLimit:
 
 
 def cut_text(text: str, characters: int) -> str:
-    """The beginning of a text; the text itself where it is no longer."""
+    """Return the beginning of a text, or the text itself if it is no longer."""
     return text if len(text) <= characters else text[:characters]

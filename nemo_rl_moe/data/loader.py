@@ -35,7 +35,7 @@ def collate(examples: Sequence[TokenizedExample], pad_token_id: int) -> TokenBat
 
 
 def token_ids_and_images(examples: Iterable[TokenizedExample]) -> Iterator[NDArray[Any]]:
-    """Token ids of each example, and behind them digests of its images, by which data sets are told apart."""
+    """Yield token ids of each example, followed by digests of its images, which identify a data set."""
     for example in examples:
         digests = example.images.digests() if example.images is not None else ()
         yield np.concatenate([example.input_ids, np.frombuffer(b"".join(digests), dtype=np.int32)])
@@ -120,13 +120,13 @@ class GlobalBatchLoader:
         return len(self._dataset) // self._global_batch_size
 
     def epoch(self, epoch_index: int, first_batch: int = 0) -> Iterator[TokenBatch]:
-        """The batches of one epoch from one of them on; both are counted from 0."""
+        """Yield the batches of one epoch, beginning at one of them; both are counted from 0."""
         first = epoch_index * len(self)
         for chosen in self.indices(range(first + first_batch, first + len(self))):
             yield self._make_batch([self._dataset[index] for index in chosen], self._pad_token_id)
 
     def indices(self, batch_numbers: range) -> Iterator[list[int]]:
-        """The examples of some batches, which are counted from 0 over all epochs."""
+        """Return the examples of some batches, counted from 0 over all epochs."""
         for epoch_index in range(batch_numbers.start // len(self), -(-batch_numbers.stop // len(self))):
             order = epoch_order(len(self._dataset), self._seed, epoch_index, shuffle=self._shuffle)
             first = max(batch_numbers.start - epoch_index * len(self), 0)
@@ -136,7 +136,7 @@ class GlobalBatchLoader:
 
 
 def epoch_order(size: int, seed: int, epoch_index: int, *, shuffle: bool) -> Sequence[int]:
-    """The order of the items of one epoch, which depends on nothing but the arguments."""
+    """Return the order of the items of one epoch, which depends only on the arguments."""
     if not shuffle:
         return range(size)
     order: list[int] = np.random.default_rng([seed, epoch_index]).permutation(size).tolist()

@@ -179,7 +179,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
         return replace(pair, reference_sums=(chosen, rejected))
 
     def with_reference_sums(self, sums: Float[np.ndarray, "pairs 2"]) -> "PreferenceDataset":
-        """The same pairs with the log-probabilities of their responses under the reference model."""
+        """Return the pairs with the log-probabilities of their responses under the reference model."""
         return PreferenceDataset(self._examples, self.report, sums)
 
 
@@ -229,7 +229,7 @@ def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBa
 
 
 def _tokenized_pairs(records: Sequence[PreferenceRecord], tokenize: BatchTokenizer) -> list[_TokenizedPair | BadLine]:
-    """The chosen and the rejected sequence of each record, all tokenized in one go."""
+    """Tokenize the chosen and the rejected sequence of each record in one call."""
     sequences = tokenize([example for record in records for example in (record.chosen, record.rejected)])
     pairs: list[_TokenizedPair | BadLine] = []
     for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True):
@@ -241,7 +241,7 @@ def _tokenized_pairs(records: Sequence[PreferenceRecord], tokenize: BatchTokeniz
 
 
 def _size_of(pair: _TokenizedPair) -> ItemSize | None:
-    """Tokens of both sequences; None where the cut leaves no two different responses."""
+    """Return the size of both sequences; None where truncation leaves no two different responses."""
     chosen, rejected = pair
     trained = [sequence.num_trained_tokens() for sequence in pair]
     if any(sequence.lacks_images for sequence in pair):

@@ -48,7 +48,7 @@ class RepeatFilter:
         self._seen: set[bytes] = set()
 
     def first_of_each(self, lines: Iterable[PromptRecord | BadLine]) -> Iterator[PromptRecord | BadLine]:
-        """The lines in order, without repeated prompts; bad lines all pass."""
+        """Yield the lines in order without repeated prompts; bad lines pass."""
         for line in lines:
             if isinstance(line, BadLine) or self._is_new(line):
                 yield line
@@ -102,7 +102,7 @@ class Prompt:
         return prompt_inputs([self])[0]
 
     def identity(self) -> tuple[object, ...]:
-        """Tokens and images: equal where the model is asked the same."""
+        """Tokens and images, equal for equal prompts."""
         return self.token_ids, self.images.digests() if self.images is not None else ()
 
 
@@ -119,8 +119,6 @@ WORDS = ReportWords("prompt", None, "longer than a prompt may be")
 
 
 class PromptDataset(Sequence[Prompt]):
-    """Sequence of prompts with the report of its loading."""
-
     def __init__(self, prompts: Sequence[Prompt], report: DataReport):
         self.report = report
         self._prompts = tuple(prompts)
@@ -234,7 +232,7 @@ def _read(
 def _drawn(
     source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig | None
 ) -> tuple[LineSource[PromptRecord], int]:
-    """Prompts drawn from the task, and the number of repeats among the draws."""
+    """Sample prompts from the task, and count the repeats among the samples."""
     if env is None or env.reasoning_gym is None or source.num_items is None:
         raise ConfigurationError(
             "data: a path of null draws prompts from env.reasoning_gym, and needs that section and num_items"

@@ -22,8 +22,6 @@ WORDS_WITH_IMAGES = replace(WORDS, dropped="no response, or not all images, befo
 
 
 class TokenizedDataset(TokenStore):
-    """Tokenized conversations of a data set."""
-
     def __init__(self, examples: Sequence[TokenizedExample], report: DataReport):
         super().__init__(examples)
         self.report = report

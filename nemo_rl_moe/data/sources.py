@@ -85,7 +85,7 @@ def read_text(path: Path, key: str, parse: Callable[[object, str], Parsed]) -> I
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | int]:
-    """The lines of a file; of one that is longer than a line may be, its number of bytes."""
+    """Yield the lines of a file; for a line over the size limit, its number of bytes."""
     while line := file.readline(LONGEST_LINE_BYTES + 1):
         size = len(line)
         if size <= LONGEST_LINE_BYTES:
@@ -168,7 +168,7 @@ def read_table(
 
 
 def _rows(table: "Dataset") -> "Iterator[dict[str, Any] | RecordError]":
-    """The rows in order; in the place of one that Python has no values for, the reason."""
+    """Yield the rows in order; for a row with values that Python cannot represent, the reason."""
     number = 0
     has_images = "Image(" in str(table.features)
     while number < len(table):
@@ -325,7 +325,7 @@ def load_limit(limit_s: float, name: str) -> Iterator[None]:
 
 
 def noting_samples(parse: Callable[[object, str], Parsed]) -> Callable[[object, str], Parsed]:
-    """The parser, which also notes the sample for the message of `load_limit`."""
+    """Wrap a parser to record the sample for `load_limit`'s message."""
 
     def parse_and_note(record: object, sample_id: str) -> Parsed:
         global _last_sample

@@ -28,7 +28,7 @@ class TemplateInputs:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def or_else(self, run_wide: "TemplateInputs") -> "TemplateInputs":
-        """These before those of the run: its own tools instead of the run's, names one by one."""
+        """Merge with the run's inputs: a record's tools replace the run's, further names take precedence one by one."""
         tools = run_wide.tools if self.tools is None else self.tools
         return TemplateInputs(tools, {**run_wide.kwargs, **self.kwargs})
 
@@ -37,7 +37,7 @@ NO_INPUTS = TemplateInputs()
 
 
 def run_wide_inputs(tools: Sequence[ToolDefinition], kwargs: Mapping[str, Any]) -> TemplateInputs:
-    """The inputs that `data.tools` and `data.chat_template_kwargs` name, which have been checked."""
+    """Return the checked inputs of `data.tools` and `data.chat_template_kwargs`."""
     return TemplateInputs(tuple(tools) or None, dict(kwargs))
 
 

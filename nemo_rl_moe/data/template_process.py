@@ -46,14 +46,14 @@ class TemplateFailure(Exception):
 
 
 class TemplateProcess:
-    """The process, started when it is first asked, and again after a template has broken its limits."""
+    """A lazily started process, restarted after a template has broken its limits."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
         self._loaded: list[TemplateSetup] = []
 
     def start(self) -> None:
-        """Start the process without waiting for it: it imports what it needs before it is asked for something."""
+        """Start the process without waiting, so that it imports its packages early."""
         if self._child is None:
             self._start()
 
@@ -161,7 +161,7 @@ def _as_json(request: RenderRequest) -> bytes:
 
 
 def _together(lines: Sequence[bytes]) -> Iterator[list[bytes]]:
-    """The requests in their order, as many at a time as make a message of middling size."""
+    """Group the requests, in order, into messages of moderate size."""
     some: list[bytes] = []
     for line in lines:
         if some and (len(some) == _REQUESTS_AT_ONCE or sum(map(len, some)) + len(line) > _BYTES_AT_ONCE):
@@ -176,7 +176,7 @@ _shared: "weakref.ref[TemplateProcess] | None" = None
 
 
 def template_process() -> TemplateProcess:
-    """The process of this program; it ends when nobody holds it any more."""
+    """Return this program's process; it ends with its last reference."""
     global _shared
     process = _shared() if _shared is not None else None
     if process is None:
@@ -203,7 +203,7 @@ def _how_it_broke(exit_code: int) -> str:
 
 
 def serve() -> NoReturn:  # pragma: no cover  (runs in the other process)
-    """Body of the process: a reply to each request, until there are no more."""
+    """Run the process: reply to each request until there are no more."""
     from transformers.utils import chat_template_utils  # noqa: F401  before the limits: takes a second
 
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -264,6 +264,5 @@ def _reply(renderer: TemplateRenderer, request: Any, size: int) -> dict[str, Any
 
 
 def _address_space() -> int:  # pragma: no cover
-    """Bytes of address space of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return pages * resource.getpagesize()

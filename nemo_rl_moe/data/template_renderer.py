@@ -38,7 +38,6 @@ class TemplateSetup:
     special_tokens: tuple[str, ...]
 
     def with_template(self, template: str) -> "TemplateSetup":
-        """The same tokenizer with another template."""
         return replace(self, template=template)
 
 
@@ -167,7 +166,7 @@ class TemplateRenderer:
         return Rendered(text, tuple(spans), notes if note is None else (*notes, note))
 
     def renders_as(self, other: "TemplateRenderer") -> bool:
-        """True where the other gives the same texts of the probes."""
+        """Whether another template gives the same texts for the probes."""
         try:
             return all(self._probed(turns) == other._probed(turns) for turns in _PROBES)
         except RenderError:
@@ -184,7 +183,7 @@ class TemplateRenderer:
         return render(form.of_all(turns))
 
     def _checked(self) -> list[str]:
-        """Names that the template reads, after a first look at it."""
+        """Return the names that the template reads, after a first check."""
         from jinja2 import meta
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
@@ -281,7 +280,7 @@ class TemplateRenderer:
 
 
 def _parsed(template: str) -> Any:
-    """Syntax tree of a chat template, whose pieces to train on are plain text here."""
+    """Parse a chat template; marked pieces are plain text in the result."""
     from jinja2 import Environment, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
@@ -297,7 +296,7 @@ def _parsed(template: str) -> Any:
 
 
 def _trained_spans(spans: list[Span], messages: Sequence[Message], first_trained: int) -> list[Span]:
-    """Marked pieces without those of the turns that are context."""
+    """Return the marked pieces without those of context turns."""
     num_context_turns = sum(message["role"] == "assistant" for message in messages[:first_trained])
     num_turns = sum(message["role"] == "assistant" for message in messages)
     if num_context_turns and len(spans) != num_turns:

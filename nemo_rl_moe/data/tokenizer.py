@@ -57,7 +57,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTo
 
 @contextmanager
 def _nothing_printed() -> Iterator[None]:
-    """Context in which standard output goes nowhere: the tokenizers library prints odd keys of a file as they are."""
+    """Discard standard output: the tokenizers library prints unknown keys of a file."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:

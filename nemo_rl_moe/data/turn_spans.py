@@ -102,7 +102,7 @@ class _Turn:
         raise problem
 
     def _start_by(self, before: Message, stand_in: Message) -> int:
-        """First character after the generation prompt, found with a stand-in for the turn and one for that before."""
+        """Find the first character after the generation prompt by stand-ins for the turn and the one before."""
         context = [*self._before[:-1], before]
         # What stands between the two stand-ins in the conversation, and what the generation prompt puts there.
         whole = self._render([*context, stand_in, *self._after], False)
@@ -140,7 +140,7 @@ class _Turn:
         raise problem
 
     def _end_by(self, stand_in: Message, start: int, special_tokens: Collection[str]) -> int:
-        """Character after its end token, found with a stand-in for the turn."""
+        """Find the character after the end token by a stand-in for the turn."""
         text = self._text
         tail = self._behind(_STAND_IN, self._render([*self._before, stand_in, *self._after], False))
         ending = self._behind(_STAND_IN, self._render([*self._before, stand_in], False))
@@ -179,11 +179,11 @@ def _spaced_as(between: str, prompted: str) -> str:
 
 
 def _first_token(text: str, special_tokens: Collection[str]) -> str:
-    """The longest special token that the text begins with; empty where it begins with none."""
+    """Return the longest special token that the text begins with; empty without one."""
     return max((token for token in special_tokens if text.startswith(token)), key=len, default="")
 
 
 def _without_trailing_space(text: str, start: int, end: int, end_token: str) -> int:
-    """Leaves out a newline after the end token: generation stops before it."""
+    """Leave out a newline after the end token: generation stops before it."""
     stripped = text[start:end].rstrip()
     return start + len(stripped) if end_token and stripped.endswith(end_token) else end

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Cards to train on: their memory and speed, and machines of them that a run is planned for."""
+"""Accelerators: their memory and speed, and machines of them that a run is planned for."""
 
 import re
 from collections.abc import Iterable
@@ -12,13 +12,12 @@ from nemo_rl_moe.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A card, by its maker's data sheet.
+    """An accelerator, by its data sheet.
 
     Attributes:
-        name: Name of the card.
         memory_gb: Memory in GB of 10^9 bytes.
-        bfloat16_tflops: Most TFLOP/s of dense matrix products in bfloat16.
-        device_names: Names that CUDA has for it.
+        bfloat16_tflops: Peak of dense matrix products.
+        device_names: CUDA's names for it.
     """
 
     name: str
@@ -45,11 +44,10 @@ ACCELERATORS: dict[str, Accelerator] = {
 
 
 def peak_flops_per_second(device_names: Iterable[str]) -> float | None:
-    """Most FLOP/s of dense matrix products in bfloat16 of cards together; None where one of them is not known.
+    """Return the peak FLOP/s of dense bfloat16 matrix products of several devices; None where one is unknown.
 
     Args:
-        device_names: Name of each, as CUDA has it. No part of one is a name: an H200 NVL is another card than an H200,
-            and so is a slice of one.
+        device_names: CUDA's name of each, compared whole: an H200 NVL, and a slice of an H200, are not an H200.
     """
     by_name = {name: card.bfloat16_tflops for card in ACCELERATORS.values() for name in card.device_names}
     tflops = [by_name.get(name) for name in device_names]
@@ -58,13 +56,7 @@ def peak_flops_per_second(device_names: Iterable[str]) -> float | None:
 
 @dataclass(frozen=True)
 class Target:
-    """Machines that a run is planned for.
-
-    Attributes:
-        num_nodes: Machines.
-        gpus_per_node: Cards of each.
-        card: The card.
-    """
+    """Machines that a run is planned for."""
 
     num_nodes: int
     gpus_per_node: int
@@ -72,7 +64,7 @@ class Target:
 
     @property
     def overrides(self) -> list[str]:
-        """Overrides of a configuration that place it there."""
+        """Overrides of a configuration for these machines."""
         return [f"cluster.num_nodes={self.num_nodes}", f"cluster.gpus_per_node={self.gpus_per_node}"]
 
     def __str__(self) -> str:
@@ -81,7 +73,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Machines out of `GPUSxCARD` or `NODESxGPUSxCARD`, such as `8xH100` or `4x8xA100-80GB`.
+    """Parse machines from `GPUSxCARD` or `NODESxGPUSxCARD`, such as `8xH100` or `4x8xA100-80GB`.
 
     Raises:
         ConfigurationError: It is none of these, or the card is not known.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of token sequences with typed columns, and the parts of them that the data-parallel ranks get."""
+"""Batches of token sequences with typed columns, and the shards of them that data-parallel ranks get."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,9 +42,8 @@ class ModelInput:
     """A further input of the model for one sequence, such as an image.
 
     Attributes:
-        values: An array: `[tokens, ...]` on the token axis, `[...]` on the sequence axis, `[values, ...]` where ragged.
-            Where shared, a tuple of `SharedArray`, the same objects as of other sequences that have them.
-        axis: Which of these.
+        values: `[tokens, ...]` on the token axis, `[...]` on the sequence axis, `[values, ...]` where ragged; a tuple
+            of `SharedArray` where shared, the same objects in all sequences that have them.
         fill: Value on padding, on the token axis.
     """
 
@@ -54,22 +53,21 @@ class ModelInput:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same on a device, without waiting for it: a GPU copies from pinned memory alone while the host goes on."""
+    """Copy to a device without waiting: a GPU copies from pinned memory alone while the host goes on."""
     from_host = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.contiguous().pin_memory() if from_host else tensor).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A further tensor of a batch; its axis and its reader are stated, never guessed from its shape.
+    """A further tensor of a batch, with an explicit axis and reader.
 
     Attributes:
         values: `[batch, ...]` on the sequence axis, `[batch, sequence, ...]` on the token axis, and where ragged
-            `[sum of sizes, ...]`: the values of the first sequence, then those of the second, and so on.
-        axis: Which of these.
-        goes_to: Who reads it.
-        sizes: Values of each sequence, where ragged; None otherwise.
-        fill: Value of a token on padding, for the model; routed experts have -1.
+            `[sum of sizes, ...]`, sequence after sequence.
+        goes_to: Reader.
+        sizes: Number of values of each sequence, where ragged.
+        fill: Value on padding; routed experts have -1.
     """
 
     values: Shaped[Tensor, "..."]
@@ -83,7 +81,7 @@ class Column:
             raise ValueError(f"a column has sizes where it is ragged and nowhere else, got axis {self.axis.value}")
 
     def select(self, indices: Int[Tensor, " selected"], longest: int) -> "Column":
-        """The column of some of the sequences, in that order, cut to a number of tokens."""
+        """Return the column of some sequences, in that order, cut to a number of tokens."""
         if self.axis is Axis.SEQUENCE:
             return replace(self, values=self.values[indices])
         if self.axis is Axis.TOKEN:
@@ -94,25 +92,24 @@ class Column:
         return replace(self, values=torch.cat(chosen) if chosen else self.values[:0], sizes=self.sizes[indices])
 
     def to(self, device: torch.device) -> "Column":
-        """The same on a device; the copy may still be under way."""
+        """Copy to a device; the copy may still be under way."""
         sizes = None if self.sizes is None else to_device(self.sizes, device)
         return replace(self, values=to_device(self.values, device), sizes=sizes)
 
     def of_targets(self) -> "Column":
-        """The column in line with the targets, as log-probabilities are: without the first token's value."""
+        """Return the column aligned with targets, as log-probabilities are: without the first token's value."""
         return replace(self, values=self.values[:, 1:]) if self.axis is Axis.TOKEN else self
 
 
 @dataclass(frozen=True)
 class StoredColumn:
-    """A column on the token axis whose values lie in a store until a rank that reads them fetches them.
+    """A column on the token axis whose values stay in a store until a rank fetches them.
 
     Attributes:
-        rows: Of each sequence; None where it has none.
+        rows: For each sequence; None where it has none.
         row_shape: Shape of a token's value.
-        dtype: Type of its numbers.
-        goes_to: Who reads it.
-        fill: Value of a token on padding, and of one that has none.
+        goes_to: Reader.
+        fill: Value on padding, and of tokens that have none.
     """
 
     rows: tuple[StoredRows | None, ...]
@@ -147,12 +144,10 @@ def per_token(
 
 
 def collate_inputs(inputs: Sequence[ModelInput], longest: int) -> Column:
-    """One column for the model from an input of each sequence.
+    """Collate an input of each sequence into one column for the model.
 
     Args:
-        inputs: Of each sequence, all on the same axis, which is not shared, and, but for the number of values, of the
-            same shape.
-        longest: Tokens of the longest sequence.
+        inputs: On one unshared axis, of one shape apart from the number of values.
 
     Raises:
         ValueError: They differ in their axis, or are shared.
@@ -176,19 +171,17 @@ def collate_inputs(inputs: Sequence[ModelInput], longest: int) -> Column:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Right-padded token sequences with the mask that says which tokens are trained on.
+    """Right-padded token sequences with a mask of the tokens that are trained on.
 
     Attributes:
-        input_ids: Token ids; what stands after a sequence's length is padding.
-        lengths: Number of real tokens of each sequence.
+        lengths: Number of real tokens of each sequence; the rest is padding.
         token_mask: True where a token counts in the loss *as a target* (position `t` is predicted
             from position `t - 1`); False on prompts and padding.
-        sample_ids: Where each sequence came from, for error messages.
-        columns: Further tensors by name.
-        group_size: So many neighbours always run in the same microbatch; `policy.train_global_batch_size` and
+        sample_ids: For error messages.
+        group_size: Neighbours that always run in one microbatch; `policy.train_global_batch_size` and
             `policy.train_micro_batch_size` count such groups.
-        stored: Columns whose values a rank fetches where it needs them, by name.
-        shared: Columns for the model of arrays that sequences have in common, by name; at hand or stored.
+        stored: Columns that a rank fetches where it needs them, by name.
+        shared: Columns for the model of arrays that sequences share, by name; at hand or stored.
     """
 
     input_ids: Int[Tensor, "batch sequence"]
@@ -204,7 +197,7 @@ class TokenBatch:
         return self.input_ids.shape[0]
 
     def select(self, indices: Sequence[int]) -> "TokenBatch":
-        """The sequences at `indices` (whole groups), in that order, cut to the longest of them."""
+        """Return the sequences at `indices` (whole groups), in that order, cut to the longest of them."""
         index = torch.as_tensor(indices, dtype=torch.long)
         longest = int(self.lengths[index].max()) if len(index) else 0
         return TokenBatch(
@@ -223,10 +216,10 @@ class TokenBatch:
         return replace(self, columns={**self.columns, **columns})
 
     def with_inputs(self, inputs: Sequence[Mapping[str, ModelInput]]) -> "TokenBatch":
-        """The batch with further inputs of the model.
+        """Return the batch with further inputs of the model.
 
         Args:
-            inputs: Of each sequence, all with the same names.
+            inputs: For each sequence, all with the same names.
         """
         columns, shared = dict(self.columns), dict(self.shared)
         for name, first in inputs[0].items():
@@ -259,16 +252,15 @@ class TokenBatch:
         return replace(self, columns=self.columns_for(Destination.LOSS), stored={}, shared={})
 
     def with_shared_in(self, store: ArrayStore) -> "TokenBatch":
-        """The batch with the places of its shared arrays in a store."""
+        """Return the batch with handles in place of its shared arrays."""
         shared = {name: replace(column, arrays=store.place(column.arrays)) for name, column in self.shared.items()}
         return replace(self, shared=shared)
 
     def fetched(self, fetch: Fetch, *, with_shared: bool = True) -> "TokenBatch":
-        """The batch with its stored columns among its columns, and its shared arrays at hand.
+        """Return the batch with its stored columns and shared arrays fetched.
 
         Args:
-            fetch: Fetches stored arrays.
-            with_shared: Fetch shared arrays, too; otherwise the batch is without them.
+            with_shared: Otherwise the batch loses its shared arrays.
         """
         found = {}
         for name, column in self.stored.items():
@@ -279,7 +271,7 @@ class TokenBatch:
         return replace(self, columns={**self.columns, **found}, stored={}, shared=shared)
 
     def to(self, device: torch.device) -> "TokenBatch":
-        """The same on a device; the copies may still be under way. Shared arrays stay."""
+        """Copy to a device; the copies may still be under way. Shared arrays stay."""
         return replace(
             self,
             input_ids=to_device(self.input_ids, device),
@@ -295,14 +287,14 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class GlobalBatchShard:
-    """One data-parallel rank's part of one global batch.
+    """One data-parallel rank's shard of a global batch.
 
     Attributes:
-        microbatches: In the order in which they run; every rank has as many.
-        global_valid_tokens: Targets that count in the loss, over all ranks.
-        global_sequences: Sequences that hold such a target, over all ranks.
-        places: Of the microbatches' sequences, one after another, in the whole batch of the call.
-        num_batch_sequences: Sequences of that batch, over all ranks and global batches.
+        microbatches: In execution order; equally many on every rank.
+        global_valid_tokens: Targets in the loss, over all ranks.
+        global_sequences: Sequences with such a target, over all ranks.
+        places: Index in the whole batch of each sequence of the microbatches.
+        num_batch_sequences: Sequences of the whole batch, over all ranks and global batches.
     """
 
     microbatches: tuple[TokenBatch, ...]
@@ -318,11 +310,10 @@ def count_trained_sequences(batch: TokenBatch) -> int:
 
 
 def make_shard(batch: TokenBatch, microbatches: Sequence[Sequence[int]], totals: TokenBatch) -> GlobalBatchShard:
-    """Cuts one rank's microbatches out of a batch.
+    """Cut one rank's microbatches out of a batch.
 
     Args:
-        batch: The batch that the indices refer to.
-        microbatches: Indices of each microbatch's sequences.
+        microbatches: Sequence indices of each microbatch.
         totals: The whole global batch that the loss is normalised by.
     """
     return make_shards(batch, [microbatches], totals)[0]
@@ -331,11 +322,10 @@ def make_shard(batch: TokenBatch, microbatches: Sequence[Sequence[int]], totals:
 def make_shards(
     batch: TokenBatch, by_rank: Sequence[Sequence[Sequence[int]]], totals: TokenBatch
 ) -> list[GlobalBatchShard]:
-    """Cuts the microbatches of all ranks out of a batch, whose totals are looked up once.
+    """Cut the microbatches of all ranks out of a batch, whose totals are computed once.
 
     Args:
-        batch: The batch that the indices refer to.
-        by_rank: For each data-parallel rank, the indices of each microbatch's sequences.
+        by_rank: Sequence indices of each microbatch, for each data-parallel rank.
         totals: The whole global batch that the loss is normalised by.
     """
     valid_tokens, sequences = totals.num_valid_tokens(), count_trained_sequences(totals)
@@ -352,13 +342,10 @@ def make_shards(
 
 
 def append_fillers(batch: TokenBatch, fillers: Sequence[int]) -> TokenBatch:
-    """The batch with some of its sequences once more at its end, none of whose tokens count in the loss.
-
-    What is stored of a sequence counts once: its copies have none of it.
+    """Append copies of some sequences, without tokens in the loss and without stored values.
 
     Args:
-        batch: The batch.
-        fillers: Indices of the sequences to repeat, as `EvaluationPlan.fillers` lists them.
+        fillers: Sequences to repeat, as `EvaluationPlan.fillers` lists them.
     """
     if not fillers:
         return batch

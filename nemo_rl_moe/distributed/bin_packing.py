@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Bins of items: packed by size, split until there are as many as the ranks need, and dealt to the ranks."""
+"""Bins of items: packed by size, split to the number that the ranks need, and dealt to the ranks."""
 
 import heapq
 from collections import Counter
@@ -14,25 +14,25 @@ MOST_REFUSED = 64
 
 
 def round_up(length: int, multiple: int) -> int:
-    """The smallest multiple that is not less."""
+    """Round up to a multiple."""
     return -(-length // multiple) * multiple
 
 
 def first_fit_decreasing(
     sizes: Sequence[int], capacity: int, pictures: Sequence[Pictures] = (), most_patches: int | None = None
 ) -> list[list[int]]:
-    """Packs items into few bins: the largest item first, each into the first bin that has room.
+    """Pack items into few bins: the largest item first, each into the first bin that has room.
 
-    A bin that has refused `MOST_REFUSED` items for their patches gets no more.
+    A bin that has refused `MOST_REFUSED` items for their patches is closed.
 
     Args:
-        sizes: Size of each item, at least 1 and at most `capacity`.
-        capacity: Most that the items of one bin may add up to.
-        pictures: Of each item; empty: none has any.
-        most_patches: Most patches of the distinct pictures of a bin whose items have other pictures; None: any.
+        sizes: Each at least 1 and at most `capacity`.
+        capacity: Maximum sum of a bin's sizes.
+        pictures: For each item; empty: none has any.
+        most_patches: Maximum patches of the distinct images of a bin whose items have different images; None: any.
 
     Returns:
-        The items of each bin, largest first.
+        Items of each bin, largest first.
     """
     bins: list[list[int]] = []
     patch_rooms: list[PatchRoom] = []
@@ -61,13 +61,9 @@ def first_fit_decreasing(
 
 
 class _RoomOfBins:
-    """Room left in bins; an unopened one has all its room.
+    """Room left in bins.
 
-    A heap-shaped tree of maxima over them, so that the next bin with enough room is found in logarithmic time.
-
-    Args:
-        num_bins: Most bins.
-        capacity: Of each.
+    A heap-shaped tree of maxima finds the next bin with enough room in logarithmic time.
     """
 
     def __init__(self, num_bins: int, capacity: int):
@@ -75,7 +71,7 @@ class _RoomOfBins:
         self._room = [capacity] * (2 * self._leaves)
 
     def places_for(self, size: int) -> Iterator[int]:
-        """Bins with that much room, the first one first."""
+        """Yield bins with that much room, in order."""
         room, node = self._room, 1
         while room[node] >= size:
             while node < self._leaves:
@@ -89,11 +85,9 @@ class _RoomOfBins:
             node += 1
 
     def close(self, position: int) -> None:
-        """Takes all the room that one bin has left."""
         self.take(position, self._room[position + self._leaves])
 
     def take(self, position: int, size: int) -> None:
-        """Takes room of one bin."""
         room, node = self._room, position + self._leaves
         room[node] -= size
         while node > 1:
@@ -102,10 +96,10 @@ class _RoomOfBins:
 
 
 def split_evenly(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Cuts positions in two parts that are both non-empty and add up to about the same.
+    """Split positions into two non-empty parts of about the same sum.
 
     Args:
-        sizes: Size of each item, largest first; at least two.
+        sizes: Largest first; at least two.
     """
     halves: tuple[list[int], list[int]] = ([], [])
     totals = [0, 0]
@@ -117,17 +111,16 @@ def split_evenly(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def deal_by_work(work: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Deals items to ranks so that every rank gets as many, and about the same work at each turn and in total.
+    """Deal items to ranks in equal numbers, with about the same work at each turn and in total.
 
     Ranks that share experts wait for each other in every microbatch, so the items of one turn are neighbours in size;
-    within a turn the largest goes to the rank that has least so far.
+    within a turn the largest goes to the rank with the least work so far.
 
     Args:
-        work: Work of each item; their number is a multiple of `num_ranks`.
-        num_ranks: Number of ranks.
+        work: For each item; their number is a multiple of `num_ranks`.
 
     Returns:
-        The items of each rank, most work first.
+        Items of each rank, most work first.
     """
     order = sorted(range(len(work)), key=lambda index: (-work[index], index))
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -141,7 +134,7 @@ def deal_by_work(work: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def rounded_number(num_microbatches: int, unit: int, num_items: int) -> int:
-    """The next multiple of `unit`, of which each microbatch can have an item of its own.
+    """Return the next multiple of `unit`, if each microbatch can have an item.
 
     Raises:
         ConfigurationError: There are fewer items.
@@ -162,13 +155,13 @@ def split_until(
     work: Callable[[list[int]], int],
     cut: Callable[[list[int]], tuple[Sequence[int], Sequence[int]]],
 ) -> list[list[int]]:
-    """Splits the fullest bin again and again until their number is a multiple of `unit`.
+    """Split the fullest bin repeatedly until the number of bins is a multiple of `unit`.
 
     Args:
         bins: Items of each bin, largest first.
-        unit: At most the number of all items, so that there is always a bin to split.
-        work: How full a bin is.
-        cut: The positions of the two parts of a bin's items.
+        unit: At most the number of items.
+        work: Size of a bin.
+        cut: Splits a bin's items into two lists of positions.
     """
     target = rounded_number(len(bins), unit, sum(map(len, bins)))
     # Entries are unique by their first item, so that ties never compare further and the order is deterministic.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray cluster of a run: a local one, or one to join, with a place reserved for every worker."""
+"""The Ray cluster of a run, local or joined, with a reserved place for every worker."""
 
 import logging
 import os
@@ -29,14 +29,13 @@ def node_resources(config: ClusterConfig) -> dict[str, float]:
 
 
 def describe_shortage(config: ClusterConfig, nodes: Sequence[Mapping[str, float]]) -> list[str]:
-    """Resources that a run asks for and a cluster lacks.
+    """List resources that a run asks for and a cluster lacks.
 
     Args:
-        config: The `cluster` section.
-        nodes: The resources of each node that is alive, by Ray's names.
+        nodes: Resources of each live node, by Ray's names.
 
     Returns:
-        One line for each missing resource; none when the run fits.
+        One line for each missing resource.
     """
     if len(nodes) < config.num_nodes:
         return [
@@ -64,7 +63,7 @@ def describe_shortage(config: ClusterConfig, nodes: Sequence[Mapping[str, float]
 
 
 def _most_on_each(amounts: Sequence[int], num_nodes: int) -> int:
-    """The largest amount that as many nodes have."""
+    """Return the largest amount that this many nodes have."""
     return sorted(amounts, reverse=True)[num_nodes - 1]
 
 
@@ -73,25 +72,22 @@ def _by_node(amounts: Sequence[int]) -> str:
 
 
 class RayCluster:
-    """Machines of a run, with a place reserved for every worker.
+    """Machines of a run, with a reserved place for every worker.
 
-    Starts a local Ray, or joins the cluster that RAY_ADDRESS names ("host:port" or "auto"); a Ray that this process is
-    connected to already is used as it is. Each machine is one bundle of a placement group, on a machine of its own.
+    Starts a local Ray, or joins the cluster of RAY_ADDRESS ("host:port" or "auto"), or uses the Ray that this process
+    is connected to. Each machine is one bundle of a placement group, on a machine of its own.
 
     Args:
-        config: The `cluster` section.
-        beside: The cluster of the same run's policy, for the workers of another role; it is to be shut down later.
-        placement_timeout_s: Seconds to wait until other jobs have freed what is asked for.
+        beside: Cluster of the run's policy, for workers of another role; it is to be shut down later.
+        placement_timeout_s: Seconds to wait for other jobs to free resources.
 
     Attributes:
-        config: The `cluster` section.
-        placement_group: One bundle for each machine.
         is_local: True when every worker runs on this machine.
-        num_threads: Threads of each worker, as the environment's `OMP_NUM_THREADS` says; None: it says nothing.
+        num_threads: `OMP_NUM_THREADS` for each worker; None: not set.
 
     Raises:
-        ConfigurationError: The cluster cannot be reached or lacks resources; names them. Or torch cannot use the GPUs
-            of a machine; says why. Or `OMP_NUM_THREADS` is none.
+        ConfigurationError: The cluster cannot be reached or lacks resources; torch cannot use the GPUs of a machine; or
+            `OMP_NUM_THREADS` is invalid.
         WorkerDiedError: A local Ray does not start.
     """
 
@@ -124,15 +120,13 @@ class RayCluster:
 
     @property
     def can_be_called(self) -> bool:
-        """False when Ray has been stopped or its servers have died: a call to it might wait for ever."""
+        """False when Ray has been stopped or its servers have died, so that a call could wait for ever."""
         return ray.is_initialized() and self.failure is None
 
     def call_on_each_machine(self, function: Callable[..., Any], *args: Any, with_gpus: bool = False) -> list[Any]:
-        """Calls a function once on every machine of the run, each in a process of its own.
+        """Call a function once on every machine of the run, each in a separate process.
 
         Args:
-            function: Any.
-            args: Its arguments.
             with_gpus: The process gets all GPUs of the run on its machine, which no worker may hold.
 
         Raises:
@@ -154,12 +148,12 @@ class RayCluster:
             raise WorkerDiedError(f"`{function.__name__}` on the machines of the run: {error}") from error
 
     def let_die(self) -> None:
-        """Says that nothing more is wanted of Ray: that it has died is no failure of the run any more."""
+        """Mark Ray as no longer needed: its death is no failure of the run any more."""
         if self._local_ray:
             self._local_ray.let_die()
 
     def shutdown(self) -> None:
-        """Gives back what was reserved, and stops Ray if this object started it. Does nothing the second time."""
+        """Release what was reserved, and stop Ray if this object started it; a second call does nothing."""
         if self.failure is not None:
             return  # nobody answers
         if self.placement_group is not None and ray.is_initialized():
@@ -172,7 +166,7 @@ class RayCluster:
         self._local_ray, self._has_joined = None, False
 
     def _require_usable_gpus(self) -> None:
-        """Refuses GPUs that torch cannot use: Megatron-Core's workers would run on the CPUs without a word."""
+        """Refuse GPUs that torch cannot use: Megatron-Core's workers would silently run on the CPUs."""
         problems = [problem for problem in self.call_on_each_machine(problem_with_gpus, with_gpus=True) if problem]
         if problems:
             raise ConfigurationError(problems)

@@ -15,23 +15,23 @@ runs is the cheapest."""
 def cheapest_partition(
     lengths: Sequence[int], max_tokens: int, overhead: int, unit: int, most: Sequence[int] | None = None
 ) -> list[int]:
-    """Ends of the runs that sorted lengths are cut into, so that all of them cost least.
+    """Cut sorted lengths into runs of the least total cost, and return the ends of the runs.
 
-    A run costs its number of sequences times the longest of them, which is what padding makes it compute, and
-    `overhead` tokens for being a microbatch of its own. Among all partitions into microbatches of neighbours in length
-    it is the cheapest, and no other partition is cheaper: to exchange two sequences of runs whose lengths overlap never
-    makes a longest one longer. (With further limits there may be one.) Fewer runs win among equal ones.
+    A run costs its number of sequences times its longest, which is the padded computation, plus `overhead` tokens for a
+    microbatch. The result is the cheapest of all partitions, also of those that are not neighbours in length:
+    exchanging sequences of overlapping runs never makes a longest one longer. (This does not hold with further limits.)
+    Fewer runs win among equal ones.
 
     Args:
         lengths: Longest first, each at least 1 and at most `max_tokens`.
-        max_tokens: Most tokens of a run, padding included.
-        overhead: Tokens that could be computed in the time that one more microbatch takes by itself; 0 or more.
+        max_tokens: Maximum tokens of a run, padding included.
+        overhead: Cost of a microbatch in tokens; 0 or more.
         unit: The number of runs is a multiple of it. The fewest runs that hold the lengths, rounded up to such a
-            multiple, are no more than the lengths.
-        most: Most lengths of a run that begins at each of them, at least 1; None: no further limit.
+            multiple, must not exceed the number of lengths.
+        most: Maximum number of lengths of a run that begins at each of them, at least 1; None: no limit.
 
     Returns:
-        For each run the position behind its last length, ascending.
+        For each run, ascending, the index after its last length.
     """
     number = len(lengths)
     # Cost of the cheapest way to cut the first lengths, by how many these are and the remainder of the number of runs.

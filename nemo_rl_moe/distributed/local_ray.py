@@ -48,7 +48,7 @@ UNWINDING_S = 6.0
 
 
 def object_store_bytes() -> int:
-    """Size of a small object store, as batches and metrics are all that travels; less where shared memory is scarce."""
+    """Return the size of a small object store for batches and metrics; less where shared memory is scarce."""
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
@@ -57,10 +57,8 @@ def object_store_bytes() -> int:
 
 
 def last_error(log: Path) -> str:
-    """Last error among the newest lines of a server's log, which goes with its folder; empty without one.
-
-    Args:
-        log: Of one of Ray's servers.
+    """Return the last error among the newest lines of a server's log, which is deleted with its folder; empty without
+    one.
     """
     try:
         with log.open("rb") as file:
@@ -74,9 +72,9 @@ def last_error(log: Path) -> str:
 
 @contextmanager
 def preserved_handlers() -> Iterator[None]:
-    """Context in which `ray.init` takes over neither the program's handling of SIGTERM nor its output.
+    """Context in which `ray.init` replaces neither the program's handling of SIGTERM nor its output.
 
-    Ray prints pages of its servers' logs when a worker or a server dies. The errors that the driver gets say the same.
+    Ray prints pages of its servers' logs when a worker or server dies; the driver's errors say the same.
     """
     ray._private.worker.print_to_stdstream = lambda *args, **options: None
     if threading.current_thread() is not threading.main_thread():
@@ -95,7 +93,7 @@ def preserved_handlers() -> Iterator[None]:
 def _blocked_stop_signals() -> Iterator[None]:
     """Context whose child processes and threads never get SIGINT, SIGTERM or SIGHUP.
 
-    Batch systems signal every process of a job, and terminals every process in front: Ray's servers would be gone
+    Batch systems signal every process of a job, and terminals every foreground process: Ray's servers would be gone
     before the run has saved.
     """
     former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -106,7 +104,7 @@ def _blocked_stop_signals() -> Iterator[None]:
 
 
 def _keep_token_private() -> None:
-    """Takes from others the right to read the token by which Ray's servers know their callers; Ray grants it."""
+    """Make the authentication token of Ray's servers unreadable for others; Ray's default allows it."""
     token = Path.home() / ".ray" / "auth_token"
     with suppress(OSError, RuntimeError):  # there is none, or no home
         token.chmod(0o600)
@@ -119,15 +117,12 @@ class _DiedInTheStartError(Exception):
 class LocalRay:
     """Ray's servers as children of this process.
 
-    A thread notices within a second that one of them has died, killed when memory runs out say, which Ray itself
-    reports after a minute or not at all; and that one has been stopped for 20 seconds. A program that is still there
-    a few seconds later is ended with a message.
+    A thread notices within a second that a server died, for example of memory, which Ray reports after a minute or
+    never; and that one has been stopped for 20 seconds. If the program still runs a few seconds later, it is ended with
+    a message.
 
-    On a busy machine the raylet dies while it starts: it waits for 15 s, and no longer, for its agents to write down
-    their ports (ray-project/ray#65983). Then Ray is started once more, its programs being in memory by now.
-
-    Args:
-        num_cpus: CPUs that Ray offers to workers.
+    On a busy machine the raylet may die at start, as it waits at most 15 s for its agents' ports
+    (ray-project/ray#65983): then Ray is started once more.
 
     Raises:
         WorkerDiedError: They do not start; nothing of them is left.
@@ -179,11 +174,11 @@ class LocalRay:
         return self._failure
 
     def let_die(self) -> None:
-        """Says that nothing more is wanted of the servers: their death is no failure any more."""
+        """Mark the servers as no longer needed: their death is no failure any more."""
         self._exit_code = 0
 
     def shutdown(self) -> None:
-        """Ends the servers and all that they have started."""
+        """End the servers and all that they have started."""
         self._stop_watching()
         family = self._family()
         node: Any = getattr(ray._private.worker, "_global_node", None)
@@ -213,7 +208,7 @@ class LocalRay:
         _keep_token_private()
 
     def _get_node(self, *args: Any) -> Any:
-        """Ray's own function, in which it waits for half a minute for a raylet that starts, be it dead."""
+        """Replace Ray's function, which waits half a minute for a starting raylet even if it is dead."""
         answer: Future[Any] = Future()
 
         def ask() -> None:
@@ -229,7 +224,7 @@ class LocalRay:
         raise _DiedInTheStartError(self._failure)
 
     def _clear_away(self) -> None:
-        """Ends what a start in vain has left; what was found dead of it is no failure."""
+        """Clean up after a failed start; what was found dead of it is no failure."""
         with self._lock:  # the watch waits for it, however long it takes
             end_processes(self._family())
             ray.shutdown()
@@ -265,7 +260,7 @@ class LocalRay:
         return None
 
     def _stop_watching(self) -> None:
-        """Ends the watch before the servers are ended on purpose; one that has found them dead goes on."""
+        """End the watch before the servers are ended on purpose, unless it has found them dead."""
         if self._failure is None:
             self._stopped.set()
             self._thread.join()

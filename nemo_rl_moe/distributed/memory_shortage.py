@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that ran short on a machine, in one line, out of the pages that Ray's memory monitor writes about it."""
+"""A one-line summary of a memory shortage, from the report of Ray's memory monitor."""
 
 import re
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ _PROCESS = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
 
 
 def memory_shortage(report: str, names: Mapping[tuple[str, int], str]) -> str:
-    """One line on why Ray has ended a process: the machine's memory, the threshold, the largest processes.
+    """Summarize why Ray ended a process: the machine's memory, the threshold, the largest processes.
 
     Args:
         report: Text of Ray's `OutOfMemoryError`.
-        names: Names of processes of this run, by address of the machine and process id; others get their command.
+        names: Processes of this run, by address of the machine and process id; others are shown by their command.
 
     Returns:
-        The line; where the report is not of the known form, its first line.
+        One line; for an unknown form of report, its first line.
     """
     use, threshold = _USE.search(report), _THRESHOLD.search(report)
     if use is None or threshold is None:

@@ -19,23 +19,17 @@ from nemo_rl_moe.errors import ConfigurationError
 
 
 def padded_group_lengths(lengths: Sequence[int], group_size: int) -> list[int]:
-    """Tokens of each group where every sequence is padded to the longest of its microbatch.
+    """Return the tokens of each group where every sequence is padded to the longest of its microbatch.
 
-    A microbatch of groups takes as many times the largest of these numbers as it holds groups.
-
-    Args:
-        lengths: Tokens of each sequence; their number is a multiple of `group_size`.
-        group_size: Neighbours in a group.
+    A microbatch takes its number of groups times the largest of these numbers.
     """
     return [group_size * max(group) for group in _groups(lengths, group_size)]
 
 
 def packed_group_lengths(lengths: Sequence[int], group_size: int, sequence_multiple: int) -> list[int]:
-    """Tokens of each group where sequences stand end to end.
+    """Return the tokens of each group where sequences are packed end to end.
 
     Args:
-        lengths: Tokens of each sequence; their number is a multiple of `group_size`.
-        group_size: Neighbours in a group.
         sequence_multiple: Each sequence is padded to a multiple of it.
     """
     return [sum(round_up(length, sequence_multiple) for length in group) for group in _groups(lengths, group_size)]
@@ -60,19 +54,19 @@ RankMicrobatches = tuple[tuple[Microbatch, ...], ...]
 
 @dataclass(frozen=True)
 class PlainBatching:
-    """A fixed number of sequences (or groups of them) a microbatch, in the order in which they came."""
+    """A fixed number of sequences (or groups of them) a microbatch, in the order of the batch."""
 
     micro_batch_size: int
 
 
 @dataclass(frozen=True)
 class DynamicBatching:
-    """Sequences of similar length together; number of sequences x longest of them stays within `max_tokens`.
+    """Sequences of similar length together; their number times the longest stays within `max_tokens`.
 
     Attributes:
-        max_tokens: Most tokens of a microbatch, padding included.
-        overhead_tokens: Tokens that one more microbatch has to save in padding.
-        max_patches: Most patches of distinct pictures, where not all sequences (or groups) have the same; None: any.
+        max_tokens: Padding included.
+        overhead_tokens: Cost of a microbatch, in tokens.
+        max_patches: Maximum patches of distinct images, unless all sequences (or groups) have the same; None: any.
     """
 
     max_tokens: int
@@ -85,9 +79,7 @@ class PackedBatching:
     """Sequences end to end in one row of at most `max_tokens`, each padded to a multiple of `sequence_multiple`.
 
     Attributes:
-        max_tokens: Most tokens of a row.
-        sequence_multiple: Each sequence is padded to a multiple of it.
-        max_patches: As of `DynamicBatching`.
+        max_patches: See `DynamicBatching`.
     """
 
     max_tokens: int
@@ -103,8 +95,8 @@ class MicrobatchPlan:
     """Assignment of sequences to data-parallel ranks and microbatches.
 
     Attributes:
-        global_batches: For each global batch, by data-parallel rank, its microbatches of sequence indices. The indices
-            count from the start of the whole batch; every rank of a global batch has as many microbatches.
+        global_batches: Sequence indices in the whole batch, by global batch, data-parallel rank and microbatch; every
+            rank of a global batch has equally many microbatches.
     """
 
     global_batches: tuple[RankMicrobatches, ...]
@@ -120,9 +112,9 @@ class EvaluationPlan:
     """Assignment of sequences to ranks and microbatches, for a batch of any size.
 
     Attributes:
-        by_rank: Microbatches by data-parallel rank; every rank has as many.
-        fillers: Sequences that are run once more so that every rank gets as many. Filler `i` has the index
-            `number of sequences + i` in `by_rank` and must not count: see `fillers.append_fillers`.
+        by_rank: Microbatches by data-parallel rank; every rank has equally many.
+        fillers: Sequences that are repeated to that end. Filler `i` has the index `number of sequences + i` in
+            `by_rank` and must not count: see `fillers.append_fillers`.
     """
 
     by_rank: RankMicrobatches
@@ -139,18 +131,16 @@ def plan_microbatches(
     group_size: int = 1,
     pictures: Sequence[Pictures] = (),
 ) -> MicrobatchPlan:
-    """Cuts a batch into global batches, and each of these into microbatches for every rank.
+    """Split a batch into global batches, and each of these into microbatches for every rank.
 
     Args:
-        lengths: Tokens of each sequence, at least 1.
-        num_data_parallel_ranks: Ranks that share each global batch.
+        lengths: In tokens, each at least 1.
         global_batch_size: Groups in one optimizer step, neighbours in the batch.
-        batching: How microbatches are filled. With `PlainBatching` the microbatches are the same for every number of
-            ranks, and rank `r` runs the `r`-th block of them.
-        microbatch_multiple: Each rank's number of microbatches is a multiple of this (an interleaved pipeline needs
-            its number of stages).
-        group_size: So many neighbours always run in the same microbatch; every size above counts such groups.
-        pictures: Of each sequence; empty: none has any, or patches are not limited.
+        batching: With `PlainBatching` the microbatches are the same for every number of ranks, and rank `r` runs the
+            `r`-th block of them.
+        microbatch_multiple: Of each rank's number of microbatches (an interleaved pipeline needs its number of stages).
+        group_size: Neighbours that always run in one microbatch; all sizes above count such groups.
+        pictures: For each sequence; empty: none has any, or patches are not limited.
 
     Raises:
         ConfigurationError: The sizes do not divide, a global batch has too few sequences for the ranks, or a sequence
@@ -194,15 +184,9 @@ def plan_evaluation(
     group_size: int = 1,
     pictures: Sequence[Pictures] = (),
 ) -> EvaluationPlan:
-    """Shares a batch of any size over the ranks; where it does not divide, the shortest group is run again.
+    """Share a batch of any size over the ranks; where it does not divide, the shortest group is run again.
 
-    Args:
-        lengths: Tokens of each sequence, at least 1.
-        num_data_parallel_ranks: Ranks that share the batch.
-        batching: How microbatches are filled.
-        microbatch_multiple: Each rank's number of microbatches is a multiple of this.
-        group_size: So many neighbours always run in the same microbatch.
-        pictures: As of `plan_microbatches`.
+    The arguments are those of `plan_microbatches`.
 
     Raises:
         ConfigurationError: A sequence (or group) is longer than a microbatch may be.
@@ -278,7 +262,7 @@ def _cheapest_by_length(
 
 
 def _with_sequences(by_rank: RankMicrobatches, group_size: int) -> RankMicrobatches:
-    """The sequences instead of their groups."""
+    """Replace groups by their sequences."""
     return tuple(tuple(sequences_of(groups, group_size) for groups in microbatches) for microbatches in by_rank)
 
 

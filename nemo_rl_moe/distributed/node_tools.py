@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tools for the processes of one machine: cores, ends of logs, and killing of whole families."""
+"""Tools for the processes of one machine: cores, ends of logs, and killing of process families."""
 
 import os
 import shutil
@@ -28,11 +28,10 @@ RAY_MARKERS = (":job_id:", ":actor_name:", ":task_name:")
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Identity of a process that can be sent to another process, told apart from a later one with the same id.
+    """Identity of a process, also in another process, which tells it from a later one with the same id.
 
     Attributes:
-        pid: Process id.
-        create_time: Start in seconds since the epoch.
+        create_time: Seconds since the epoch.
     """
 
     pid: int
@@ -53,7 +52,8 @@ class ProcessIdentity:
 
 
 def state_of(process: psutil.Process | None) -> str:
-    """State, such as psutil.STATUS_STOPPED; empty for a process that has ended, collected by its parent or not."""
+    """Return a state such as psutil.STATUS_STOPPED; empty for an ended process, whether its parent has collected it or
+    not."""
     with suppress(psutil.NoSuchProcess):
         if process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             return str(process.status())
@@ -61,7 +61,7 @@ def state_of(process: psutil.Process | None) -> str:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """False for a process that has ended, also where nobody has collected its exit code yet."""
+    """False for an ended process, also before its parent has collected it."""
     return state_of(process) != ""
 
 
@@ -71,19 +71,15 @@ def process_states(identities: Iterable[ProcessIdentity]) -> list[str]:
 
 
 def ray_folder(pid: int) -> Path:
-    """Temporary folder of the Ray that a process has started: sockets and logs, for its owner's eyes alone."""
+    """Return the temporary folder of the Ray that a process has started: sockets and logs, readable by its owner
+    alone."""
     # Names of sockets are at most 107 bytes long, and Ray adds 70.
     parent = Path(tempfile.gettempdir())
     return (parent if len(str(parent)) < _LONGEST_TEMPORARY else Path("/tmp")) / f"nemo_rl_moe-ray-{pid}"
 
 
 def folder_of_this_process(parent: Path, purpose: str) -> Path:
-    """A new folder whose name tells the machine and the process; those of processes that run no more are removed.
-
-    Args:
-        parent: Gets it, and is made where it is not there.
-        purpose: A word of its name.
-    """
+    """Make a folder whose name contains the machine and the process; remove those of processes that run no more."""
     parent.mkdir(parents=True, exist_ok=True)
     _remove_folders_of_the_dead(parent, purpose)
     prefix = f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-{os.getpid()}-"
@@ -91,12 +87,9 @@ def folder_of_this_process(parent: Path, purpose: str) -> Path:
 
 
 def remove_folders_of(pids: Iterable[int]) -> None:
-    """Removes what processes that have been killed could not: the folder of their Ray, and those of their own.
+    """Remove what killed processes could not: the folder of their Ray, and their temporary ones.
 
-    Survives a server of Ray that dies, and takes engines with it before anybody has seen them.
-
-    Args:
-        pids: Processes of this machine that run no more and may have started Ray.
+    Works also where a server of Ray dies and takes engines with it before anybody has seen them.
     """
     killed = set(pids)
     for pid in killed:
@@ -106,8 +99,8 @@ def remove_folders_of(pids: Iterable[int]) -> None:
 
 
 def _remove_folders_of_the_dead(parent: Path, purpose: str, killed: Collection[int] = ()) -> None:
-    """Removes folders, as of `folder_of_this_process`, whose processes run no more, and those of some that were killed,
-    which the system may still name for a while."""
+    """Remove folders of `folder_of_this_process` whose processes run no more or were killed, which the system may list
+    for a while."""
     for folder in parent.glob(f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-*-*"):
         pid = folder.name.rsplit("-", 2)[1]
         if pid.isdecimal() and (int(pid) in killed or not psutil.pid_exists(int(pid))):
@@ -136,9 +129,9 @@ def threads_per_worker(cores: int, workers: int, chosen: int | None = None) -> i
 
 
 def chosen_threads(environment: Mapping[str, str]) -> int | None:
-    """Number of threads that the user has set in `OMP_NUM_THREADS`; None: not set.
+    """Return the user's number of threads in `OMP_NUM_THREADS`; None: not set.
 
-    Of a list, which OpenMP takes for nested regions, the first number.
+    From a list, which is for nested regions, take the first number.
 
     Raises:
         ConfigurationError: It is no number of threads.
@@ -169,7 +162,7 @@ def read_tail(path: Path | None, num_lines: int) -> str:
 
 
 def families(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """The processes among `roots` that run, and everything that they have started."""
+    """Return the running processes among `roots`, and all their descendants."""
     members: list[psutil.Process] = []
     for root in roots:
         with suppress(psutil.NoSuchProcess):
@@ -187,7 +180,7 @@ def end_processes(processes: Sequence[psutil.Process]) -> None:
 
 
 def find_families(roots: Iterable[ProcessIdentity]) -> list[ProcessIdentity]:
-    """Identities of the processes among `roots` that run, and of everything that they have started."""
+    """Return the identities of the running processes among `roots`, and of all their descendants."""
     running = (process for root in roots if (process := root.find()))
     found = []
     for member in families(running):
@@ -197,7 +190,7 @@ def find_families(roots: Iterable[ProcessIdentity]) -> list[ProcessIdentity]:
 
 
 def end_families(members: Iterable[ProcessIdentity], grace_s: float) -> None:
-    """Waits for processes to end, and kills those that do not within so many seconds."""
+    """Wait for processes to end, and kill those that do not within so many seconds."""
     running = [process for member in members if (process := member.find())]
     _, stubborn = psutil.wait_procs(running, timeout=grace_s)
     end_processes(stubborn)

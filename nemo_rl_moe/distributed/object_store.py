@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's object store as a store of rows: arrays are put down by one actor and fetched by others."""
+"""Ray's object store as a store of rows: arrays that one actor puts and others fetch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 
 
 def fetch_objects(sources: Sequence[Any]) -> list[Shaped[np.ndarray, "rows ..."] | None]:
-    """Arrays by their handles, read-only; None for one that was lost with the process that had put it down."""
+    """Fetch arrays by handle, read-only; None for one that was lost with the process that stored it."""
     try:
         return list(ray.get(list(sources)))
     except RayError:

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of a microbatch's pictures as its second size beside tokens: pictures that are equal count once.
+"""Patches of a microbatch's images as its second size beside tokens; equal images count once.
 
-That is what the vision tower runs. A microbatch keeps the limit, or all its items have the same pictures, so that it
-takes no more than one of them alone. Either holds for each part of such a microbatch, too.
+That is what the vision tower runs. A microbatch keeps the limit, or all its items have the same images, so that it
+takes no more than one item alone. Both properties hold for each part of such a microbatch, too.
 """
 
 from collections import Counter
@@ -14,26 +14,20 @@ Pictures = Mapping[int, int]
 
 
 class PatchRoom:
-    """Room for the pictures of a microbatch that grows, of which one item is there.
-
-    Args:
-        most: Most patches of distinct pictures; None: no limit.
-        first: Pictures of that item.
-    """
+    """Room for the images of a growing microbatch that has one item."""
 
     def __init__(self, most: int | None, first: Pictures):
         self._most, self._first = most, first.keys()
         self._ids, self._patches = set(first), sum(first.values())
 
     def has_room_for(self, pictures: Pictures) -> bool:
-        """True where another item may join those that are there."""
+        """Whether another item may join."""
         # What is like the first one adds nothing, and where that is too much by itself, nothing else is there.
         if self._most is None or pictures.keys() == self._first:
             return True
         return self._patches + self._added(pictures) <= self._most
 
     def add(self, pictures: Pictures) -> None:
-        """Lets an item in."""
         self._patches += self._added(pictures)
         self._ids |= pictures.keys()
 
@@ -42,12 +36,7 @@ class PatchRoom:
 
 
 def most_neighbours(pictures: Sequence[Pictures], most: int | None) -> list[int]:
-    """Most neighbours, from each item on, that may run together; at least the item itself.
-
-    Args:
-        pictures: Of each item, in the order in which they are neighbours.
-        most: Most patches of distinct pictures; None: no limit.
-    """
+    """Return, for each item, how many neighbours from it on may run together; at least one."""
     number = len(pictures)
     if most is None:
         return [number - start for start in range(number)]

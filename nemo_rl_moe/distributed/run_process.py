@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of a run: requests to stop it, and its end, which leaves no process and no folder behind.
 
-`watch_this_process` forks a watcher, a small process that outlives a run which is killed. All that the run has started,
-whatever has become of its parents, carries a mark in its environment, by which the watcher finds it.
+`watch_this_process` forks a watcher that outlives a killed run. All processes of the run, whatever has become of their
+parents, carry a mark in their environment, by which the watcher finds them.
 """
 
 import atexit
@@ -51,11 +51,11 @@ _pipe_to_watcher: int | None = None
 
 
 class StopSignals:
-    """Handlers of SIGINT, SIGTERM and SIGHUP for a whole run: a context in its main thread.
+    """Context in the main thread that handles SIGINT, SIGTERM and SIGHUP for a whole run.
 
     Outside of `graceful` the first signal raises, which stops everything in order. Inside it only sets `reason`, and
-    the loop ends after its step. A second signal ends the process at once. A closed terminal (SIGHUP) asks for the same
-    as SIGTERM, unless `nohup` has it ignored.
+    the loop ends after its step. A second signal ends the process at once. A closed terminal (SIGHUP) counts as
+    SIGTERM, unless `nohup` has it ignored.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class StopSignals:
         return None if self._reason is None else self._reason.name
 
     def end_now(self) -> None:
-        """End the run by the signal that has asked it to stop, as if that had come outside of `graceful`."""
+        """End the run by the signal that asked it to stop, as if that had come outside of `graceful`."""
         if self._reason is not None:
             _raise(self._reason)
 
@@ -119,15 +119,15 @@ def _raise(number: int) -> NoReturn:
 
 
 def _write_to_stderr(message: str) -> None:
-    """Write a line from a signal handler, past Python's buffers, which the interrupted code may be using."""
+    """Write a line from a signal handler, bypassing Python's buffers, which the interrupted code may be using."""
     os.write(_STDERR, f"\n{message}\n".encode())
 
 
 def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:
-    """Fork the watcher of this process, which has one thread yet.
+    """Fork the watcher of this process, which must still have a single thread.
 
     Args:
-        report_end: Called in the watcher when this process has failed and can do nothing more: says how to go on.
+        report_end: Called in the watcher after this process has failed: says how to go on.
     """
     global _pipe_to_watcher
     main, owner = os.getpid(), f"{os.getpid()}-{time.time_ns()}"
@@ -150,7 +150,8 @@ def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, without the ends of libraries; the user knows why already. Its watcher clears away."""
+    """End this process at once, without libraries' exit handlers; the error is reported already, and the watcher cleans
+    up."""
     if _pipe_to_watcher is not None:
         with suppress(OSError):
             os.write(_pipe_to_watcher, _REPORTED)
@@ -158,9 +159,9 @@ def leave(code: int) -> NoReturn:
 
 
 def limit_ending(code: int) -> None:
-    """Give a run that is done some seconds to end, whatever threads a user's code has left behind in its process.
+    """Give a finished run some seconds to end, whatever threads a user's code has left behind.
 
-    A tool that hangs in `asyncio.to_thread` would keep the process for ever: Python waits for such threads at its end.
+    Python waits for such threads at its end: a tool that hangs in `asyncio.to_thread` would keep the process for ever.
     """
     if _pipe_to_watcher is not None:
         sys.stdout.flush()
@@ -180,7 +181,7 @@ def _end_in_order(watcher: int, owner: str) -> None:
 
 
 def _be_watcher(main: int, owner: str, reader: int, report_end: Callable[[], None]) -> NoReturn:
-    """Run the forked process, which never returns into the code that has forked it."""
+    """Run the forked process, which never returns into the code that forked it."""
     try:
         gc.disable()
         os.setsid()  # out of the terminal's reach
@@ -207,11 +208,11 @@ def _be_watcher(main: int, owner: str, reader: int, report_end: Callable[[], Non
 
 
 class _Watch:
-    """Waits for the end of the main process, and kills it where it does not follow a second request to stop.
+    """Wait for the end of the main process, and kill it where it ignores a second request to stop.
 
     Args:
-        main: Id of that process, the parent of this one.
-        reader: Pipe by which it says how it ends.
+        main: Process id, of this process's parent.
+        reader: Pipe in which it says how it ends.
     """
 
     def __init__(self, main: int, reader: int):
@@ -246,11 +247,11 @@ class _Watch:
 
 
 def _end_family(owner: str, main: int | None = None, spared: int | None = None) -> None:
-    """Kill every process of a run, again and again until none is left, and remove their temporary folders.
+    """Kill every process of a run until none is left, and remove their temporary folders.
 
     Args:
-        owner: The mark of the run's processes.
-        main: The main process, where that has ended.
+        owner: Mark of the run's processes.
+        main: Id of the main process, if it has ended.
         spared: A child of this process that stays.
     """
     start = time.monotonic()

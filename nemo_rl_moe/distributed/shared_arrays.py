@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays that sequences have in common, such as pictures: each is stored and travels once, however many have it.
+"""Arrays that sequences share, such as images: each is stored and transferred once.
 
-Sequences with the same array hold the same object, so that what is pickled together holds it once. In a store it lies
-apart from the sequences, which travel with its handle, and who does not read it never gets it.
+Sequences share the same object, so that a pickle holds it once. In a store it lies apart from the sequences, which
+carry its handle, and only its readers fetch it.
 """
 
 import weakref
@@ -22,11 +22,7 @@ SharedArray = Shaped[np.ndarray, " values"] | StoredRows
 
 @dataclass(frozen=True)
 class SharedColumn:
-    """A column for the model of arrays that sequences may have in common.
-
-    Attributes:
-        arrays: Of each sequence, as many as it has.
-    """
+    """A column for the model of arrays that sequences may share: for each sequence as many as it has."""
 
     arrays: tuple[tuple[SharedArray, ...], ...]
 
@@ -35,7 +31,7 @@ class SharedColumn:
         return replace(self, arrays=tuple(self.arrays[index] for index in indices))
 
     def fetched(self, fetch: Fetch) -> "SharedColumn":
-        """The column with all arrays at hand.
+        """Return the column with all arrays at hand.
 
         Raises:
             ValueError: A stored array is lost.
@@ -45,16 +41,11 @@ class SharedColumn:
 
 
 def num_bytes_of(array: SharedArray) -> int:
-    """Bytes of an array, at hand or stored."""
     return array.num_bytes if isinstance(array, StoredRows) else array.nbytes
 
 
 def fetch_arrays(arrays: Iterable[SharedArray], fetch: Fetch) -> dict[int, Shaped[np.ndarray, " values"]]:
-    """Arrays at hand, by the identity of what stands for them.
-
-    Args:
-        arrays: At hand or stored.
-        fetch: Fetches stored arrays; each is asked for once.
+    """Fetch arrays, each once; return them by the identity of their handles.
 
     Raises:
         ValueError: A stored array is lost.
@@ -76,10 +67,10 @@ def fetch_arrays(arrays: Iterable[SharedArray], fetch: Fetch) -> dict[int, Shape
 
 
 class ArrayStore:
-    """Store of shared arrays, in which each is put down once as long as somebody here holds it.
+    """Store that holds each shared array once as long as it is in use here.
 
     Args:
-        put: Puts an array into the store; returns its handle, with which the stored array ends.
+        put: Puts an array into the store; returns its handle, whose end frees it.
     """
 
     def __init__(self, put: Callable[[Shaped[np.ndarray, " values"]], Any]):
@@ -87,11 +78,7 @@ class ArrayStore:
         self._stored: dict[int, StoredRows] = {}
 
     def place(self, columns: Sequence[Sequence[SharedArray]]) -> tuple[tuple[SharedArray, ...], ...]:
-        """The places of arrays in the store, where those that are not there are put first.
-
-        Args:
-            columns: Arrays of each sequence, at hand or stored.
-        """
+        """Return the handles of arrays, and put those that are not stored yet."""
         new = {
             id(array): array
             for arrays in columns

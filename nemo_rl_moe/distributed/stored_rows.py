@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of tokens that lie in a store: whoever makes them puts them down, whoever reads them fetches them.
+"""Values of tokens that lie in a store between their producer and their reader.
 
-What is large for each token, such as its routed experts, travels so from the processes of an engine to those that
-train, in Ray's object store, and never through the driver, which hands on where the rows lie.
+Large values, such as routed experts, travel in Ray's object store from an engine to the trainer's ranks; the driver
+handles only references.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ Fetch = Callable[[Sequence[Any]], Sequence[Shaped[np.ndarray, "rows ..."] | None
 
 @cache
 def _name_of(dtype: np.dtype[Any]) -> str:
-    """Name of a type, which numpy takes ten times as long to make as a piece."""
+    """Return a type's name from a cache, because numpy takes ten times as long as a piece."""
     return str(dtype)
 
 
@@ -29,10 +29,9 @@ class Piece(NamedTuple):
     """Successive rows of one stored array, for successive tokens of one sequence.
 
     Attributes:
-        source: Handle of the array, such as an `ObjectRef`; or the array itself.
-        first: Row of the array that belongs to the first of these tokens.
-        start: Position of that token in the sequence.
-        num_rows: Tokens.
+        source: Handle, such as an `ObjectRef`; or the array itself.
+        first: Index in the array of the first row.
+        start: Position in the sequence of its token.
     """
 
     source: Any
@@ -42,23 +41,21 @@ class Piece(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position behind its last token."""
+        """Position after its last token."""
         return self.start + self.num_rows
 
     def since(self, start: int) -> "Piece":
-        """Its part for tokens from a position on."""
+        """Return the part for tokens from a position on."""
         skipped = max(0, start - self.start)
         return Piece(self.source, self.first + skipped, self.start + skipped, self.num_rows - skipped)
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A row for each token of one sequence, as far as they are known.
+    """A row for each known token of one sequence.
 
     Attributes:
-        pieces: In the order of the sequence, apart from each other.
-        row_shape: Shape of a row.
-        dtype: Type of its numbers.
+        pieces: In the order of the sequence, disjoint.
     """
 
     pieces: tuple[Piece, ...]
@@ -67,17 +64,16 @@ class StoredRows:
 
     @classmethod
     def of(cls, rows: Shaped[np.ndarray, "tokens ..."]) -> "StoredRows":
-        """An array's own rows, for the tokens from the first one on."""
+        """Return the rows of an array for the tokens from the first one on."""
         return cls((Piece(rows, 0, 0, len(rows)),), rows.shape[1:], _name_of(rows.dtype))
 
     @property
     def end(self) -> int:
-        """Position behind the last token that has a row."""
+        """Position after the last token that has a row."""
         return self.pieces[-1].end if self.pieces else 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows."""
         return sum(piece.num_rows for piece in self.pieces) * prod(self.row_shape) * np.dtype(self.dtype).itemsize
 
     def before(self, end: int) -> "StoredRows":
@@ -86,7 +82,7 @@ class StoredRows:
         return replace(self, pieces=tuple(piece for piece in kept if piece.num_rows > 0))
 
     def followed_by(self, later: "StoredRows") -> "StoredRows":
-        """These rows, and those of tokens behind them: of a token that was computed twice, the first time counts."""
+        """Append rows of later tokens: of a token that was computed twice, the first counts."""
         more = tuple(piece.since(self.end) for piece in later.pieces if piece.end > self.end)
         return replace(self, pieces=self.pieces + more)
 
@@ -96,14 +92,14 @@ def put_together(
     put: Callable[[Shaped[np.ndarray, "rows ..."]], Any],
     most_bytes: int = 1 << 20,
 ) -> list[StoredRows]:
-    """Puts the rows of some sequences into a store, short sequences together: a stored array costs by itself too.
+    """Put the rows of sequences into a store, short sequences together: each stored array has a cost.
 
-    Whoever reads one sequence gets the whole array over the network, so that arrays stay small.
+    A reader of one sequence fetches the whole array over the network, so that arrays stay small.
 
     Args:
-        arrays: Of each sequence from its first token on; all of one type, with rows of one shape.
+        arrays: For each sequence from its first token on; all of one type, with rows of one shape.
         put: Puts an array into the store; returns its handle.
-        most_bytes: Size of an array of several sequences.
+        most_bytes: Maximum size of an array of several sequences.
     """
     found: list[StoredRows] = []
     start = 0
@@ -129,18 +125,13 @@ def fetch_rows(
     row_shape: tuple[int, ...],
     dtype: str,
 ) -> Shaped[np.ndarray, "sequences longest ..."]:
-    """The rows of some sequences, in one array.
+    """Fetch the rows of sequences into one array.
 
     Args:
-        sequences: Of each sequence; None where it has no rows.
-        longest: Tokens of the longest.
-        fill: Stands where a token has none, or the array that held it is lost.
-        fetch: Fetches arrays; each is asked for once.
-        row_shape: Shape of a row.
-        dtype: Type of its numbers.
+        fill: Value of tokens without a row, or whose array is lost.
 
     Raises:
-        ValueError: A stored array has rows of another shape or type, or fewer rows than it was said to have.
+        ValueError: A stored array has another shape or type than stated, or fewer rows.
     """
     values = np.full((len(sequences), longest, *row_shape), fill, dtype=dtype)
     sources = {id(piece.source): piece.source for rows in sequences if rows is not None for piece in rows.pieces}

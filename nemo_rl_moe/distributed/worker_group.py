@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of one program as Ray actors: calls to all of them, of which the first failure ends all."""
+"""All ranks of one program as Ray actors; the first failure of a call ends all."""
 
 import os
 import sys
@@ -65,15 +65,14 @@ def worker_environment(
     network_interface: str | None = None,
     num_threads: int | None = None,
 ) -> list[dict[str, str]]:
-    """The environment variables of each rank.
+    """Return the environment variables of each rank.
 
     Args:
-        places: Place of each rank, neighbours on one node.
-        workers_per_node: Ranks on each node.
-        master_port: A free port on the node of rank 0.
-        is_local: True when all ranks run on the driver's machine.
-        network_interface: Over which ranks of several machines talk; None: what gloo and NCCL choose.
-        num_threads: Threads of each worker; None: an equal share of its machine's cores.
+        places: Ordered by rank, neighbours on one node.
+        workers_per_node: In ranks.
+        master_port: Free on the node of rank 0.
+        network_interface: For ranks of several machines; None: chosen by gloo and NCCL.
+        num_threads: For each worker; None: an equal share of its machine's cores.
     """
     environments = []
     for rank, place in enumerate(places):
@@ -119,18 +118,17 @@ SMALL_TYPES = (bool, int, float, str, type(None), Path)
 
 
 class WorkerGroup(Generic[Worker]):
-    """All ranks of one program, each with a worker in a process of its own.
+    """All ranks of one program, each with a worker in a separate process.
 
-    A call names a method of the worker's class, `group.call_all(Worker.method, argument)`, so that its arguments and
-    results are typed and its definition can be found. Of a subclass the method that is named runs, as Python has it.
+    A call names a method of the worker's class, `group.call_all(Worker.method, argument)`, so that arguments and
+    results are typed and go-to-definition works; a subclass's override runs.
 
     Args:
-        cluster: Machines with a place for every rank.
-        make_worker: Called on each rank as `make_worker(rank, world_size)`, after the rank's environment variables are
-            set; what it refers to is imported there. Mostly a worker class with its further arguments, a `partial`.
-        start_timeout_s: Seconds that starting all ranks may take.
-        call_timeout_s: Seconds that a call may take on any rank.
-        environment: More environment variables of each rank.
+        make_worker: Called on each rank as `make_worker(rank, world_size)`, after the rank's environment is set; what
+            it refers to is imported there. Usually a `partial` of a worker class.
+        start_timeout_s: For all ranks together.
+        call_timeout_s: For a call on any rank.
+        environment: Further environment variables of each rank.
 
     Raises:
         WorkerDiedError: A worker failed or did not start in time; all of them have been stopped.
@@ -159,12 +157,10 @@ class WorkerGroup(Generic[Worker]):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self._cluster.config.world_size
 
     @property
     def process_ids(self) -> list[int]:
-        """The process id of each rank, on its own node."""
         return [self._places[rank].process.pid for rank in sorted(self._places)]
 
     def call_all(self, method: Callable[[Worker, *Args], Result], *args: *Args) -> list[Result]:
@@ -178,21 +174,20 @@ class WorkerGroup(Generic[Worker]):
     def start_each(
         self, method: Callable[[Worker, *Args], Result], args_by_rank: Sequence[tuple[*Args] | None]
     ) -> Callable[[], dict[int, Result]]:
-        """Start a method with arguments for each rank, behind what the rank has been asked for before.
+        """Start a method with arguments for each rank, after what the rank was asked for before.
 
-        An object that several ranks get travels once.
+        An object for several ranks is transferred once.
 
         Args:
-            method: Of the worker's class.
-            args_by_rank: Positional arguments for each rank; None: that one is not called.
+            args_by_rank: Positional arguments; None: that rank is not called.
 
         Returns:
-            A function that waits for the results of the ranks that were called, in the order of the ranks, and raises
-            as `call_all` does. The time limit of the call begins with it.
+            A function that waits for the results of the called ranks, in rank order, and raises as `call_all` does. The
+            call's time limit begins with it.
 
         Raises:
             WorkerDiedError: The workers have been stopped.
-            ValueError: There are arguments for more ranks or fewer.
+            ValueError: The number of arguments is not the number of ranks.
         """
         name = method.__name__
         if self._ended is not None:
@@ -283,9 +278,9 @@ class WorkerGroup(Generic[Worker]):
         on_silence: Callable[[Sequence[int]], NoReturn],
         on_result: Callable[[int, Any], None] = lambda rank, result: None,
     ) -> dict[int, Any]:
-        """Wait for a call on each rank, no longer than until the first of them fails or the deadline has come.
+        """Wait for a call on each rank, until the first failure or the deadline.
 
-        A rank of which the call is None has nothing to do, and is not in the result, which has the order of the ranks.
+        A rank whose call is None has nothing to do, and is not in the result, which has the order of the ranks.
         """
         pending = {call: rank for rank, call in enumerate(calls) if call is not None}
         results: dict[int, Any] = {}
@@ -317,9 +312,9 @@ class WorkerGroup(Generic[Worker]):
     def _fail(
         self, doing: str, failures: Mapping[int, WorkerFailure | RayError], unanswered: Iterable[int]
     ) -> NoReturn:
-        """Stops all workers and raises the error that most likely started it all.
+        """Stop all workers and raise the error that most likely caused the others.
 
-        A rank that waits for a frozen one until its own library gives up comes first: it knows what it has waited for.
+        A rank that waited for a frozen one until its own library gave up comes first: it knows what it waited for.
         """
         died = [rank for rank, failure in failures.items() if isinstance(failure, OutOfMemoryError)]
         died += [rank for rank, failure in failures.items() if isinstance(failure, RayActorError)]
@@ -348,10 +343,10 @@ class WorkerGroup(Generic[Worker]):
         )
 
     def _fail_for_silence(self, method: str, ranks: Sequence[int]) -> NoReturn:
-        """Stops all workers and raises an error with the ranks that did not answer a call.
+        """Stop all workers and raise an error with the ranks that did not answer a call.
 
-        Where some of them cannot run, those are named, and the others as waiting for them. Otherwise all are, with the
-        stacks that they have written.
+        Ranks that cannot run are named, and the others as waiting for them; if there are none, all are, with their
+        stacks.
         """
         too_late = f"did not answer `{method}` within {self._call_timeout_s:g} s (cluster.worker_call_timeout_s)"
         held = self._held(ranks)
@@ -368,7 +363,7 @@ class WorkerGroup(Generic[Worker]):
         self._stop_and_raise("\n".join([headline, *tails]))
 
     def _held(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Those of the ranks whose processes cannot run, and why."""
+        """Return the ranks whose processes cannot run, and why."""
         by_node: defaultdict[str, list[int]] = defaultdict(list)
         for rank in ranks:
             if rank in self._places:

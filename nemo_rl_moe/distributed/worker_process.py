@@ -33,12 +33,10 @@ class WorkerPlace:
     """Place of a worker's process.
 
     Attributes:
-        process: Identity of the process.
         node_id: Ray's name of the node.
-        node_ip: The node's address.
-        num_cores: Number of usable cores of the node.
-        gpu_ids: The GPUs that Ray gave to the worker, as CUDA_VISIBLE_DEVICES names them.
-        stderr_path: The file that its stderr goes to; None where it cannot be found.
+        num_cores: Usable cores of the node.
+        gpu_ids: The worker's GPUs, as CUDA_VISIBLE_DEVICES names them.
+        stderr_path: None where it cannot be found.
     """
 
     process: ProcessIdentity
@@ -54,8 +52,7 @@ class WorkerFailure:
     """Text of an exception that a worker raised: the exception itself may not survive pickling.
 
     Attributes:
-        summary: Such as "raised ValueError".
-        details: The traceback from the worker class's own frame on; of an error made for users, its message only.
+        details: The traceback from the worker class's frame on; only the message of an error made for users.
     """
 
     summary: str
@@ -63,9 +60,9 @@ class WorkerFailure:
 
 
 class WorkerProcess:  # pragma: no cover  (runs in another process)
-    """One rank's process. It imports nothing heavy before it knows its environment.
+    """One rank's process, which imports nothing heavy before it knows its environment.
 
-    Thread counts, for one, are read by the numeric libraries when they are loaded and never again.
+    Numeric libraries read thread counts once, when they are loaded.
     """
 
     def __init__(self) -> None:
@@ -73,7 +70,6 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         self._worker: Any = None
 
     def place(self) -> WorkerPlace:
-        """Place of this process."""
         context = ray.get_runtime_context()
         stderr_path = Path("/proc/self/fd/2").resolve()
         return WorkerPlace(
@@ -101,18 +97,15 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         world_size: int,
         timeout_s: float,
     ) -> WorkerFailure | None:
-        """Sets the environment, and only then imports and makes the worker.
+        """Set the environment, and only then import and make the worker.
 
         A worker that hangs, as ranks do that cannot reach each other, writes its stack to stderr before the driver
         gives up.
 
         Args:
-            environment: Variables to set.
             search_path: The driver's `sys.path`; Ray passes on only some of it.
-            payload: A function that makes the worker of a rank and a world size, pickled, since unpickling it imports
-                its modules.
-            rank: Global rank.
-            world_size: Number of ranks.
+            payload: Function of rank and world size that makes the worker, pickled because unpickling imports its
+                modules.
             timeout_s: Seconds until the driver gives up.
         """
         _write_stack_before(timeout_s)
@@ -130,7 +123,7 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
     def call(self, timeout_s: float, method: Callable[..., Result], *args: Any) -> Result | WorkerFailure:
         """Call a method of the worker's class on the worker; what it raises comes back as a `WorkerFailure`.
 
-        One that hangs writes its stack to stderr before the driver gives up, after so many seconds.
+        One that hangs writes its stack to stderr before the driver gives up, after `timeout_s`.
         """
         _write_stack_before(timeout_s)
         try:
@@ -146,9 +139,9 @@ def _write_stack_before(timeout_s: float) -> None:  # pragma: no cover  (runs in
 
 
 def outlive_requests_to_stop() -> None:  # pragma: no cover  (runs in another process)
-    """Makes this process survive SIGTERM, which batch systems send to every process of a job: the driver ends workers.
+    """Make this process survive SIGTERM, which batch systems send to every process of a job: the driver ends workers.
 
-    The signal is handled, not ignored or blocked, which all that a worker starts would inherit.
+    The signal is handled, not ignored or blocked, which child processes would inherit.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -156,10 +149,10 @@ def outlive_requests_to_stop() -> None:  # pragma: no cover  (runs in another pr
 
 
 def keep_freed_memory() -> None:
-    """Has this process keep up to 256 MiB of memory that it frees, but for arrays of 32 MiB and more.
+    """Make this process keep up to 256 MiB of freed memory, except arrays of 32 MiB and more.
 
-    By default glibc gives it back to the system, and a step on a CPU asks for it again: a step of the demo's GRPO had
-    10,000 page faults, 3% of its time. Another C library does as it always does.
+    glibc's default returns it to the system: a step of the demo's GRPO had 10,000 page faults, 3% of its time. Other C
+    libraries are left as they are.
     """
     with suppress(AttributeError):
         set_option = ctypes.CDLL(None).mallopt

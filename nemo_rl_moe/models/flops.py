@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floating-point operations of a model's passes by arithmetic; imports nothing of Megatron-Core.
 
-Matrix products alone count, two operations for each multiplication that is added up; norms, activations, softmax and
-the look-up of embeddings do not. Nothing of padding counts, and nothing that recomputation does once more.
+Only matrix products count, two operations for each multiply-add; norms, activations, softmax, embedding look-ups,
+padding and recomputation do not.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,19 +18,19 @@ _PASSES_OF_TRAINING = 3
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Operations of a forward pass of the whole model, whatever ranks share it.
+    """Operations of a forward pass of the whole model, over all ranks.
 
     Attributes:
-        per_token: Of each token: projections, MLPs or routers and experts, the output layer.
-        per_pair: Of each pair of a query and a key that it sees, by the window of the layers: number of keys that a
-            query sees, its own included; None: all up to its own.
+        per_token: Projections, MLPs or routers and experts, the output layer.
+        per_pair: For each pair of a query and a visible key, by the layers' window: number of keys that a query sees,
+            its own included; None: all up to its own.
     """
 
     per_token: int
     per_pair: Mapping[int | None, int]
 
     def forward(self, lengths: Iterable[int]) -> int:
-        """Operations of a forward pass over sequences, each with causal attention to itself alone.
+        """Count operations of a forward pass over sequences with causal attention.
 
         Args:
             lengths: Real tokens of each sequence.
@@ -46,10 +46,9 @@ class ForwardFlops:
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
-    """Pairs of a query and a key that it sees in a sequence.
+    """Count pairs of a query and a visible key in a sequence.
 
     Args:
-        length: Tokens of the sequence.
         window: Number of keys that a query sees, its own included; None: all up to its own.
     """
     seen = length if window is None else min(length, window)
@@ -57,12 +56,11 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 
 
 def forward_flops(config: Any, vocabulary_size: int, windows: Iterable[int | None]) -> ForwardFlops:
-    """Operations of a model's forward pass. A token passes the routed experts that it is sent to, and shared ones.
+    """Count operations of a model's forward pass, in which a token passes its routed experts and the shared ones.
 
     Args:
-        config: The model's TransformerConfig.
-        vocabulary_size: Tokens of the vocabulary, without padding.
-        windows: Window of each layer's attention, as in `ForwardFlops.per_pair`.
+        vocabulary_size: Without padding.
+        windows: For each layer, see `ForwardFlops.per_pair`.
     """
     moe_layers = set(moe_layer_indices(config))
     products = config.hidden_size * vocabulary_size
@@ -90,7 +88,7 @@ def _projections(config: Any) -> int:
 
 
 def _latent_projections(config: Any) -> int:
-    """The same of latent attention, with keys and values made of their latent, as training does."""
+    """Count latent attention's multiplications, with keys and values computed from their latent as in training."""
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     queries = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
     rank = config.q_lora_rank

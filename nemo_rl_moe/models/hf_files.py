@@ -30,9 +30,8 @@ class HubModel:
     """Files of one version of a model.
 
     Attributes:
-        name: The hub's name, such as "Qwen/Qwen3-30B-A3B".
-        commit: The version: every machine reads the same one, whatever the hub has got meanwhile.
-        files: Names of the files.
+        name: Such as "Qwen/Qwen3-30B-A3B".
+        commit: Pinned so that every machine reads the same version.
     """
 
     name: str
@@ -40,10 +39,10 @@ class HubModel:
     files: tuple[str, ...]
 
     def folder(self, progress: Callable[[float], None] = lambda share: None) -> Path:
-        """This machine's folder of the files. What its cache (HF_HOME) lacks is fetched, once for all its processes.
+        """Return this machine's folder of the files; fetch what its cache (HF_HOME) lacks, once for all its processes.
 
         Args:
-            progress: Gets the share of the files that are there.
+            progress: Called with the share of files that are present.
 
         Raises:
             ConfigurationError: A file cannot be had.
@@ -56,19 +55,18 @@ class HubModel:
 
 
 def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float], None]) -> tuple[HubModel, Path]:
-    """Brings a model onto this machine: its configuration, and the weights that its index names.
+    """Fetch a model to this machine: its configuration, and the weights that its index names.
 
     Args:
-        name: The hub's name.
-        with_weights: Fetch weights too: the files of the index, or `model.safetensors`; other files of the repository,
-            which may be the same weights in another form, stay there.
-        progress: Gets the share of the files that are there.
+        with_weights: Fetch weights too: the files of the index, or `model.safetensors`, but no other files of the
+            repository, which may be the same weights in another form.
+        progress: Called with the share of files that are present.
 
     Returns:
-        What was fetched, and the folder in which it lies.
+        The fetched model, and its folder.
 
     Raises:
-        ConfigurationError: There is no such model, it cannot be had, or its index is damaged.
+        ConfigurationError: There is no such model, it cannot be fetched, or its index is damaged.
     """
     folder = _fetch(name, CONFIG_FILE, None).parent
     files = [CONFIG_FILE]
@@ -82,7 +80,7 @@ def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float],
 
 
 def fetching_problem(model: HubModel) -> str | None:
-    """Error of fetching a model's missing files into this machine's cache, naming the machine; None for success."""
+    """Fetch a model's missing files into this machine's cache; return the error, naming the machine, or None."""
     try:
         model.folder()
     except ConfigurationError as error:
@@ -129,21 +127,20 @@ MEGATRON_WEIGHTS_FOLDER = "policy"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Source of a run's model, the hub or a folder; the same for all machines.
+    """Source of a run's model for all machines: the hub or a folder.
 
     Attributes:
-        local: A folder that all of them reach; None: the hub.
-        hub: The hub's model; None: a folder.
+        local: A folder that all machines reach; None: the hub.
     """
 
     local: Path | None
     hub: HubModel | None
 
     def folder(self) -> Path:
-        """The folder on this machine, which fetches what it lacks.
+        """Return the folder on this machine, fetching what is missing.
 
         Raises:
-            ConfigurationError: It cannot be had from the hub.
+            ConfigurationError: It cannot be fetched from the hub.
         """
         if self.local is not None:
             return self.local
@@ -152,14 +149,13 @@ class ModelSource:
 
 
 def find_model(policy: PolicyConfig, progress: Callable[[float], None] = lambda share: None) -> ModelSource:
-    """Finds the policy's model, and fetches it from the hub where it is no folder.
+    """Find the policy's model, and fetch it from the hub where it is no folder.
 
     Args:
-        policy: The `policy` section of the configuration.
-        progress: Gets the share of the hub's files that are there.
+        progress: Called with the share of the hub's files that are present.
 
     Raises:
-        ConfigurationError: It cannot be had.
+        ConfigurationError: It cannot be fetched.
     """
     folder = Path(policy.model_name)
     if folder.is_dir():
@@ -170,9 +166,9 @@ def find_model(policy: PolicyConfig, progress: Callable[[float], None] = lambda 
 
 
 def load_hf_config(model_name: str) -> Any:
-    """The model's configuration as transformers reads its `config.json`. Code from the hub is never run.
+    """Load a model's configuration as transformers reads it, without running code from the hub.
 
-    Of a vision-language model it is flattened: the decoder's fields, and beside them those of the whole model.
+    A vision-language model's is flattened: the decoder's fields, and those of the whole model.
 
     Raises:
         ConfigurationError: There is none, it cannot be read, or the family or one of its fields is not supported.
@@ -216,9 +212,9 @@ def _as_transformers_reads_it(model_name: str) -> Any:
 
 
 def plain_config(hf_config: Any) -> SimpleNamespace:
-    """Fields of a model's configuration, under all their names, in an object that is read without transformers.
+    """Copy the fields of a model's configuration, under all their names, to an object that needs no transformers.
 
-    Importing transformers and the configuration's class takes three seconds, which a worker that is given this saves.
+    This saves a worker the three seconds of importing transformers and the configuration's class.
     """
     kind = type(hf_config)
     defaults = {name for name in dir(kind) if not isinstance(getattr(kind, name), property)}
@@ -234,10 +230,10 @@ def plain_config(hf_config: Any) -> SimpleNamespace:
 
 
 def load_config_json(model_name: str) -> dict[str, Any]:
-    """The model's `config.json` as it is: without what transformers adds to it.
+    """Load a model's `config.json` without transformers' additions.
 
     Raises:
-        ConfigurationError: There is none, or it cannot be read.
+        ConfigurationError: It is missing, or cannot be read.
     """
     if Path(model_name).is_dir():
         return _config_json_of_folder(Path(model_name))
@@ -254,11 +250,10 @@ def load_config_json(model_name: str) -> dict[str, Any]:
 
 
 def load_model_json(model_name: str, file: str) -> Any:
-    """Content of a small file beside the model's `config.json`; None where there is none.
+    """Load a small JSON file beside the model's `config.json`; None where there is none.
 
     Args:
-        model_name: A folder, or a hub's name.
-        file: Its name, such as `preprocessor_config.json`.
+        file: Such as `preprocessor_config.json`.
 
     Raises:
         ConfigurationError: It cannot be read.
@@ -300,16 +295,15 @@ def _unreadable(model_name: str, error: Exception) -> ConfigurationError:
 
 
 def check_small_files(folder: Path, key: str = "policy.model_name") -> None:
-    """Checks that the files beside a model's weights are those that were written, and the sizes of all.
+    """Compare a model's small files with their checksums, and the sizes of all its files.
 
-    A folder without `files.json`, such as a hub's, has nothing to compare with.
+    A folder without `files.json`, such as a hub's, passes.
 
     Args:
-        folder: Of a model or a tokenizer.
-        key: That names it.
+        key: The setting that names the folder.
 
     Raises:
-        ConfigurationError: A file is missing, or is another.
+        ConfigurationError: A file is missing or differs.
     """
     if (folder / INVENTORY_FILE_NAME).is_file():
         try:
@@ -319,12 +313,7 @@ def check_small_files(folder: Path, key: str = "policy.model_name") -> None:
 
 
 def weights_folder(policy: PolicyConfig, folder: Path) -> Path | None:
-    """Folder of the policy's starting weights; None for random ones.
-
-    Args:
-        policy: The `policy` section of the configuration.
-        folder: The model's folder on this machine.
-    """
+    """Return the folder of the policy's starting weights; None for random ones."""
     return None if policy.init == "random" else folder
 
 
@@ -334,15 +323,11 @@ def holds_megatron_weights(folder: Path) -> bool:
 
 
 def check_weights(policy: PolicyConfig, folder: Path) -> None:
-    """Checks that the folder of the starting weights holds complete files of them, and that the small files are those
-    that were written; reads no weights.
-
-    Args:
-        policy: The `policy` section of the configuration.
-        folder: The model's folder on this machine.
+    """Check, without reading weights, that the folder of the starting weights is complete and its small files are
+    undamaged.
 
     Raises:
-        ConfigurationError: It holds none, or one that is damaged.
+        ConfigurationError: It has none, or is damaged.
     """
     check_small_files(folder)
     if policy.init == "random" or holds_megatron_weights(folder):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The hub's presence: asked once, since its library tries half a minute to reach one that is away, for every file."""
+"""The hub's availability, asked once, because its library tries half a minute for every file."""
 
 import functools
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ ANSWER_WITHIN_S = 10.0
 
 @functools.cache
 def hub_silence() -> str | None:
-    """Reason why the hub cannot be reached, in one line: what this machine's cache holds is all there is.
+    """Return the reason, in one line, why the hub cannot be reached and only the cache is available.
 
-    Asked once for each process. None where it answers, and where HF_HUB_OFFLINE says that it is not to be asked, which
-    the hub's library knows by itself.
+    Asked once for each process. None where it answers, and where HF_HUB_OFFLINE forbids asking, which its library
+    respects.
     """
     from huggingface_hub import constants, get_session
 
@@ -32,13 +32,13 @@ def hub_silence() -> str | None:
 
 
 def from_cache_alone() -> bool:
-    """True where the hub cannot be reached; for the `local_files_only` of what reads from it."""
+    """Whether the hub cannot be reached, for the `local_files_only` of its readers."""
     return hub_silence() is not None
 
 
 @contextmanager
 def hub_or_cache_alone() -> Iterator[None]:
-    """Context in which the hub is not asked where it cannot be reached; for what takes no `local_files_only`."""
+    """Disable requests to an unreachable hub inside; for code without `local_files_only`."""
     from huggingface_hub import constants
 
     with patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or from_cache_alone()):

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Positions in time, height and width (multimodal rotary embedding, Qwen2-VL: Wang et al. 2024, 2.1).
 
-Text counts on, alike in all three. The tokens of a picture all have the time of its first one, and count its rows and
-columns from there; what follows goes on behind the larger of its height and width.
+Text counts on, alike in all three. An image's tokens have the time of the first one, and count rows and columns from
+there; what follows continues after the larger of height and width.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from torch import Tensor
 def image_positions(
     is_image: Bool[Tensor, "rows columns"], grids: Sequence[tuple[int, int]]
 ) -> Int[Tensor, "3 rows columns"]:
-    """Positions of sequences, one a row. Padding behind them counts on, and so does a response.
+    """Return positions of sequences, one a row; padding and responses behind them count on.
 
     Args:
-        is_image: True for the tokens of pictures, of all rows in order.
-        grids: Rows and columns of tokens of each picture, in the order of their tokens.
+        is_image: True for image tokens.
+        grids: Rows and columns of tokens of each image, in the order of their tokens over all rows.
 
     Raises:
-        ValueError: The tokens are not those of the pictures.
+        ValueError: The tokens do not match the images.
     """
     rows, columns = is_image.shape
     positions = torch.arange(columns).expand(3, rows, columns).clone()

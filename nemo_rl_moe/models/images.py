@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Images beside token sequences: bytes of pictures as they travel, cut into patches only where the model runs.
+"""Images beside token sequences: transported as bytes, and cut into patches only where the model runs.
 
-A sequence of a vision-language model always carries all four inputs, with no pictures where it has none, so that
-sequences with and without images make one batch.
+A sequence of a vision-language model always has all four inputs, empty without images, so that sequences with and
+without images make one batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,17 +35,17 @@ ON_HOST = frozenset({PICTURE_SIZES, PICTURE_IDS})
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture, or tile of one, as the model takes it: resized, not normalised.
+    """An image, or a tile of one, resized for the model but not normalised.
 
     Attributes:
-        pixels: Red, green and blue, `[height, width, 3]`; both sizes are multiples of what the model merges.
+        pixels: RGB, `[height, width, 3]`; both sizes are multiples of what the model merges.
     """
 
     pixels: UInt8[np.ndarray, "height width 3"]
 
     @cached_property
     def flat(self) -> UInt8[np.ndarray, " bytes"]:
-        """The pixels as they travel: always the same object, by which sequences share it."""
+        """The flattened pixels, always the same object, so that sequences share it."""
         return self.pixels.reshape(-1)
 
     @cached_property
@@ -57,11 +57,11 @@ class Picture:
 
 
 def image_inputs(pictures: Sequence[Picture], is_image: Bool[np.ndarray, " tokens"]) -> dict[str, ModelInput]:
-    """The model's inputs of one sequence.
+    """Return the model's inputs of one sequence.
 
     Args:
-        pictures: In the order of their tokens; none for text.
-        is_image: True for the tokens of pictures; what comes behind these tokens is text.
+        pictures: In the order of their tokens; empty for text.
+        is_image: True for image tokens; what follows them is text.
     """
     sizes = np.array([picture.pixels.shape[:2] for picture in pictures], dtype=np.int64).reshape(-1, 2)
     digests = np.array([picture.digest for picture in pictures], dtype=np.int64)
@@ -74,7 +74,7 @@ def image_inputs(pictures: Sequence[Picture], is_image: Bool[np.ndarray, " token
 
 
 def pictures_in(inputs: Mapping[str, ModelInput]) -> list[Picture]:
-    """The pictures of one sequence, at hand; none where it has no such inputs."""
+    """Return the images of one sequence, at hand; none where it has no such inputs."""
     if PIXELS not in inputs:
         return []
     sizes = inputs[PICTURE_SIZES].values.tolist()
@@ -82,18 +82,17 @@ def pictures_in(inputs: Mapping[str, ModelInput]) -> list[Picture]:
 
 
 def has_its_pixels(inputs: Mapping[str, ModelInput]) -> bool:
-    """True where a sequence has as many arrays and digests as sizes, and each array the bytes of its size."""
+    """Whether a sequence has as many arrays and digests as sizes, and each array the bytes of its size."""
     sizes = inputs[PICTURE_SIZES].values
     found = [num_bytes_of(array) for array in inputs[PIXELS].values]
     return len(inputs[PICTURE_IDS].values) == len(sizes) and found == (3 * sizes.prod(1)).tolist()
 
 
 def picture_patches(batch: TokenBatch, num_patches: Callable[[int, int], int] | None) -> list[dict[int, int]]:
-    """Patches of each sequence's pictures by their digests; empty where there are no such inputs.
+    """Return the patches of each sequence's images by digest; empty where there are no images.
 
     Args:
-        batch: The sequences.
-        num_patches: Patches of a picture by height and width in pixels; None: of a model of text.
+        num_patches: Patches of an image by height and width in pixels; None: a model of text.
     """
     if num_patches is None or PICTURE_IDS not in batch.columns:
         return []
@@ -105,13 +104,13 @@ def picture_patches(batch: TokenBatch, num_patches: Callable[[int, int], int] | 
 
 
 def distinct_pictures(ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Pictures that are there several times, told apart.
+    """Find repeated images.
 
     Args:
-        ids: Of each picture, its digest.
+        ids: Digest of each image.
 
     Returns:
-        Positions of the distinct ones, where each is there first, and for each picture which of these it is.
+        Positions of the first occurrences, and for each image the index of its occurrence among these.
     """
     first: dict[int, int] = {}
     place = [first.setdefault(digest, len(first)) for digest in ids]
@@ -120,7 +119,7 @@ def distinct_pictures(ids: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def distinct_sizes(batch: TokenBatch) -> list[tuple[int, int]]:
-    """Height and width in pixels of a batch's distinct pictures; none where it has no such inputs."""
+    """Return height and width in pixels of a batch's distinct images; none where it has no such inputs."""
     if PICTURE_IDS not in batch.columns:
         return []
     chosen, _ = distinct_pictures(batch.columns[PICTURE_IDS].values.tolist())
@@ -128,11 +127,10 @@ def distinct_sizes(batch: TokenBatch) -> list[tuple[int, int]]:
 
 
 def distinct_pixels(pixels: SharedColumn, ids: Sequence[int]) -> UInt8[np.ndarray, " bytes"]:
-    """Pixels of the distinct pictures, in the order of `distinct_pictures`.
+    """Return the pixels of the distinct images, in the order of `distinct_pictures`.
 
     Args:
-        pixels: At hand.
-        ids: Of each picture of all sequences, its digest.
+        ids: Digest of each image of all sequences.
     """
     arrays = [array for of_sequence in pixels.arrays for array in of_sequence]
     chosen, _ = distinct_pictures(ids)
@@ -140,10 +138,9 @@ def distinct_pixels(pixels: SharedColumn, ids: Sequence[int]) -> UInt8[np.ndarra
 
 
 def sequence_inputs(batch: TokenBatch, rows: Sequence[int]) -> list[dict[str, ModelInput]]:
-    """The model's inputs of some sequences of a batch, as they were before they were put together.
+    """Return the model's inputs of some rows of a batch, as they were before collation.
 
-    Returns:
-        Of each row; empty for a batch of text alone.
+    Empty for a batch of text alone.
     """
     found: list[dict[str, ModelInput]] = []
     for row in rows if PIXELS in batch.shared else ():

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The policy and its losses as an algorithm sees them: nothing of Ray, nothing of Megatron-Core."""
+"""The policy and its losses as an algorithm sees them, without Ray or Megatron-Core."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +20,7 @@ from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 
 class Head(Enum):
-    """A quantity of each target token that a loss may ask for; the model's last stage computes those asked for."""
+    """A quantity of each target token that the model's last stage computes on request of a loss."""
 
     LOGPROBS = "logprobs"
     """Log-probability of the target given the tokens before it, in nats."""
@@ -35,16 +35,16 @@ class LossInputs:
     """Inputs of a loss function for one microbatch.
 
     Attributes:
-        logprobs: Log-probability of each token given those before it, in nats; entry `t` belongs to the target
-            token `t + 1` of the sequence. Carries the graph during training. Zeros where the loss needs values alone.
-        token_mask: True where that target counts in the loss.
-        global_valid_tokens: Number of counting targets in the whole global batch, over all data-parallel ranks.
-        global_sequences: Number of sequences with such a target in the whole global batch.
-        greedy_matches: True where the target is the token ranked first; only during evaluation.
-        columns: The batch's columns for the loss; those on the token axis have rows and columns as `logprobs`.
-        entropy: As `logprobs`, where the loss needs `Head.ENTROPY`; None otherwise.
-        values: Value of the state in which each target is chosen, entries as of `logprobs`, where the loss needs
-            `Head.VALUE`; None otherwise. Carries the graph during training.
+        logprobs: Log-probability of each token given those before it, in nats; entry `t` belongs to target token `t +
+            1`. Has a graph during training. Zeros where the loss needs values alone.
+        token_mask: True where the target counts in the loss.
+        global_valid_tokens: Targets in the loss of the whole global batch, over all data-parallel ranks.
+        global_sequences: Sequences with such a target in the whole global batch.
+        greedy_matches: True where the target has the highest probability; only during evaluation.
+        columns: Columns for the loss; those on the token axis have the shape of `logprobs`.
+        entropy: In the shape of `logprobs`, where the loss needs `Head.ENTROPY`.
+        values: Value of the state in which each target is chosen, in the shape of `logprobs`, where the loss needs
+            `Head.VALUE`. Has a graph during training.
     """
 
     logprobs: Float[Tensor, "sequences targets"]
@@ -57,7 +57,7 @@ class LossInputs:
     values: Float[Tensor, "sequences targets"] | None = None
 
     def per_target(self, name: str) -> Shaped[Tensor, "sequences targets"]:
-        """Values of a column, one for each target; one of a sequence stands at each of its targets.
+        """Return a column's value for each target; that of a sequence is repeated.
 
         Raises:
             KeyError: There is no such column.
@@ -76,8 +76,7 @@ class LossOutputs:
     """Outputs of a loss function for one microbatch.
 
     Attributes:
-        loss: This microbatch's share of the global batch's loss: the losses of all microbatches of all ranks *add up*
-            to it.
+        loss: Share of the global batch's loss: the shares of all microbatches and ranks *add up* to it.
         metrics: Name to a detached scalar and its reduction over microbatches and ranks.
     """
 
@@ -86,10 +85,9 @@ class LossOutputs:
 
 
 class LossFunction(Protocol):
-    """A pure function from one microbatch to its share of the loss. Must be picklable: it travels to the workers.
+    """A pure, picklable function from one microbatch to its share of the loss.
 
-    A loss that needs more than log-probabilities, or values in their place, says so in an attribute `needs`, a
-    collection of `Head`.
+    A loss that needs more than log-probabilities, or values in their place, lists the `Head`s in an attribute `needs`.
     """
 
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...
@@ -112,10 +110,10 @@ class GpuUse:
     """Use of GPUs in one `train` call.
 
     Attributes:
-        num_gpus: Those that the policy's ranks compute on.
-        num_gpus_of_run: Those of generation engines and other roles too.
-        train_flops: Operations of the forward and backward passes, by arithmetic over real tokens.
-        peak_flops_per_second: What the policy's GPUs together could do in a second; None where it is not known.
+        num_gpus: Of the policy's ranks.
+        num_gpus_of_run: Also those of generation engines and other roles.
+        train_flops: Operations of the forward and backward passes, counted over real tokens.
+        peak_flops_per_second: Of all GPUs of the policy; None where unknown.
         memory: Metrics of each rank's memory.
     """
 
@@ -128,22 +126,22 @@ class GpuUse:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of one `train` call, the same numbers on every rank.
+    """Result of one `train` call, equal on every rank.
 
     Attributes:
-        global_loss: Loss of the global batch, without auxiliary losses; of several, the mean.
-        grad_norm: Norm of the gradient before clipping; of several optimizer steps, the mean.
-        lr: Learning rate that the last optimizer step used.
-        num_microbatches: Microbatches that each data-parallel rank ran in this call.
-        num_tokens: Real tokens (no padding) over all ranks.
-        microbatch_metrics: One series for each metric of the loss function, over all microbatches and ranks.
-        moe_metrics: MoE metrics without the `moe/` prefix; empty when tracking is off.
-        num_updates: Optimizer steps of the call, skipped ones included.
-        num_skipped_updates: Optimizer steps that were left out because the loss or the gradient was NaN or infinite.
-        skipped_in_a_row: How many of the call's last optimizer steps those are.
-        weight_version: Optimizer steps that the weights have seen since the start of the run, skipped ones left out.
-        artifacts: Arrays and tables of the step by their registered names, such as the load of every expert.
-        gpu_use: Of the policy's GPUs; None on CPUs.
+        global_loss: Of the global batch, without auxiliary losses; the mean over optimizer steps.
+        grad_norm: Before clipping; the mean over optimizer steps.
+        lr: Of the last optimizer step.
+        num_microbatches: Of each data-parallel rank.
+        num_tokens: Real tokens over all ranks.
+        microbatch_metrics: A series for each metric of the loss function, over all microbatches and ranks.
+        moe_metrics: Without the `moe/` prefix; empty when tracking is off.
+        num_updates: Optimizer steps, including skipped ones.
+        num_skipped_updates: Optimizer steps that a NaN or infinite loss or gradient prevented.
+        skipped_in_a_row: Consecutive skipped steps at the end of the call.
+        weight_version: Optimizer steps since the start of the run, without skipped ones.
+        artifacts: Arrays and tables of the step by registered name, such as the load of every expert.
+        gpu_use: None on CPUs.
     """
 
     global_loss: float
@@ -170,11 +168,10 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class RouteComparison:
-    """Comparison of the experts that routers choose with those of a tape.
+    """Comparison of the routers' experts with captured ones.
 
     Attributes:
-        logprobs: Log-probability of each token given those before it, with the chosen experts, in nats.
-        totals: The counts.
+        logprobs: Log-probability, in nats, of each token given those before it, with the routers' experts.
     """
 
     logprobs: Float[Tensor, "batch sequence"]
@@ -195,7 +192,7 @@ class WriteOutcome:
     """Outcome of writing a checkpoint.
 
     Attributes:
-        problem: What went wrong, on whichever rank; None when every rank has written its part.
+        problem: The first problem of any rank; None when every rank has written its part.
     """
 
     problem: str | None
@@ -219,40 +216,38 @@ class PolicyInterface(Protocol):
     def logprobs_and_routes(
         self, batch: TokenBatch, *, one_at_a_time: bool = False
     ) -> tuple[Float[Tensor, "batch sequence"], StoredColumn | None]:
-        """`logprobs`, and the routed experts of that pass as a stored column; None of a model without MoE layers.
+        """Return `logprobs`, and the pass's routed experts as a stored column; None for a model without MoE layers.
 
         Args:
-            batch: The sequences.
-            one_at_a_time: A sequence a microbatch, whatever the configuration says.
+            one_at_a_time: Run one sequence in each microbatch, whatever the configuration says.
         """
         ...
 
     def compare_routes(
         self, batch: TokenBatch, *, reference: bool = False, one_at_a_time: bool = False
     ) -> RouteComparison:
-        """The experts that routers choose against those of the batch's tape, which is not replayed.
+        """Compare the routers' experts with the batch's captured ones, which are not replayed.
 
         Args:
-            batch: Has a tape; the model has MoE layers.
-            reference: Of the model at the start of the run, where one is kept.
-            one_at_a_time: A sequence a microbatch, whatever the configuration says.
+            reference: Use the initial model, where it is kept.
+            one_at_a_time: Run one sequence in each microbatch, whatever the configuration says.
         """
         ...
 
     def prepare_for_generation(self, clock: PhaseClock) -> None:
-        """Makes room for generation, where the configuration asks for it; what it takes is a phase of the clock."""
+        """Make room for generation, where the configuration asks for it; this is a phase of the clock."""
         ...
 
     def prepare_for_logprobs(self, clock: PhaseClock) -> None:
-        """The same for log-probability passes."""
+        """Make room for log-probability passes, as `prepare_for_generation` does."""
         ...
 
     def prepare_for_training(self, clock: PhaseClock) -> None:
-        """Undoes either; `train` does it itself where nobody asked."""
+        """Undo either; `train` does it itself if necessary."""
         ...
 
     def reference_logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
-        """The same of the model at the start of the run, where one is kept."""
+        """Return `logprobs` of the initial model, where it is kept."""
         ...
 
     @property
@@ -263,10 +258,10 @@ class PolicyInterface(Protocol):
     def weight_transport(
         self, *, altered: bool = False, then: Callable[[], object] = ...
     ) -> AbstractContextManager[WeightTransport]:
-        """A transfer of the weights as they are now to engines that keep a copy; closed when all have them.
+        """Open a transfer of the present weights to engines with copies; it closes when all have them.
 
         Args:
-            altered: Send others in their place, of which every tensor differs: for a check of the engine.
+            altered: Send weights that differ in every tensor, for a check of the engine.
             then: Called when all ranks have been asked to send: what it asks of them, they do next.
         """
         ...
@@ -276,11 +271,11 @@ class PolicyInterface(Protocol):
         ...
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Takes a snapshot of the training state and begins to write it; training may go on at once.
+        """Take a snapshot of the training state and begin to write it; training may go on at once.
 
         Args:
-            directory: An existing, empty folder that every rank can reach.
-            with_optimizer: Also what only training needs: optimizer, schedule, random states.
+            directory: Existing and empty, reachable for every rank.
+            with_optimizer: Include optimizer, schedule and random states.
         """
         ...
 
@@ -289,7 +284,7 @@ class PolicyInterface(Protocol):
         ...
 
     def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Puts back what `start_checkpoint` wrote, in the same layout or another one."""
+        """Restore what `start_checkpoint` wrote, in the same layout or another one."""
         ...
 
     def shutdown(self) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The small files beside a model's weights, by which transformers and serving engines know what they load."""
+"""The small files beside a model's weights from which transformers and serving engines load it."""
 
 import json
 import tempfile
@@ -43,13 +43,10 @@ _LARGEST_COPIED_BYTES = 100 << 20
 def collect_model_files(
     config_json: Mapping[str, Any], hf_config: Any, model_folder: Path, tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, bytes]:
-    """Configuration, generation configuration, tokenizer and image processor, as they lie beside exported weights.
+    """Collect configuration, generation configuration, tokenizer and image processor for exported weights.
 
     Args:
-        config_json: Content of `config.json`.
-        hf_config: What transformers makes of it.
-        model_folder: The model, whose own generation configuration and image processor are taken as they are.
-        tokenizer: The tokenizer in use.
+        model_folder: Source of the generation configuration and image processor.
 
     Returns:
         File name to content.
@@ -69,12 +66,7 @@ def collect_model_files(
 
 
 def copied_model_files(source: Path, config_json: Mapping[str, Any], hf_config: Any) -> dict[str, bytes]:
-    """Configuration, generation configuration, tokenizer and image processor copied from another folder as they are.
-
-    Args:
-        source: The folder.
-        config_json: Content of `config.json`.
-        hf_config: What transformers makes of it.
+    """Copy configuration, generation configuration, tokenizer and image processor from another folder.
 
     Returns:
         File name to content.
@@ -91,10 +83,7 @@ def copied_model_files(source: Path, config_json: Mapping[str, Any], hf_config: 
 
 
 def tokenizer_code(files: Mapping[str, bytes]) -> list[str]:
-    """Code files that a tokenizer needs (`auto_map`); none of them is ever copied or run.
-
-    Args:
-        files: Of `copied_model_files`.
+    """List code files that a tokenizer needs (`auto_map`); they are never copied or run.
 
     Returns:
         Such as `["tokenization_moonshot.py"]`.
@@ -131,7 +120,7 @@ def write_model_files(files: Mapping[str, bytes], folder: Path) -> None:
 
 
 def _generation_config(hf_config: Any) -> bytes:
-    """Generation settings of `config.json`. Not by `save_pretrained`, which refuses what models ship."""
+    """Return generation settings of `config.json`, without `save_pretrained`, which refuses what models ship."""
     from transformers import GenerationConfig
 
     made: str = GenerationConfig.from_model_config(hf_config).to_json_string()

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that a vision tower takes, from the bytes of pictures: normalised, in patches (Qwen's towers) or as tiles.
+"""Inputs of a vision tower from the bytes of images: normalised, in patches (Qwen's towers) or as tiles.
 
-The numbers are those of transformers' image processors of Pillow and NumPy, to the last bit.
+They equal those of transformers' image processors of Pillow and NumPy to the last bit.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from nemo_rl_moe.models.images import Picture
 
 @dataclass(frozen=True)
 class PixelRule:
-    """Rule by which bytes of pixels become numbers: `(byte * scale - mean) / std`, and the patches that they form.
+    """Rule by which bytes become numbers, `(byte * scale - mean) / std`, and the patches that they form.
 
     Attributes:
         mean: Of red, green and blue.
-        std: Likewise.
+        std: As `mean`.
         scale: Usually 1 / 255.
-        patch_size: Sides of a patch in pixels.
-        merge_size: Sides of the block of patches that becomes one image token; of tiles it says nothing.
-        frames: Times that a patch holds its pixels: a tower for videos takes a picture as so many equal frames.
+        patch_size: Side in pixels.
+        merge_size: Side, in patches, of the block that becomes one image token; unused for tiles.
+        frames: Number of equal frames that a video tower takes for an image.
     """
 
     mean: tuple[float, float, float]
@@ -41,31 +41,30 @@ class PixelRule:
         return 3 * self.frames * self.patch_size**2
 
     def normalised(self, pixels: UInt8[Tensor, "... 3"]) -> Float[Tensor, "... 3"]:
-        """Numbers of pixels in float32; scaled in float64 before they are rounded, as NumPy does it."""
+        """Normalise pixels to float32; scaled in float64 before rounding, as NumPy does it."""
         scaled = (pixels.double() * self.scale).float()
         mean, std = _filled(self.mean, scaled), _filled(self.std, scaled)
         return (scaled - mean) / std
 
 
 def _filled(values: tuple[float, ...], like: Tensor) -> Float[Tensor, " colours"]:
-    """Numbers on the device of another tensor: filled in there, for a copy from the host would be waited for."""
+    """Make numbers on another tensor's device without a synchronizing copy from the host."""
     return torch.stack([like.new_full((), value) for value in values])
 
 
 def merged_patches(
     pictures: Sequence[UInt8[Tensor, "height width 3"]], rule: PixelRule
 ) -> tuple[Float[Tensor, "patches dim"], Int[Tensor, "pictures 3"]]:
-    """Patches of pictures, one picture after another.
+    """Return the patches of images in order.
 
-    A picture's patches come block by block, row by row, and within a block of `merge_size` times `merge_size` row by
-    row: so many neighbours become one token. A patch is `[3, frames, patch_size, patch_size]`, flat.
+    An image's patches come block by block, row by row, and within a block of `merge_size` times `merge_size` row by
+    row: a block becomes one token. A patch is `[3, frames, patch_size, patch_size]`, flat.
 
     Args:
-        pictures: Their sides are multiples of `patch_size * merge_size`; may be none.
-        rule: Numbers and sizes.
+        pictures: Their sides are multiples of `patch_size * merge_size`; may be empty.
 
     Returns:
-        The patches in float32, and of each picture 1 and its sides in patches, on the CPU.
+        The patches in float32, and for each image 1 and its sides in patches, on the CPU.
     """
     patch, merge = rule.patch_size, rule.merge_size
     flat, grids = [], []
@@ -85,11 +84,10 @@ def merged_patches(
 def tiles(
     pictures: Sequence[UInt8[Tensor, "height width 3"]], rule: PixelRule
 ) -> Float[Tensor, "tiles 3 height width"]:
-    """Tiles in float32, colour by colour.
+    """Return tiles in float32, channel by channel.
 
     Args:
-        pictures: At least one; all of the same size.
-        rule: Numbers.
+        pictures: At least one; all of one size.
     """
     return rule.normalised(torch.stack(list(pictures))).permute(0, 3, 1, 2).contiguous()
 

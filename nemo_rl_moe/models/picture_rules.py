@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes in which a model takes images, by its own image processor: one picture in patches, or tiles of one size.
+"""Sizes in which a model takes images, by its own image processor: one image in patches, or tiles of one size.
 
-The rules are those of `Qwen2VLImageProcessor` (Qwen2-VL to Qwen3-VL) and `GotOcr2ImageProcessor` (InternVL) of
-transformers, whose bytes these are, too: resized by Pillow, before they are scaled and normalised.
+The rules, and the bytes after resizing by Pillow, are those of transformers' `Qwen2VLImageProcessor` (Qwen2-VL to
+Qwen3-VL) and `GotOcr2ImageProcessor` (InternVL).
 """
 
 import math
@@ -35,12 +35,12 @@ class PictureSizeError(ValueError):
 
 @dataclass(frozen=True)
 class PatchSizes:
-    """One picture for each image, near its own size: both sides multiples of what becomes one token.
+    """Resize each image to sides that are multiples of a token's.
 
     Attributes:
-        unit: Sides in pixels of what becomes one image token: patch size times merge size.
-        min_pixels: Fewest pixels of a picture; smaller images are enlarged.
-        max_pixels: Most pixels; larger ones are made smaller.
+        unit: Side of an image token in pixels: patch size times merge size.
+        min_pixels: Smaller images are enlarged.
+        max_pixels: Larger images are reduced.
     """
 
     unit: int
@@ -48,7 +48,7 @@ class PatchSizes:
     max_pixels: int
 
     def sizes(self, height: int, width: int) -> list[Size]:
-        """Size of the one picture.
+        """Return the one size.
 
         Raises:
             PictureSizeError: The image is far longer in one direction than in the other.
@@ -69,23 +69,22 @@ class PatchSizes:
         return [(rows * unit, columns * unit)]
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Image tokens of an image of this size."""
         return sum(rows * columns // self.unit**2 for rows, columns in self.sizes(height, width))
 
     def pictures(self, image: "Image", resample: int) -> list[Picture]:
-        """The picture of an image in red, green and blue."""
+        """Resize an RGB image."""
         (size,) = self.sizes(image.height, image.width)
         return [_resized(image, size, resample)]
 
 
 @dataclass(frozen=True)
 class TileSizes:
-    """Tiles of one size: a grid of them with about the image's own proportions, and behind several the whole image.
+    """Tiles of one size: a grid of about the image's proportions, followed, if there are several, by the whole image.
 
     Attributes:
         size: Of a tile.
-        min_tiles: Fewest tiles of the grid.
-        max_tiles: Most; 1: the whole image is the one tile.
+        min_tiles: Of the grid.
+        max_tiles: Of the grid; 1: the whole image is the one tile.
         tokens: Image tokens of a tile.
     """
 
@@ -95,7 +94,8 @@ class TileSizes:
     tokens: int
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Columns and rows of the grid; the first of the nearest proportions whose tiles the image fills."""
+        """Return columns and rows of the grid: the nearest proportions, or the later of equal ones if the image fills
+        the tiles."""
         if self.max_tiles == 1:
             return 1, 1
         most = range(1, self.max_tiles + 1)
@@ -110,12 +110,11 @@ class TileSizes:
         return best
 
     def sizes(self, height: int, width: int) -> list[Size]:
-        """Size of each tile, the whole image behind the grid where that has several."""
+        """Return the size of each tile, with the whole image last where there are several."""
         columns, rows = self.grid(height, width)
         return [self.size] * (columns * rows + (columns * rows > 1))
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Image tokens of an image of this size."""
         return self.tokens * len(self.sizes(height, width))
 
     def pictures(self, image: "Image", resample: int) -> list[Picture]:
@@ -135,13 +134,11 @@ def _resized(image: "Image", size: Size, resample: int) -> Picture:
 
 @dataclass(frozen=True)
 class PictureRule:
-    """Everything that turns an image into what a model takes.
+    """Rule that turns an image into a model's input.
 
     Attributes:
-        sizes: Of its pictures.
         resample: Pillow's number of the filter.
-        pixels: Their numbers.
-        token_id: Stands for a piece of a picture; a chat template shows one of them for each image.
+        token_id: Image token; a chat template shows one for each image.
     """
 
     sizes: PatchSizes | TileSizes
@@ -150,23 +147,23 @@ class PictureRule:
     token_id: int
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Image tokens of an image of this size.
+        """Return the number of image tokens of an image.
 
         Raises:
-            PictureSizeError: The model takes none of this size.
+            PictureSizeError: The model does not accept this size.
         """
         return self.sizes.num_tokens(height, width)
 
     def pictures(self, image: "Image") -> list[Picture]:
-        """The pictures of an image in red, green and blue; several tiles, where the model takes tiles.
+        """Return the resized image, or its tiles, in RGB.
 
         Raises:
-            PictureSizeError: The model takes none of this size.
+            PictureSizeError: The model does not accept this size.
         """
         return self.sizes.pictures(image, self.resample)
 
     def takes_those_of(self, other: "PictureRule") -> bool:
-        """True where a model with this rule takes the pictures, and the image tokens, that another rule makes."""
+        """Whether a model with this rule accepts another rule's images and image tokens."""
         mine, theirs = self.sizes, other.sizes
         if isinstance(mine, PatchSizes):
             is_same = isinstance(theirs, PatchSizes) and mine.unit == theirs.unit
@@ -176,11 +173,10 @@ class PictureRule:
 
 
 def picture_problem(own: PictureRule | None, policys: PictureRule | None) -> str | None:
-    """Property of a model beside the policy by which it cannot read the policy's batches; None: it can.
+    """Describe why a model beside the policy cannot read the policy's batches; None: it can.
 
     Args:
-        own: Rule of that model; None: it takes text alone.
-        policys: The policy's.
+        own: That model's rule; None: it takes text alone.
     """
     if own is None and policys is not None:
         return "takes text alone"
@@ -199,16 +195,15 @@ _KEY = "policy.model_name"
 
 
 def load_picture_rule(model_name: str, hf_config: Any) -> PictureRule | None:
-    """The rule that a model's files hold; None for a model of text alone.
+    """Load the rule from a model's files; None for a model of text alone.
 
     As in transformers, `image_processor` of `processor_config.json` comes before `preprocessor_config.json`.
 
     Args:
-        model_name: A folder, or a hub's name.
-        hf_config: The model's configuration, with `vision_config` where it sees.
+        hf_config: Has `vision_config` where the model sees.
 
     Raises:
-        ConfigurationError: The files lack it, or it is one that is not supported, or does not go with the model.
+        ConfigurationError: The files lack the rule, or it is not supported or does not match the model.
     """
     if getattr(hf_config, "vision_config", None) is None:
         return None
@@ -229,21 +224,16 @@ def load_picture_rule(model_name: str, hf_config: Any) -> PictureRule | None:
 
 @dataclass(frozen=True)
 class _Fields:
-    """Fields of an image processor.
-
-    Attributes:
-        file: That holds them, for messages.
-        values: Of all fields.
-    """
+    """Fields of an image processor, with their file for messages."""
 
     file: str
     values: Mapping[str, Any]
 
     def rule(self, hf_config: Any) -> PictureRule:
-        """The whole rule for a model.
+        """Return the whole rule for a model.
 
         Raises:
-            ConfigurationError: It is not supported, or does not go with the model.
+            ConfigurationError: It is not supported, or does not match the model.
         """
         for name in _ALWAYS_ON:
             if self.values.get(name, True) is False:
@@ -338,6 +328,6 @@ def _is_whole(value: object, least: int) -> bool:
 
 
 def _pair(value: int | list[int] | tuple[int, int]) -> Size:
-    """Height and width, of which a model's configuration may give one number for both."""
+    """Return height and width, for which a model's configuration may give one number."""
     first, second = (value, value) if isinstance(value, int) else value
     return first, second

@@ -14,13 +14,10 @@ _EXTENDED = ("linear", "dynamic", "yarn")
 
 
 def position_limit(config_json: Mapping[str, Any]) -> int | None:
-    """Most positions of a model; None where its file does not say.
+    """Return the maximum number of positions of a model; None where its `config.json` does not say.
 
-    `max_position_embeddings`, or where rotary embeddings are scaled by a `factor`, so many times the positions before
-    the scaling if that is more: some families give the product there, others what the scaling begins with.
-
-    Args:
-        config_json: The model's `config.json` as it is.
+    It is `max_position_embeddings`, or with rotary scaling by a `factor`, that times the original positions if larger:
+    some families give the product there, others the original.
     """
     config_json = decoder_section(config_json, vision_family_of(config_json))
     stated = config_json.get("max_position_embeddings")

@@ -24,19 +24,18 @@ MOST_MAPPED_BYTES = 2**26
 
 
 class SliceReader:
-    """Reader of slices of stored tensors into existing tensors.
+    """Read slices of stored tensors into existing tensors.
 
-    Files are mapped into memory, and every page that was read counts as this process's until the file is closed. So
-    one file is open at a time, and it is opened anew after every 64 MiB. Callers that go file by file open each once.
+    Files are mapped into memory, where every page that was read counts as this process's until the file is closed. So
+    one file is open at a time, and reopened after every 64 MiB. Callers should go file by file.
 
     Args:
-        folder: Where the tensors are.
-        most_mapped_bytes: After so many a file is opened anew.
-        parts: Gets the checksums of tensors that are read whole.
-        compared: Those tensors, and their places. They are read without a map, once, as the checksum needs them.
+        most_mapped_bytes: Bytes after which a file is reopened.
+        parts: Receives checksums of tensors that are read whole.
+        compared: Those tensors, with their places. They are read once, without a map, as the checksum needs them.
 
     Attributes:
-        bytes_read: So far: the slices' own bytes.
+        bytes_read: Bytes of the slices so far.
     """
 
     def __init__(
@@ -66,12 +65,11 @@ class SliceReader:
         return TYPES[self._folder.tensors[name].dtype]
 
     def read_into(self, target: Tensor, name: str, ranges: Sequence[tuple[int, int]]) -> None:
-        """Copies a slice, cast to the target's type.
+        """Copy a slice, cast to the target's type.
 
         Args:
-            target: Of the slice's shape; any strides, any device.
-            name: The tensor.
-            ranges: For each dimension the first index and the one after the last.
+            target: Of the slice's shape, with any strides on any device.
+            ranges: First index and the one after the last, for each dimension.
 
         Raises:
             OSError: The file cannot be read any more.
@@ -99,7 +97,7 @@ class SliceReader:
         self.bytes_read += itemsize * math.prod(lengths)
 
     def _read_and_compare(self, target: Tensor, name: str, parts: PartsRead) -> None:
-        """Fills a target with all of a tensor, in bands of rows that fit into a core's cache."""
+        """Fill a target with a whole tensor, in bands of rows that fit into a core's cache."""
         place, dtype = self._compared[name], self.dtype(name)
         rows = target if target.ndim else target[None]
         with (self._folder.folder / place[0]).open("rb") as file, HashingReader(file, *place[1:]) as reader:
@@ -136,7 +134,7 @@ def _fill(target: Tensor, reader: HashingReader) -> None:
 
 
 def places_of(folder: SafetensorsFolder) -> dict[str, Place]:
-    """File, first byte and number of bytes of each tensor of a folder, out of the files' headers.
+    """Return the file, first byte and number of bytes of each tensor of a folder from the files' headers.
 
     Raises:
         OSError: A file cannot be read any more.
@@ -167,12 +165,11 @@ class TensorHeader:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor's data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def split_into_files(tensors: Iterable[TensorHeader], max_bytes: int) -> list[list[TensorHeader]]:
-    """Distribution of tensors over files of a maximal size; a tensor that is larger has a file of its own."""
+    """Distribute tensors over files of a maximum size; a larger tensor has a file of its own."""
     files: list[list[TensorHeader]] = []
     held_bytes = 0
     for tensor in tensors:
@@ -207,14 +204,13 @@ def index_of(files: Mapping[str, Sequence[TensorHeader]]) -> dict[str, Any]:
 
 
 class SafetensorsWriter:
-    """Writer of tensors one after another, in the planned order.
+    """Write tensors one after another, in the planned order.
 
     Args:
-        folder: Where to.
-        files: Name of each file to its tensors. Larger types must come first, so that all are aligned.
+        files: Tensors of each file, with larger types first so that all are aligned.
 
     Attributes:
-        parts: By file, once it is complete: its header and each tensor with their checksum.
+        parts: Header and tensors of each complete file, with their checksums.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, Sequence[TensorHeader]]):
@@ -226,7 +222,7 @@ class SafetensorsWriter:
         self.parts: dict[str, list[Part]] = {}
 
     def write(self, numbers: Tensor) -> None:
-        """Writes the next numbers: a tensor on the host, or a part of one whose other parts follow.
+        """Write the next tensor on the host, or a part of it whose other parts follow.
 
         Raises:
             OSError: The disk did not take them.
@@ -272,7 +268,7 @@ class SafetensorsWriter:
         self._missing_bytes = tensors[0].num_bytes
 
     def _end_tensors(self) -> None:
-        """Ends the tensor that is complete, those after it that hold nothing, and the file after the last one."""
+        """End the complete tensor, empty ones after it, and the file after its last tensor."""
         assert self._stream is not None  # something was written
         while not self._missing_bytes:
             self._stream.end_part(self._missing.pop(0).name)

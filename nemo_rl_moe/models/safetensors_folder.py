@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Names, shapes and types of a Hugging Face folder's tensors, from its index and file headers. No tensor is read.
+"""Names, shapes and types of a Hugging Face folder's tensors, from its index and file headers, without reading tensors.
 
-The folder comes from anywhere, so nothing in it is trusted: an index may name plain files of its own folder alone,
-files are never unpickled, and what does not fit is an error before the first tensor is read.
+The folder is untrusted: an index may name only plain files of its own folder, files are never unpickled, and every
+mismatch is an error before the first tensor is read.
 """
 
 import hashlib
@@ -32,9 +32,7 @@ class StoredTensor:
     """Shape, type and file of a stored tensor, from the file's header.
 
     Attributes:
-        file: Name of the file in the folder.
-        shape: Its shape.
-        dtype: Its type, as safetensors names it: `F32`, `BF16`.
+        dtype: As safetensors names it: `F32`, `BF16`.
     """
 
     file: str
@@ -47,21 +45,19 @@ class NoWeightsError(ConfigurationError):
 
 
 class SafetensorsFolder:
-    """The tensors of a folder by their names.
+    """The tensors of a folder by name.
 
-    Where there is an index it alone says which tensors the folder holds and where; other files are left alone.
+    An index alone, where there is one, says which tensors the folder holds and where; other files are ignored.
 
     Args:
         folder: Holds `model.safetensors.index.json` and the files that it names, or a single `*.safetensors`.
 
     Attributes:
-        folder: The same.
-        tensors: By name.
-        without_entry: Tensors of the files that the index does not name, to the file.
+        without_entry: File of each tensor that the index does not name.
 
     Raises:
-        ConfigurationError: The folder cannot be read, the index is damaged or names a file that is not a whole
-            safetensors file of this folder, or a file does not hold what the index says.
+        ConfigurationError: The folder cannot be read, the index is damaged or names a file that is not a complete
+            safetensors file of this folder, or a file does not match the index.
     """
 
     def __init__(self, folder: Path):
@@ -83,7 +79,7 @@ class SafetensorsFolder:
 
     @property
     def fingerprint(self) -> str:
-        """Of names, shapes, types and files; the same wherever the same folder is read."""
+        """Hash names, shapes, types and files, equal wherever the same folder is read."""
         return hashlib.sha256(repr(sorted(self.tensors.items())).encode()).hexdigest()
 
     def _single_file(self) -> str:
@@ -107,7 +103,7 @@ class SafetensorsFolder:
         raise NoWeightsError(f"policy.model_name: {self.folder}: holds no *.safetensors file")
 
     def _headers(self, names: list[str]) -> dict[str, dict[str, StoredTensor]]:
-        """The tensors of all files; who repairs a damaged folder wants to know of all that are damaged."""
+        """Return the tensors of all files, or an error that names every damaged one."""
         held, problems = {}, []
         for name in names:
             try:
@@ -139,7 +135,7 @@ class SafetensorsFolder:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Name of each tensor to its file, as the folder's index has it; empty where there is no index.
+    """Return the file of each tensor from the folder's index; empty without an index.
 
     Raises:
         ConfigurationError: The index is damaged, or names a file elsewhere.
@@ -194,7 +190,7 @@ def listed(names: list[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value out of a file, safe to show on one line: names of tensors as they are, all else quoted and cut."""
+    """Show a value from a file on one line: names of tensors as they are, all else quoted and truncated."""
     text = str(value)
     return text if isinstance(value, str) and text.isprintable() and 0 < len(text) <= 200 else repr(value)[:200]
 
@@ -205,7 +201,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of which no key stands there twice: readers differ in which of two they take."""
+    """Make an object of distinct keys: readers differ in which of two equal ones they take."""
     if len(pairs) != len(dict(pairs)):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"{shown(twice)} stands there twice")

@@ -30,38 +30,38 @@ COLLECTIVE_TIMEOUT_S = 120.0
 
 
 class Carrier(Protocol):
-    """One way, in a form that is pickled to senders and receivers."""
+    """A transport, in a form that is pickled to senders and receivers."""
 
     @property
     def is_ordered(self) -> bool:
-        """True where all receivers must take the buckets of all senders in one order."""
+        """Whether all receivers must take the buckets of all senders in one order."""
         ...
 
     def taken_from(self, tensor: Tensor) -> Tensor:
-        """A tensor of the model where this carrier wants it, contiguous."""
+        """Return a tensor of the model where this transport needs it, contiguous."""
         ...
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> object:
-        """Writes a bucket's file. What it returns must live until every receiver has taken the bucket."""
+        """Write a bucket's file. The result must live until every receiver has taken the bucket."""
         ...
 
     def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-        """Sends what is not in the file; called when the file is in its place, and receivers may have seen it."""
+        """Send what is not in the file; called when receivers may have seen the file."""
         ...
 
     def opened(self, path: Path, label: BucketLabel, receiver: int) -> AbstractContextManager[dict[str, Tensor]]:
-        """The bucket's tensors, compared with their checksums; valid until it is closed."""
+        """Open the bucket's tensors, compared with their checksums; valid until it is closed."""
         ...
 
 
 @dataclass(frozen=True)
 class FileCarrier:
-    """Buckets as safetensors files, in shared memory or on a disk: between any processes, through the host's memory."""
+    """Buckets as safetensors files, in shared memory or on disk, through the host's memory."""
 
     is_ordered: bool = field(default=False, init=False)
 
     def taken_from(self, tensor: Tensor) -> Tensor:
-        """A copy on the host; the tensor itself where it lies there."""
+        """Return a copy on the host; the tensor itself if it is there."""
         return tensor.detach().cpu().contiguous()
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
@@ -69,7 +69,7 @@ class FileCarrier:
         write_bucket(path, label, tensors)
 
     def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing: the file has it."""
+        """Do nothing: the file has the bytes."""
 
     def opened(self, path: Path, label: BucketLabel, receiver: int) -> AbstractContextManager[dict[str, Tensor]]:
         """The file, mapped into memory."""
@@ -120,7 +120,7 @@ class CollectiveCarrier:
 
     @contextmanager
     def opened(self, path: Path, label: BucketLabel, receiver: int) -> Iterator[dict[str, Tensor]]:
-        """The tensors of the broadcast, in memory of their own."""
+        """Receive the broadcast's tensors in new memory."""
         manifest = read_manifest(path, label)
         buffer = torch.empty(manifest.num_bytes, dtype=torch.uint8, device=self._device)
         self._broadcast(path, label, 1 + receiver, buffer)
@@ -170,7 +170,7 @@ class SharedMemory(Protocol):
         ...
 
     def mapped(self, handle: Mapping[str, Any]) -> AbstractContextManager[Tensor]:
-        """The buffer behind a handle, as bytes."""
+        """Return the buffer of a handle, as bytes."""
         ...
 
     def device(self) -> torch.device:
@@ -182,11 +182,11 @@ class CudaMemory:
     """Memory of GPUs, by CUDA's handles for other processes of the same machine."""
 
     def device(self) -> torch.device:
-        """The current GPU."""
         return torch.device("cuda", torch.cuda.current_device())
 
     def shared(self, buffer: Tensor) -> Mapping[str, Any]:
-        """torch's handle of the buffer's storage, with the GPU's name: processes may number them differently."""
+        """Return torch's handle of the buffer's storage, with the GPU's name, as processes may number GPUs
+        differently."""
         torch.cuda.synchronize(buffer.device)
         _, *handle = buffer.untyped_storage()._share_cuda_()
         uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
@@ -226,13 +226,13 @@ class IpcCarrier:
         return tensor.detach().to(self.memory.device()).contiguous()
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> object:
-        """Writes names, types, shapes, checksums and the handle; the buffer is to live until all have taken it."""
+        """Write names, types, shapes, checksums and the handle; the buffer must live until all have taken it."""
         buffer = packed(list(tensors.values()), self.memory.device())
         write_manifest(path, label, tensors, self.memory.shared(buffer))
         return buffer
 
     def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing: receivers open the memory."""
+        """Do nothing: receivers open the memory."""
 
     @contextmanager
     def opened(self, path: Path, label: BucketLabel, receiver: int) -> Iterator[dict[str, Tensor]]:
@@ -245,7 +245,7 @@ class IpcCarrier:
 
 
 def packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Bytes of tensors one after the other, each at a multiple of 16, `[bytes]`."""
+    """Return the bytes of tensors in order, each at a multiple of 16, `[bytes]`."""
     buffer = torch.empty(sum(map(_padded, (tensor.nbytes for tensor in tensors))), dtype=torch.uint8, device=device)
     begin = 0
     for tensor in tensors:
@@ -278,11 +278,11 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all, with the gaps between them."""
+        """Total bytes, with alignment gaps."""
         return sum(_padded(num_bytes) for *_, num_bytes in self._sizes())
 
     def cut(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Tensors in the buffer's memory."""
+        """View the tensors in the buffer's memory."""
         found, begin = {}, 0
         for name, dtype, shape, num_bytes in self._sizes():
             found[name] = buffer[begin : begin + num_bytes].view(dtype).view(tuple(shape))

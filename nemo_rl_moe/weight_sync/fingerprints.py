@@ -70,7 +70,6 @@ class WeightComparison:
 
     @property
     def share_compared(self) -> float:
-        """Share of the trainer's tensors that could be compared."""
         return self.num_compared / self.num_tensors if self.num_tensors else 0.0
 
     def __str__(self) -> str:

@@ -98,7 +98,7 @@ class FolderTransfer:
             return arrivals.num_bytes
 
     def label(self, sender: int, bucket: int) -> BucketLabel:
-        """Identity of one of its buckets; the folder's name is the transfer's."""
+        """Label one of its buckets; the folder's name is the transfer's."""
         return BucketLabel(self.folder.name, self.version, sender, bucket)
 
     def queue(self, name: str, after: int) -> int:
@@ -119,7 +119,7 @@ class FolderTransfer:
                     return after
 
     def abort(self, reason: str) -> None:
-        """Ends the transfer for all that take part in it; the first reason stays."""
+        """End the transfer for all participants; the first reason stays."""
         try:
             with tempfile.NamedTemporaryFile("w", dir=self.folder, encoding="utf-8") as file:
                 file.write(reason)
@@ -162,7 +162,7 @@ class FolderTransfer:
 
     @contextmanager
     def _telling(self, who: str) -> Iterator[None]:
-        """Tells the others why this process ends."""
+        """Report to the others why this process ends."""
         try:
             yield
         except _EndedByOther as error:
@@ -180,7 +180,7 @@ class _EndedByOther(WeightSyncError):
 
 
 class _Stall:
-    """Pauses between two looks at the folder, until too much time has passed without progress."""
+    """Pauses while polling the folder, until too much time has passed without progress."""
 
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
@@ -276,7 +276,7 @@ class _Sender:
         self._num_bytes += sum(tensor.nbytes for tensor in content.values())
 
     def _wait_for_room(self, most: int) -> None:
-        """Deletes what all receivers have taken until at most so many buckets are left."""
+        """Delete what all receivers have taken until at most so many buckets are left."""
         transfer = self._transfer
         stall = _Stall(transfer.stall_timeout_s)
         acknowledged = -1
@@ -313,11 +313,10 @@ class _Receiver:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors so far."""
         return sum(self._num_bytes)
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """All tensors, each once."""
+        """Yield all tensors, each once."""
         pending = list(range(self._transfer.num_senders))
         stall = _Stall(self._transfer.stall_timeout_s)
         while pending:
@@ -334,7 +333,7 @@ class _Receiver:
                 stall.pause(self._waits_for(pending, names))
 
     def _arrived(self, pending: list[int], names: set[str]) -> Iterator[tuple[int, str]]:
-        """Buckets that are there, each with its sender; in the order of all where the carrier has one."""
+        """Yield buckets on arrival, each with its sender; in the global order where the transport has one."""
         if not self._transfer.carrier.is_ordered:
             for sender in pending:
                 while (name := _bucket_name(sender, self._num_buckets[sender])) in names:
@@ -346,7 +345,7 @@ class _Receiver:
             yield int(name.partition("-")[0]), name
 
     def _waits_for(self, senders: list[int], names: set[str]) -> str:
-        """The processes that do not go on: senders may be held up by another receiver."""
+        """Name the processes that do not progress; senders may be held up by another receiver."""
         held_up = {
             each for name in names if _BUCKET.fullmatch(name) for each in self._transfer.receivers_without(name, names)
         }
@@ -463,7 +462,7 @@ class FolderTransport:
             raise
 
     def abort(self, reason: str) -> None:
-        """Ends the transfer for all that take part in it, within moments; the first reason stays."""
+        """End the transfer for all participants within moments; the first reason stays."""
         if self._transfer is not None:
             self._transfer.abort(reason)
 

@@ -73,7 +73,7 @@ class Bound:
     of_the_mean: bool
 
     def holds(self, gap: "Gap") -> bool:
-        """True for scores that count as equal; never for some that are not finite."""
+        """Whether scores count as equal; never for non-finite ones."""
         return bool(np.isfinite(gap.largest)) and (gap.mean if self.of_the_mean else gap.largest) <= self.nats
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class Finding:
 
     @property
     def wrong_copy(self) -> int | None:
-        """The first copy that stores a tensor that is not the trainer's."""
+        """First copy with a tensor that is not the trainer's."""
         return next((copy for copy, each in enumerate(self.weights) if each.different), None)
 
 
@@ -132,7 +132,7 @@ def coarse_bound(noise: float) -> Bound:
 
 
 def probe_sequences(count: int, length: int, vocabulary_size: int) -> list[list[int]]:
-    """The tokens that are scored: drawn evenly, always the same, so that many experts serve them."""
+    """Return the tokens to score: uniform and fixed, so that many experts serve them."""
     tokens: NDArray[np.int64] = np.random.default_rng(20).integers(vocabulary_size, size=(count, length))
     return [list(map(int, row)) for row in tokens]
 
@@ -182,7 +182,7 @@ class RefitCheck:
         self.share_compared: float | None = None
 
     def begin(self) -> None:
-        """Has the trainer begin with its half of the next check, for which no engine is needed yet."""
+        """Make the trainer begin its half of the next check, which needs no engine yet."""
         if self.start_fingerprints is not None:
             self._expected_weights = self.start_fingerprints(self.number_format)
         self._expected = self.start_trainer(self.sequences)
@@ -230,7 +230,7 @@ class RefitCheck:
         return Finding(replace(worst, mean=max(gap.mean for gap in gaps)), weights)
 
     def _with_copies(self, ask: Callable[[], Answer]) -> Answer:
-        """Asks an engine; once more where a copy of the weights is lost, as the refit makes another one."""
+        """Ask an engine; once more where a copy of the weights is lost, as the refit makes another one."""
         try:
             return ask()
         except GenerationError:
@@ -318,7 +318,7 @@ def first_disagreement(
 def guilty_experts(
     routes: Int[np.ndarray, "tokens topk"], wrong_tokens: Int[np.ndarray, " tokens"], num_tokens: int
 ) -> Iterator[int]:
-    """Experts that served a wrong token and no right one: the smallest sets that explain what is seen."""
+    """Return experts that served a wrong token and no right one: the smallest sets that explain the differences."""
     right = np.setdiff1d(np.arange(num_tokens), wrong_tokens)
     suspected = np.setdiff1d(routes[wrong_tokens], routes[right])
     return (int(expert) for expert in suspected)

@@ -15,7 +15,7 @@ NamedTensor = tuple[str, Tensor]
 
 
 class TransportSpec(Protocol):
-    """One transfer of weights, in a form that is pickled to the processes that take part in it."""
+    """One transfer of weights, in a form that is pickled to its participants."""
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
         """Send this rank's tensors, a bucket at a time; every trainer rank calls it, also with nothing to send.
@@ -38,8 +38,7 @@ class TransportSpec(Protocol):
         Args:
             receiver: Engine worker, from 0.
             load: Takes each tensor once, in any order, and all before it returns. A tensor is valid only until the next
-                one is
-                taken: what is kept is copied.
+                one: what is kept is copied.
 
         Returns:
             Bytes received.

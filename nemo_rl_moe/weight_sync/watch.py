@@ -23,7 +23,7 @@ _POLL_S = 0.05
 
 
 class Receivers(Protocol):
-    """The processes that receive, as who has started them sees them."""
+    """Receiving processes as their parent sees them."""
 
     def find_lost(self, patience_s: float | None = None) -> str | None:
         """Name of a receiver that is lost and what has happened to it, in words; None where all are there.
@@ -36,7 +36,7 @@ class Receivers(Protocol):
         ...
 
     def have_ended(self) -> bool:
-        """True when none of them receives any more."""
+        """Whether none of them receives any more."""
         ...
 
 
@@ -77,7 +77,7 @@ def watched(transport: WeightTransport, receivers: Receivers) -> Iterator[None]:
 
 
 def _lost_behind_a_failure(receivers: Receivers) -> str | None:
-    """The receiver whose loss has made a transfer fail, as far as it can be told in some seconds."""
+    """Find, within some seconds, the receiver whose loss made a transfer fail."""
     deadline = time.monotonic() + 2 * CAUSE_WAIT_S
     while True:
         if (lost := receivers.find_lost(CAUSE_WAIT_S)) is not None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Model families: how a Hugging Face `config.json` and its tensors map to Megatron-Core. One small file a family."""
+"""Model families: how a Hugging Face `config.json` and its tensors map to Megatron-Core, a small file for each."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -43,7 +43,7 @@ _whole: dict[tuple[str, str], tuple[ModelFamily, ModelFamily]] = {}
 
 
 def family_of(hf_config: Any) -> ModelFamily:
-    """The family that a Hugging Face configuration (of a vision-language model: a flattened one) belongs to.
+    """Return the family of a Hugging Face configuration (flattened for a vision-language model).
 
     Raises:
         ConfigurationError: Its `model_type` is not supported.
@@ -59,7 +59,7 @@ def family_of(hf_config: Any) -> ModelFamily:
 
 
 def num_patches_of(hf_config: Any) -> Callable[[int, int], int] | None:
-    """Patches that the vision tower runs for a picture, by its height and width in pixels; None of a model of text."""
+    """Return the vision tower's patches of an image by height and width in pixels; None for a model of text."""
     vision = family_of(hf_config).vision
     return None if vision is None else partial(vision.num_patches, hf_config)
 
@@ -76,10 +76,9 @@ def decoder_type_of(config_json: Mapping[str, Any]) -> Any:
 
 
 def family_of_type(model_type: Any, section: str = "") -> ModelFamily:
-    """The family of a `model_type` of models of text alone, or of a decoder.
+    """Return the family of a text model's or a decoder's `model_type`.
 
     Args:
-        model_type: As it stands in the file.
         section: Of `config.json`, such as `text_config.`.
 
     Raises:

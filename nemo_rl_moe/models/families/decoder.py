@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables that decoder families share: configuration fields, rotary embedding and its scaling, tensors of each layer.
 
-The frequencies of a stretched one are transformers' own. What YaRN multiplies cosines and sines with, queries and keys
-both carry: together it is a factor of the scores, its square.
+Scaled frequencies are transformers' own. YaRN's factor multiplies both queries and keys, so that its square is a factor
+of the scores.
 """
 
 import copy
@@ -31,28 +31,28 @@ _ALWAYS_KNOWN = field_names("rope_type type rope_theta")
 
 
 def rotary_base(hf_config: Any) -> float:
-    """Base period of the rotary embedding.
+    """Return the base period of the rotary embedding.
 
     Raises:
-        ConfigurationError: The positions are scaled in a way that is not supported.
+        ConfigurationError: The scaling of the positions is not supported.
     """
     return float(_rope_parameters(hf_config)["rope_theta"])
 
 
 def inverse_frequencies(hf_config: Any) -> Float[Tensor, " half_head"] | None:
-    """Inverse frequencies of stretched positions; None for those that follow from the base alone.
+    """Return inverse frequencies of scaled positions; None for those that follow from the base alone.
 
     Raises:
-        ConfigurationError: As `rotary_base`.
+        ConfigurationError: See `rotary_base`.
     """
     return _stretched(hf_config)[0]
 
 
 def softmax_scale(hf_config: Any, head_dim: int) -> float | None:
-    """Factor of the scores; None for the usual `head_dim ** -0.5`.
+    """Return the factor of the scores; None for the usual `head_dim ** -0.5`.
 
     Raises:
-        ConfigurationError: As `rotary_base`.
+        ConfigurationError: See `rotary_base`.
     """
     factor = _stretched(hf_config)[1]
     return None if factor == 1.0 else float(factor**2 * head_dim**-0.5)
@@ -115,10 +115,10 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attenti
 
 
 def decoder_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields, but for experts.
+    """Map Hugging Face fields to TransformerConfig fields, except for experts.
 
-    `activation_func` is a name, one of `ACTIVATIONS` in `models/megatron/model/transformer_config.py`: families import
-    no Megatron-Core.
+    `activation_func` is a name in `ACTIVATIONS` of `models/megatron/model/transformer_config.py`: families import no
+    Megatron-Core.
     """
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
@@ -143,12 +143,11 @@ def decoder_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def expert_fields(hf_config: Any, *, num_experts: int, ffn_hidden_size: int) -> dict[str, Any]:
-    """TransformerConfig fields of layers with experts, which most families name alike.
+    """Return the TransformerConfig fields of layers with experts that most families share.
 
     Args:
-        hf_config: The Hugging Face configuration.
         num_experts: Routed experts of a layer.
-        ffn_hidden_size: Of each.
+        ffn_hidden_size: Of each expert.
     """
     coefficient = float(getattr(hf_config, "router_aux_loss_coef", None) or 0.0)
     return {
@@ -175,14 +174,14 @@ SOFTMAX_ROUTER_FIELDS: Mapping[str, str | None] = {
 def stacked_swiglu_experts(
     prefix: str, *, is_transposed: bool = False
 ) -> tuple[list[list[Source]], list[list[Source]]]:
-    """The form in which newer transformers hold all experts in memory: `[E, 2F, H]` and `[E, H, F]`.
+    """Return the form in which newer transformers hold all experts in memory: `[E, 2F, H]` and `[E, H, F]`.
 
     Args:
         prefix: Hugging Face name of the experts.
-        is_transposed: As released files of some families have them: `[E, H, 2F]` and `[E, F, H]`.
+        is_transposed: As in released files of some families: `[E, H, 2F]` and `[E, F, H]`.
 
     Returns:
-        Alternatives for the first and for the second product of an expert.
+        Alternatives for an expert's first and second product.
     """
     gate_up, down = (f"{prefix}.{name}" for name in ("gate_up_proj", "down_proj"))
     halves = [Source(gate_up, is_stacked=True, is_transposed=is_transposed, half=half) for half in (0, 1)]

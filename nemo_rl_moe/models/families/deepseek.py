@@ -45,10 +45,10 @@ ROUTER_FIELDS: Mapping[str, str | None] = {
 
 
 def decoder_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields, but for the router's.
+    """Map Hugging Face fields to TransformerConfig fields, except the router's.
 
     Raises:
-        ConfigurationError: Positions are scaled in a way that is not supported, or heads share keys.
+        ConfigurationError: The scaling of positions is not supported, or heads share keys.
     """
     heads, dense_layers = hf_config.num_attention_heads, hf_config.first_k_dense_replace
     rotated, head_dim = hf_config.qk_rope_head_dim, getattr(hf_config, "head_dim", None)
@@ -99,7 +99,7 @@ def _balancing_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def group_fields(hf_config: Any) -> dict[str, int | None]:
-    """Groups of experts, where not all of them may be used by a token.
+    """Return the groups of experts, where a token may not use all of them.
 
     Raises:
         ConfigurationError: The groups have too few experts.
@@ -118,10 +118,10 @@ def group_fields(hf_config: Any) -> dict[str, int | None]:
 
 
 def rotary_fields(hf_config: Any) -> dict[str, Any]:
-    """Rotary positions, plain or scaled by YaRN (Peng et al. 2023), and the factor of the scores that goes with them.
+    """Return rotary positions, plain or scaled by YaRN (Peng et al. 2023), with their factor of the scores.
 
     Raises:
-        ConfigurationError: Another scaling, or one whose limits are not rounded.
+        ConfigurationError: Another scaling, or unrounded limits.
     """
     base = {"rotary_base": rotary_base(hf_config), "rotary_percent": 1.0}
     rope = hf_config.rope_parameters
@@ -148,10 +148,10 @@ def rotary_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def _mscale(rope: Mapping[str, Any], factor: float, all_dimensions: float) -> float:
-    """Megatron-Core's `mscale`, from which it gets the factor of sines and cosines that transformers uses.
+    """Return the `mscale` for which Megatron-Core scales sines and cosines as transformers does.
 
-    Megatron-Core's is `scale(mscale) / scale(all_dimensions)` with `scale(m) = 0.1 m ln(factor) + 1`. transformers has
-    the same where both are given, else `scale(1)`, unless `attention_factor` names it.
+    Megatron-Core's factor is `scale(mscale) / scale(all_dimensions)` with `scale(m) = 0.1 m ln(factor) + 1`;
+    transformers' is equal where both are given, else `scale(1)`, unless `attention_factor` names it.
     """
     if rope.get("mscale") and all_dimensions and rope.get("attention_factor") is None:
         return float(rope["mscale"])
@@ -206,7 +206,6 @@ DEEPSEEK_V2_FIXED_FIELDS = {
 
 
 def deepseek_v2_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields."""
     no_groups = {"moe_router_num_groups": None, "moe_router_group_topk": None}
     return (
         decoder_fields(hf_config)
@@ -245,10 +244,10 @@ EXPERT_BIAS = {f"{decoder.LAYER}mlp.router.expert_bias": rule(f"{decoder.HF_LAYE
 
 
 def deepseek_v3_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields.
+    """Map Hugging Face fields to TransformerConfig fields.
 
     Raises:
-        ConfigurationError: As of `decoder_fields`, or a token goes to one expert.
+        ConfigurationError: See `decoder_fields`; or a token has one expert.
     """
     if hf_config.num_experts_per_tok < 2:
         # transformers makes its weight 1, and Megatron-Core takes the score.

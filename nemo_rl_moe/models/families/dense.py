@@ -35,7 +35,6 @@ QWEN3_WITHOUT_EFFECT = field_names("sliding_window max_window_layers layer_types
 
 
 def qwen3_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields."""
     return decoder.decoder_fields(hf_config) | {"qk_layernorm": True}
 
 
@@ -52,7 +51,6 @@ QWEN2_FIXED_FIELDS = {**decoder.FIXED_FIELDS, "use_mrope": (False,), "use_slidin
 
 
 def qwen2_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields."""
     return decoder.decoder_fields(hf_config) | {"add_qkv_bias": True}
 
 

@@ -39,7 +39,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def window_fields(hf_config: Any) -> dict[str, Any]:
-    """TransformerConfig fields of the layers in which a query sees a part of the keys before it.
+    """Return the TransformerConfig fields of the layers with sliding windows.
 
     Raises:
         ConfigurationError: There are layers of another kind, or windows without a size.
@@ -66,7 +66,6 @@ def window_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def transformer_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields."""
     experts = decoder.expert_fields(
         hf_config, num_experts=hf_config.num_local_experts, ffn_hidden_size=hf_config.intermediate_size
     )

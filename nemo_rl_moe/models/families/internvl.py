@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""InternVL: tiles of one size, a projector, and a decoder of any text family; its positions are those of text."""
+"""InternVL: tiles of one size, a projector, and a decoder of any text family with text positions."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -17,11 +17,7 @@ from nemo_rl_moe.models.picture_patches import tiles
 
 
 class TowerAndProjector(nn.Module):
-    """Transformers' tower and projector under the names that the whole model gives them.
-
-    Args:
-        hf_config: The flattened configuration.
-    """
+    """Transformers' tower and projector under their names in the whole model."""
 
     def __init__(self, hf_config: Any):
         super().__init__()
@@ -42,11 +38,10 @@ class TowerAndProjector(nn.Module):
     def forward(
         self, inputs: Float[Tensor, "tiles 3 height width"], merge: int
     ) -> Float[Tensor, "tiles tokens hidden"]:
-        """Embeddings of tiles.
+        """Return the embeddings of tiles.
 
         Args:
-            inputs: Normalised.
-            merge: Rows, and columns, of patches that become one token.
+            merge: Side, in patches, of a square that becomes one token.
         """
         states: Tensor = self.vision_tower(pixel_values=inputs).last_hidden_state[:, 1:]
         embeddings: Tensor = self.multi_modal_projector(pixel_shuffle(states, merge))
@@ -54,11 +49,11 @@ class TowerAndProjector(nn.Module):
 
 
 def pixel_shuffle(states: Float[Tensor, "tiles patches size"], merge: int) -> Float[Tensor, "tiles tokens merged_size"]:
-    """Merges each square of patches into one token: their states behind one another, row by row of the square.
+    """Merge each square of patches into one token by concatenating their states row by row.
 
     Args:
         states: Of square tiles, row by row.
-        merge: Rows, and columns, of such a square.
+        merge: Side of a square, in patches.
     """
     count, patches, size = states.shape
     side = round(patches**0.5)

@@ -45,7 +45,7 @@ def pixels_per_token(hf_config: Any) -> int:
 
 
 def _shape(hf_config: Any, *, is_gated: bool, num_mergers: int = 1) -> TowerShape:
-    """Sizes of a tower whose mergers, of one kind, are two matrices: one of merged patches, one to the decoder."""
+    """Return sizes of a tower whose mergers, all alike, are two matrices: one of merged patches, one to the decoder."""
     vision = hf_config.vision_config
     merged = vision.hidden_size * vision.spatial_merge_size**2
     return TowerShape(
@@ -71,7 +71,7 @@ def _qwen2_5_shape(hf_config: Any) -> TowerShape:
 
 
 def encode(tower: nn.Module, pictures: Sequence[UInt8[Tensor, "height width 3"]], hf_config: Any) -> TowerOutput:
-    """Runs the tower over pictures of any sizes at once."""
+    """Run the tower over images of any sizes at once."""
     from transformers.vision_utils import get_vision_position_ids
 
     # Sizes stay on the host, where transformers asks for them.
@@ -87,8 +87,8 @@ def encode(tower: nn.Module, pictures: Sequence[UInt8[Tensor, "height width 3"]]
 
 
 def _learned_positions(tower: nn.Module, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """Entries of Qwen3-VL's table of positions that each patch takes, and their weights: made on the host, with the
-    sizes; nothing for a tower without such a table."""
+    """Interpolate positions: return the entries of Qwen3-VL's table of positions for each patch, and their weights,
+    computed on the host; nothing for a tower without such a table."""
     if not hasattr(tower, "num_grid_per_side"):
         return {}
     from transformers.vision_utils import get_vision_interpolation_indices_and_weights

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of a model family: the fields of `config.json` that it understands, and the tensors of each parameter.
+"""Tables of a model family: the fields of `config.json` that it supports, and the tensors of each parameter.
 
-A field that no table names is an error, for it could change what the model computes.
+A field that no table names is an error, because it could change what the model computes.
 """
 
 import math
@@ -48,10 +48,10 @@ class ConfigFields:
     """The fields of one family's `config.json`.
 
     Attributes:
-        read: Those that the family's mapping uses.
-        fixed: Those that must have one of these values: others are not supported.
-        without_effect: Those that say nothing about what the model computes, besides the usual ones.
-        advice: What to do about a value of `fixed` that is not supported, in place of the list of those that are.
+        read: Fields that the family's mapping uses.
+        fixed: Fields that must have one of these values.
+        without_effect: Fields without effect on the computation, besides the usual ones.
+        advice: Help for an unsupported value of `fixed`, in place of the list of supported ones.
     """
 
     read: frozenset[str]
@@ -60,13 +60,12 @@ class ConfigFields:
     advice: Mapping[str, str] = field(default_factory=dict)
 
     def problems(self, config_json: Mapping[str, Any], hf_config: Any, family: str, section: str = "") -> list[str]:
-        """Unsupported fields of a configuration, a line for each.
+        """Return a line for each unsupported field of a configuration.
 
         Args:
-            config_json: The file as it is, or a section of it.
-            hf_config: What transformers makes of it, its defaults included.
-            family: The family's name.
-            section: Before each name, such as `vision_config.`.
+            config_json: The file's content, or a section of it.
+            hf_config: The transformers configuration, with defaults.
+            section: Prefix of each name, such as `vision_config.`.
         """
         lines = [
             f"{name}: got {shortened(repr(getattr(hf_config, name)))}, {self._what_to_do(name, values, family)}"
@@ -106,13 +105,13 @@ def _listed(values: Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A Hugging Face tensor, or a part of one.
+    """A Hugging Face tensor, or a part of one; the parts apply in the order of the fields.
 
     Attributes:
-        name: Its name, with `{layer}` and `{expert}` in place of numbers.
-        is_stacked: It holds all experts, `[experts, ...]`: the entry of this one is meant.
-        is_transposed: A matrix `[inputs, outputs]`, where Megatron-Core has `[outputs, inputs]`.
-        half: 0 or 1: the first or the second half of the rows is meant, after the above; None: all of them.
+        name: With `{layer}` and `{expert}` in place of numbers.
+        is_stacked: It holds all experts, `[experts, ...]`: take one.
+        is_transposed: It is `[inputs, outputs]`, where Megatron-Core has `[outputs, inputs]`.
+        half: Take the first (0) or second (1) half of the rows; None: all.
     """
 
     name: str
@@ -125,37 +124,33 @@ class TensorLayout(Protocol):
     """Layout of a parameter's source tensors within it; also for the pieces of a tensor-parallel rank."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
-        """The parameter."""
+        """Combine the source tensors into the parameter."""
         ...
 
     def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
-        """The source tensors."""
+        """Split the parameter into the source tensors."""
         ...
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The parts' rows one after another, as many of each."""
+    """Concatenate equally many rows of each part."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
-        """The parameter."""
         return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
     def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
-        """The parts."""
         return parameter.chunk(num_parts)
 
 
 @dataclass(frozen=True)
 class InterleavedRows:
-    """One tensor in which gate and up rows take turns; in the parameter all gate rows come before all up rows."""
+    """One tensor with alternating gate and up rows; in the parameter all gate rows come before all up rows."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
-        """The parameter."""
         return torch.cat([parts[0][0::2], parts[0][1::2]])
 
     def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
-        """The one part."""
         return (torch.stack(parameter.chunk(2), dim=1).flatten(0, 1),)
 
 
@@ -164,7 +159,6 @@ class QueryGroups:
     """Queries, keys and values: for each query group its query heads, then its key head, then its value head."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
-        """The parameter."""
         heads_per_group, head_dim = _heads(hf_config)
         groups = parts[1].shape[0] // head_dim
         grouped = [part.reshape(groups, -1, head_dim, *part.shape[1:]) for part in parts]
@@ -172,7 +166,6 @@ class QueryGroups:
         return torch.cat(grouped, dim=1).flatten(0, 2)
 
     def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
-        """The parts."""
         heads_per_group, head_dim = _heads(hf_config)
         grouped = parameter.reshape(-1, heads_per_group + 2, head_dim, *parameter.shape[1:])
         return [part.flatten(0, 2) for part in grouped.split([heads_per_group, 1, 1], dim=1)]
@@ -190,11 +183,11 @@ class Rule:
     """Source tensors of one kind of parameter.
 
     Attributes:
-        sources: The tensors that it is made of, in this order, under the names that are written.
-        layout: How it is put together.
-        alternatives: Other forms of the same tensors that are read where the first ones are not there, or where only
-            these have the shapes in the file.
-        expert: The expert that it belongs to, once it is known.
+        sources: Tensors that it consists of, in order, under the names that are written.
+        layout: How they are combined.
+        alternatives: Other forms that are read where `sources` are missing, or where only these match the shapes in the
+            file.
+        expert: Its expert, once known.
     """
 
     sources: tuple[Source, ...]
@@ -206,7 +199,7 @@ class Rule:
 def rule(
     *sources: str | Source, layout: TensorLayout | None = None, alternatives: Sequence[Sequence[Source]] = ()
 ) -> Rule:
-    """A rule; a tensor that is taken as it is can be given by its name."""
+    """Make a rule; a tensor that is copied can be given by its name."""
     as_sources = tuple(Source(source) if isinstance(source, str) else source for source in sources)
     return Rule(as_sources, Rows() if layout is None else layout, tuple(map(tuple, alternatives)))
 
@@ -215,9 +208,9 @@ class RuleTable:
     """All rules of a family.
 
     Args:
-        rules: Canonical name, with `{layer}` and `{expert}` in place of numbers, to its rule.
-        prefixes: First part of canonical names to what Hugging Face has in its place: of parameters without a rule of
-            their own, which are taken as they are.
+        rules: By canonical name, with `{layer}` and `{expert}` in place of numbers.
+        prefixes: Hugging Face's prefix for each prefix of canonical names, for parameters without a rule, which are
+            copied.
     """
 
     def __init__(self, rules: Mapping[str, Rule], prefixes: Mapping[str, str] | None = None):
@@ -235,11 +228,11 @@ class RuleTable:
         return None
 
     def within(self, rename: Callable[[str], str], prefixes: Mapping[str, str]) -> "RuleTable":
-        """The table of a larger model that has this one as a part.
+        """Return the table of a larger model that contains this one.
 
         Args:
-            rename: From the name of a source tensor to its name in the larger model.
-            prefixes: Of what the larger model has besides.
+            rename: Maps a source tensor's name to its name in the larger model.
+            prefixes: Of the larger model's other parameters.
         """
 
         def renamed(sources: Sequence[Source]) -> tuple[Source, ...]:
@@ -282,17 +275,14 @@ class ModelFamily:
 
     Attributes:
         name: For people.
-        transformer_fields: From the Hugging Face configuration to TransformerConfig fields (without the layout).
-        rotary_base: Base period of the rotary position embedding.
-        rules: Parameters and their tensors.
-        config_fields: Which fields of `config.json` mean something here.
-        router_fields: TransformerConfig's router fields that the model decides about, to the field of `config.json`
-            that each comes from; None where the architecture leaves no choice.
-        unused_tensors: Regular expressions of tensors that a checkpoint may hold and the model has no use for, each
-            with why. A whole name must match.
-        exported_fields: Fields of an exported `config.json` that say that the tensors left out are not there.
-        normalizes_all_heads: The norms of queries and keys run over all heads together, not over each.
-        vision: Of a vision-language model: what it has beside the decoder; None for text alone.
+        transformer_fields: Maps the Hugging Face configuration to TransformerConfig fields (without the layout).
+        rotary_base: Base period of the rotary embedding.
+        router_fields: The field of `config.json` for each router field of TransformerConfig that the model decides;
+            None where the architecture leaves no choice.
+        unused_tensors: Regular expressions (full match) of tensors that the model may ignore, each with the reason.
+        exported_fields: Fields of an exported `config.json` that declare the left-out tensors absent.
+        normalizes_all_heads: Norms of queries and keys run over all heads together.
+        vision: Parts beside the decoder; None for text alone.
     """
 
     name: str

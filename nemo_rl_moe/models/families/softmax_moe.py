@@ -30,7 +30,6 @@ _EXPERTS = {
 
 
 def mixtral_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields."""
     experts = decoder.expert_fields(
         hf_config, num_experts=hf_config.num_local_experts, ffn_hidden_size=hf_config.intermediate_size
     )
@@ -55,7 +54,6 @@ OLMOE_FIXED_FIELDS = {**decoder.FIXED_FIELDS, "attention_bias": (False,), "clip_
 
 
 def olmoe_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields."""
     experts = decoder.expert_fields(
         hf_config, num_experts=hf_config.num_experts, ffn_hidden_size=hf_config.intermediate_size
     )
@@ -111,7 +109,6 @@ def routed_expert_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def qwen3_moe_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields."""
     return dense.qwen3_fields(hf_config) | routed_expert_fields(hf_config)
 
 
@@ -132,7 +129,6 @@ _SHARED_EXPERT_GATE = {
 
 
 def qwen2_moe_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields."""
     return (
         decoder.decoder_fields(hf_config)
         | routed_expert_fields(hf_config)

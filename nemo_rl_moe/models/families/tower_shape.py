@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Operations and activations of a vision tower and its projector by arithmetic, from their sizes."""
+"""Floating-point operations and activations of a vision tower and its projector by arithmetic."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,19 +13,16 @@ _KEPT_BY_A_BLOCK = 8
 
 @dataclass(frozen=True)
 class TowerShape:
-    """Sizes of a vision tower and of the projector behind it.
+    """Sizes of a vision tower and its projector.
 
     Attributes:
-        num_blocks: Transformer blocks.
-        hidden_size: Of a block.
-        intermediate_size: Of a block's MLP.
-        is_gated: The MLP has three matrices, of which one gates another; otherwise two.
+        is_gated: The MLP has three matrices, one of them a gate; otherwise two.
         patch_dim: Numbers of a patch.
-        merge_size: Rows, and columns, of patches that become one image token.
-        projector_products: Multiplications of an image token in everything behind the blocks.
-        window: Rows, and columns, of patches that see each other in a block with windows; None: no block has any.
-        num_window_blocks: Blocks with windows; in the others all patches of a picture see each other.
-        num_class_tokens: Places of a picture in the blocks beside its patches.
+        merge_size: Side, in patches, of the square that becomes one image token.
+        projector_products: Multiplications of an image token after the blocks.
+        window: Side, in patches, of attention windows; None: there are none.
+        num_window_blocks: Blocks with windows; in the others all patches of an image attend to each other.
+        num_class_tokens: Tokens of an image in the blocks beside its patches.
     """
 
     num_blocks: int
@@ -40,11 +37,11 @@ class TowerShape:
     num_class_tokens: int = 0
 
     def forward_flops(self, rows: int, columns: int) -> tuple[int, int]:
-        """Operations of tower and of projector in a forward pass over one picture, counted as `models.flops` does.
+        """Count operations of tower and projector in a forward pass over one image, as `models.flops` does.
 
         Args:
-            rows: Of patches, a multiple of `merge_size`.
-            columns: The same.
+            rows: In patches, a multiple of `merge_size`.
+            columns: As `rows`.
         """
         patches = rows * columns
         places, hidden = patches + self.num_class_tokens, self.hidden_size
@@ -56,13 +53,13 @@ class TowerShape:
         return 2 * products, 2 * patches // self.merge_size**2 * self.projector_products
 
     def training_flops(self, pictures: Iterable[tuple[int, int]], freeze: FreezeConfig) -> int:
-        """Operations of a forward and a backward pass over pictures.
+        """Count operations of a forward and a backward pass over images.
 
-        A backward pass has one product of each for gradients of what is trained, and one for those of what comes before
-        it and is trained. No gradient is made of pixels, whose one product counts nevertheless.
+        A backward pass has one product for each gradient of a trained weight, and one for the gradient of each input
+        that depends on a trained weight. Pixels get no gradient, but their one product is counted.
 
         Args:
-            pictures: Rows and columns of patches of each that the tower runs.
+            pictures: Rows and columns of patches of each.
             freeze: Parts that are not trained.
         """
         trains_tower, trains_projector = not freeze.vision_tower, not freeze.projector
@@ -73,19 +70,18 @@ class TowerShape:
         return found
 
     def activations_at_least(self, patches: int, bytes_each: int) -> int:
-        """Bytes that the blocks keep for the backward pass, a lower bound.
+        """Return a lower bound, in bytes, of what the blocks keep for the backward pass.
 
-        Each block keeps, of each patch, the inputs of its two norms and of its first matrices (four of the hidden
-        size), queries, keys and values (three), what attention gives to the output matrix (one), and of the MLP what
-        its activation takes and what its last matrix takes; a gated one keeps both factors, too. With an intermediate
-        size of four times the hidden one, two bytes a number and no gate that is 32 bytes times patches times hidden
-        size: the 34 of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
-        equation 1, without its dropout masks and, as attention is fused, without its matrices. Biased low: norms in
-        float32, rotary embeddings and the projector are left out.
+        Each block keeps, for each patch, the inputs of its two norms and first matrices (four of the hidden size),
+        queries, keys and values (three), the input of the output matrix (one), and the MLP's activation input and last
+        matrix's input; a gated MLP keeps both factors. With an intermediate size of four times the hidden one, two
+        bytes a number and no gate this is 32 bytes x patches x hidden size: the 34 of Korthikanti et al., "Reducing
+        Activation Recomputation in Large Transformer Models" (2022), equation 1, without its dropout masks and
+        attention matrices. Float32 norms, rotary embeddings and the projector are left out.
 
         Args:
-            patches: Of a microbatch's distinct pictures.
-            bytes_each: Bytes of a number.
+            patches: Of a microbatch's distinct images.
+            bytes_each: Of a number.
         """
         of_the_mlp = (4 if self.is_gated else 2) * self.intermediate_size
         of_a_block = _KEPT_BY_A_BLOCK * self.hidden_size + of_the_mlp
@@ -93,6 +89,6 @@ class TowerShape:
 
 
 def _squares(length: int, window: int) -> int:
-    """Pairs along one side of a picture that is cut into windows, the last of which may be narrower."""
+    """Count pairs along one side of an image that is split into windows, the last of which may be narrower."""
     whole, rest = divmod(length, window)
     return whole * window**2 + rest**2

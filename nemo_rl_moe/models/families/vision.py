@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Vision-language families: a decoder of another family, and beside it a vision tower with a projector.
+"""Vision-language families: a decoder of another family with a vision tower and a projector.
 
-Tower and projector are transformers' own modules. Configurations are flattened: the decoder's fields on top, as those
-of a text model are, and beside them those of the whole model, its `model_type` among them.
+Tower and projector are transformers' own modules. Configurations are flattened: the decoder's fields as in a text
+model, and beside them those of the whole model, including its `model_type`.
 """
 
 import copy
@@ -26,11 +26,11 @@ MROPE_FIELDS = ("mrope_section", "mrope_interleaved")
 
 @dataclass(frozen=True)
 class TowerOutput:
-    """Output of tower and projector for some pictures, one after another.
+    """Output of tower and projector for a sequence of images.
 
     Attributes:
-        embeddings: They take the place of the image tokens' word embeddings.
-        deep: What is added to the image tokens' hidden states behind each of the first decoder layers.
+        embeddings: Replace the image tokens' word embeddings.
+        deep: Added to the image tokens' hidden states after each of the first decoder layers.
     """
 
     embeddings: Float[Tensor, "tokens hidden"]
@@ -42,22 +42,21 @@ class VisionFamily:
     """Parts of a vision-language family beside its decoder.
 
     Attributes:
-        name: For people.
-        decoder: The decoder's family; None: the one that `text_config` names.
-        config_fields: Fields of `config.json` outside of its sections; those that are read are beside the decoder's in
-            the flattened configuration.
+        decoder: The decoder's family; None: named by `text_config`.
+        config_fields: Fields of `config.json` outside its sections; the read ones are added to the flattened
+            configuration.
         tower_fields: Fields of `vision_config`.
-        decoder_name: From the name of a decoder's tensor in files of its own to the one that it has here.
-        prefixes: First part of canonical names of tower and projector, to what files have in its place.
-        projector: First parts of the projector's canonical names; all else under `vision.` is the tower.
-        build: Tower and projector of a flattened configuration, weights not yet set.
-        encode: Runs what `build` has made over pictures, `[height, width, 3]` each.
-        pixels_per_token: Height and width of the square of pixels that an image token stands for.
-        shape: Sizes of tower and projector, of a flattened configuration.
+        decoder_name: Maps a decoder tensor's name in a text model to its name here.
+        prefixes: Name in files for each prefix of canonical names of tower and projector.
+        projector: Prefixes of the projector's canonical names; all else under `vision.` is the tower.
+        build: Makes tower and projector from a flattened configuration, without weights.
+        encode: Runs them over images, `[height, width, 3]` each.
+        pixels_per_token: Height and width in pixels of an image token.
+        shape: Sizes of tower and projector from a flattened configuration.
         has_mrope: Image tokens have positions in time, height and width.
-        interleaves_mrope: Frequencies of these three take turns in a head; otherwise they lie in blocks.
-        deep_layers: First decoder layers to whose output the tower adds something.
-        problems: What is wrong with a flattened configuration besides, a line each.
+        interleaves_mrope: Frequencies of these three alternate in a head; otherwise they form blocks.
+        deep_layers: First decoder layers to whose output the tower adds features.
+        problems: Returns further problems of a flattened configuration, a line each.
     """
 
     name: str
@@ -77,7 +76,7 @@ class VisionFamily:
     problems: Callable[[Any], list[str]] = lambda hf_config: []
 
     def around(self, decoder: ModelFamily) -> ModelFamily:
-        """The family of whole models with such a decoder."""
+        """Return the family of whole models with this decoder."""
 
         def transformer_fields(hf_config: Any) -> dict[str, Any]:
             mrope = {"mrope_section": list(hf_config.mrope_section)} if self.has_mrope else {}
@@ -96,23 +95,21 @@ class VisionFamily:
         )
 
     def num_image_tokens(self, hf_config: Any, height: int, width: int) -> int:
-        """Image tokens of a picture (or tile) as the model takes it.
+        """Return the number of image tokens of an image (or tile).
 
         Args:
-            hf_config: The flattened configuration.
             height: In pixels, a multiple of `pixels_per_token`.
-            width: The same.
+            width: As `height`.
         """
         side = self.pixels_per_token(hf_config)
         return (height // side) * (width // side)
 
     def num_patches(self, hf_config: Any, height: int, width: int) -> int:
-        """Patches of a picture (or tile) that the tower runs, as `num_image_tokens`."""
+        """Return the number of patches of an image (or tile) that the tower runs."""
         rows, columns = self.patch_grid(hf_config, height, width)
         return rows * columns
 
     def patch_grid(self, hf_config: Any, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of these patches."""
         side, merge = self.pixels_per_token(hf_config), self.shape(hf_config).merge_size
         return height // side * merge, width // side * merge
 
@@ -123,23 +120,22 @@ class VisionFamily:
     def embed(
         self, tower: nn.Module, pixels: UInt8[Tensor, " bytes"], sizes: Sequence[tuple[int, int]], hf_config: Any
     ) -> TowerOutput:
-        """Runs tower and projector.
+        """Run tower and projector.
 
         Args:
-            tower: Of `build`.
-            pixels: Of all pictures one after another, row by row; where the tower is.
-            sizes: Height and width of each.
-            hf_config: The flattened configuration, with its `pixel_rule`.
+            pixels: Of all images in order, row by row; on the tower's device.
+            sizes: Height and width of each image.
+            hf_config: Flattened, with its `pixel_rule`.
         """
         parts = pixels.split([height * width * 3 for height, width in sizes])
         pictures = [part.view(*size, 3) for part, size in zip(parts, sizes, strict=True)]
         return self.encode(tower, pictures, hf_config)
 
     def flattened(self, hf_config: Any, decoder_type: str) -> Any:
-        """One configuration of the whole model: the decoder's, with the outer fields and the tower's beside its own.
+        """Merge the decoder's, the outer and the tower's fields into one configuration of the whole model.
 
         Args:
-            hf_config: As transformers reads it, with sections.
+            hf_config: From transformers, with sections.
             decoder_type: The decoder's `model_type`.
 
         Raises:
@@ -165,7 +161,7 @@ class VisionFamily:
 
 
 def decoder_section(config_json: Mapping[str, Any], vision: VisionFamily | None) -> Mapping[str, Any]:
-    """The decoder's part of a `config.json`: a section of its own, or all that the whole model has no name for."""
+    """Return the decoder's part of a `config.json`: a section, or all fields that the whole model does not name."""
     if vision is None:
         return config_json
     section = config_json.get("text_config")
@@ -179,14 +175,7 @@ def decoder_section(config_json: Mapping[str, Any], vision: VisionFamily | None)
 def field_problems(
     vision: VisionFamily, decoder: ModelFamily, config_json: Mapping[str, Any], hf_config: Any
 ) -> list[str]:
-    """Unsupported fields of a vision-language model's `config.json`, a line for each.
-
-    Args:
-        vision: Its family.
-        decoder: That of its decoder.
-        config_json: The file as it is.
-        hf_config: What transformers makes of it, with sections.
-    """
+    """Return a line for each unsupported field of a vision-language model's `config.json`."""
     of_decoder = decoder_section(config_json, vision)
     section = "text_config." if "text_config" in config_json else ""
     outer = {name: value for name, value in config_json.items() if section or name not in of_decoder}
@@ -224,12 +213,7 @@ def _common_problems(flat: Any, family: VisionFamily) -> list[str]:
 
 
 def built_config(plain: Any, config_class: type) -> Any:
-    """The configuration object that a module of transformers wants, from the plain one that workers get.
-
-    Args:
-        plain: Its fields, of `plain_config`, or such an object.
-        config_class: Its class.
-    """
+    """Make the configuration object that a module of transformers wants from the plain one that workers get."""
     if isinstance(plain, config_class):
         return copy.deepcopy(plain)
     known = config_class().to_dict().keys() - {"model_type", "transformers_version"}

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contents of a checkpoint: names of a model's tensors, optimizer, counters and random states.
 
-The names are the same whatever modules the model is made of.
-Transformer Engine keeps the weight of a norm in the linear layer behind it, but not in front of experts.
-Megatron-Core's own modules keep it apart; their layer specs name it as Transformer Engine does for a dense layer, in
-front of experts too, but not beside multi-latent attention. Here a norm has the name of a module of its own everywhere.
+The names do not depend on the model's modules. Transformer Engine keeps a norm's weight in the linear layer behind it,
+but not in front of experts; Megatron-Core's own modules keep it separate, and their layer specs name it as Transformer
+Engine does for a dense layer, in front of experts too, but not with multi-latent attention. Here a norm has the name of
+a separate module everywhere.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -49,15 +49,15 @@ _EXPERT_BIAS = ".router.expert_bias"
 
 
 def model_names(saved: Iterable[str]) -> dict[str, str]:
-    """The model's tensors among those of a checkpoint: the name that this project gives each, to the one it has there.
+    """Map this project's names of a model's tensors to their names in a checkpoint.
 
-    Checkpoints that keep Megatron-Core's own names are read with it.
+    This reads checkpoints with Megatron-Core's own names.
     """
     return {plain_norm_name(name): name for name in saved if _is_the_model_s(name)}
 
 
 def may_be_missing(name: str) -> bool:
-    """Return whether a model may begin without a tensor: an expert bias begins with zeros, a value head as drawn."""
+    """Return whether a model may begin without a tensor: an expert bias begins with zeros, a value head randomly."""
     return name.endswith(_EXPERT_BIAS) or is_of_value_head(name)
 
 
@@ -76,16 +76,16 @@ def check_names(
     """Compare the names that the ranks ask a checkpoint for with those that it has. Every rank calls it.
 
     Args:
-        directory: The checkpoint, for the message.
-        wanted: Names that this rank asks for.
+        directory: For the message.
+        wanted: Of this rank.
         saved: All names in the checkpoint.
-        may_be_left_out: Tells of a name in the checkpoint whether the model may do without it.
+        may_be_left_out: Whether the model may do without a name in the checkpoint.
 
     Returns:
         Names in the checkpoint that the model does without.
 
     Raises:
-        CheckpointError: A tensor is missing, or no rank has a place for one; the same on every rank.
+        CheckpointError: A tensor is missing, or no rank has a place for one; raised on every rank.
     """
     asked_for = union_of_ranks(dict.fromkeys(wanted)).keys()
     held = {name for name in saved if _is_the_model_s(name)}
@@ -111,7 +111,7 @@ _TRACKED = "tracked."
 
 
 def random_states() -> dict[str, Tensor]:
-    """Copies of the states: torch's own, the GPU's where there is one, and those that Megatron-Core keeps by name."""
+    """Copy the states: torch's own, the GPU's where there is one, and those that Megatron-Core keeps by name."""
     states = {"torch": torch.get_rng_state()}
     if not cpu_backend.ACTIVE:
         states["cuda"] = torch.cuda.get_rng_state()
@@ -134,13 +134,7 @@ def restore_random_states(states: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class TrainingObjects:
-    """Objects of one rank that training changes.
-
-    Attributes:
-        chunks: The model's chunks, unwrapped.
-        optimizer: The optimizer.
-        scheduler: The learning-rate schedule.
-    """
+    """Objects of one rank that training changes; the chunks are unwrapped."""
 
     chunks: Sequence[GPTModel]
     optimizer: MegatronOptimizer
@@ -183,13 +177,12 @@ def random_key(name: str) -> str:
 
 
 def sharded_model(chunks: Sequence[GPTModel], *, saved: Collection[str] = ()) -> dict[str, Sharded]:
-    """Parameters and buffers that belong to the weights; the tensors are the model's own.
+    """Return parameters and buffers that belong to the weights, as the model's own tensors.
 
-    Layers have their numbers in their names: another pipeline finds them wherever they were.
+    Names contain layer numbers, so that another pipeline layout finds them.
 
     Args:
-        chunks: This rank's.
-        saved: On loading, the names that the checkpoint has.
+        saved: On loading, the names in the checkpoint.
     """
     tensors: dict[str, Sharded] = {}
     for index, chunk in enumerate(chunks):
@@ -206,13 +199,13 @@ def sharded_model(chunks: Sequence[GPTModel], *, saved: Collection[str] = ()) ->
 def sharded_contents(
     objects: TrainingObjects, counters: TrainerCounters | None, *, saved: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Everything that a checkpoint holds of this rank. All ranks call it.
+    """Return everything that a checkpoint holds of this rank. All ranks call it.
 
     Args:
         objects: Their tensors are read, or on loading filled.
-        counters: With the optimizer, schedule and random states; None: the model's weights alone.
-        saved: On loading, where the tensors are to be filled: the names that the checkpoint has. Of the random states
-            those are asked for that it has of this rank: in the layout that wrote it, and not a GPU's from a host's.
+        counters: Saved with optimizer, schedule and random states; None: the model's weights alone.
+        saved: On loading, the names in the checkpoint. Of the random states only those of this rank are asked for: in
+            the layout that wrote them, and not a GPU's from a host's.
     """
     contents: dict[str, Any] = {"model": sharded_model(objects.chunks, saved=saved or ())}
     if counters is None:
@@ -239,10 +232,10 @@ def restore_model(chunks: Sequence[GPTModel], loaded: dict[str, Tensor]) -> None
 
 @torch.no_grad()
 def restore_contents(objects: TrainingObjects, loaded: dict[str, Any]) -> TrainerCounters | None:
-    """Fills the objects with tensors that were read under the names of `sharded_contents`.
+    """Fill the objects with tensors that were read under the names of `sharded_contents`.
 
     Returns:
-        The counters; None where the weights alone were read.
+        None where the weights alone were read.
     """
     restore_model(objects.chunks, loaded["model"])
     if "counters" not in loaded:

@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranges of flattened parameters as boxes of full tensors.
 
-The distributed optimizer cuts the flattened parameters into as many ranges as there are data-parallel ranks, without
-regard to rows. A range of a tensor in row-major order is the end of a row, whole rows, and the beginning of a row, each
-of which is such a range again in one dimension less: at most `2 n - 1` boxes in `n` dimensions. A checkpoint in torch's
-distributed format is made of boxes, and reads any box out of those that it has. So each rank writes and reads its own
-range and nothing else, whatever the layout on the other side.
+The distributed optimizer splits the flattened parameters into equal ranges for the data-parallel ranks, without regard
+to rows. A range of a tensor in row-major order is the end of a row, whole rows, and the beginning of a row, recursively
+in one dimension less: at most `2 n - 1` boxes in `n` dimensions. torch's distributed format stores and reads arbitrary
+boxes, so each rank writes and reads its own range and nothing else, whatever the layout on the other side.
 """
 
 import math
@@ -32,13 +31,7 @@ class Box(NamedTuple):
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Boxes of a tensor that together are the entries `start` to `stop` of it flattened, in their order.
-
-    Args:
-        shape: Of the tensor.
-        start: First entry.
-        stop: The one behind the last.
-    """
+    """Yield boxes of a tensor that form its flattened entries `start` to `stop`, in order."""
     if start >= stop:
         return
     if len(shape) < 2:
@@ -69,17 +62,17 @@ def sharded_range(
     prefix: str,
     replica: int,
 ) -> list[ShardedTensor]:
-    """Pieces of full tensors that a range of a flattened parameter is, each a view of its values.
+    """Return the pieces of full tensors that form a range of a flattened parameter, as views of its values.
 
     Args:
-        parameter: The parameter itself, sharded.
-        start: Where the range begins in the flattened parameter.
-        values: One for each entry of the range: a moment, say.
-        prefix: Stands before the parameter's names.
-        replica: Number of the copy of these values, of ranks that hold the same parameters; the first is written.
+        parameter: The sharded parameter.
+        start: Beginning of the range in the flattened parameter.
+        values: One for each entry of the range, such as a moment.
+        prefix: Of the tensors' names.
+        replica: Index of this copy among ranks with the same parameters; the first is written.
 
     Raises:
-        ValueError: A piece of the parameter does not lie in it as one block.
+        ValueError: A piece of the parameter is not one block of it.
     """
     pieces = []
     stop = start + values.numel()

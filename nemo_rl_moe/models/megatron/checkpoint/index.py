@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The index of a distributed checkpoint, read without running anything that stands in it.
+"""The index of a distributed checkpoint, read without executing anything in it.
 
-torch and Megatron-Core unpickle the index `.metadata`, and objects in the data files, without any restriction, so that
-a checkpoint from elsewhere can run code in every worker that loads it. Here the index may name nothing but the classes
-that an index is made of, a checkpoint holds tensors alone, and every file that is read is one of the folder's own.
-(torch's own reader of trusted classes, `weights_only`, knows pickle's protocol 2 alone; the index is written in 4.)
+torch and Megatron-Core unpickle the index `.metadata`, and objects in the data files, without restriction, so that a
+foreign checkpoint can run code in every worker. Here the index may name only the classes that an index consists of, a
+checkpoint holds tensors alone, and every file that is read is one of the folder's own. (torch's `weights_only` reader
+supports pickle protocol 2 alone; the index is written in 4.)
 """
 
 import hashlib
@@ -44,7 +44,7 @@ _MOST_BYTES = {INDEX_FILE: 2**30, COMMON_FILE: 2**20, FORMAT_FILE: 2**16}
 
 @dataclass(frozen=True)
 class CheckedFolder:
-    """Checkpoint folder that was found to hold tensors and nothing else.
+    """A checkpoint folder that holds tensors alone.
 
     Attributes:
         index: Names, shapes and places of its tensors.
@@ -56,12 +56,11 @@ class CheckedFolder:
 
 
 class DataOnlyReader(FileSystemReader):
-    """Reader of a checkpoint's tensors by an index that was checked.
+    """Read a checkpoint's tensors by a checked index.
 
     Args:
-        folder: The checkpoint.
-        index: As `check_folder` read it; it is not read again.
-        parts: Gets what was read of damaged tensors; None: nothing is compared.
+        index: From `check_folder`; it is not read again.
+        parts: Receives checksums of what was read; None: nothing is compared.
     """
 
     def __init__(self, folder: str | Path, index: Metadata, parts: PartsRead | None):
@@ -70,7 +69,6 @@ class DataOnlyReader(FileSystemReader):
         self._being_read: tuple[Place, HashingReader] | None = None
 
     def read_metadata(self) -> Metadata:
-        """The index."""
         return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -92,7 +90,7 @@ class DataOnlyReader(FileSystemReader):
         return cast(IO[bytes], reader)
 
     def _compare(self) -> None:
-        """Compares the tensor that was read last, all of it, also where its reading has failed."""
+        """Compare the tensor that was read last, as a whole, also after its reading has failed."""
         if self._being_read is None:
             return
         assert self._parts is not None  # or there would be no reader
@@ -102,11 +100,10 @@ class DataOnlyReader(FileSystemReader):
 
 
 def check_folder(folder: Path) -> CheckedFolder:
-    """Reads a checkpoint's small files without running anything that they name, and checks the sizes of the large ones.
+    """Read a checkpoint's small files without executing them, and check the sizes of the large ones.
 
     Raises:
-        CheckpointError: A file is missing, damaged, torn, no regular file of this folder, or holds anything but
-            tensors.
+        CheckpointError: A file is missing, damaged, truncated, not regular, or holds anything but tensors.
     """
     content = {name: _read(folder, name) for name in _MOST_BYTES}
     try:
@@ -137,7 +134,7 @@ def data_only(index: Metadata, parts: PartsRead | None) -> Iterator[None]:
 
 
 def _size(folder: Path, name: str) -> int:
-    """Bytes of a regular file in the folder. Opening a planted pipe would wait for ever."""
+    """Return the bytes of a regular file in the folder; opening a planted pipe would wait for ever."""
     path = folder / name
     try:
         is_inside = path.resolve().parent == folder.resolve()
@@ -163,7 +160,7 @@ def _read(folder: Path, name: str) -> bytes:
 
 
 def _check_common(path: Path, content: bytes) -> None:
-    """Checks that there is nothing in Megatron-Core's file of objects, which are merged into what is restored."""
+    """Check that Megatron-Core's file of objects, which are merged into the restored state, is empty."""
     try:
         found: Any = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
     except Exception:  # a torn file can fail in any way
@@ -173,7 +170,7 @@ def _check_common(path: Path, content: bytes) -> None:
 
 
 def _check_format(path: Path, content: bytes) -> None:
-    """Checks the name of the format, by which Megatron-Core imports the code that reads it."""
+    """Check the name of the format, by which Megatron-Core imports the code that reads it."""
     try:
         found = json.loads(content)
     except ValueError:
@@ -223,7 +220,7 @@ class _IndexUnpickler(pickle._Unpickler):
 
 
 def parse_index(content: bytes) -> Metadata:
-    """Index out of the content of its file: descriptions of tensors, and their places in the folder's files.
+    """Parse the index: descriptions of tensors, and their places in the folder's files.
 
     Raises:
         pickle.UnpicklingError: It names or holds anything else.

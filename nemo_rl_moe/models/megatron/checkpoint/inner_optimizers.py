@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers inside Megatron-Core's: torch's or Transformer Engine's Adam, or several where some run on the host.
+"""The optimizers inside Megatron-Core's: torch's or Transformer Engine's Adam, or several with updates on the host.
 
-Megatron-Core's `HybridDeviceOptimizer` stands for the latter. It has parameters and state of its own, which it makes
-out of those of its inner optimizers after each step, and hands on to them only after a whole state was loaded.
+The latter is Megatron-Core's `HybridDeviceOptimizer`. It copies parameters and state from its inner optimizers after
+each step, and hands them on only after a whole state was loaded.
 """
 
 import inspect
@@ -34,7 +34,7 @@ def inner_optimizers(part: Any) -> list[Any]:
 
 
 def device_optimizers(part: Any) -> list[Any]:
-    """Those of them whose tensors lie on the device."""
+    """List the optimizers whose tensors are on the device."""
     outer = part.optimizer
     if not isinstance(outer, HybridDeviceOptimizer):
         return [outer]
@@ -47,7 +47,7 @@ def counts_for_each_parameter(inner: Any) -> bool:
 
 
 def make_state(part: Any) -> None:
-    """Makes the state of a part that has not taken a step; one that has keeps its own."""
+    """Make the state of a part that has not taken a step; keep that of one that has."""
     is_hybrid = isinstance(part.optimizer, HybridDeviceOptimizer)
     for inner in inner_optimizers(part):
         if hasattr(inner, "initialize_state"):
@@ -90,7 +90,7 @@ def masters_from_weights(optimizer: MegatronOptimizer) -> None:
 
 
 def _count_from_zero(inner: Any) -> None:
-    """Makes torch's count of updates: Adam takes moments for a state of its own, and then misses it."""
+    """Make torch's count of updates, which Adam misses when it finds moments."""
     if counts_for_each_parameter(inner):
         for parameter, state in inner.state.items():
             if "step" not in state:

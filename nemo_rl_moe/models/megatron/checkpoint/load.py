@@ -34,23 +34,22 @@ from megatron.core.models.gpt import GPTModel
 
 
 def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer: bool) -> TrainerCounters | None:
-    """Fills model, optimizer, schedule and random states. Every rank calls it.
+    """Fill model, optimizer, schedule and random states. Every rank calls it.
 
-    In another layout than the checkpoint's the random states stay as they are: they belong to ranks.
+    In another layout than the checkpoint's the random states stay: they belong to ranks.
 
     Args:
-        objects: Objects to fill.
-        directory: A folder that `start_write` has filled.
+        directory: Written by `start_write`.
         with_optimizer: False reads the weights alone.
 
     Returns:
-        The counters; None with the weights alone.
+        None with the weights alone.
 
     Raises:
         CheckpointError: The checkpoint holds anything but tensors, lacks a tensor of the model or holds one too many,
-            lacks the optimizer, or is not where every rank can reach it. The same on every rank.
-        DamagedCheckpointError: Its files are not what was written. The same on every rank; the objects hold nothing
-            that may be used before another checkpoint has been loaded.
+            lacks the optimizer, or is not where every rank can reach it. Raised on every rank.
+        DamagedCheckpointError: Its files are not what was written. Raised on every rank; the objects must not be used
+            before another checkpoint has been loaded.
     """
     index = _index_of_all_ranks(directory, with_optimizer=with_optimizer)
     counters = TrainerCounters(0, 0, 0) if with_optimizer else None
@@ -63,17 +62,13 @@ def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer
 def load_model(chunks: Sequence[GPTModel], directory: Path) -> list[str]:
     """Fill a model alone, before it has an optimizer. Every rank calls it.
 
-    An expert bias that the checkpoint has no tensor for keeps its zeros, and a value head what it has.
-
-    Args:
-        chunks: Chunks of the model to fill.
-        directory: A folder that `start_write` has filled.
+    An expert bias without a tensor in the checkpoint stays zero, and a value head unchanged.
 
     Returns:
-        Tensors of a value head that the checkpoint has and the model has not, which are left out.
+        Tensors of a value head in the checkpoint, which the model has not and which are left out.
 
     Raises:
-        CheckpointError: As of `load_checkpoint`.
+        CheckpointError: See `load_checkpoint`.
     """
     index = _index_of_all_ranks(directory, with_optimizer=False)
     saved = index.state_dict_metadata.keys()
@@ -111,11 +106,11 @@ def _load(wanted: dict[str, Any], directory: Path, index: Metadata) -> dict[str,
 
 
 def _damage_of_all_ranks(directory: Path, parts: PartsRead | None, *, has_failed: bool) -> list[str]:
-    """Files that are not what was written, a line each, the same on every rank; none where all that was read is.
+    """List damaged files, a line each, equal on every rank.
 
-    Tensors were compared while they were read. Those that no rank has read, an optimizer's where the weights alone are
-    wanted, do no harm. Everything is compared where something is wrong, to name all of it, and where a rank has read
-    what `files.json` does not list as it was read.
+    Tensors were compared while they were read. Tensors that no rank has read, such as an optimizer's, do no harm.
+    Everything is compared after a failure, to name all damage, and where a rank has read what `files.json` does not
+    list.
     """
     mine = parts.problems() if parts is not None else []
     found: list[Any] = [None] * dist.get_world_size()
@@ -128,7 +123,8 @@ def _damage_of_all_ranks(directory: Path, parts: PartsRead | None, *, has_failed
 
 
 def _index_of_all_ranks(directory: Path, *, with_optimizer: bool) -> Metadata:
-    """The index, once every rank has checked the folder; a rank that left alone would keep the others waiting."""
+    """Return the index, once every rank has checked the folder; a rank that left alone would keep the others
+    waiting."""
     index: Metadata | None = None
     problem, fingerprint = None, None
     try:
@@ -160,7 +156,7 @@ def _index_of_all_ranks(directory: Path, *, with_optimizer: bool) -> Metadata:
 
 
 def _reason(error: BaseException) -> str:
-    """One line out of what may be the tracebacks of all ranks."""
+    """Return one line from what may be the tracebacks of all ranks."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]

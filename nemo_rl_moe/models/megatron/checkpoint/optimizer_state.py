@@ -1,10 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's tensors as pieces of full tensors that do not depend on the layout.
+"""The optimizer's tensors as pieces of layout-independent full tensors.
 
-Of an optimizer only tensors are kept: the two moments and, beside bfloat16 weights, the float32 masters. Its groups and
-their settings are the configuration's and the schedule's, so they are never read from a checkpoint; the number of
-updates, the same for every parameter, is kept once by the caller.
+Only tensors are kept: the two moments and, beside bfloat16 weights, the float32 masters. Groups and settings come from
+the configuration and the schedule; the caller keeps the number of updates, which all parameters share.
 """
 
 import itertools
@@ -46,7 +45,7 @@ def ensure_state(optimizer: MegatronOptimizer) -> None:
 
 
 def reset_state(optimizer: MegatronOptimizer) -> None:
-    """Makes what state there is that of an optimizer which has not taken a step."""
+    """Reset existing state to that of an optimizer which has not taken a step."""
     for part in optimizer_parts(optimizer):
         for state in part.optimizer.state.values():
             for kind in MOMENTS:
@@ -56,10 +55,10 @@ def reset_state(optimizer: MegatronOptimizer) -> None:
 
 
 def set_num_updates(optimizer: MegatronOptimizer, num_updates: int) -> None:
-    """Sets the optimizer's number of updates, which Adam's bias correction needs.
+    """Set the optimizer's number of updates, which Adam's bias correction needs.
 
-    Every parameter gets a tensor of its own: torch adds to it in each step, so one that parameters share would count as
-    many updates a step as it has owners. (Megatron-Core's own loading shares one, or restores 0.)
+    Every parameter gets a tensor of its own: torch adds to it in each step, so a shared one would count as many updates
+    as it has owners. (Megatron-Core's own loading shares one, or restores 0.)
     """
     for part in optimizer_parts(optimizer):
         for inner in inner_optimizers(part):
@@ -72,13 +71,13 @@ def set_num_updates(optimizer: MegatronOptimizer, num_updates: int) -> None:
 
 
 def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: Mapping[str, Sharded]) -> list[dict[str, Any]]:
-    """Every tensor of the optimizer that this rank updates, a dictionary for each of its parts.
+    """Return every tensor of the optimizer that this rank updates, a dictionary for each of its parts.
 
-    Nothing is copied or sent: of a distributed optimizer each rank has its own range of the flattened parameters.
+    Nothing is copied or sent: a distributed optimizer's rank has its own range of the flattened parameters.
 
     Args:
-        optimizer: With its state made.
-        model_state: The model's parameters themselves, sharded.
+        optimizer: With its state allocated.
+        model_state: The sharded parameters themselves.
     """
     return [
         _sharded_of_distributed(part, model_state)
@@ -144,10 +143,10 @@ def _ranges_of_distributed(part: Any) -> Iterator[tuple[Tensor, int]]:
 
 
 def _tensors_of_range(part: Any, parameter: Tensor, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Moments and master of this rank's range of a parameter, flat, under their names in a checkpoint.
+    """Return moments and master of this rank's range of a parameter, flat, under their names in a checkpoint.
 
-    Names are those without sharding, so that either kind of optimizer reads the other's. Beside float32 weights there
-    are no masters: it updates the weights themselves.
+    The names are those without sharding, so that either kind of optimizer reads the other's. Float32 weights have no
+    masters.
     """
     tensors = part._get_main_param_and_optimizer_states(parameter) if tensors is None else tensors
     found = {kind: tensors[kind] for kind in MOMENTS}

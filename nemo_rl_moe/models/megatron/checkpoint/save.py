@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Saving of a checkpoint in Megatron-Core's `torch_dist` format, in a thread beside the training.
+"""Saving of a checkpoint in Megatron-Core's `torch_dist` format, in a background thread.
 
-The format, the plan of who writes what and the final index are Megatron-Core's and torch's. The writing itself is a
-thread here: Megatron-Core's own asynchronous writers fork a process that holds this one's sockets, start a server
-process for each save, and leave the other ranks waiting when the disk is full on one.
+Format, plan of who writes what, and final index are Megatron-Core's and torch's; the writing is a thread here:
+Megatron-Core's asynchronous writers fork a process with this one's sockets, start a server process for each save, and
+leave the other ranks waiting when one's disk is full.
 """
 
 import threading
@@ -38,15 +38,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 
 class _SnapshotWriter(FileSystemWriterAsync):
-    """Writer of one rank's part: copies its tensors when they are planned, and writes the copies later.
+    """Write one rank's part: copy its tensors when they are planned, and write the copies later.
 
     Args:
-        directory: Folder of the checkpoint.
-        copies_at_once: False copies each tensor when its turn comes, for a model that nothing changes meanwhile.
+        copies_at_once: False copies each tensor when it is written, for a model that nothing changes meanwhile.
 
     Attributes:
-        is_cancelled: Set to end the writing.
-        parts: By file, once it is written: the bytes of each tensor with their checksum.
+        parts: By finished file: the bytes of each tensor with their checksum.
     """
 
     def __init__(self, directory: Path, *, copies_at_once: bool):
@@ -56,7 +54,8 @@ class _SnapshotWriter(FileSystemWriterAsync):
         self.parts: dict[str, list[Part]] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The original makes the folder where a rank has none, and writes there what no other rank will find."""
+        """Skip the original, which makes the folder where a rank has none, and writes there what no other rank will
+        find."""
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -69,7 +68,7 @@ class _SnapshotWriter(FileSystemWriterAsync):
         self._snapshot = list(zip(plan.items, tensors, strict=True))
 
     def write(self) -> list[WriteResult]:
-        """Writes this rank's file, and lets go of the copies."""
+        """Write this rank's file, and release the copies."""
         snapshot, self._snapshot = self._snapshot, []
         if not snapshot:
             return []
@@ -91,10 +90,9 @@ class _SnapshotWriter(FileSystemWriterAsync):
 
 
 class CheckpointWrite:
-    """One rank's part of a checkpoint that is being written.
+    """One rank's part of a checkpoint in writing.
 
     Args:
-        writer: Writer with the snapshot.
         plan: Plan of all ranks, on the first one; None on others.
     """
 
@@ -109,19 +107,19 @@ class CheckpointWrite:
 
     @property
     def is_written(self) -> bool:
-        """True when the writing of this rank's part has ended, well or not."""
+        """True when writing of this rank's part has ended, with or without success."""
         return not self._thread.is_alive()
 
     def cancel(self) -> None:
-        """Ends the writing after the present tensor: a thread that writes on would disturb the end of the process."""
+        """End the writing after the present tensor: a running thread would disturb the end of the process."""
         self._writer.is_cancelled = True
         self._thread.join()
 
     def finish(self) -> str | None:
-        """Writes the index of all parts, on the first rank. Every rank calls it, when all are written or to wait.
+        """Write the index of all parts, on the first rank, waiting for all. Every rank calls it.
 
         Returns:
-            Problems of any of the ranks, the same on all; None when the checkpoint is whole.
+            Problems of any rank, equal on all; None when the checkpoint is complete.
         """
         self._thread.join()
         parts: list[Any] = [None] * dist.get_world_size()
@@ -135,7 +133,7 @@ class CheckpointWrite:
         return outcome[0]
 
     def _complete(self, results: list[list[WriteResult]], files: dict[str, list[Part]]) -> str | None:
-        """Writes index and checksums, if the first rank finds the parts of all ranks. Returns the problem, or None."""
+        """Write index and checksums, if the first rank finds the parts of all ranks. Return the problem, or None."""
         try:
             problem = _torn_part(self._directory, results)
             if problem is None:
@@ -165,7 +163,8 @@ class CheckpointWrite:
 
 
 def _torn_part(directory: Path, results: list[list[WriteResult]]) -> str | None:
-    """Problem with a part that a rank has written and this one does not find: the ranks do not share the folder."""
+    """Return the problem of a part that a rank has written and this one does not find: the ranks do not share the
+    folder."""
     for rank, parts in enumerate(results):
         places = [part.storage_data for part in parts]
         ends = {place.relative_path: place.offset + place.length for place in places}  # the last one lies last
@@ -195,12 +194,12 @@ def _text(error: BaseException) -> str:
 
 
 def start_write(contents: dict[str, Any], directory: Path, *, snapshot: bool = True) -> CheckpointWrite:
-    """Takes the snapshot and begins to write it. Every rank calls it; training may go on when it returns.
+    """Take the snapshot and begin to write it. Every rank calls it; training may go on when it returns.
 
     Args:
-        contents: Result of `sharded_contents`.
-        directory: An existing, empty folder that every rank can reach.
-        snapshot: False saves the memory for it: nothing may change what is written until it is written.
+        contents: From `sharded_contents`.
+        directory: Existing and empty, reachable for every rank.
+        snapshot: False saves its memory: nothing may change the contents until they are written.
     """
     sharded, _ = save_preprocess(contents)
     # What data-parallel ranks hold in common is written by all of them in parts, and not by the first alone.

@@ -33,13 +33,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def check_request(
     request: GenerationBatch, chunk: GPTModel, config: TransformerConfig, max_batch_size: int | None
 ) -> None:
-    """Checks a request against the engine's limits, before any rank has begun.
+    """Check a request against the engine's limits, before any rank has begun.
 
     Args:
-        request: The request; it may be empty.
-        chunk: Any of the model's chunks; holds its sizes.
-        config: The model's configuration.
-        max_batch_size: Most sequences at a time.
+        request: May be empty.
+        chunk: Any of the model's chunks.
+        max_batch_size: Maximum number of sequences at a time.
 
     Raises:
         ValueError: With what was got and what is allowed.
@@ -96,17 +95,14 @@ _SEQUENCE_PARALLEL = ("sequence_parallel", "scatter_to_sequence_parallel", "redu
 def inference(
     chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, own_forward: bool
 ) -> Iterator[None]:
-    """Inference mode of the chunks: evaluation, hidden states as output, no sequence parallelism.
+    """Put the chunks into inference mode: evaluation, hidden states as output, no sequence parallelism.
 
-    They stay in evaluation mode; everything else is put back, random states included.
+    They stay in evaluation mode; everything else is restored, including random states.
 
     Args:
-        chunks: This rank's model chunks.
-        config: Their configuration.
-        device: Where they are.
-        own_forward: Nothing but this project's forward pass runs. Torch's inference mode is faster than a mere absence
-            of gradients, but what other code keeps from it (Transformer Engine its sequence boundaries, Megatron-Core a
-            router's bias) can never again be saved for a backward pass.
+        own_forward: Only this project's forward pass runs. Torch's inference mode is faster than disabled gradients,
+            but what other code keeps from it (Transformer Engine sequence boundaries, Megatron-Core a router's bias)
+            can never again be saved for a backward pass.
     """
     for chunk in chunks:
         chunk.eval()
@@ -121,7 +117,7 @@ def inference(
 
 @contextmanager
 def _kept_random_states() -> Iterator[None]:
-    """Restores Megatron-Core's own random states, from which the noise on a router's input is drawn, say."""
+    """Restore Megatron-Core's random states, from which, for example, a router's input noise is sampled."""
     tracker = get_cuda_rng_tracker()
     states = {name: state.clone() for name, state in tracker.get_states().items()}
     try:
@@ -132,10 +128,10 @@ def _kept_random_states() -> Iterator[None]:
 
 @contextmanager
 def _without_sequence_parallelism(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[None]:
-    """Sequence parallelism switched off: one token cannot be cut among ranks.
+    """Switch sequence parallelism off: one token cannot be split among ranks.
 
-    Megatron-Core has a function for this, which remembers modules by the address of their model: a later model at the
-    same address would get the first one's.
+    Megatron-Core's own function remembers modules by the address of their model: a later model at that address would
+    get the first one's.
     """
     modules = [module for chunk in chunks for module in chunk.modules()]
     changed = [
@@ -158,11 +154,9 @@ class MegatronGenerator:
     """Generation engine of one rank, together with the ranks that hold the other parts of the model.
 
     Args:
-        chunks: This rank's model chunks, without wrappers. The weights stay theirs.
-        config: Their configuration.
-        tokenizer: For stop strings alone; otherwise None will do.
-        device: Where the chunks are.
-        taps: Taps on the chunks' routers: sequences get their routed experts; None without.
+        chunks: Without wrappers; the weights are shared with the trainer.
+        tokenizer: For stop strings; otherwise may be None.
+        taps: Hooks on the chunks' routers that capture routed experts; None without.
         stages: Pipeline stages of the MoE layers, with `taps`.
     """
 
@@ -187,21 +181,20 @@ class MegatronGenerator:
     def generate(
         self, request: GenerationBatch, *, weight_version: int, max_batch_size: int | None = None
     ) -> list[GeneratedSequence]:
-        """One response for each prompt, in the order of the prompts.
+        """Generate one response for each prompt, in the order of the prompts.
 
-        Every rank of the job calls it: those of one data-parallel rank with the same request, others with their own,
-        which can be empty. It leaves the model in evaluation mode, and everything else as it was.
+        Every rank of the job calls it: those of one data-parallel rank with the same request, which may be empty. It
+        leaves the model in evaluation mode, and everything else as it was.
 
         Args:
-            request: What to continue, and how.
-            weight_version: Goes into the responses.
-            max_batch_size: Most sequences at a time; None for all at once.
+            weight_version: Recorded in the responses.
+            max_batch_size: Maximum number of sequences at a time; None: all.
 
         Returns:
-            The responses; an empty list on ranks that do not report for their data-parallel rank.
+            An empty list on ranks that do not report for their data-parallel rank.
 
         Raises:
-            ValueError: The request cannot be served; nothing has been done then.
+            ValueError: The request is invalid; nothing has been done.
         """
         check_request(request, self._chunks[0], self._config, max_batch_size)
         stop = StopCondition(request.sampling, self._tokenizer)
@@ -221,7 +214,7 @@ class MegatronGenerator:
     def _run(
         self, request: GenerationBatch, batch: Sequence[int], stop: StopCondition
     ) -> tuple[Responses, CapturedRoutes | None]:
-        """Responses to some of the prompts, together, and what the routers have chosen where that is captured."""
+        """Generate responses to some prompts together, with the routed experts where they are captured."""
         parameters = request.sampling
         plan = plan_slots(
             [request.prompts[index] for index in batch],
@@ -265,7 +258,7 @@ class MegatronGenerator:
     def _routed_experts(
         self, request: GenerationBatch, batch: Sequence[int], responses: Responses, routes: CapturedRoutes
     ) -> list[StoredRows]:
-        """Routed experts of each sequence's tokens but the last one, which was never fed to the model."""
+        """Return routed experts of each sequence's tokens but the last one, which was never an input."""
         assert self._stages is not None  # there are taps
         prompts = np.array([len(request.prompts[index]) for index in batch])
         first_slots = prompts.max() - prompts if self._passes.padded else np.zeros_like(prompts)
@@ -275,9 +268,9 @@ class MegatronGenerator:
     def _choose(
         self, logits: Float[Tensor, "rows vocabulary"] | None, uniforms: Float[Tensor, " rows"], how: SamplingParameters
     ) -> Float[Tensor, "3 rows"]:
-        """Token ids, log-probabilities and kept mass, sampled by one rank for all that hold a part of the model.
+        """Sample on one rank, for all that hold a part of the model: token ids, log-probabilities and kept mass.
 
-        Rounding can differ between ranks that compute the same, so each sampling for itself could diverge.
+        Rounding can differ between ranks that compute the same, so that separate samples could diverge.
         """
         if logits is not None and self._coordinates.reports_loss:
             # In one tensor, so that one copy to the host and one message will do; float64 holds all exactly.

@@ -41,12 +41,12 @@ class StockInferenceContext(StaticInferenceContext):
 
 
 class StockForward:
-    """The forward pass of one batch through one chunk.
+    """Run one batch through one chunk with Megatron-Core's cache.
 
     Args:
         chunk: A GPTModel chunk under `hidden_states_only`.
         context: The batch's key-value cache.
-        images: The prompts' pictures, of a model with vision.
+        images: The prompts' images, for a model with vision.
     """
 
     def __init__(self, chunk: Any, context: StockInferenceContext, images: PromptImages | None):
@@ -55,11 +55,11 @@ class StockForward:
     def __call__(
         self, token_ids: Int[Tensor, "rows columns"], received: Float[Tensor, "columns rows hidden"] | None
     ) -> Float[Tensor, "columns rows hidden"]:
-        """Runs the next tokens, and keeps their keys and values.
+        """Run the next tokens, and cache their keys and values.
 
         Args:
             token_ids: For the first pipeline stage.
-            received: What the stage before returned, for all others.
+            received: Output of the stage before, for all others.
         """
         columns, mask = token_ids.shape[1], None
         if columns > 1:
@@ -86,9 +86,9 @@ class CachedBatch:
     """A batch with its key-value cache.
 
     Attributes:
-        context: The cache; counts the slots that are filled.
-        forwards: The forward pass of each of this rank's chunks.
-        images: The prompts' pictures, of a model with vision.
+        context: The cache; counts the filled slots.
+        forwards: For each of this rank's chunks.
+        images: The prompts' images, for a model with vision.
     """
 
     context: PaddedInferenceContext | StockInferenceContext
@@ -97,27 +97,20 @@ class CachedBatch:
 
     @property
     def num_filled(self) -> int:
-        """Slots that are filled."""
         filled: int = self.context.sequence_len_offset
         return filled
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drops all other rows of the batch."""
         self.context.keep_rows(rows)
         if self.images is not None:
             self.images.keep_rows(rows)
 
 
 class ForwardPasses:
-    """Runs this rank's model chunks under `inference`.
-
-    Args:
-        chunks: This rank's model chunks.
-        config: Their configuration.
-        device: Where they are.
+    """Run this rank's model chunks under `inference`.
 
     Attributes:
-        padded: Whether the attention leaves out padding before a prompt. Then short and long prompts can end together.
+        padded: Whether attention ignores padding before a prompt, so that short and long prompts can end together.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device):
@@ -135,12 +128,11 @@ class ForwardPasses:
         num_pads: Int[Tensor, " rows"] | None,
         model_inputs: Sequence[Mapping[str, ModelInput]] = (),
     ) -> CachedBatch:
-        """A batch with an empty key-value cache.
+        """Make a batch with an empty key-value cache.
 
         Args:
-            num_rows: Sequences.
-            num_slots: Tokens of each.
-            num_pads: Padding before each; only where `padded`.
+            num_slots: Tokens of each row.
+            num_pads: Padding before each row; only where `padded`.
             model_inputs: Further inputs of each prompt; empty: none has any.
         """
         images = None
@@ -163,20 +155,16 @@ class ForwardPasses:
     def logits(
         self, token_ids: Int[Tensor, "rows columns"], batch: CachedBatch
     ) -> Float[Tensor, "rows vocabulary"] | None:
-        """Puts the next tokens into the cache.
-
-        Args:
-            token_ids: As many for each row.
-            batch: Their rows.
+        """Put the next tokens into the cache and compute logits.
 
         Returns:
-            Logits of the last column over the real vocabulary; None but on the last pipeline stage.
+            Logits of the last column over the real vocabulary, on the last pipeline stage; None elsewhere.
         """
         self._any_peer_works(True)
         return self._through_all_stages(token_ids, batch)
 
     def wait_for_peers(self) -> None:
-        """Takes part in the collectives of the ranks that share experts until they are done as well."""
+        """Take part in the collectives of the ranks that share experts until they are done as well."""
         # Waiting ranks with the same token would send all of it to the same few experts.
         token_id = dist.get_rank() % self._chunks[0].vocab_size
         while self._any_peer_works(False):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of prompts that are being continued: checked, put through the tower once a batch, placed slot by slot."""
+"""Images of prompts in generation: checked, run through the tower once a batch, placed slot by slot."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -22,10 +22,9 @@ _OF_IMAGES = frozenset({PIXELS, PICTURE_SIZES, PICTURE_IDS, IS_IMAGE})
 
 
 def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
-    """Fault of a prompt's inputs beside its tokens, to be read behind the prompt's name; None: nothing.
+    """Describe the problem of a prompt's further inputs, to follow the prompt's name; None: they are valid.
 
     Args:
-        inputs: The prompt's; none at all is text.
         chunk: Any of the model's chunks.
         num_tokens: Of the prompt.
     """
@@ -54,20 +53,19 @@ def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
 
 
 class PromptImages:
-    """Pictures of a batch's prompts, as one pipeline stage needs them while the batch is generated.
+    """Images of a batch's prompts, as one pipeline stage needs them during generation.
 
-    Of each distinct picture the tower's output is kept once, and for each slot which row of it the slot takes.
+    The tower's output is kept once for each distinct image, and for each slot the index of its row there.
 
     Args:
-        chunks: This rank's chunks, each a `VisionInput`.
+        chunks: Each a `VisionInput`.
         inputs: Of each row's prompt; empty for text.
         first_slots: Slot of each prompt's first token.
         num_slots: Of the whole batch.
-        device: Where the chunks are.
 
     Attributes:
-        positions: Of all slots, in time, height and width, where the family has them: of each row or, where no row has
-            pictures, of all of them alike; None otherwise.
+        positions: Of all slots, in time, height and width, where the family has them: for each row or, without images,
+            shared by all rows; None otherwise.
     """
 
     def __init__(
@@ -93,15 +91,15 @@ class PromptImages:
     def place(
         self, hidden: Float[Tensor, "columns rows hidden"], first_slot: int
     ) -> tuple[Float[Tensor, "columns rows hidden"], list[Float[Tensor, "columns rows hidden"]]]:
-        """Puts pictures in the place of their tokens' word embeddings.
+        """Replace the word embeddings of image tokens by features.
 
         Args:
             hidden: Word embeddings of the next slots.
             first_slot: The first of these.
 
         Returns:
-            Input of the decoder, and what is added to the hidden states behind each of its first layers; no layers
-            where there is nothing to add.
+            The decoder's input, and what is added to the hidden states after each of its first layers; empty where
+            there is nothing to add.
         """
         if self._features is None or first_slot >= self._end:
             self._features = None
@@ -115,7 +113,6 @@ class PromptImages:
         return embeddings.where(is_image, hidden), [each.where(is_image, 0.0) for each in deep]
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drops all other rows of the batch."""
         if self.positions is not None and self.positions.shape[1] > 1:
             self.positions = self.positions.index_select(1, rows)
         if self._features is not None:
@@ -126,17 +123,14 @@ _WORD = -1
 
 
 class _PicturesOfPrompts:
-    """The prompts' pictures on the host.
+    """The prompts' images on the host.
 
     Args:
-        inputs: Of each row's prompt.
-        first_slots: Slot of each prompt's first token.
-        num_slots: Of the whole batch.
         chunk: Holds the family.
 
     Attributes:
-        sizes: Height and width of each distinct picture in pixels, by digest.
-        end: Slot behind the last image token.
+        sizes: Height and width of each distinct image in pixels, by digest.
+        end: Slot after the last image token.
     """
 
     def __init__(self, inputs: Sequence[Inputs], first_slots: Sequence[int], num_slots: int, chunk: Any):
@@ -160,7 +154,7 @@ class _PicturesOfPrompts:
         self.end = int((columns + self._starts[rows]).max(initial=-1)) + 1
 
     def distinct(self, device: torch.device) -> dict[str, Tensor]:
-        """Each distinct picture once, as columns of a microbatch."""
+        """Return each distinct image once, as columns of a microbatch."""
         return {
             PIXELS: torch.from_numpy(np.concatenate(list(self._pixels.values()))).to(device),
             PICTURE_SIZES: torch.tensor(list(self.sizes.values())),
@@ -168,7 +162,7 @@ class _PicturesOfPrompts:
         }
 
     def feature_numbers(self) -> Int[Tensor, "slots rows"]:
-        """Row of the tower's output for the distinct pictures that each slot takes; `_WORD` where it is no picture."""
+        """Return the row of the tower's output for each slot; `_WORD` where it is no image."""
         family, hf_config = self._chunk.family, self._chunk.hf_config
         counts = [family.num_image_tokens(hf_config, *size) for size in self.sizes.values()]
         ends = dict(zip(self.sizes, accumulate(counts), strict=True))
@@ -184,7 +178,7 @@ class _PicturesOfPrompts:
         return torch.from_numpy(numbers)
 
     def positions(self) -> Int[Tensor, "3 rows_or_1 slots"]:
-        """Positions of all slots; those of padding before a prompt are of no account."""
+        """Return positions of all slots; those of padding before a prompt do not matter."""
         slots = torch.arange(self._num_slots)
         if not self.sizes:
             # Rotary embedding is relative: where a row of text begins changes nothing.

@@ -24,11 +24,11 @@ class SampledTokens(NamedTuple):
 
 
 def uniform_numbers(seed: int, count: int) -> Float[np.ndarray, " count"]:
-    """The numbers in [0, 1) that draw the first `count` tokens of a response; a longer list begins with a shorter one.
+    """Return `count` numbers in [0, 1) that sample the first tokens of a response; a longer list begins with a shorter
+    one.
 
     Args:
-        seed: Not negative. It is the key of a counter-based generator (Philox): other seeds give unrelated numbers.
-        count: How many.
+        seed: Not negative; the key of a counter-based generator (Philox), so that other seeds give unrelated numbers.
     """
     return np.random.Generator(np.random.Philox(key=seed)).random(count)
 
@@ -36,11 +36,11 @@ def uniform_numbers(seed: int, count: int) -> Float[np.ndarray, " count"]:
 def truncate(
     probs: Float[Tensor, "rows vocabulary"], top_k: int | None, top_p: float
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Sets to zero what top-k leaves out, and then what top-p leaves out of the rest; nothing is normalised again.
+    """Set to zero what top-k leaves out, and then what top-p leaves out of the rest, without normalisation.
 
     Args:
-        probs: Probabilities. Of equal ones the token with the lower number ranks first.
-        top_k: Keeps the so many most likely tokens; None keeps all.
+        probs: Of equal ones the token with the lower id ranks first.
+        top_k: Keeps this many most likely tokens; None keeps all.
         top_p: Keeps the fewest most likely tokens that hold this share of what top-k left; 1 keeps all.
     """
     vocabulary = probs.shape[-1]
@@ -56,7 +56,7 @@ def truncate(
 
 
 def draw(weights: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """Inverse of the cumulative distribution at one number for each row. Never a token of weight zero.
+    """Invert the cumulative distribution at one number for each row; never returns a token of weight zero.
 
     Args:
         weights: Not negative, in any scale, some of each row positive.
@@ -73,12 +73,11 @@ def draw(weights: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " ro
 def sample(
     logits: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"], parameters: SamplingParameters
 ) -> SampledTokens:
-    """Chooses one token for each row: temperature, then top-k, then top-p; greedy at temperature 0.
+    """Sample one token for each row: temperature, then top-k, then top-p; greedy at temperature 0.
 
     Args:
         logits: Of the real vocabulary, without padding.
-        uniforms: In [0, 1), float64; not used when greedy.
-        parameters: How to choose.
+        uniforms: In [0, 1), float64; unused when greedy.
     """
     logits = logits.float()
     greedy = parameters.temperature == 0
@@ -94,16 +93,16 @@ def sample(
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """A batch of prompts in slots.
+    """A batch of prompts in slots of the cache.
 
-    Prompts either end at the same slot, with padding before the shorter ones, or begin at the first slot without any;
-    in the second case the rest of the longer prompts goes in token by token while the others are being answered.
+    Prompts either end at one slot, with padding before the shorter ones, or begin at the first slot; then the rest of
+    the longer prompts goes in token by token while the others are being answered.
 
     Attributes:
-        prompt_tokens: Tokens of the prompts; 0 elsewhere.
-        uniforms: The number that draws the token of a slot; 0 on prompts.
+        prompt_tokens: 0 elsewhere.
+        uniforms: Random number for the token of each slot; 0 on prompts.
         first_sampled: Slot of each row's first sampled token.
-        num_pads: Padding before each row; None where there is none in any.
+        num_pads: Padding before each row; None where there is none.
         prefill: Slots that the first forward pass fills.
     """
 
@@ -127,14 +126,13 @@ class SlotPlan:
 def plan_slots(
     prompts: Sequence[TokenIds], seeds: Sequence[int], max_new_tokens: int, *, padded: bool, device: torch.device
 ) -> SlotPlan:
-    """Puts prompts into slots.
+    """Assign prompts to slots.
 
     Args:
         prompts: At least one, none empty.
-        seeds: One for each.
+        seeds: One for each prompt.
         max_new_tokens: Slots after each prompt.
-        padded: True to let prompts end together, False to let them begin together.
-        device: Where the tensors go.
+        padded: True: prompts end together; False: they begin together.
     """
     lengths = np.array([len(prompt) for prompt in prompts])
     longest = int(lengths.max())
@@ -163,8 +161,7 @@ class StopCondition:
     """End of responses: end-of-sequence tokens and stop strings.
 
     Args:
-        parameters: The stop tokens and stop strings.
-        tokenizer: Decodes tokens; needed for stop strings alone.
+        tokenizer: Needed for stop strings alone.
 
     Raises:
         ValueError: Stop strings without a tokenizer, or an empty one.
@@ -184,11 +181,11 @@ class StopCondition:
     def ended(
         self, responses: Int[np.ndarray, "rows columns"], lengths: Int[np.ndarray, " rows"]
     ) -> Bool[np.ndarray, " rows"]:
-        """True for each response that its last token ends. To be called after every token.
+        """Return True for each response that its last token ends; call it after every token.
 
         Args:
-            responses: Token ids; whatever lies beyond the length does not count.
-            lengths: Tokens of each so far; never with 0, which has no last token.
+            responses: Token ids; beyond the lengths anything.
+            lengths: Tokens of each so far, at least 1.
         """
         last = responses[np.arange(len(lengths)), np.maximum(lengths, 1) - 1]
         # For so few numbers faster than numpy's isin.
@@ -205,13 +202,12 @@ class StopCondition:
 
 
 class Responses:
-    """Tokens, log-probabilities and ends of the responses of a batch.
+    """Tokens, log-probabilities and ends of a batch's responses.
 
     Args:
-        num_responses: How many.
-        max_new_tokens: Most tokens of each.
+        max_new_tokens: Of each response.
         stop: Ends them earlier.
-        reports_kept_mass: Tell which probability top-k and top-p kept.
+        reports_kept_mass: Report the probability that top-k and top-p kept.
     """
 
     def __init__(
@@ -233,14 +229,12 @@ class Responses:
         sampled: Bool[np.ndarray, " rows"],
         kept_mass: Float[np.ndarray, " rows"] | None = None,
     ) -> Bool[np.ndarray, " rows"]:
-        """Adds a token to each response that has not ended.
+        """Add a token to each response that has not ended.
 
         Args:
-            responses: Which response each row of the batch is.
-            token_ids: A token for each row.
-            logprobs: Their log-probabilities.
-            sampled: False where a row is still at its prompt; its token does not count.
-            kept_mass: Probability of the tokens that each was drawn from.
+            responses: Index of each batch row's response.
+            sampled: False where a row is still in its prompt; its token does not count.
+            kept_mass: Probability of the tokens after truncation.
 
         Returns:
             Which rows have ended.
@@ -263,14 +257,14 @@ class Responses:
     def sequences(
         self, weight_version: int, routed_experts: Sequence[StoredRows] | None = None
     ) -> list[GeneratedSequence]:
-        """The finished responses, in their order.
+        """Return the finished responses in order.
 
         Args:
-            weight_version: Of the weights that drew them.
-            routed_experts: Of their tokens; None where nobody asks.
+            weight_version: Of the weights that sampled them.
+            routed_experts: Of their tokens; None where not asked for.
 
         Raises:
-            RuntimeError: A log-probability is not a finite number: the weights are not, or a pass over them went wrong.
+            RuntimeError: A log-probability is not finite: the weights are not, or the forward pass failed.
         """
         if not np.isfinite(self._logprobs).all():
             broken = int((~np.isfinite(self._logprobs)).any(axis=1).sum())

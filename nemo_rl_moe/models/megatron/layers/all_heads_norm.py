@@ -25,15 +25,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class AllHeadsNorm(torch.nn.Module):
     """RMSNorm over the heads of all tensor-parallel ranks.
 
-    Every rank holds the weights of all heads, though it uses those of its own alone: Megatron-Core takes the weights of
-    query and key norms for replicas, and adds up their gradients over these ranks.
+    Every rank holds the weights of all heads and uses its own: Megatron-Core treats query and key norms as replicas,
+    and sums their gradients over the ranks.
 
     Args:
-        config: Gives the parameter's type and the layout.
         hidden_size: Size of one head.
-        eps: Added to the mean square.
         num_heads: Heads of all ranks.
-        **_others: What some versions of Megatron-Core pass to every norm; nothing to do here.
+        **_others: Arguments of some versions of Megatron-Core for every norm; unused.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int, **_others: Any):
@@ -69,7 +67,7 @@ class AllKeysNorm(AllHeadsNorm):
 
 
 def normalize_all_heads(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """A copy of a block's layer specs with these norms in place of those of each head."""
+    """Copy a block's layer specs with these norms in place of those of each head."""
     return dataclasses.replace(block, layer_specs=[_with_norms(layer) for layer in block.layer_specs])
 
 

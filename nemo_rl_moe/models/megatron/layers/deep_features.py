@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder layers to whose output a vision tower adds something.
+"""Decoder layers to whose output a vision tower adds features.
 
-The features come through the block as its unused `context`. So activation checkpointing sees them as an input: what it
-repeats in the backward pass gets them once more, and their gradients go back to the tower.
+The features come as the block's unused `context`, which activation checkpointing treats as an input: recomputation gets
+them again, and their gradients flow to the tower.
 """
 
 import dataclasses
@@ -26,13 +26,10 @@ class DeepLayer(TransformerLayer):
     def forward(
         self, *args: Any, context: Float[Tensor, "layers columns rows hidden"] | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output, and the features where a later layer needs them.
+        """Return the layer's output, and the features where a later layer needs them.
 
         Args:
-            args: TransformerLayer's.
-            context: Features of each deep layer, the first one's first, cut among ranks as hidden states are; None: no
-                pictures.
-            kwargs: TransformerLayer's others.
+            context: Features of each deep layer in order, split among ranks as hidden states are; None: no images.
         """
         hidden_states, _ = super().forward(*args, **kwargs)
         if context is None:

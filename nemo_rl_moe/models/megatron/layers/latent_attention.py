@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head latent attention (DeepSeek-V2), as DeepSeek's checkpoints need it, also without Transformer Engine."""
+"""Multi-head latent attention (DeepSeek-V2) as DeepSeek's checkpoints need it, also without Transformer Engine."""
 
 import dataclasses
 from typing import Any
@@ -38,7 +38,7 @@ class DuplicatedLinear(torch.nn.Module):
 
     Args:
         weight: `[outputs, inputs]`.
-        sequence_parallel: Each rank sees its own part of the sequence: gradients are summed over the ranks.
+        sequence_parallel: Each rank sees its part of the sequence: gradients are summed over the ranks.
     """
 
     def __init__(self, weight: Tensor, *, sequence_parallel: bool):
@@ -47,7 +47,7 @@ class DuplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, None]:
-        """Multiplies `[..., inputs]` by the weight.
+        """Multiply `[..., inputs]` by the weight.
 
         Returns:
             The product `[..., outputs]`, and no bias.
@@ -59,9 +59,8 @@ class LatentSelfAttention(MLASelfAttention):
     """`MLASelfAttention` with two differences.
 
     - The norms of the latents have the epsilon of the checkpoints.
-    - Projections down to the latents are whole on every tensor-parallel rank, as Transformer Engine's are. Cut in
-      columns, as Megatron-Core's own layer spec has them, the gradient of the keys' rotary part lacks the heads of all
-      other ranks.
+    - Down-projections to the latents are whole on every tensor-parallel rank, as Transformer Engine's are. With
+      Megatron-Core's own column split, the gradient of the keys' rotary part lacks the heads of all other ranks.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
@@ -77,20 +76,16 @@ class LatentSelfAttention(MLASelfAttention):
                 setattr(self, name, DuplicatedLinear(weight, sequence_parallel=config.sequence_parallel))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Modules around the norms of the latents: those of the layer spec, as in 0.16.
+        """Return the modules around the norms of the latents from the layer spec, as in 0.16.
 
-        Overrides 0.19, which would normalise the layer's input once more for queries that have no latent.
+        0.19 would normalise the layer's input once more for queries without a latent.
         """
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
 
 def use_latent_attention(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """A copy of a block's layer specs with `LatentSelfAttention`.
-
-    Args:
-        block: Layer specs with `MLASelfAttention` in every layer.
-    """
+    """Copy a block's layer specs with `LatentSelfAttention`."""
     return dataclasses.replace(block, layer_specs=[_with_latent_attention(layer) for layer in block.layer_specs])
 
 

@@ -27,17 +27,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def group_limited_topk(
     scores: Tensor, topk: int, num_groups: int, group_topk: int, best_of_group: int
 ) -> tuple[Tensor, Tensor]:
-    """Group-limited top-k (DeepSeek-V2 and V3): the best groups of experts, then the best experts of these groups.
+    """Compute group-limited top-k (DeepSeek-V2 and V3): the best groups of experts, then the best experts of these
+    groups.
 
     Args:
-        scores: What experts are chosen by, `[tokens, experts]`.
+        scores: Selection scores, `[tokens, experts]`.
         topk: Experts of each token.
-        num_groups: Groups of experts.
         group_topk: Groups of each token.
-        best_of_group: How many of a group's experts are added up to compare it.
+        best_of_group: Number of a group's best experts whose sum ranks it.
 
     Returns:
-        Scores and numbers of the chosen experts, both `[tokens, topk]`, the best first.
+        Scores and indices of the chosen experts, both `[tokens, topk]`, the best first.
     """
     of_groups = scores.unflatten(1, (num_groups, -1))
     group_scores = of_groups.topk(best_of_group, dim=-1).values.sum(-1)
@@ -47,11 +47,7 @@ def group_limited_topk(
 
 
 class GroupLimitedChoice:
-    """Group-limited top-k in the place of a `RouterReplay`, where a router asks for its top experts.
-
-    Args:
-        best_of_group: As `group_limited_topk` has it.
-    """
+    """Group-limited top-k in the place of a `RouterReplay`, where a router selects its experts."""
 
     def __init__(self, best_of_group: int):
         self._best_of_group = best_of_group
@@ -99,7 +95,7 @@ _HOT = 1.0e4
 
 
 def forced_routing_in_force(config: TransformerConfig) -> dict[str, Any]:
-    """The forced-routing settings that are on; empty in a real run."""
+    """Return the forced-routing settings that are on; empty in a real run."""
     values = {name: getattr(config, name, None) for name in FORCED_ROUTING_FIELDS}
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
@@ -137,7 +133,7 @@ def _change_logits(router: Any, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _hot_rank(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """Lifts the logits of one expert-parallel rank's experts above all others."""
+    """Raise the logits of one expert-parallel rank's experts above all others."""
     experts_of_rank = config.num_moe_experts // config.expert_model_parallel_size
     first = config.moe_router_force_hot_rank * experts_of_rank
 
@@ -150,9 +146,9 @@ def _hot_rank(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 
 def _biased(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """Random logits with a random bias on each expert, the same on all ranks, as Megatron-Core does it from 0.17 on.
+    """Return a bias of random logits for each expert, the same on all ranks, as Megatron-Core adds it from 0.17 on.
 
-    A negative deviation draws the bias once and keeps it.
+    A negative deviation samples the bias once and keeps it.
     """
     deviation: float = config.moe_router_force_biased
     kept: list[Tensor] = []
@@ -172,10 +168,10 @@ def _biased(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def router_state_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
-    """Keeps the routers' buffers as they are while something converts the chunks to another type.
+    """Keep the routers' buffers unchanged while the chunks are converted to another type.
 
-    Megatron-Core converts them with the weights, and takes the bias alone back to float32, rounded by then. The numbers
-    of tokens that it counts stay in bfloat16, which has no odd number above 256.
+    Megatron-Core converts them with the weights, and restores only the bias to float32, rounded by then. Its token
+    counts stay in bfloat16, which has no odd number above 256.
     """
     kept = [
         (router, name, buffer)
@@ -190,14 +186,10 @@ def router_state_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
 
 
 class ExpertBias:
-    """Saved expert bias: to undo its update where an optimizer step is skipped, and to see how far it has moved.
+    """Saved expert bias, to undo its update where an optimizer step is skipped, and to measure its changes.
 
-    The tokens that each expert got, from which the bias is moved, Megatron-Core sets to zero with every move. It moves
-    every expert whose load is not the mean, so that a layer whose bias stays the same has not been updated.
-
-    Args:
-        chunks: This rank's chunks. Where routers have no bias there is nothing to do.
-        config: The model's configuration.
+    With every update, Megatron-Core zeroes the token counts and moves every expert whose load is not the mean, so that
+    an unchanged layer has not been updated.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig):
@@ -231,17 +223,18 @@ class ExpertBias:
             router.expert_bias.copy_(kept)
 
     def count_frozen(self) -> None:
-        """Counts this rank's layers whose bias is what it was before the step; called after it."""
+        """Count this rank's layers whose bias has not changed since before the step; called after it."""
         self._num_frozen.zero_()
         for router, kept in zip(self._routers, self._kept, strict=True):
             self._num_frozen += (router.expert_bias == kept).all()
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """Moves of the bias in this step; empty where there is no bias. A collective operation: every rank calls it.
+        """Return the changes of the bias in this step; empty without a bias. A collective operation: every rank calls
+        it.
 
         `expert_bias/max_abs_change` and `expert_bias/max_abs`: largest change of an expert's bias, and largest bias.
-        `expert_bias_frozen_layers`: layers whose bias the last update left as it was, of all stages; absent where none.
+        `expert_bias_frozen_layers`: layers of all stages whose bias the last update left unchanged; absent where none.
         """
         if not self._is_on:
             return {}

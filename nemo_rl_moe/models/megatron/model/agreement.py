@@ -20,13 +20,13 @@ from nemo_rl_moe.models.safetensors_folder import one_line
 
 
 def union_of_ranks(mine: Mapping[str, Any]) -> dict[str, Any]:
-    """All entries that any rank has, the same on every rank. Every rank calls it.
+    """Merge the entries of all ranks, equal on every rank. Every rank calls it.
 
-    The ranks speak in turn, and each says what none has said before: ranks that hold the same model would fill the
-    memory of all, if each sent its own names to each.
+    The ranks take turns, and each adds what is new: ranks that hold the same model would fill the memory of all, if
+    each sent its names to each.
 
     Args:
-        mine: This rank's entries; of two with one name that of the lower rank counts.
+        mine: This rank's entries; for equal names the lowest rank's wins.
     """
     union: dict[str, Any] = {}
     for rank in range(dist.get_world_size()):
@@ -39,16 +39,16 @@ def union_of_ranks(mine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SharedFailure:
-    """Failure of one rank that all ranks of a group learn of before their next collective.
+    """A failure of one rank that all ranks of a group learn of before their next collective.
 
-    Survives an error on one rank alone, such as running out of memory or disk: its peers would wait for it in the next
-    collective for ever. So whatever can fail is done under `caught`, apart from collectives, and before each of these
-    the ranks of the group ask each other with `none_failed`. Ranks that failed, or learnt of a failure, only go on
-    answering, until all have come to the end, where the first failure is raised.
+    An error on one rank alone, such as running out of memory or disk, would leave its peers waiting in the next
+    collective. So whatever can fail runs under `caught`, apart from collectives, and before each collective the ranks
+    ask each other with `none_failed`. After a failure, ranks only go on answering until all have come to the end, where
+    the first is raised.
 
     Attributes:
-        text: The first error on this rank, on one line.
-        has_failed: This rank has failed, or has learnt of another one's failure.
+        text: First error on this rank, on one line.
+        has_failed: This or another rank is known to have failed.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class SharedFailure:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Catches the error that ends a block, which must hold no collective."""
+        """Catch the error that ends a block, which must not contain a collective."""
         try:
             yield
         except Exception as error:
@@ -65,12 +65,7 @@ class SharedFailure:
             self.has_failed = True
 
     def none_failed(self, group: Any, device: torch.device) -> bool:
-        """True if no rank of a group has failed; a collective that all of them enter.
-
-        Args:
-            group: The process group.
-            device: Device of its collectives.
-        """
+        """Whether no rank of a group has failed; a collective of all of them."""
         failed = torch.tensor([self.has_failed], dtype=torch.uint8, device=device)
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
         self.has_failed = bool(failed.item())
@@ -78,15 +73,15 @@ class SharedFailure:
 
 
 class DamageSearch:
-    """Comparison of a folder's files with their checksums, in a thread beside the rank that reads them.
+    """Compare a folder's files with their checksums in a thread beside the rank that reads them.
 
-    What is read first, by either, comes from the disk, and the other one finds it in memory: a folder is read once. A
-    rank trusts nothing that it has read before it has asked for the damage. A folder without `files.json` has none.
+    Each side finds in memory what the other has read: the disk is read once. A rank must ask for the damage before it
+    uses what it has read. A folder without `files.json` has none.
 
     Args:
-        folder: The folder. Each rank compares its share of the bytes.
-        in_parts: As of `find_damage`.
-        left_out: As of `find_damage`; the same on every rank.
+        folder: Each rank compares its share of the bytes.
+        in_parts: See `find_damage`.
+        left_out: See `find_damage`; equal on every rank.
     """
 
     def __init__(self, folder: Path, *, in_parts: bool | None = None, left_out: Container[tuple[str, int, int]] = ()):
@@ -96,7 +91,7 @@ class DamageSearch:
         self._thread.start()
 
     def of_all_ranks(self) -> list[str]:
-        """Files that are not what was written, a line each, the same on every rank. Every rank calls it, and waits."""
+        """List damaged files, a line each, equal on every rank. Every rank calls it, and waits."""
         self._thread.join()
         found: list[Any] = [None] * self._num_shares
         dist.all_gather_object(found, self._found)
@@ -112,15 +107,13 @@ class DamageSearch:
 
 
 def agree_on_model(config_json: Mapping[str, Any], folder: Path, *, with_weights: bool) -> None:
-    """Checks that all ranks have found the same model. Every rank calls it before the first step that depends on it.
+    """Check that all ranks have found the same model. Every rank calls it before the first step that depends on it.
 
     Args:
-        config_json: Content of the model's `config.json`, as this rank has read it.
-        folder: The model's folder on this rank's machine.
-        with_weights: Weights are going to be read from it.
+        with_weights: Whether weights are going to be read from it.
 
     Raises:
-        ConfigurationError: A rank has found something else than rank 0. The same on every rank.
+        ConfigurationError: A rank has found another model than rank 0; raised on every rank.
     """
     digest = hashlib.sha256(json.dumps(config_json, sort_keys=True).encode()).hexdigest()
     form = "Megatron-Core's" if with_weights and holds_megatron_weights(folder) else "Hugging Face's"

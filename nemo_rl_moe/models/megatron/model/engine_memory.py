@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a generation engine with a copy of the weights, by arithmetic: of each rank, and on the way to it."""
+"""Memory of a generation engine with a copy of the weights, by arithmetic: on each rank, and in transit."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,24 +22,23 @@ class EngineMemory:
     """Bytes of one rank of an engine.
 
     Attributes:
-        weights: Its part of the weights.
-        cache_of_a_token: Keys and values of one token in all layers, its heads' part.
+        weights: Its share of the weights.
+        cache_of_a_token: Keys and values of one token in all layers, of its heads.
     """
 
     weights: int
     cache_of_a_token: int
 
     def cache(self, total: int, utilization: float) -> int:
-        """Bytes of its share of a device that are left for keys and values; the engine's own buffers are not counted.
+        """Return the bytes of its share of a device that remain for keys and values, without the engine's buffers.
 
         Args:
-            total: Bytes of the device.
             utilization: Share that the engine may take.
         """
         return max(0, int(total * utilization) - self.weights)
 
     def fits_from(self, held_beside: int, utilization: float) -> float:
-        """Bytes of the smallest device that holds the engine's share and what lies beside it; infinite for none.
+        """Return the bytes of the smallest device that holds the engine's share and other content; infinite for none.
 
         Args:
             held_beside: Bytes of others on the device while the engine generates.
@@ -79,15 +78,10 @@ def engine_memory(size: EngineSize, transformer: TransformerConfig, hf_config: A
 
 
 def bytes_on_the_way(config: GRPOMasterConfig, transformer: TransformerConfig, hf_config: Any) -> int:
-    """Most bytes of buckets that lie between trainer and engines while weights are sent.
+    """Return the maximum bytes of buckets between trainer and engines while weights are sent.
 
-    Each trainer rank has `MAX_UNACKNOWLEDGED` buckets there, of the largest matrix of a layer where that is more than
-    a bucket holds; embedding and output layer, which are larger still, once.
-
-    Args:
-        config: The run's configuration.
-        transformer: What `build_transformer_config` made of it.
-        hf_config: The model's Hugging Face configuration.
+    Each trainer rank has `MAX_UNACKNOWLEDGED` buckets there, of a layer's largest matrix where that exceeds a bucket;
+    embedding and output layer, which are larger still, count once.
     """
     itemsize = transformer.params_dtype.itemsize
     widths = [transformer.num_attention_heads * transformer.kv_channels, transformer.moe_ffn_hidden_size or 0]

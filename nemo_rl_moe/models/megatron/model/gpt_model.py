@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Builds this rank's model chunks: Megatron-Core's GPTModel with the layer spec that the machine calls for."""
+"""Builds this rank's model chunks: Megatron-Core's GPTModel with the layer spec for the machine."""
 
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
@@ -48,28 +48,26 @@ class _PolicyOutput:
     """Output of a policy model, as a mixin of GPTModel:
 
     - Padded rows of the vocabulary are left out of every softmax, so that tensor parallelism changes no number.
-    - Logits are divided by the temperature that responses are sampled with: the policy that is trained is the one that
-      they were drawn from.
-    - A forward pass can end before the output layer, for those who compute logits a piece at a time.
-    - The batch's columns for the model are at hand during its forward pass, on every pipeline stage.
-    - Heads beside the log-probabilities are computed where asked for: the entropy from the same logits, values by a
-      head of their own, which may also stand in place of the logits.
-    - Of more tokens than a chunk has, logits exist for one chunk at a time.
+    - Logits are divided by the sampling temperature: the trained policy is the one that responses were sampled from.
+    - A forward pass can end before the output layer, so that logits can be computed in pieces.
+    - The batch's columns for the model are available during its forward pass, on every pipeline stage.
+    - Other heads are computed on request: the entropy from the same logits, values by a value head, also in place of
+    logits.
+    - With `logprob_chunk_size`, logits exist for one chunk of tokens at a time.
 
     Attributes:
         real_vocabulary_size: Without padding.
         temperature: Divides the logits in the loss.
-        logprob_chunk_size: Tokens of a chunk; None: logits of all tokens exist at a time.
+        logprob_chunk_size: None: logits of all tokens exist at a time.
         returns_hidden_states: End with the final norm's output, [sequence, batch, hidden].
         needs_entropy: Also compute the entropy where the loss is.
-        entropy: What was computed last, [batch, sequence], with its graph; taken by whoever asked for it.
+        entropy: Last result, [batch, sequence], with its graph; cleared by its reader.
         has_value_head: True on the last stage of a model with a value head.
-        value_head: Of such a chunk.
-        predicts_tokens: False where the loss is one of values alone: it gets these in place of log-probabilities.
+        predicts_tokens: False where the loss takes values in place of log-probabilities.
         values: As `entropy`.
-        model_columns: Columns of the microbatch that the forward pass runs, by name: `[rows, columns, ...]` on the
-            token axis, whole also under sequence parallelism. Empty outside of it, and so in what activation
-            checkpointing repeats in the backward pass: read them before the layers, or hand them to these.
+        model_columns: Columns of the microbatch in its forward pass, by name: `[rows, columns, ...]` on the token axis,
+            whole also under sequence parallelism. Empty afterwards, and so in activation recomputation: read them
+            before the layers, or pass them to the layers.
     """
 
     real_vocabulary_size: int
@@ -135,7 +133,7 @@ class PolicyGPTModel(_PolicyOutput, GPTModel):
 
 
 class FastPolicyGPTModel(_PolicyOutput, FastGPTModel):
-    """The same with this project's modules for machines without Transformer Engine."""
+    """`PolicyGPTModel` with this project's modules for machines without Transformer Engine."""
 
 
 class VisionGPTModel(_PolicyOutput, VisionInput, GPTModel):
@@ -149,14 +147,7 @@ class FastVisionGPTModel(_PolicyOutput, VisionInput, FastGPTModel):
 def build_model_chunks(
     policy: PolicyConfig, config: TransformerConfig, hf_config: Any, heads: Collection[Head] = (Head.LOGPROBS,)
 ) -> list[GPTModel]:
-    """This rank's model chunks (one, or one for each virtual pipeline stage), weights not yet set.
-
-    Args:
-        policy: The `policy` section of the configuration.
-        config: What `build_transformer_config` made of it.
-        hf_config: The model's Hugging Face configuration.
-        heads: Heads that the model has.
-    """
+    """Build this rank's model chunks (one for each virtual pipeline stage), without weights."""
     correct_expert_bias_with_padding()
     virtual_stages = config.virtual_pipeline_model_parallel_size
     chunks = []
@@ -214,7 +205,7 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
 
 
 def _stretch_positions(chunk: GPTModel, hf_config: Any) -> None:
-    """Sets the rotary frequencies of models that stretch their positions; multi-latent attention has its own."""
+    """Set the rotary frequencies of models with scaled positions; multi-latent attention has its own."""
     if chunk.config.multi_latent_attention:
         return
     frequencies = inverse_frequencies(hf_config)

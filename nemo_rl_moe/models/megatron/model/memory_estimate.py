@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters and memory of each worker by arithmetic: nothing is built, no process group is needed."""
+"""Parameters and memory of each worker by arithmetic, without building a model or process groups."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +26,11 @@ _MOMENT_BYTES = {"float32": _FLOAT32, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters, by what their gradients and optimizer state are spread over.
+    """Numbers of parameters, by how their gradients and optimizer state are sharded.
 
     Attributes:
-        dense: All but routed experts; trained by every data-parallel rank.
-        experts: Routed experts; trained by every expert-data-parallel rank.
+        dense: All but routed experts; over data-parallel ranks.
+        experts: Routed experts; over expert-data-parallel ranks.
         frozen: Without gradients.
     """
 
@@ -43,18 +43,17 @@ class Parameters:
 
     @property
     def trained(self) -> int:
-        """Those with gradients."""
+        """Parameters with gradients."""
         return self.dense + self.experts
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.trained + self.frozen
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """Number of ranks that share a dense matrix, the experts of a layer, and an expert's matrix."""
+    """Numbers of ranks that share a dense matrix, the experts of a layer, and an expert's matrix."""
 
     tensor: int = 1
     expert: int = 1
@@ -69,19 +68,17 @@ def whole_model_parameters(config: TransformerConfig, hf_config: Any) -> int:
 
 
 def parameters_of_layers(config: TransformerConfig, hf_config: Any, tensor: int) -> int:
-    """Parameters of all layers on each of so many tensor-parallel ranks, which cut the experts' matrices too.
+    """Count the parameters of all layers on each of `tensor` tensor-parallel ranks, which also split the experts.
 
     Args:
-        config: The effective configuration; its own layout does not matter.
-        hf_config: The model's Hugging Face configuration.
-        tensor: Number of ranks.
+        config: Its own layout does not matter.
     """
     cut = _Cut(tensor=tensor, expert_tensor=tensor)
     return sum(_layer(config, hf_config, index, cut, False).total for index in range(config.num_layers))
 
 
 def active_parameters(config: TransformerConfig, hf_config: Any) -> int:
-    """Parameters that one token passes through: of the routed experts, only those that it is sent to."""
+    """Count the parameters that one token passes through: of the routed experts, only its own."""
     total = whole_model_parameters(config, hf_config)
     if config.num_moe_experts is None:
         return total
@@ -97,14 +94,11 @@ def rank_parameters(
     routers_frozen: bool = False,
     freeze: FreezeConfig | None = None,
 ) -> Parameters:
-    """Parameters of each rank of a pipeline stage: its tensor-parallel and expert-parallel ranks all hold as many.
+    """Count the parameters of each rank of a pipeline stage, which is equal on all of its ranks.
 
     Args:
-        config: The effective configuration, which says the layout.
-        hf_config: The model's Hugging Face configuration.
-        stage: The pipeline stage.
-        routers_frozen: Whether the routers' weights are left as they are.
-        freeze: Parts that are; None: none.
+        routers_frozen: Whether the routers' weights are frozen.
+        freeze: Frozen parts; None: none.
     """
     cut = _Cut(
         config.tensor_model_parallel_size, config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1
@@ -220,11 +214,11 @@ class OptimizerMemory:
     """Bytes of one rank's share of the optimizer, by arithmetic.
 
     Attributes:
-        state: On the device: Adam's two moments and, where the weights are no float32, a float32 master copy; of what
-            updates beside a part on the host, its gradients in float32 too.
-        on_the_host: Masters, moments and gradients in float32 of the parameters that are updated on the host.
-        float32_gradients: Copies of gradients that are no float32, while the optimizer steps.
-        float32_moments: Copies of moments that are no float32, of a portion of the parameters, while it steps.
+        state: On the device: Adam's two moments and, unless the weights are float32, a float32 master copy; with
+            updates on the host, also float32 gradients of the rest.
+        on_the_host: Masters, moments and float32 gradients of the parameters that are updated on the host.
+        float32_gradients: Copies of gradients of other types, while the optimizer steps.
+        float32_moments: Copies of moments of other types, of a chunk of the parameters, while it steps.
     """
 
     state: int
@@ -238,18 +232,17 @@ class WorkerMemory:
     """Bytes of one worker, by arithmetic.
 
     Attributes:
-        weights: Parameters in the number format of the run.
-        gradients: Megatron-Core's buffers for them: float32 where they are reduced in it, else as the weights.
-        optimizer: The optimizer's share, sharded over (expert-)data-parallel and context-parallel ranks by the
-            distributed optimizer.
-        activations_at_least: A lower bound of what one microbatch leaves for the backward pass: the input of every
-            layer and, on the last stage, logits in float32, of a chunk where a microbatch has more. Everything else is
-            not counted.
-        tower_activations: The same of the vision tower, for as many patches as a microbatch can have. Most have fewer,
-            as text has none and equal pictures count once: it is in no sum.
-        key_value_cache: Keys and values of generation.
-        reference_weights: The reference model, in the host's memory.
-        is_moved: Gradients are freed and the optimizer's state is moved to the host while responses are generated.
+        weights: Parameters in the run's number format.
+        gradients: Megatron-Core's buffers: float32 where they are reduced in it, else as the weights.
+        optimizer: Sharded over (expert-)data-parallel and context-parallel ranks by the distributed optimizer.
+        activations_at_least: A lower bound of what one microbatch keeps for the backward pass: the input of every layer
+            and, on the last stage, float32 logits, of one chunk where there are several.
+        tower_activations: The same bound for the vision tower with the maximum number of patches, which few
+            microbatches
+            have: it is in no sum.
+        key_value_cache: Of generation.
+        reference_weights: The reference model, on the host.
+        is_moved: Gradients are freed and the optimizer's state moves to the host during generation.
     """
 
     weights: int
@@ -268,12 +261,12 @@ class WorkerMemory:
 
     @property
     def while_generating(self) -> int:
-        """Bytes held while responses are generated, without the cache."""
+        """Bytes held during generation, without the cache."""
         return self.weights if self.is_moved else self.always
 
     @property
     def moved(self) -> int:
-        """Bytes that the host holds in place of the device."""
+        """Bytes that move from the device to the host."""
         return self.optimizer.state if self.is_moved else 0
 
     @property
@@ -289,14 +282,7 @@ class WorkerMemory:
 
 
 def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> WorkerMemory:
-    """Memory of each worker of a pipeline stage.
-
-    Args:
-        config: The run's configuration.
-        transformer: What `build_transformer_config` made of it.
-        hf_config: The model's Hugging Face configuration.
-        stage: The pipeline stage.
-    """
+    """Estimate the memory of each worker of a pipeline stage."""
     megatron, generates = config.policy.megatron_cfg, generating(config.policy)
     parallel = megatron.distributed_data_parallel_config
     parameters = rank_parameters(
@@ -322,13 +308,12 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
 
 
 def _optimizer_memory(chosen: OptimizerConfig, updated: int, weight_bytes: int, gradient_bytes: int) -> OptimizerMemory:
-    """Memory of the optimizer.
+    """Estimate the memory of the optimizer.
 
     Args:
-        chosen: Its settings.
         updated: Parameters that this rank updates.
-        weight_bytes: Bytes of a weight.
-        gradient_bytes: Bytes of a gradient in its buffer.
+        weight_bytes: Of one weight.
+        gradient_bytes: Of one gradient in its buffer.
     """
     if chosen.optimizer_cpu_offload:
         on_the_host = round(updated * chosen.optimizer_offload_fraction)
@@ -351,7 +336,8 @@ def expert_data_parallel_size(config: MasterConfig) -> int:
 
 
 def microbatch_tokens(config: MasterConfig) -> int:
-    """Most tokens of a microbatch, padding included; with context parallelism of all ranks that share it."""
+    """Return the maximum tokens of a microbatch, padding included; with context parallelism of all ranks that share
+    it."""
     policy = config.policy
     for budget in (policy.sequence_packing, policy.dynamic_batching):
         if budget.enabled:
@@ -360,8 +346,8 @@ def microbatch_tokens(config: MasterConfig) -> int:
 
 
 def microbatch_patches(config: MasterConfig, hf_config: Any) -> int:
-    """Most patches that the vision tower runs for a microbatch: its limit, or those of as many image tokens as it has
-    tokens; 0 of a model of text. One sample with more is not counted."""
+    """Return the maximum number of patches of a microbatch: its limit, or the patches of as many image tokens as it has
+    tokens; 0 for a model of text. A single sample may have more."""
     vision = family_of(hf_config).vision
     if vision is None:
         return 0
@@ -373,7 +359,7 @@ def microbatch_patches(config: MasterConfig, hf_config: Any) -> int:
 
 
 def generation_batch_size(config: MasterConfig) -> int:
-    """Most sequences that one rank generates at a time; 0 where the algorithm generates none, or an engine does.
+    """Return the maximum number of sequences that a rank generates at a time; 0 without generation, or with an engine.
 
     Without a limit it is the rank's share of the responses that the algorithm asks for at a time.
     """
@@ -397,7 +383,7 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
 
 
 def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
-    """Of ranks of the first stage, each of which runs the whole tower; nothing is kept where it is not trained."""
+    """Bytes on ranks of the first stage, each of which runs the whole tower; nothing is kept where it is frozen."""
     vision = family_of(hf_config).vision
     if vision is None or stage > 0 or config.policy.freeze.vision_tower:
         return 0

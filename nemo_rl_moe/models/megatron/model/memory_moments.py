@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of one GPU at each moment of a run, by arithmetic: of the trainer, an engine beside it, and both processes.
 
-The moments follow the order of a run: workers start and load a checkpoint; the state that may leave goes to the host;
-engines start, each of which wants its whole share free, and sleep; weights arrive; responses are generated; engines
-sleep while the trainer works.
+The order is a run's: workers start and load a checkpoint; the trainer's movable state goes to the host; engines start
+with their whole share free, and sleep; weights arrive; responses are generated; engines sleep while the trainer works.
 """
 
 from collections.abc import Sequence
@@ -24,9 +23,8 @@ class Moment:
     """Bytes of one GPU at a moment.
 
     Attributes:
-        name: What happens then.
-        trainer: Tensors of the trainer's rank, at least.
-        engine: Memory of the engine's rank beside it.
+        trainer: Lower bound of the trainer's tensors.
+        engine: Of the engine's rank.
         processes: Contexts and communication of both.
     """
 
@@ -37,17 +35,15 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.trainer + self.engine + self.processes
 
 
 @dataclass(frozen=True)
 class EngineShare:
-    """An engine's rank on a GPU of the trainer's.
+    """An engine's rank on a GPU of the trainer.
 
     Attributes:
-        memory: Of the rank.
-        share: Bytes that it may take while it is awake, weights and key-value cache.
+        share: Bytes that it may take while awake, weights and key-value cache.
     """
 
     memory: EngineMemory
@@ -58,8 +54,7 @@ def moments(worker: WorkerMemory, engine: EngineShare | None) -> list[Moment]:
     """Return the memory of a GPU at each moment of a run.
 
     Args:
-        worker: Memory of the trainer's rank.
-        engine: Engine on the same GPU; None: there is none, or it has GPUs of its own.
+        engine: None: there is none, or it has GPUs of its own.
     """
     if engine is None:
         found = [Moment("while training", worker.while_training_at_least, 0, PROCESS_BYTES)]
@@ -86,8 +81,6 @@ def smallest_device(worker: WorkerMemory, memory: EngineMemory, utilization: flo
     """Return the bytes of the smallest GPU that holds trainer and engine at each moment; infinite where none does.
 
     Args:
-        worker: Memory of the trainer's rank.
-        memory: Memory of the engine's rank.
         utilization: Share of the GPU that the engine may take.
     """
     held = worker.while_generating + 2 * PROCESS_BYTES

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`policy.megatron_cfg.model_overrides`: fields of Megatron-Core's TransformerConfig that have no key of their own."""
+"""`policy.megatron_cfg.model_overrides`: fields of Megatron-Core's TransformerConfig without a key of their own."""
 
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
@@ -36,11 +36,10 @@ _ADAPTER = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 def read_overrides(values: Mapping[str, Any], of_the_model: Collection[str]) -> dict[str, Any]:
-    """Fields as the TransformerConfig takes them: names of enumerations become their members.
+    """Convert fields for the TransformerConfig: names of enumerations become their members.
 
     Args:
-        values: Field to value, as in YAML.
-        of_the_model: Fields that the model's own `config.json` decides.
+        of_the_model: Fields that the model's `config.json` decides.
 
     Raises:
         ConfigurationError: A field is unknown, is decided elsewhere, or does not take the value; one line each.

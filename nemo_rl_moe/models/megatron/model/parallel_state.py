@@ -25,11 +25,10 @@ BACKLOG = 4096
 
 
 def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> TCPStore:
-    """Key-value store by which the ranks find each other, at MASTER_ADDR and MASTER_PORT of the environment.
+    """Open the key-value store by which the ranks find each other, at MASTER_ADDR and MASTER_PORT.
 
-    Rank 0 serves it on that address alone. torch's own listens on all interfaces and asks for no credential, so that
-    a stranger on the network could read and write its keys. Ranks that a launcher such as torchrun has started find its
-    store there.
+    Rank 0 serves it on that address alone: torch's own listens on all interfaces without credentials, so that strangers
+    could read and write its keys. Under a launcher such as torchrun, the launcher's store is used.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
@@ -50,10 +49,10 @@ def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> TCPStore
 
 @contextmanager
 def shared_gloo_device() -> Iterator[None]:
-    """One network device, and so one thread, for all gloo process groups that are created inside.
+    """Use one network device, and so one thread, for all gloo process groups that are created inside.
 
-    A device has a thread that wakes up a hundred times a second. Megatron-Core makes about twenty groups, whose threads
-    take 4% of a core from a worker that computes on it. torch.distributed has no option for it.
+    A device's thread wakes up a hundred times a second: those of Megatron-Core's twenty groups take 4% of a worker's
+    core. torch.distributed has no option for it.
     """
     # As torch chooses them for a single group.
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -87,11 +86,9 @@ class ParallelCoordinates:
 
     Attributes:
         data_parallel_rank: Index of this rank's share of the batch.
-        data_parallel_size: Number of such shares.
-        pipeline_rank: Pipeline stage, without virtual stages.
-        tensor_rank: Rank in the tensor-parallel group.
+        pipeline_rank: Without virtual stages.
         is_last_stage: True where the loss is computed.
-        context_rank: Rank among those that share each sequence of this share of the batch.
+        context_rank: Rank among those that share each sequence.
     """
 
     data_parallel_rank: int
@@ -108,14 +105,12 @@ class ParallelCoordinates:
 
 
 def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: int, local_rank: int, seed: int) -> None:
-    """Joins the process group and cuts it into tensor, context, expert, data and pipeline groups.
+    """Join the process group and split it into tensor, context, expert, data and pipeline groups.
 
     Args:
-        megatron: The layout.
-        rank: Global rank.
-        world_size: Number of ranks. The environment holds MASTER_ADDR and MASTER_PORT.
+        rank: Global rank; the environment holds MASTER_ADDR and MASTER_PORT.
         local_rank: Rank on this node; the CUDA device.
-        seed: Seeds dropout and the like, different for each pipeline stage and tensor rank as Megatron does it.
+        seed: Of dropout and the like, different for each pipeline stage and tensor rank as in Megatron.
     """
     if not cpu_backend.ACTIVE:
         torch.cuda.set_device(local_rank)
@@ -144,7 +139,6 @@ def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: i
 
 
 def parallel_coordinates() -> ParallelCoordinates:
-    """This rank's place in the layout."""
     return ParallelCoordinates(
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A machine with GPUs and Transformer Engine, for configurations that are planned on another one."""
+"""A machine with GPUs and Transformer Engine, for planning configurations on another one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def _has_release(wanted: str, check_equality: bool = True) -> bool:
 
 @contextmanager
 def planned_with_gpus() -> Iterator[None]:
-    """Frame in which a TransformerConfig is made as there. Nothing may be built of it here."""
+    """Make TransformerConfigs as on a machine with GPUs; nothing may be built from them here."""
     replaced: list[tuple[Any, str, Any]] = [
         (project_config, "has_transformer_engine", lambda: True),
         (project_config, "_transformer_engine_version", lambda: _RELEASE),

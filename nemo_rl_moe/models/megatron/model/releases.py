@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between the supported releases of Megatron-Core, and corrections of what they get wrong."""
+"""Differences between the supported releases of Megatron-Core, and corrections of their errors."""
 
 import dataclasses
 import functools
@@ -22,11 +22,11 @@ HAS_MOE_METRICS_TRACKER: bool = tuple(int(part) for part in MEGATRON_VERSION.spl
 
 
 def recorded_auxiliary_losses() -> dict[str, Tensor]:
-    """Auxiliary losses that this rank's routers recorded since the last clear.
+    """Return the auxiliary losses that this rank's routers recorded since the last clear.
 
     Returns:
-        Name to a tensor with one entry for each decoder layer, the sum over the microbatches, not reduced over ranks.
-        The tensors are Megatron's own: do not write to them.
+        Name to a tensor with one entry for each decoder layer, summed over microbatches, not reduced over ranks. The
+        tensors are Megatron's own: do not write to them.
     """
     if HAS_MOE_METRICS_TRACKER:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
@@ -68,15 +68,15 @@ def is_routed_expert(parameter_name: str) -> bool:
 
 
 def mark_expert_parameters(model: nn.Module) -> None:
-    """Puts every routed expert's gradient in the expert buffers, whatever the layout.
+    """Put every routed expert's gradient into the expert buffers, whatever the layout.
 
-    Megatron decides by `allreduce`, which it sets only where expert parallelism is on. With tensor parallel 2, expert
-    parallel 1 and expert-tensor parallel 1 the expert gradients are then never reduced (up to 0.18). Marking them
-    always also lets an optimizer checkpoint move between expert-parallel sizes.
+    Megatron decides by `allreduce`, which it sets only with expert parallelism. With tensor parallel 2, expert parallel
+    1 and expert-tensor parallel 1 the expert gradients are then never reduced (up to 0.18). Marking them always also
+    lets an optimizer checkpoint move between expert-parallel sizes.
 
-    The bias of an expert's second product it takes for one of a layer that is cut among tensor-parallel ranks: under
-    sequence parallelism it adds up these ranks' gradients, of different experts even (0.16.1 to 0.19.2), and only the
-    first rank counts them in the gradient norm (0.16.1).
+    Megatron takes the bias of an expert's second product for that of a tensor-parallel layer: under sequence
+    parallelism it sums the ranks' gradients, even of different experts (0.16.1 to 0.19.2), and only the first rank
+    counts them in the gradient norm (0.16.1).
     """
     for name, parameter in model.named_parameters():
         if is_routed_expert(name):
@@ -87,11 +87,11 @@ def mark_expert_parameters(model: nn.Module) -> None:
 
 
 def mark_duplicated_weights(model: nn.Module) -> None:
-    """Unmarks weights of Transformer Engine's linear layers that every tensor-parallel rank holds whole.
+    """Unmark weights of Transformer Engine's linear layers that every tensor-parallel rank holds whole.
 
-    Transformer Engine marks the weights of all its linear layers as cut by tensor parallelism, also those that Megatron
-    duplicates, such as the down-projections of latent attention: import and export would take a whole weight for a
-    part, and the gradient norm would count it once a rank.
+    Transformer Engine marks all weights of its linear layers as split, also those that Megatron duplicates, such as the
+    down-projections of latent attention: import and export would take a whole weight for a part, and the gradient norm
+    would count it once a rank.
     """
     for name, module in model.named_modules():
         is_whole = hasattr(module, "parallel_mode") and module.parallel_mode is None
@@ -101,10 +101,10 @@ def mark_duplicated_weights(model: nn.Module) -> None:
 
 
 def mark_attention_sinks(model: nn.Module) -> None:
-    """Marks attention sinks, one number for each head, as cut along the heads by tensor parallelism.
+    """Mark attention sinks, one number for each head, as split along the heads by tensor parallelism.
 
-    Megatron cuts them without marking them: they would be taken for replicas, and only the first rank's count in the
-    gradient norm (0.16.1 to 0.19.2).
+    Megatron splits them without marking: they would count as replicas, with only the first rank's in the gradient norm
+    (0.16.1 to 0.19.2).
     """
     for name, parameter in model.named_parameters():
         if name.endswith("core_attention.softmax_offset"):
@@ -112,7 +112,7 @@ def mark_attention_sinks(model: nn.Module) -> None:
 
 
 def _count_tokens_for_expert_bias(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-    """TopKRouter._apply_expert_bias, whose mask lacks the expert dimension and cannot be broadcast."""
+    """Replace TopKRouter._apply_expert_bias, whose mask lacks the expert dimension and cannot be broadcast."""
     if self.enable_expert_bias and torch.is_grad_enabled():
         with torch.no_grad():
             if padding_mask is not None:
@@ -121,12 +121,12 @@ def _count_tokens_for_expert_bias(self: Any, routing_map: Tensor, padding_mask: 
 
 
 def correct_expert_bias_with_padding() -> None:
-    """Makes an expert bias work together with a padding mask (0.16.1 to 0.19.2 raise an error)."""
+    """Make an expert bias work together with a padding mask (0.16.1 to 0.19.2 raise an error)."""
     TopKRouter._apply_expert_bias = _count_tokens_for_expert_bias
 
 
 def needs_padding_mask(config: TransformerConfig) -> bool:
-    """True where a microbatch needs a padding mask even without padding.
+    """Whether a microbatch needs a padding mask even without padding.
 
     Without a mask the router takes its own number of tokens times the number of ranks for that of all ranks. The
     global-batch loss spans the data-parallel ranks, whose microbatches differ in size.
@@ -138,15 +138,14 @@ def needs_padding_mask(config: TransformerConfig) -> bool:
 def padding_mask_for_stage(
     padding_mask: Tensor | None, *, is_first_stage: bool, tensor_rank: int, tensor_size: int
 ) -> Tensor | None:
-    """Padding mask in the shape that this pipeline stage needs.
+    """Return the padding mask in the shape that this pipeline stage needs.
 
-    Megatron cuts the mask for sequence parallelism in the embedding: later stages get it whole, and fail on its shape.
+    Megatron splits the mask for sequence parallelism in the embedding: later stages get it whole, and fail on its
+    shape.
 
     Args:
         padding_mask: [batch, sequence], True on padding.
-        is_first_stage: Whether this model chunk holds the embedding.
-        tensor_rank: Rank in the sequence-parallel (tensor-parallel) group.
-        tensor_size: Size of that group.
+        is_first_stage: Whether this chunk holds the embedding.
 
     Returns:
         The whole mask on the first stage, this rank's block of the sequence on the others.

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Origin of each router setting in force, and the `config.json` of exported weights that has the same ones.
+"""Origin of each router setting in force, and the `config.json` of exported weights with these settings.
 
-A model computes something else with another top-k, score function or normalisation, and trains differently with
-another auxiliary loss; which of them a program has taken from where is seen nowhere in its weights.
+Another top-k, score function or normalisation changes what a model computes, and another auxiliary loss how it trains;
+weights do not show which setting came from where.
 """
 
 from collections.abc import Mapping
@@ -53,14 +53,7 @@ _KEY = "policy.megatron_cfg."
 def setting_sources(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> dict[str, str]:
-    """Origin of each entry of `effective_moe_configuration`: user, model or this project; defaults are left out.
-
-    Args:
-        policy: The `policy` section of the configuration.
-        hf_config: The model's Hugging Face configuration.
-        config_json: Its file as it is.
-        config: What `build_transformer_config` made of them.
-    """
+    """Return the origin of each entry of `effective_moe_configuration`: user, model or this project; no defaults."""
     family = family_of(hf_config)
     own = family.transformer_fields(hf_config)
     chosen = policy.megatron_cfg.moe_transformer_fields
@@ -103,7 +96,7 @@ def _is_in_file(field: str, hf_config: Any, config_json: _CONFIG_DICT) -> bool:
 def setting_warnings(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> list[str]:
-    """Warnings about the router settings of a run, a line each. Arguments as of `setting_sources`."""
+    """Return warnings about a run's router settings, a line each; the arguments are those of `setting_sources`."""
     if config.num_moe_experts is None:
         return []
     family, chosen = family_of(hf_config), policy.megatron_cfg.moe_transformer_fields
@@ -130,7 +123,7 @@ class ExportedConfig:
     """The `config.json` beside exported weights.
 
     Attributes:
-        content: The model's own file, with the type of the weights and the settings that were changed.
+        content: The model's file, with the type of the weights and the changed settings.
         not_expressed: Settings in force that transformers' model cannot have, by name.
     """
 
@@ -141,7 +134,8 @@ class ExportedConfig:
 def exported_config(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> ExportedConfig:
-    """The `config.json` of exported weights, with the settings in force. Arguments as of `setting_sources`."""
+    """Return the `config.json` of exported weights, with the settings in force; the arguments are those of
+    `setting_sources`."""
     family = family_of(hf_config)
     # Files with code of the model's own are not copied, and are not needed: transformers knows the family.
     content = {name: value for name, value in config_json.items() if name != "auto_map"}
@@ -158,7 +152,7 @@ def exported_config(
 def _with_settings(
     policy: PolicyConfig, hf_config: Any, content: _CONFIG_DICT, config: TransformerConfig
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The decoder's fields with the settings in force, and those settings that they cannot express."""
+    """Return the decoder's fields with the settings in force, and those settings that they cannot express."""
     family, content = family_of(hf_config), dict(content)
     not_expressed = []
     # In the order of the fields: the kind of a loss follows from its coefficient in many families.
@@ -178,7 +172,7 @@ def _with_settings(
 
 
 def _candidates(fields: Mapping[str, str | None], name: str, value: Any) -> list[dict[str, Any]]:
-    """Values of a field of `config.json` that could mean this one."""
+    """Return the values of a `config.json` field that could express this setting."""
     field = fields.get(name)
     if field is None:
         return []
@@ -192,7 +186,7 @@ def _candidates(fields: Mapping[str, str | None], name: str, value: Any) -> list
 
 
 def _as_transformers_has_it(hf_config: Any, content: _CONFIG_DICT, name: str) -> Any:
-    """The setting that a model of this `config.json` has in transformers; equal to nothing where it can have none."""
+    """Return transformers' setting for this `config.json`, or an object equal to nothing where there is none."""
     try:
         found = type(hf_config).from_dict(dict(content))
         if family_of(hf_config).vision is not None:
@@ -204,6 +198,6 @@ def _as_transformers_has_it(hf_config: Any, content: _CONFIG_DICT, name: str) ->
 
 
 def _own(hf_config: Any, name: str) -> Any:
-    """A setting of a model that nobody has changed."""
+    """Return the model's own value of a setting."""
     fields = family_of(hf_config).transformer_fields(hf_config)
     return fields[name] if name in fields else getattr(TransformerConfig, name, None)

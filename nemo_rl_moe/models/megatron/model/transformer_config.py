@@ -58,7 +58,7 @@ def layers_of_stages(config: TransformerConfig) -> list[int]:
 
 
 def attention_windows(config: TransformerConfig) -> list[int | None]:
-    """Number of keys that a query of each layer sees, its own included; None: all up to its own."""
+    """Return the number of keys that a query of each layer sees, its own included; None: all up to its own."""
     size, frequency = config.window_size, config.window_attn_skip_freq
     numbers = range(1, config.num_layers + 1)
     return [size[0] + 1 if is_layer_window_attention(size, frequency, number) else None for number in numbers]
@@ -99,10 +99,9 @@ def has_transformer_engine() -> bool:
 
 
 def require_transformer_engine() -> None:
-    """Refuses to train on an accelerator without Transformer Engine, or with one that was compiled for another torch.
+    """Refuse to train on an accelerator without Transformer Engine, or with one compiled for another torch.
 
-    Survives a machine with GPUs on which the package was installed as for CPUs: Megatron-Core 0.16.1 then fails in the
-    first MoE layer with a NameError (`te_general_gemm`).
+    Without it Megatron-Core 0.16.1 fails in the first MoE layer with a NameError (`te_general_gemm`).
 
     Raises:
         ConfigurationError: There is an accelerator and no Transformer Engine that loads.
@@ -182,11 +181,7 @@ def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> TransformerConfig:
-    """The effective TransformerConfig: the model's fields, then the machine's, then the user's `moe_*` fields.
-
-    Args:
-        policy: The `policy` section of the configuration.
-        hf_config: The model's Hugging Face configuration.
+    """Build the effective TransformerConfig: the model's fields, then the machine's, then the user's `moe_*` fields.
 
     Raises:
         ConfigurationError: The family or a field is unsupported, or Megatron-Core refuses the combination.
@@ -252,7 +247,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
 
 
 def _problem_with_deep_layers(config: TransformerConfig, num_deep: int) -> str | None:
-    """Layers that take what the tower adds to them, and are not all where the tower is; None: they are."""
+    """Return the problem of layers that take the tower's features but are not all on its stage; None: there is none."""
     first = len(layers_of_chunks(config, 0)[0])
     if first >= num_deep:
         return None
@@ -269,7 +264,7 @@ def _problem_with_deep_layers(config: TransformerConfig, num_deep: int) -> str |
 
 
 def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str]:
-    """Parts and pictures that are not there, and models or pipeline stages of which nothing would train."""
+    """Return problems of missing vision parts, and of models or pipeline stages without any trained weight."""
     freeze, key = policy.freeze, "policy.freeze."
     shared = policy.megatron_cfg.context_parallel_size
     if has_vision and shared > 1:
@@ -321,8 +316,8 @@ def _problems_with_packed_sinks(policy: PolicyConfig) -> list[str]:
 
 
 def _problems_with_shared_sequences(fields: dict[str, Any]) -> list[str]:
-    """Context parallelism of models whose attention Transformer Engine does not compute while keys and values go from
-    rank to rank, and other ways for these, which have not been tried here."""
+    """Return the problems of context parallelism with attention that Transformer Engine does not compute in a ring, and
+    alternatives, which are untested here."""
     ranks, key = fields["context_parallel_size"], "policy.megatron_cfg"
     if ranks == 1:
         return []
@@ -344,7 +339,7 @@ def _problems_with_shared_sequences(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
-    """Combinations of the model's sizes and the layout that cannot be dealt out."""
+    """Return the problems of sizes that do not divide by the layout."""
     tensor = fields["tensor_model_parallel_size"]
     key = "policy.megatron_cfg."
     problems = _problems_with_stages(fields)
@@ -358,7 +353,8 @@ def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
-    """Layers that cannot be dealt out to the pipeline stages and their pieces, and the nearest way that can."""
+    """Return the problem of layers that do not divide among pipeline stages and their pieces, with the nearest
+    division."""
     layers, stages = fields["num_layers"], fields["pipeline_model_parallel_size"]
     pieces = fields["virtual_pipeline_model_parallel_size"] or 1
     key = "policy.megatron_cfg."
@@ -393,7 +389,7 @@ def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
 
 
 def _uneven_stages(layers: int, stages: int, pieces: int) -> str:
-    """Advice on the layers of the first and the last stage: at most as many as each stage between has, and fewest in
+    """Return advice on the layers of the first and the last stage: at most as many as each stage between, and fewest in
     the last one, with the output layer; empty where there is none."""
     if stages < 2 or layers % pieces:
         return ""
@@ -410,7 +406,7 @@ def _uneven_stages(layers: int, stages: int, pieces: int) -> str:
 
 
 def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> list[str]:
-    """Experts that cannot be dealt out evenly, are too few for a token or for forced routing, or lack the kernels."""
+    """Return the problems of experts that do not divide evenly, are too few, or lack the kernels."""
     expert, experts = fields["expert_model_parallel_size"], fields["num_moe_experts"]
     topk = fields["moe_router_topk"]
     key = "policy.megatron_cfg."
@@ -448,7 +444,7 @@ def _problems_with_groups(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_without_experts(policy: PolicyConfig) -> list[str]:
-    """Settings that call for experts. A `moe_*` field of a dense model is not one: inherited, it just has no effect."""
+    """Return settings that need experts. A `moe_*` field of a dense model is none: it has no effect."""
     megatron = policy.megatron_cfg
     expert, hot_rank = megatron.expert_model_parallel_size, megatron.moe_router_force_hot_rank
     key, why = "policy.megatron_cfg.", "the model has no experts"

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Value head of a model: one number a token, linear in the last hidden state, beside or instead of the vocabulary."""
+"""Value head: one number a token, linear in the last hidden state, beside or instead of the vocabulary."""
 
 from collections.abc import Collection
 from typing import Any
@@ -24,11 +24,7 @@ PREFIX = f"{NAME}."
 class ValueHead(torch.nn.Module):
     """Value of each token's state: `w . h` in float32, with the final norm's output `h`.
 
-    Every tensor-parallel rank holds all of `w` and computes the values of all columns, so that its gradient is the same
-    on each of them.
-
-    Args:
-        config: The model's Megatron-Core configuration.
+    Every tensor-parallel rank holds all of `w` and computes all values, so that its gradient is equal on each of them.
     """
 
     def __init__(self, config: Any):
@@ -48,12 +44,8 @@ class ValueHead(torch.nn.Module):
 def add_value_head(chunk: GPTModel, heads: Collection[Head]) -> None:
     """Give the last stage's chunk a value head where one is asked for.
 
-    Where the model predicts no tokens besides, its output layer is taken out of training: nothing would move it but
-    weight decay, and a wrapper that overlaps gradient reduction would wait for its gradient.
-
-    Args:
-        chunk: One of the model's chunks, not yet wrapped for data parallelism.
-        heads: Heads that the model has.
+    Where the model predicts no tokens, its output layer is frozen: only weight decay would move it, and a wrapper that
+    overlaps gradient reduction would wait for its gradient.
     """
     if Head.VALUE not in heads or not chunk.post_process:
         return

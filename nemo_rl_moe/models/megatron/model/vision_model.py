@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures in a decoder: tower and projector on the first pipeline stage, their output among the word embeddings."""
+"""Images in a decoder: tower and projector on the first pipeline stage, their output among the word embeddings."""
 
 import functools
 import itertools
@@ -30,14 +30,12 @@ PREFIX = "vision."
 
 
 class MultimodalRotary(torch.nn.Module):
-    """Angles of positions in time, height and width; in the place of Megatron-Core's, which cannot interleave.
+    """Angles of positions in time, height and width, in place of Megatron-Core's, which cannot interleave.
 
     Args:
-        head_dim: Size of a head.
-        base: Base period.
         section: Frequencies of each of the three axes.
-        interleaved: They take turns, as long as each has some left, and time has the rest (Qwen3-VL); otherwise they
-            lie in three blocks.
+        interleaved: They alternate, as long as each has some left, and time has the rest (Qwen3-VL); otherwise they
+            form three blocks.
     """
 
     def __init__(self, head_dim: int, base: float, section: Sequence[int], *, interleaved: bool):
@@ -66,13 +64,13 @@ class MultimodalRotary(torch.nn.Module):
 
 
 class VisionInput:
-    """Input of a vision-language model, as a mixin of GPTModel: what the tower makes of pictures, among the words.
+    """Input of a vision-language model, as a mixin of GPTModel: image features among word embeddings.
 
-    The registered module `vision`, tower and projector, is there on the first stage alone.
+    The registered module `vision`, tower and projector, exists on the first stage alone.
 
     Attributes:
         hf_config: The flattened configuration.
-        model_columns: Of the microbatch that the forward pass runs; see the policy's output mixin.
+        model_columns: Of the microbatch in its forward pass; see the policy's output mixin.
     """
 
     hf_config: Any
@@ -89,16 +87,13 @@ class VisionInput:
         padding_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The chunk's forward pass.
+        """Run the chunk's forward pass.
 
         Args:
-            input_ids: Token ids.
-            position_ids: `[3, rows, columns]` where the family has such positions; `[rows, columns]` stands for text.
-            attention_mask: As GPTModel takes it.
-            decoder_input: In place of words and pictures; whole, also under sequence parallelism.
-            deep: Beside `decoder_input`: what is added behind each of the first layers; as whole.
+            position_ids: `[3, rows, columns]` where the family has such positions; `[rows, columns]` is for text.
+            decoder_input: Replaces words and images; whole, also under sequence parallelism.
+            deep: With `decoder_input`: features added after each of the first layers, whole as well.
             padding_mask: `[rows, columns]`, True on padding.
-            kwargs: GPTModel's others.
         """
         if self.family.has_mrope and position_ids is not None and position_ids.ndim == 2:
             position_ids = position_ids.expand(3, *position_ids.shape)
@@ -128,19 +123,18 @@ class VisionInput:
 
     @property
     def family(self) -> VisionFamily:
-        """The vision-language family."""
         found = family_of(self.hf_config).vision
         assert found is not None  # the model is built for one
         return found
 
     def image_features(self, columns: Mapping[str, Tensor]) -> TowerOutput | None:
-        """Output of tower and projector, one row an image token; a picture that is there twice runs once.
+        """Compute the output of tower and projector, one row an image token; repeated images run once.
 
         Args:
-            columns: The microbatch's; sizes and digests on the host, pixels of each distinct picture once.
+            columns: The microbatch's; sizes and digests on the host, pixels of each distinct image once.
 
         Returns:
-            In the order of the image tokens; None where there are no pictures.
+            In the order of the image tokens; None where there are no images.
         """
         tower, family = self.vision, self.family  # type: ignore[attr-defined]
         if PICTURE_SIZES not in columns or not len(columns[PICTURE_SIZES]):
@@ -158,9 +152,9 @@ class VisionInput:
         return TowerOutput(output.embeddings[rows], tuple(each[rows] for each in output.deep))
 
     def _zero_of_tower(self, device: torch.device) -> Tensor:
-        """0 with a gradient of 0 for each trained weight of tower and projector.
+        """Return 0 with a zero gradient for each trained weight of tower and projector.
 
-        Gradients that are reduced while others are computed are waited for: each microbatch has to make all of them.
+        With overlapped gradient reduction, each microbatch has to make all gradients.
         """
         tower = self.vision  # type: ignore[attr-defined]
         if not any(parameter.requires_grad for parameter in tower.parameters()):
@@ -173,12 +167,11 @@ class VisionInput:
     def embed(
         self, input_ids: Int[Tensor, "rows columns"], columns: Mapping[str, Tensor], features: TowerOutput | None
     ) -> Float[Tensor, "columns rows hidden"]:
-        """Word embeddings, with features in the place of the prompt's image tokens.
+        """Return word embeddings with image features in the place of the prompt's image tokens.
 
         Args:
-            input_ids: Token ids; those of image tokens may be any.
+            input_ids: Those of image tokens may be any.
             columns: With the mask of image tokens, unless there are no features.
-            features: Of `image_features`.
         """
         hidden: Tensor = self.embedding(input_ids=input_ids, position_ids=None)  # type: ignore[attr-defined]
         if features is None:
@@ -189,14 +182,13 @@ class VisionInput:
 def placed(
     hidden: Float[Tensor, "columns rows hidden"], is_image: Tensor, features: Float[Tensor, "tokens hidden"]
 ) -> Float[Tensor, "columns rows hidden"]:
-    """Hidden states with features in the place of those of the image tokens, row after row.
+    """Replace the hidden states of image tokens by features, row after row.
 
-    Nothing waits for the device: what is chosen depends on no number there.
+    No host sync: what is chosen depends on no number on the device.
 
     Args:
-        hidden: All tokens'.
-        is_image: `[rows, columns]`, as many of them True as there are features.
-        features: One row for each.
+        is_image: `[rows, columns]`, with as many True as features.
+        features: One row for each image token.
     """
     number = is_image.flatten().long().cumsum(0).sub_(1).clamp_(0, len(features) - 1)
     by_token = torch.nn.functional.embedding(number.view(is_image.shape).T, features.to(hidden.dtype))
@@ -207,7 +199,7 @@ def placed(
 def deep_input(
     hidden: Float[Tensor, "columns rows hidden"], is_image: Tensor, features: TowerOutput
 ) -> list[Float[Tensor, "columns rows hidden"]]:
-    """Tensors that are added to the hidden states behind each of the first layers: 0 but for image tokens.
+    """Return what is added to the hidden states after each of the first layers: 0 except for image tokens.
 
     Args:
         hidden: Of all tokens, for shape and type.
@@ -219,13 +211,7 @@ def deep_input(
 
 
 def add_vision(chunk: GPTModel, hf_config: Any, init_seed: int) -> None:
-    """Gives a chunk what its family has beside the decoder: tower and projector, and the positions of image tokens.
-
-    Args:
-        chunk: A `VisionInput`.
-        hf_config: The flattened configuration.
-        init_seed: Seed of the random weights of tower and projector.
-    """
+    """Give a chunk its family's tower and projector, and the positions of image tokens."""
     family = family_of(hf_config).vision
     assert family is not None
     chunk.hf_config = hf_config
@@ -242,12 +228,10 @@ def add_vision(chunk: GPTModel, hf_config: Any, init_seed: int) -> None:
 
 
 def draw_weights(tower: torch.nn.Module, hf_config: Any, seed: int) -> None:
-    """Random weights of tower and projector by transformers' rule, from the seed and each module's name alone.
+    """Fill tower and projector with random weights by transformers' rule, from the seed and each module's name alone.
 
     Args:
-        tower: Of the family's `build`, on the host. torch's generator is moved.
-        hf_config: The flattened configuration.
-        seed: Of random weights.
+        tower: From the family's `build`, on the host; moves torch's generator.
     """
     from transformers import PreTrainedModel
 
@@ -265,7 +249,8 @@ def draw_weights(tower: torch.nn.Module, hf_config: Any, seed: int) -> None:
 
 @contextmanager
 def tower_buffers_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
-    """Keeps frequencies of the towers' rotary embeddings as they are while modules are brought to half precision."""
+    """Keep the frequencies of the towers' rotary embeddings in float32 while modules are converted to half
+    precision."""
     kept = [
         (module, name, buffer)
         for chunk in chunks
@@ -281,12 +266,10 @@ def tower_buffers_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
 
 
 def freeze_parts(chunk: GPTModel, freeze: FreezeConfig, hf_config: Any) -> None:
-    """Takes parts of a model out of training.
+    """Freeze parts of a model.
 
     Args:
-        chunk: One of its chunks, not yet wrapped for data parallelism.
-        freeze: Which parts.
-        hf_config: The (flattened) configuration.
+        chunk: Not yet wrapped for data parallelism.
     """
     family = family_of(hf_config).vision
     for name, parameter in chunk.named_parameters():
@@ -321,6 +304,6 @@ def vision_parameters(hf_config: Any) -> tuple[int, int]:
 
 
 def pixels_per_token_of_positions(hf_config: Any) -> int | None:
-    """Height and width of an image token's pixels, where such tokens have positions of their own; None otherwise."""
+    """Return height and width in pixels of an image token with 3D positions; None otherwise."""
     family = family_of(hf_config).vision
     return family.pixels_per_token(hf_config) if family is not None and family.has_mrope else None

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Export of the weights under Hugging Face names, tensor by tensor: to a folder, or to engines that keep a copy."""
+"""Export of the weights under Hugging Face names, tensor by tensor: to a folder, or to engines with copies."""
 
 import json
 import shutil
@@ -44,25 +44,21 @@ def save_weights(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[str]:
-    """Writes a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads. Every rank calls it.
+    """Write a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads. Every rank calls it.
 
-    The folder appears whole or not at all, in place of one that was there; until then everything goes to
-    `FOLDER.incomplete`. All ranks must share the file system.
+    The folder appears complete or not at all, replacing an older one; until then all goes to `FOLDER.incomplete`. All
+    ranks must share the file system.
 
     Args:
-        chunks: This rank's model chunks.
-        config: Their configuration.
-        hf_config: The model's Hugging Face configuration.
-        folder: Where to.
-        write_beside: Writes what lies beside the weights (configuration, tokenizer) into a folder; runs on rank 0.
-        max_shard_bytes: Largest file, where no single tensor is larger.
-        progress: Gets the share of the tensors of this rank's pipeline stage that are done.
+        write_beside: Writes the small files (configuration, tokenizer) into a folder; runs on rank 0.
+        max_shard_bytes: Size limit of a file with several tensors.
+        progress: Called with the share of finished tensors of this rank's pipeline stage.
 
     Returns:
-        The parameters that were left out because the family has no tensor for them; the same on every rank.
+        Parameters left out because the family has no tensor for them; equal on every rank.
 
     Raises:
-        CheckpointError: A rank could not write its part; nothing is left of it. The same on every rank.
+        CheckpointError: A rank could not write its part; nothing of it remains. Raised on every rank.
     """
     staging = folder.with_name(folder.name + ".incomplete")
     deliveries, without_rule = plan_deliveries(chunks, config, hf_config)
@@ -89,10 +85,10 @@ def save_weights(
 def tensors_of_this_rank(
     chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face names and full tensors on the host; over all ranks, each once. Every rank runs it to its end.
+    """Yield Hugging Face names and full tensors on the host, each on one rank; every rank runs it to its end.
 
     Raises:
-        RuntimeError: A rank ran out of memory, say; at the end, on every rank.
+        RuntimeError: A rank failed, for example without memory; at the end, on every rank.
     """
     deliveries, _ = plan_deliveries(chunks, config, hf_config)
     failure = SharedFailure()
@@ -116,7 +112,7 @@ def tensors_of_this_rank(
 def _begin(
     staging: Path, files: dict[str, tuple[int, list[TensorHeader]]], write_beside: Callable[[Path], None]
 ) -> None:
-    """Everything but the weights: a fault in it shows before hours of writing."""
+    """Write everything but the weights, so that a fault shows before hours of writing."""
     delete(staging)
     staging.mkdir(parents=True)
     write_beside(staging)
@@ -134,7 +130,7 @@ def _write(
     has_files: bool,
     progress: Callable[[float], None],
 ) -> str | None:
-    """Writes this rank's files; returns what went wrong. Goes on taking part in what the others need it for."""
+    """Write this rank's files; return the problem. Goes on taking part in the others' collectives."""
     failure = SharedFailure()
     with failure.caught():
         if has_files and not staging.is_dir():
@@ -155,7 +151,7 @@ def _on_rank_0(function: Callable[[], None]) -> str | None:
 
 
 def _problem_of(function: Callable[[], None]) -> str | None:
-    """Runs it; what it raises, on one line. A rank that left alone would keep the others waiting."""
+    """Run a function; return what it raises, on one line. A rank that left alone would keep the others waiting."""
     try:
         function()
     except Exception as error:
@@ -164,7 +160,7 @@ def _problem_of(function: Callable[[], None]) -> str | None:
 
 
 def _agree(folder: Path, staging: Path, problem: str | None) -> None:
-    """Raises the problems of all ranks on all of them, when rank 0 has cleared away what was written."""
+    """Raise the problems of all ranks on all of them, after rank 0 has removed what was written."""
     problems = _problems_of_all(problem)
     if not problems:
         return
@@ -175,7 +171,7 @@ def _agree(folder: Path, staging: Path, problem: str | None) -> None:
 
 
 def _problems_of_all(problem: str | None) -> str:
-    """Those of all ranks, on one line and the same on each of them; empty where none has any."""
+    """Join the problems of all ranks on one line, equal on each of them; empty where none has any."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, problem)
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None)

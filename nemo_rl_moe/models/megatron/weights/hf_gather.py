@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Gathering of Hugging Face tensors, one at a time, from the ranks that hold pieces of it to the one that writes it.
+"""Gathering of Hugging Face tensors, one at a time, from the ranks with their pieces to the rank that writes them.
 
-All ranks of a pipeline stage make the same plan out of names and sizes. Every tensor goes to the rank that has the
-least to write so far; data-parallel replicas hold the same weights, and share the work.
+All ranks of a pipeline stage make one plan from names and sizes. Each tensor goes to the rank with the least to write
+so far; data-parallel replicas hold the same weights, and share the work.
 """
 
 import math
@@ -29,16 +29,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class Delivery:
-    """One Hugging Face tensor, and the rank that it is gathered on.
+    """A Hugging Face tensor, and the rank that gathers it.
 
     Attributes:
-        header: Its name, shape and type.
-        items: This rank's pieces of the parameters that it is part of, with their rules: one, or of a tensor that
-            holds all experts those of this rank's experts, in order.
+        items: This rank's pieces of its parameters, with their rules: one, or for a stacked tensor one for each local
+            expert.
         is_stacked: It holds all experts.
-        takes_part: This rank's replica of the weights is the one that it is taken from.
-        shard: Tensor-parallel rank (for experts: expert-tensor-parallel) that it comes to.
-        owner: Of a stacked one, the expert-parallel rank that it comes to.
+        takes_part: Whether it is taken from this rank's replica of the weights.
+        shard: Tensor-parallel (for experts: expert-tensor-parallel) rank that gathers it.
+        owner: Expert-parallel rank that gathers a stacked one.
     """
 
     header: TensorHeader
@@ -57,7 +56,7 @@ class Delivery:
 
 
 class _Spread:
-    """Greedy balance of bytes: each tensor goes to the place that has the fewest so far."""
+    """Greedy balance of bytes: each tensor goes to the place with the fewest so far."""
 
     def __init__(self, *sizes: int):
         self._sizes, self._bytes = sizes, [0] * math.prod(sizes)
@@ -74,7 +73,7 @@ class _Spread:
 
 
 def _shards(is_expert: bool) -> tuple[int, int]:
-    """This rank's place among those that share a parameter, and their number."""
+    """Return this rank's index among those that share a parameter, and their number."""
     if is_expert:
         return (
             parallel_state.get_expert_tensor_parallel_rank(),
@@ -96,10 +95,10 @@ def _replicas(is_expert: bool) -> tuple[int, int]:
 def plan_deliveries(
     chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
 ) -> tuple[list[Delivery], list[str]]:
-    """Tensors that this rank holds a part of, in the order in which all ranks gather them.
+    """List the tensors that this rank has a part of, in the order in which all ranks gather them.
 
     Returns:
-        The deliveries; and the parameters that the family has no tensor for.
+        The deliveries, and the parameters that the family has no tensor for.
     """
     items: dict[str, list[tuple[ParameterPiece, Rule]]] = {}
     headers: dict[str, tuple[TensorHeader, bool]] = {}
@@ -125,7 +124,7 @@ def plan_deliveries(
 def _assigned(
     tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterPiece, Rule], ...]]],
 ) -> list[Delivery]:
-    """Chooses who writes what; with the same outcome on all ranks that have a part in a tensor."""
+    """Choose who writes what, with the same outcome on all ranks that have a part in a tensor."""
     (_, experts_copies), (_, expert_shards) = _replicas(True), _shards(True)
     (_, copies), (_, shards) = _replicas(False), _shards(False)
     stacked = _Spread(experts_copies, parallel_state.get_expert_model_parallel_world_size(), expert_shards)
@@ -140,14 +139,12 @@ def _assigned(
 
 
 def gather_tensors(delivery: Delivery, hf_config: Any, failure: SharedFailure) -> Iterator[Tensor]:
-    """Yields the tensor on the host of the rank that it comes to, a stacked one expert by expert; elsewhere nothing.
+    """Yield the tensor on the host of the gathering rank, a stacked one expert by expert; elsewhere nothing.
 
-    Every rank runs through all deliveries, in order, and through each of them to its end.
+    Every rank must run through all deliveries in order, each to its end.
 
     Args:
-        delivery: The tensor.
-        hf_config: The model's Hugging Face configuration.
-        failure: Catches errors; nothing more is yielded then, and at the end the caller has to look.
+        failure: Catches errors; nothing more is yielded then, and the caller checks it at the end.
     """
     if not delivery.takes_part:
         return
@@ -174,7 +171,7 @@ def _on_host(entry: Tensor | None, failure: SharedFailure) -> Iterator[Tensor]:
 
 
 def _handed_over(delivery: Delivery, holder: int, entry: Tensor | None, failure: SharedFailure) -> Tensor | None:
-    """The next expert of a stacked tensor on the rank that it comes to, from the rank that holds it."""
+    """Return the next expert of a stacked tensor on the gathering rank, from the rank that holds it."""
     group, like = parallel_state.get_expert_model_parallel_group(), delivery.items[0][0].local
     shard_rank, _ = _shards(is_expert=True)
     if shard_rank != delivery.shard:
@@ -196,7 +193,7 @@ def _handed_over(delivery: Delivery, holder: int, entry: Tensor | None, failure:
 def _gathered(
     delivery: Delivery, piece: ParameterPiece, rule: Rule, hf_config: Any, failure: SharedFailure
 ) -> Tensor | None:
-    """Part of a tensor that one parameter holds, in file order, on the receiving rank of the group; else None."""
+    """Return a parameter's part of a tensor, in file order, on the receiving rank of the group; else None."""
     rank, _ = _shards(piece.is_expert)
     is_cut = piece.shard_dimension is not None and piece.num_shards > 1
     if is_cut and failure.has_failed:
@@ -237,18 +234,18 @@ def _shard_group(is_expert: bool) -> Any:
 
 
 def _gather(is_expert: bool, part: Tensor, shards: Tensor | None, shard: int) -> None:
-    """Brings the contiguous parts of all ranks that share a parameter to one of them, which gives room for them."""
+    """Gather the contiguous parts of all ranks that share a parameter on one of them, which provides the memory."""
     group = _shard_group(is_expert)
     into = None if shards is None else [_as_bytes(one) for one in shards]
     dist.gather(_as_bytes(part), into, dst=dist.get_global_rank(group, shard), group=group)
 
 
 def _joined(piece: ParameterPiece, shards: Tensor) -> Tensor:
-    """The whole out of what `_gather` has brought."""
+    """Join what `_gather` has brought."""
     # Along the rows the shards lie one behind another already.
     return shards.flatten(0, 1) if piece.shard_dimension == 0 else torch.cat(list(shards), piece.shard_dimension or 0)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """For collectives, which do not know every type; a view where the tensor is contiguous."""
+    """View a tensor as bytes, for collectives, which do not know every type; copies where it is not contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8)

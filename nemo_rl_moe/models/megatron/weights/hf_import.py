@@ -35,18 +35,12 @@ _TIED = "the output layer is the embedding (tie_word_embeddings)"
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Tensors of a folder that a model has no use for.
-
-    Attributes:
-        names: Their names.
-        why: Why there is none.
-    """
+    """Tensors of a folder that the model ignores, and the reason."""
 
     names: Sequence[str]
     why: str
 
     def line(self, folder: Any) -> str:
-        """For the user."""
         return f"{folder}: {_count(self.names)} left out: {listed(list(self.names))}: {self.why}"
 
 
@@ -63,15 +57,14 @@ def unused_patterns(hf_config: Any) -> dict[str, str]:
 def sort_out(
     folder: SafetensorsFolder, wanted: Mapping[str, tuple[int, ...]], unused: Mapping[str, str]
 ) -> tuple[list[str], list[LeftOut]]:
-    """Comparison of a folder's tensors with those that the ranks of a job need.
+    """Compare a folder's tensors with those that the ranks of a job need.
 
     Args:
-        folder: The folder.
         wanted: Shape of each tensor that any rank needs.
-        unused: Regular expressions of tensors that may be there besides, each with why.
+        unused: Regular expressions of tensors to ignore, each with the reason.
 
     Returns:
-        What is wrong, a line for each kind; and what will be left out.
+        Problems, a line for each kind; and what will be left out.
     """
     problems = []
     missing = sorted(wanted.keys() - folder.tensors.keys())
@@ -133,9 +126,9 @@ class _Plan:
     """Reads planned by one rank.
 
     Attributes:
-        folder: Folder of the weights; None where it cannot be read.
+        folder: None where it cannot be read.
         problems: Reasons why the weights cannot be read, a line each.
-        readings: File by file.
+        readings: By file.
     """
 
     folder: SafetensorsFolder | None = None
@@ -144,7 +137,7 @@ class _Plan:
 
     @property
     def wanted(self) -> dict[str, tuple[int, ...]]:
-        """The tensors that it needs (a part of), with their whole shapes."""
+        """Whole shapes of the tensors that are needed at least in part."""
         return {part.source.name: part.shape for reading in self.readings for part in reading.parts}
 
 
@@ -155,24 +148,20 @@ def load_weights(
     folder: Path,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[str]:
-    """Fills every parameter. Every rank calls it; nothing is read before all ranks know that all of it can be.
+    """Fill every parameter. Every rank calls it; nothing is read before all ranks know that all can be read.
 
-    An expert bias that the folder has no tensor for keeps its zeros, and a value head what it has.
+    An expert bias without a tensor in the folder stays zero, and a value head unchanged.
 
     Args:
-        chunks: This rank's model chunks.
-        config: Their configuration.
-        hf_config: The model's Hugging Face configuration.
-        folder: Holds safetensors files; every rank must reach it.
-        progress: Gets the share that this rank has read.
+        folder: Holds safetensors files, reachable for every rank.
+        progress: Called with the share that this rank has read.
 
     Returns:
-        What of the folder was left out, a line for each reason; the same on every rank.
+        What of the folder was left out, a line for each reason; equal on every rank.
 
     Raises:
-        ConfigurationError: The folder is damaged, lacks a tensor, holds one too many, or one has another shape or a
-            type that cannot be read. The same on every rank. Of a damaged folder the parameters may hold numbers then,
-            which nobody may use.
+        ConfigurationError: The folder is damaged, lacks a tensor, or holds one too many, of another shape or of an
+            unreadable type. Raised on every rank; after damage, the parameters must not be used.
     """
     plan = _plan(chunks, config, hf_config, folder)
     lines = _agreed(plan, hf_config, folder)
@@ -203,12 +192,12 @@ def _raise_damage(lines: Sequence[str], folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Shares:
-    """Tensors that are compared with their checksums while a rank reads them.
+    """Tensors that a rank compares with their checksums while it reads them.
 
     Attributes:
-        parts: Gets the checksums; None where the folder has none.
-        mine: Those of this rank, and their places.
-        of_all: Places of those of any rank.
+        parts: Receives the checksums; None where the folder has none.
+        mine: This rank's tensors, with their places.
+        of_all: Places of the tensors of all ranks.
     """
 
     parts: PartsRead | None
@@ -217,9 +206,9 @@ class _Shares:
 
 
 def _compared_while_read(plan: _Plan, folder: Path) -> _Shares:
-    """Shares out the tensors that ranks read whole among those who do; each rank says in a bit a part which it does.
+    """Distribute the comparison of tensors that ranks read whole; each rank says in a bit a part which it reads.
 
-    The others, slices of which go to several ranks, are compared apart from the reading.
+    Other tensors, slices of which go to several ranks, are compared separately.
     """
     assert plan.folder is not None  # all have agreed
     try:
@@ -286,7 +275,7 @@ def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any,
 def _forms_in(
     folder: SafetensorsFolder, piece: ParameterPiece, rule: Rule, hf_config: Any, num_experts: int | None
 ) -> list[list[SourcePart]]:
-    """The parts of a piece in each form of its tensors that the folder holds by name; in the rule's own where it holds
+    """Return the parts of a piece in each form of its tensors that the folder holds; in the rule's own where it holds
     none, for the message."""
     forms = [
         source_parts(piece, rule, sources, hf_config, num_experts)
@@ -297,7 +286,7 @@ def _forms_in(
 
 
 def _fitting(folder: SafetensorsFolder, forms: Sequence[Sequence[SourcePart]]) -> list[int]:
-    """Forms whose tensors have the shapes that the folder says."""
+    """Return the forms whose tensors have the folder's shapes."""
     tensors = folder.tensors
     return [
         place
@@ -307,7 +296,7 @@ def _fitting(folder: SafetensorsFolder, forms: Sequence[Sequence[SourcePart]]) -
 
 
 def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
-    """Raises what any rank has found wrong, on all of them; otherwise what will be left out."""
+    """Raise what any rank has found wrong, on all of them; otherwise return what will be left out."""
     _raise_together(plan.problems)
     assert plan.folder is not None  # it would be a problem
     found: list[Any] = [None] * dist.get_world_size()
@@ -325,7 +314,7 @@ def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
 
 
 def _raise_together(problems: Sequence[str]) -> None:
-    """Raises the problems of the first rank that has any, on all of them; every rank must take part."""
+    """Raise the problems of the first rank that has any, on all of them; every rank must take part."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, list(problems))
     ranks = [rank for rank, lines in enumerate(found) if lines]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of Hugging Face tensors that a rank's piece of a parameter consists of: shapes and index ranges, no data."""
+"""Parts of Hugging Face tensors that form a rank's piece of a parameter: shapes and index ranges, no data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +19,9 @@ class SourcePart:
     """Slice of a source tensor that a rank's piece needs.
 
     Attributes:
-        source: The source.
         shape: Of the whole tensor in its file.
-        ranges: For each of its dimensions the first index and the one after the last.
-        local_shape: Of the part that the parameter's piece is put together from, padding included.
+        ranges: First index and the one after the last, for each dimension.
+        local_shape: Of the resulting part, padding included.
     """
 
     source: Source
@@ -31,7 +30,7 @@ class SourcePart:
     local_shape: tuple[int, ...]
 
     def in_file_order(self, part: Tensor) -> Tensor:
-        """A view of a part as it lies in the file, without its padding."""
+        """View a part as in the file, without padding."""
         if self.source.is_transposed:
             part = part.transpose(0, 1)
         if self.source.is_stacked:
@@ -49,13 +48,10 @@ def rule_of(piece: ParameterPiece, hf_config: Any) -> Rule | None:
 def source_parts(
     piece: ParameterPiece, rule: Rule, sources: Sequence[Source], hf_config: Any, num_experts: int | None
 ) -> list[SourcePart]:
-    """The parts of all sources that a rank's piece is put together from.
+    """Return the parts of all sources that form a rank's piece.
 
     Args:
-        piece: The piece.
-        rule: Its rule.
-        sources: The rule's own ones, or one of its alternatives.
-        hf_config: The model's Hugging Face configuration.
+        sources: The rule's sources, or one of its alternatives.
         num_experts: Routed experts of a layer.
     """
     local = torch.empty(piece.local.shape, device="meta")

@@ -19,17 +19,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class ParameterPiece:
-    """A local tensor that is (a slice of) one full canonical parameter, or the router's expert bias.
+    """A local tensor with (a slice of) one full canonical parameter, or a router's expert bias.
 
     Attributes:
         name: Canonical name, see `families/rules.py`: global layer and expert numbers, no wrapper prefixes.
-        local: View of the local parameter's data.
-        shard_dimension: Dimension along which tensor parallelism cuts it, None where it is whole.
-        num_shards: Number of tensor-parallel (for experts: expert-tensor-parallel) ranks.
+        local: View of the local data.
+        shard_dimension: Dimension that tensor parallelism splits; None: whole.
+        num_shards: Tensor-parallel (for experts: expert-tensor-parallel) ranks.
         shard_rank: This rank among them.
-        gated: True where the dimension holds two halves (gate, up) that are each cut.
-        is_expert: True for a routed expert's weight.
-        trains: False where gradients are off.
+        gated: The dimension holds two halves (gate, up) that are each split.
     """
 
     name: str
@@ -48,7 +46,7 @@ class ParameterPiece:
 
     @property
     def is_expert_bias(self) -> bool:
-        """True for what a router adds to its scores when it chooses, which no gradient moves."""
+        """Whether it is a router's selection bias, which has no gradient."""
         return self.name.endswith(_EXPERT_BIAS)
 
     def pad_vocabulary(self, rows: Tensor) -> Tensor:
@@ -64,7 +62,7 @@ class ParameterPiece:
         return tuple(shape)
 
     def slice_of(self, full: Tensor) -> Tensor:
-        """This rank's piece of the full tensor."""
+        """Return this rank's piece of the full tensor."""
         if self.shard_dimension is None or self.num_shards == 1:
             return full
         halves = full.chunk(2, self.shard_dimension) if self.gated else (full,)
@@ -96,9 +94,9 @@ _EXPERT_BIAS = ".router.expert_bias"
 
 
 def parameter_pieces(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[ParameterPiece]:
-    """Every parameter of this rank's unwrapped model chunks, stacked experts one by one, and the routers' expert bias.
+    """Yield every parameter of this rank's unwrapped model chunks, stacked experts one by one, and the expert bias.
 
-    The bias is no parameter to torch: no gradient moves it. But it is learnt, and the model is another one without it.
+    The bias has no gradient and is no parameter to torch, but it is learnt.
     """
     for chunk in chunks:
         for local_name, parameter in chunk.named_parameters():
@@ -109,14 +107,14 @@ def parameter_pieces(chunks: Sequence[GPTModel], config: TransformerConfig) -> I
 
 
 def _canonical_layer(chunk: GPTModel, local_name: str) -> str:
-    """The name with its layer's number counted over the whole model."""
+    """Return the name with the layer's number counted over the whole model."""
     return _LOCAL_LAYER.sub(
         lambda match: f"decoder.layers.{chunk.decoder.layers[int(match.group(1))].layer_number - 1}.", local_name
     )
 
 
 def plain_norm_name(name: str) -> str:
-    """The name that a norm's weight has where the norm is a module of its own; other names pass through."""
+    """Return the name of a norm's weight in a separate norm module; other names pass through."""
     for fused, plain in _FUSED_NORMS.items():
         if name.endswith(fused):
             return name.removesuffix(fused) + plain

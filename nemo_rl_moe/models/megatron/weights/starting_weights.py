@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Starting weights: random ones, those of a checkpoint or of a Hugging Face folder; and the copy kept as reference.
+"""Starting weights: random, from a checkpoint or from a Hugging Face folder; and the copy kept as reference.
 
 Random weights depend on the seed and the parameter's name alone, never on the layout.
 """
@@ -31,8 +31,8 @@ _RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", "linear_fc2.weight")
 
 
 def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, seed: int) -> None:
-    """Fills every parameter but a vision tower's and projector's, which `add_vision` draws: norms with 1, biases with
-    0, the rest from a normal distribution of `init_method_std`."""
+    """Initialise every parameter except vision ones (see `add_vision`): norms with 1, biases with 0, the rest from a
+    normal distribution of `init_method_std`."""
     with torch.no_grad():
         for piece in parameter_pieces(chunks, config):
             if piece.name.startswith(VISION_PREFIX):
@@ -42,7 +42,7 @@ def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf
 
 @torch.no_grad()
 def _draw_value_heads(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, seed: int) -> None:
-    """Fill the value heads, which few folders have a tensor for, as random weights are drawn."""
+    """Fill the value heads, which few folders have a tensor for, with random weights."""
     for piece in parameter_pieces(chunks, config):
         if piece.name.startswith(VALUE_HEAD_PREFIX):
             piece.local.copy_(_full_tensor(piece, config, hf_config, seed))
@@ -53,7 +53,7 @@ _FIRST_SEED = 1234
 
 
 def _seed_of(name: str, seed: int) -> int:
-    """Seed of one parameter's draws, in the 32 bits that torch's generator for CPUs reads of one."""
+    """Return the seed of one parameter's random numbers, in the 32 bits that torch's CPU generator reads."""
     mixed = 0 if seed == _FIRST_SEED else zlib.crc32(str(seed).encode())
     return zlib.crc32(name.encode()) ^ mixed
 
@@ -84,21 +84,18 @@ def set_starting_weights(
     init_seed: int,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[str]:
-    """Fills every parameter. Every rank calls it.
+    """Fill every parameter. Every rank calls it.
 
     Args:
-        chunks: This rank's model chunks.
-        config: Their configuration.
-        hf_config: The model's Hugging Face configuration.
-        folder: Where weights are read from; None for random ones.
-        init_seed: Seed of random weights.
-        progress: Gets the share that has been read of Hugging Face files.
+        folder: Source of the weights; None for random ones.
+        init_seed: Of random weights.
+        progress: Called with the share of Hugging Face files that has been read.
 
     Returns:
-        Notices for the user, a line each; the same on every rank.
+        Notices for the user, a line each; equal on every rank.
 
     Raises:
-        UserError: The folder's weights cannot be used; the same on every rank.
+        UserError: The folder's weights cannot be used; raised on every rank.
     """
     if folder is None:
         initialize_weights(chunks, config, hf_config, init_seed)
@@ -111,11 +108,7 @@ def set_starting_weights(
 
 
 class ReferenceWeights:
-    """The weights that a model has now, kept on the host.
-
-    Args:
-        chunks: The model's chunks on this rank.
-    """
+    """A copy on the host of a model's present weights."""
 
     def __init__(self, chunks: Sequence[nn.Module]):
         self._live = [tensor for chunk in chunks for tensor in _weights(chunk)]
@@ -126,7 +119,7 @@ class ReferenceWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """While open, the model has the reference's weights; afterwards its own again, to the last bit."""
+        """Give the model the reference's weights while open, and then its own again, to the last bit."""
         self._exchange()
         try:
             yield

@@ -24,14 +24,10 @@ _LARGEST_PADDED_SHARE = 1.5
 
 
 def packed_lengths(packed: PackedSeqParams, total: int) -> list[int]:
-    """Lengths of the packed sequences, with their own padding where there is some.
-
-    Args:
-        packed: Megatron's description of a packed batch, format `thd`.
-        total: Number of tokens in the pack.
+    """Return the lengths of the packed sequences, including their own padding.
 
     Raises:
-        ValueError: Another format, or lengths that do not add up to `total`.
+        ValueError: The format is not `thd`, or lengths do not add up to `total`.
     """
     if packed.qkv_format != "thd":
         raise ValueError(f"packed sequences: qkv_format must be 'thd', got {packed.qkv_format!r}")
@@ -43,20 +39,18 @@ def packed_lengths(packed: PackedSeqParams, total: int) -> list[int]:
 
 
 def worth_padding(lengths: list[int]) -> bool:
-    """True where one padded batch of these sequences is faster than one call each."""
+    """Whether one padded batch of these sequences is faster than one call each."""
     return max(lengths) * len(lengths) <= _LARGEST_PADDED_SHARE * sum(lengths)
 
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Padded batch `[longest, sequences]` of the sequences of a pack.
+    """Padded batch `[longest, sequences]` of packed sequences.
 
-    Padding stands behind each sequence, where causal attention of real tokens never looks.
+    Padding follows each sequence, where causal attention of real tokens never looks.
 
     Attributes:
-        longest: Length of the longest sequence.
-        sequences: Number of sequences.
-        places: `[tokens]`, each token's row in the flattened batch.
+        places: `[tokens]`, index of each token in the flattened batch.
     """
 
     longest: int
@@ -81,28 +75,23 @@ class PaddedBatch:
 
 
 def causal_mask(queries: int, keys: int, device: torch.device | None = None, window: int | None = None) -> Tensor:
-    """True where a query may look at a key; the last query belongs to the last key. `[queries, keys]`.
+    """Return a mask `[queries, keys]`, True where a query may look at a key; the last query belongs to the last key.
 
     Args:
-        queries: Number of query positions.
-        keys: Number of key positions.
-        device: Where to make it.
-        window: How many keys a query sees, its own included; None: all up to its own.
+        window: Number of keys that a query sees, its own included; None: all up to its own.
     """
     allowed = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
     return allowed if window is None else allowed.triu_(keys - queries - window + 1)
 
 
 def require_causal(attention_mask: Tensor | None, queries: int, keys: int) -> None:
-    """Refuses every attention mask but the causal one (or none at all, which means causal).
+    """Refuse every attention mask except the causal one, or None, which means causal.
 
     Args:
-        attention_mask: As Megatron-Core has it: True where a query must not look; broadcasts to `[..., queries, keys]`.
-        queries: Number of query positions.
-        keys: Number of key positions.
+        attention_mask: As in Megatron-Core: True where a query must not look; broadcasts to `[..., queries, keys]`.
 
     Raises:
-        ValueError: The mask is another one.
+        ValueError: The mask is not causal.
     """
     if attention_mask is None:
         return
@@ -117,16 +106,16 @@ def require_causal(attention_mask: Tensor | None, queries: int, keys: int) -> No
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """Causal attention in Megatron's layout.
+    """Compute causal attention in Megatron's layout.
 
-    With more keys than queries the queries are the last positions: decoding with cached keys.
+    With more keys than queries the queries are the last positions, as when decoding with cached keys.
 
     Args:
         query: `[queries, batch, heads, dim]`.
         key: `[keys, batch, groups, dim]`, heads a multiple of groups.
         value: `[keys, batch, groups, value_dim]`.
         scale: Factor of the scores; None means `dim ** -0.5`.
-        window: How many keys a query sees, its own included; None: all up to its own.
+        window: Number of keys that a query sees, its own included; None: all up to its own.
 
     Returns:
         `[queries, batch, heads * value_dim]`.
@@ -150,13 +139,13 @@ def causal_attention(
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """Attention in Megatron's layout under a mask.
+    """Compute attention in Megatron's layout under a mask.
 
     Args:
         query: `[queries, batch, heads, dim]`.
         key: `[keys, batch, groups, dim]`, heads a multiple of groups.
         value: `[keys, batch, groups, value_dim]`.
-        mask: `[queries, keys]`, True where a query may look at a key; None means causal, for as many keys as queries.
+        mask: `[queries, keys]`, True where a query may look at a key; None: causal, with as many keys as queries.
         scale: Factor of the scores; None means `dim ** -0.5`.
 
     Returns:
@@ -173,14 +162,14 @@ def masked_attention(
 def packed_attention(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, lengths: list[int]
 ) -> Tensor:
-    """Attention inside each sequence of a pack.
+    """Compute attention inside each sequence of a pack.
 
     Args:
-        attend: Of queries, keys and values as `causal_attention` takes them.
+        attend: Takes queries, keys and values as `causal_attention` does.
         query: `[tokens, heads, dim]`.
         key: `[tokens, groups, dim]`.
         value: `[tokens, groups, value_dim]`.
-        lengths: Of the sequences, in order, adding up to `tokens`.
+        lengths: Of the sequences, adding up to `tokens`.
 
     Returns:
         `[tokens, heads * value_dim]`.
@@ -198,11 +187,9 @@ class SDPAttention(MegatronModule):
     """Core attention for Megatron-Core's `SelfAttention` and `MLASelfAttention`: causal only, no dropout.
 
     Args:
-        config: The model's configuration.
         attn_mask_type: Must be causal, or causal with padding at the end.
         softmax_scale: Factor of the scores; None means `dim ** -0.5`.
-        **_others: What Megatron-Core says besides: the layer's number; the sizes of a head, which the tensors tell;
-            dropout and context parallelism, with which the layer spec keeps the stock module.
+        **_others: Megatron-Core's other arguments, which the tensors or the layer spec determine; unused.
 
     Raises:
         ValueError: Another `attn_mask_type`.
@@ -229,7 +216,7 @@ class SDPAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attends to whole sequences or, with `packed_seq_params`, inside each sequence of a pack.
+        """Attend to whole sequences or, with `packed_seq_params`, inside each sequence of a pack.
 
         Raises:
             ValueError: A mask other than the causal one, or an attention bias.
@@ -247,7 +234,7 @@ class SDPAttention(MegatronModule):
         return self.attend(query, key, value)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `causal_attention`."""
+        """See `causal_attention`."""
         return causal_attention(query, key, value, self.softmax_scale)
 
 

@@ -1,8 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with a key-value cache in evaluation: keys are kept after their rotation, prompts may have padding before.
+"""Attention with a key-value cache in evaluation: keys are cached after rotation, and prompts may be padded on the
+left.
 
-Megatron-Core keeps keys as they are and rotates all of them at every token.
+Megatron-Core caches unrotated keys and rotates all of them at every token.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,10 +29,10 @@ from megatron.core.inference.contexts import StaticInferenceContext
 
 
 class Rotation:
-    """Cosines and sines of the rotary angles of a batch, the same for all layers.
+    """Cosines and sines of a batch's rotary angles, shared by all layers.
 
     Args:
-        angles: Of all slots: one for all rows or, where images give rows positions of their own, one for each.
+        angles: Of all slots: shared by all rows or, where images give rows their own positions, for each row.
     """
 
     def __init__(self, angles: Float[Tensor, "slots rows_or_1 1 dim"]):
@@ -41,7 +42,7 @@ class Rotation:
 
     @property
     def of_rows(self) -> bool:
-        """True where each row has its own."""
+        """Whether each row has its own angles."""
         return self.cosines.shape[1] > 1
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
@@ -55,9 +56,8 @@ class LayerCache:
     """Key-value cache of one attention layer.
 
     Attributes:
-        keys_and_values: Keys normalised and rotated, values as they come.
-        rotation: The batch's.
-        weight: Of the norms of the query heads and of the key.
+        keys_and_values: Keys normalised and rotated.
+        weight: Of the norms of query heads and key.
         swapped: The other half of each weight, the first half negative.
     """
 
@@ -80,20 +80,19 @@ class LayerCache:
         return self.rotation.cosines[slots] * self.weight, self.rotation.sines[slots] * self.swapped
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drops all other rows of the batch, but for the rotation, which layers share."""
+        """Keep some rows, except in the rotation, which layers share."""
         self.keys_and_values = self.keys_and_values.index_select(0, rows)
 
 
 class PaddedInferenceContext(StaticInferenceContext):
-    """A key-value cache for `CachedForward` whose rows may begin with padding.
+    """A key-value cache for `CachedForward` with optional padding at the beginning of rows.
 
-    Rotary embedding is relative, so that padding before a row shifts its positions and changes nothing else.
+    As rotary embedding is relative, the padding shifts a row's positions and changes nothing else.
 
     Args:
-        num_rows: Sequences.
-        num_slots: Tokens of each, padding included.
-        rotation: Angles of all slots.
-        num_pads: Padding before each; None where there is none.
+        num_slots: Tokens of each row, padding included.
+        rotation: Of all slots.
+        num_pads: Padding before each row; None where there is none.
     """
 
     def __init__(self, num_rows: int, num_slots: int, rotation: Rotation, num_pads: Int[Tensor, " rows"] | None = None):
@@ -105,7 +104,6 @@ class PaddedInferenceContext(StaticInferenceContext):
         self._mask: tuple[tuple[int, int], Tensor] | None = None
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drops all other rows of the batch."""
         self.rotation.keep_rows(rows)
         for cache in self.key_value_memory_dict.values():
             cache.keep_rows(rows)
@@ -114,11 +112,7 @@ class PaddedInferenceContext(StaticInferenceContext):
         self._mask = None
 
     def added_mask(self, queries: int, dtype: torch.dtype) -> Float[Tensor, "rows 1 queries keys"] | None:
-        """Additive mask of the next `queries` slots: minus infinity for padding and for later slots.
-
-        Args:
-            queries: How many there are.
-            dtype: Of the scores.
+        """Return an additive mask of the next `queries` slots: minus infinity for padding and later slots.
 
         Returns:
             None where there is no padding.
@@ -145,13 +139,11 @@ def new_layer_cache(
     key_weight: Float[Tensor, " dim"],
     layout: HeadLayout,
 ) -> LayerCache:
-    """An empty cache of one layer.
+    """Make the empty cache of one layer.
 
     Args:
-        context: Gives the sizes and the rotation.
         query_weight: Of the RMS norm of each query head.
-        key_weight: Of that of the keys.
-        layout: The layer's heads.
+        key_weight: Of the RMS norm of the keys.
     """
     half = layout.dim // 2
     shape = (context.max_batch_size, layout.groups, 2, context.max_sequence_length, layout.dim)
@@ -168,14 +160,12 @@ def cached_attention(
     eps: float,
     scale: float,
 ) -> Float[Tensor, "queries rows heads_dim"]:
-    """Normalises and rotates new queries and keys, puts keys and values into the cache, and attends to all of it.
+    """Normalise and rotate new queries and keys, cache keys and values, and attend to the whole cache.
 
     Args:
-        mixed: Queries, keys and values, as Megatron-Core mixes them; overwritten. Of one slot or, when the cache is
-            still empty, of the first few.
-        cache: The layer's.
+        mixed: Queries, keys and values in Megatron-Core's layout; overwritten. One slot or, while the cache is empty,
+            the first few.
         context: Says which slots these are.
-        layout: How `mixed` is laid out.
         eps: Of the norms of queries and keys.
         scale: Factor of the scores.
     """
@@ -228,26 +218,26 @@ def _is_known(layer: Any) -> bool:
 
 
 class PlacedImages(Protocol):
-    """Pictures of a batch's prompts."""
+    """Images of a batch's prompts."""
 
     def place(
         self, hidden: Float[Tensor, "columns rows hidden"], first_slot: int
     ) -> tuple[Float[Tensor, "columns rows hidden"], Sequence[Float[Tensor, "columns rows hidden"]]]:
-        """Puts them among the word embeddings of some slots.
+        """Place image features among the word embeddings of some slots.
 
         Returns:
-            The decoder's input, and what is added to the hidden states behind each of its first layers.
+            The decoder's input, and what is added to the hidden states after each of its first layers.
         """
         ...
 
 
 class CachedForward:
-    """The forward pass of one batch through one chunk. Computes what the modules compute; keeps no trace in them.
+    """Run one batch through one chunk as its modules would, without keeping state in them.
 
     Args:
         chunk: A GPTModel chunk with `has_cached_forward`.
-        context: The batch's key-value cache, still empty.
-        images: The prompts' pictures, of a model with vision.
+        context: The batch's empty key-value cache.
+        images: The prompts' images, for a model with vision.
     """
 
     def __init__(self, chunk: Any, context: PaddedInferenceContext, images: PlacedImages | None = None):
@@ -262,14 +252,14 @@ class CachedForward:
     def __call__(
         self, token_ids: Int[Tensor, "rows columns"], received: Float[Tensor, "columns rows hidden"] | None
     ) -> Float[Tensor, "columns rows hidden"]:
-        """Runs the next tokens, and keeps their keys and values.
+        """Run the next tokens, and cache their keys and values.
 
         Args:
             token_ids: For the first pipeline stage.
-            received: What the stage before returned, for all others.
+            received: Output of the stage before, for all others.
 
         Returns:
-            Hidden states; of the last column alone where they go into the output layer.
+            Hidden states; only of the last column where they go into the output layer.
         """
         deep: Sequence[Tensor] = ()
         if self._embedding is None:
@@ -291,7 +281,7 @@ class _CachedLayer:
     """One transformer layer of `CachedForward`.
 
     Attributes:
-        last_column_only: Nothing but the last column matters after this layer.
+        last_column_only: Only the last column is used after this layer.
     """
 
     last_column_only = False
@@ -383,15 +373,12 @@ def add_experts(
     weights_1: Float[Tensor, "experts two_ffn hidden"],
     weights_2: Float[Tensor, "experts hidden ffn"],
 ) -> None:
-    """Adds the routed experts' output to a tensor: dispatch, `GroupedExperts` and combination in one.
+    """Add the routed experts' output to a tensor: dispatch, `GroupedExperts` and combination in one.
 
     Args:
-        residual: Is added to.
-        tokens: The layer's input.
+        residual: Overwritten with the sum.
         probs: Of the chosen experts.
-        experts: The chosen experts.
-        weights_1: Of all experts, gate rows before up rows.
-        weights_2: Of the second product.
+        weights_1: Gate rows before up rows.
     """
     numbers = torch.arange(weights_1.shape[0], device=tokens.device)
     # Stable, so that an expert sees its tokens in their order, as in training.

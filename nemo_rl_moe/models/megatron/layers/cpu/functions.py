@@ -31,7 +31,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Softmax less one at the target, times the gradient of each loss."""
+        """Return softmax minus one at the target, times the gradient of each loss."""
         logits, log_total, rows, outside = ctx.saved_tensors
         grad_logits = (logits - log_total).exp_()
         grad_logits.scatter_add_(-1, rows, torch.full_like(log_total, -1.0))
@@ -39,11 +39,11 @@ class CrossEntropyFunction(torch.autograd.Function):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Loss of each token.
+    """Compute the loss of each token.
 
     Args:
         logits: `[sequence, batch, vocabulary]`, any floating type.
-        labels: `[batch, sequence]`, token ids. One outside the vocabulary (such as -100) has loss and gradient zero.
+        labels: `[batch, sequence]`, token ids; one outside the vocabulary (such as -100) has loss and gradient zero.
 
     Returns:
         `[batch, sequence]`, in nats, float32.
@@ -59,10 +59,10 @@ class PlainColumnLinear(ColumnParallelLinear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Multiplies `[..., input_size]` by the weight; there is nothing to gather.
+        """Multiply `[..., input_size]` by the weight; there is nothing to gather.
 
         Returns:
-            The product `[..., output_size]`, and the bias where the caller adds it.
+            The product `[..., output_size]`, and a bias that the caller adds.
         """
         chosen = self.weight if weight is None else weight
         if self.skip_bias_add:
@@ -74,10 +74,10 @@ class PlainRowLinear(RowParallelLinear):
     """`RowParallelLinear` for a tensor-parallel group of one rank."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Multiplies `[..., input_size]` by the weight; there is nothing to reduce.
+        """Multiply `[..., input_size]` by the weight; there is nothing to reduce.
 
         Returns:
-            The product `[..., output_size]`, and the bias where the caller adds it.
+            The product `[..., output_size]`, and a bias that the caller adds.
         """
         if self.skip_bias_add:
             return F.linear(input_, self.weight), self.bias
@@ -102,7 +102,6 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Gradients of inputs and weight."""
         normalized, inverse_rms, weight = ctx.saved_tensors
         hidden = normalized.size(-1)
         grad_weight = (grad * normalized).reshape(-1, hidden).sum(0)
@@ -112,13 +111,10 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm that knows sequence parallelism, which Megatron's wrapper of the torch norm refuses.
+    """RMSNorm with sequence parallelism, which Megatron's wrapper of the torch norm refuses.
 
     Args:
-        config: Gives the parameter's type and whether sequence parallelism is on.
-        hidden_size: Size of the last dimension.
-        eps: Added to the mean square.
-        **_others: What some versions of Megatron-Core pass to every norm (`has_residual`, `name`); nothing to do here.
+        **_others: Arguments of some versions of Megatron-Core for every norm (`has_residual`, `name`); unused.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_others: Any):
@@ -142,15 +138,14 @@ _cache_of_microbatches: _Cache = OrderedDict()
 
 
 def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool = False) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of Megatron's rotary angles, computed once for all layers and microbatches.
+    """Compute cosines and sines of Megatron's rotary angles once for all layers and microbatches.
 
     Args:
         angles: `[positions, 1 or batch, 1, dim]`, never changed in place.
-        dtype: Type of the result.
-        of_microbatch: They are those of one microbatch, which no other one has.
+        of_microbatch: The angles belong to one microbatch.
 
     Returns:
-        Two tensors shaped like `angles`.
+        Two tensors in the shape of `angles`.
     """
     key = (angles.data_ptr(), tuple(angles.shape), angles.stride(), dtype)
     cache, most = (_cache_of_microbatches, _CACHED_MICROBATCHES) if of_microbatch else (_cache, _CACHED_LENGTHS)
@@ -167,12 +162,12 @@ def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool
 
 
 def rotate(inputs: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotates the halves of the last dimension against each other, into a new tensor.
+    """Rotate the halves of the last dimension against each other, into a new tensor.
 
     Args:
         inputs: `[..., dim]`.
         cosines: Broadcasts against `inputs`; its halves are equal.
-        sines: As `cosines`. Negative sines rotate back.
+        sines: As `cosines`; negative sines rotate back.
     """
     half = inputs.size(-1) // 2
     rotated = inputs * cosines
@@ -195,11 +190,9 @@ class RotaryFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """Rotated inputs."""
         ctx.save_for_backward(cosines, sines)
         return rotate(inputs, cosines, sines)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Rotates the gradient back."""
         return rotate_back(grad, *ctx.saved_tensors), None, None

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Query and key norm, rotary embedding and causal attention as one node of the graph, for short float32 sequences."""
+"""Query and key norm, rotary embedding and causal attention as one autograd node, for short float32 sequences."""
 
 import functools
 from dataclasses import dataclass
@@ -32,9 +32,8 @@ class HeadLayout:
     """Layout of Megatron-Core's fused queries, keys and values: for each group its query heads, its key, its value.
 
     Attributes:
-        groups: Query groups on this rank.
-        heads_per_group: Query heads that share one key.
-        dim: Size of a head.
+        groups: On this rank.
+        heads_per_group: Query heads that share a key.
     """
 
     groups: int
@@ -51,7 +50,7 @@ def _added_mask(sequence: int, heads_per_group: int) -> Tensor:
 
 
 class FusedAttentionFunction(torch.autograd.Function):
-    """From mixed queries, keys and values to the context. The formulas are those of the separate modules."""
+    """Attention from mixed queries, keys and values, by the formulas of the separate modules."""
 
     @staticmethod
     def forward(
@@ -65,18 +64,15 @@ class FusedAttentionFunction(torch.autograd.Function):
         scale: float,
         layout: HeadLayout,
     ) -> Tensor:
-        """Attends.
+        """Compute attention.
 
         Args:
-            ctx: Of autograd.
             mixed: `[sequence, batch, groups * (heads_per_group + 2) * dim]`.
             query_weight: `[dim]`, of the RMS norm of each query head.
             key_weight: As `query_weight`, of the keys.
             cosines: `[sequence, 1 or batch, 1, dim]`.
             sines: As `cosines`.
             eps: Of both norms.
-            scale: Factor of the scores.
-            layout: How `mixed` is laid out.
 
         Returns:
             `[sequence, batch, groups * heads_per_group * dim]`.
@@ -137,8 +133,7 @@ class FusedAttentionFunction(torch.autograd.Function):
 class FastSelfAttention(SelfAttention):
     """`SelfAttention` with a short forward pass for causal sequences, packed or not.
 
-    Whatever that pass does not know (inference contexts, cross attention, recomputed core attention) goes through the
-    stock one.
+    Other cases (inference contexts, cross attention, recomputed core attention) go through the stock pass.
     """
 
     @property
@@ -148,14 +143,12 @@ class FastSelfAttention(SelfAttention):
 
     @property
     def head_layout(self) -> HeadLayout:
-        """This rank's heads."""
         groups = self.num_query_groups_per_partition
         heads_per_group = self.num_attention_heads_per_partition // groups
         return HeadLayout(groups, heads_per_group, self.hidden_size_per_attention_head)
 
     @property
     def softmax_scale(self) -> float:
-        """Factor of the scores."""
         scale: float | None = self.config.softmax_scale
         return self.hidden_size_per_attention_head**-0.5 if scale is None else scale
 
@@ -169,7 +162,7 @@ class FastSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attends over `[sequence, batch, hidden]`.
+        """Attend over `[sequence, batch, hidden]`.
 
         Returns:
             `[sequence, batch, hidden]`, and the output projection's bias.

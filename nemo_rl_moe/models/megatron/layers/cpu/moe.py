@@ -26,11 +26,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class IndexTopKRouter(TopKRouter):
     """`TopKRouter` for one rank with softmax scores and at most the plain auxiliary loss.
 
-    Probabilities, gradients and the recorded auxiliary loss are the stock router's. See `eligibility` for what it
-    leaves out.
+    Probabilities, gradients and the recorded auxiliary loss are the stock router's; see `eligibility` for what is
+    unsupported.
 
     Attributes:
-        last_topk_indices: `[tokens, k]`, the experts chosen in the last forward pass, best first; None before it.
+        last_topk_indices: `[tokens, k]`, experts of the last forward pass, best first; None before it.
     """
 
     last_topk_indices: Tensor | None = None
@@ -40,8 +40,8 @@ class IndexTopKRouter(TopKRouter):
 
         Args:
             input: `[sequence, batch, hidden]`.
-            padding_mask: `[sequence, batch]`, True for padding, which does not count in the auxiliary loss but is
-                routed like any token.
+            padding_mask: `[sequence, batch]`, True for padding, which is routed but does not count in the auxiliary
+                loss.
 
         Returns:
             Probabilities and expert indices, both `[tokens, k]` with tokens = sequence x batch.
@@ -56,7 +56,7 @@ class IndexTopKRouter(TopKRouter):
         return probs, indices
 
     def evaluate(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Routes `[tokens, hidden]` as `forward` does, and leaves no trace: nothing counts, nothing is kept."""
+        """Route `[tokens, hidden]` as `forward` does, without side effects."""
         weight = self.weight
         as_it_is = self.config.moe_router_dtype is None or (
             self.config.moe_router_dtype == "fp32" and tokens.dtype == weight.dtype == torch.float32
@@ -152,7 +152,7 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         self._num_experts = config.num_moe_experts
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sorts copies of the tokens by expert.
+        """Sort copies of the tokens by expert.
 
         Args:
             hidden_states: `[sequence, batch, hidden]`.
@@ -216,12 +216,12 @@ _GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class ExpertProducts:
-    """Products of the rows of each expert, which lie one after another.
+    """Products of each expert's rows, which are contiguous.
 
     Args:
-        ends: Where each expert's rows end, `[experts]`, int32.
-        rows: A tensor of the type and the number of the rows.
-        widths: Sizes of the last dimensions of all operands.
+        ends: End of each expert's rows, `[experts]`, int32.
+        rows: Example of the rows' type and number.
+        widths: Last dimensions of all operands.
     """
 
     def __init__(self, ends: Tensor, rows: Tensor, widths: tuple[int, ...]):
@@ -249,9 +249,9 @@ class ExpertProducts:
 
 
 class SwigluExpertsFunction(torch.autograd.Function):
-    """All experts as one node of the graph.
+    """All experts as one autograd node.
 
-    Left to autograd, torch's grouped product refuses gradients that are expanded or empty.
+    Under plain autograd, torch's grouped product refuses expanded or empty gradients.
     """
 
     @staticmethod
@@ -296,10 +296,8 @@ class GroupedExperts(MegatronModule):
         linear_fc2_weights: `[local experts, hidden, expert_ffn]`.
 
     Args:
-        num_local_experts: Experts on this rank.
-        config: The model's configuration.
-        pg_collection: Not used: the dispatcher in front does the communication.
-        **_others: What some versions of Megatron-Core pass to every module (`name`).
+        pg_collection: Unused: the dispatcher communicates.
+        **_others: Arguments of some versions of Megatron-Core for every module (`name`).
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None, **_others: Any):
@@ -331,7 +329,7 @@ class GroupedExperts(MegatronModule):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Applies each expert to its rows.
+        """Apply each expert to its rows.
 
         Args:
             permuted_local_hidden_states: `[tokens, hidden]`, sorted by local expert.
@@ -353,9 +351,9 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """The weights as pieces of all experts' weights, under the names and shapes that `SequentialMLP` gives them.
+        """Return the weights as pieces of all experts' weights, under `SequentialMLP`'s names and shapes.
 
-        So checkpoints can be exchanged with Megatron-Core's own experts, Transformer Engine's included.
+        So checkpoints are interchangeable with Megatron-Core's own experts, including Transformer Engine's.
         """
         offset = (len(sharded_offsets), parallel_state.get_expert_model_parallel_rank())
         size = parallel_state.get_expert_model_parallel_world_size()

@@ -29,18 +29,18 @@ def sink_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention with one more score in each head's softmax, that of a key without a value.
+    """Compute causal attention with one more score in each head's softmax, of a key without a value.
 
-    The learnt sinks of Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks (arXiv:2309.17453),
-    as gpt-oss has them: each query's weights add up to less than 1.
+    These are the learnt sinks of Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks
+    (arXiv:2309.17453), as in gpt-oss: each query's weights add up to less than 1.
 
     Args:
         query: `[queries, batch, heads, dim]`, the last positions of the keys.
         key: `[keys, batch, groups, dim]`, heads a multiple of groups.
         value: As `key`.
-        sinks: `[heads]`, the additional scores; they are not scaled.
+        sinks: `[heads]`, the additional scores, which are not scaled.
         scale: Factor of the other scores; None means `dim ** -0.5`.
-        window: How many keys a query sees, its own included; None: all up to its own.
+        window: Number of keys that a query sees, its own included; None: all up to its own.
 
     Returns:
         `[queries, batch, heads * dim]`.
@@ -64,13 +64,12 @@ class SinkAttention(SDPAttention):
     """Core attention under `window_size`, `window_attn_skip_freq` and `softmax_type` of the configuration.
 
     Attributes:
-        softmax_offset: `[heads of this rank]`, the sinks, under the name that Megatron-Core gives them; None without.
+        softmax_offset: `[heads of this rank]`, the sinks, under Megatron-Core's name; None without.
         window: Number of keys that a query of this layer sees, its own included; None: all up to its own.
 
     Args:
-        config: The model's configuration.
-        layer_number: Counts from 1 over the whole model.
-        **others: As `SDPAttention` has them.
+        layer_number: Counted from 1 over the whole model.
+        **others: See `SDPAttention`.
 
     Raises:
         ValueError: Another `attn_mask_type`.
@@ -95,7 +94,7 @@ class SinkAttention(SDPAttention):
         return torch.nn.Parameter(sinks)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `sink_attention` or, without sinks, `causal_attention`."""
+        """See `sink_attention` or, without sinks, `causal_attention`."""
         if self.softmax_offset is None:
             return causal_attention(query, key, value, self.softmax_scale, self.window)
         return sink_attention(query, key, value, self.softmax_offset, self.softmax_scale, self.window)

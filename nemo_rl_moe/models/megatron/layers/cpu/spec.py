@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Layer spec with fast modules for CPUs, where the configuration is one that they support; else Megatron-Core's own."""
+"""Layer spec with fast modules for CPUs where they support the configuration; else Megatron-Core's own."""
 
 import dataclasses
 import functools
@@ -165,11 +165,9 @@ _FURTHER: Mapping[FastModule, Callable[[TransformerConfig], bool]] = {
 
 
 def eligible(module: FastModule, config: TransformerConfig) -> bool:
-    """True where a fast module computes what the stock one does under this configuration.
+    """Whether a fast module computes what the stock one does under this configuration.
 
-    Args:
-        module: Which one. `local_routing` is the index router together with the local dispatcher.
-        config: The model's configuration.
+    `local_routing` is the index router together with the local dispatcher.
     """
     required = {**_EVERYWHERE, **_REQUIRED[module]}
     if any(getattr(config, field, value) != value for field, value in required.items()):
@@ -181,7 +179,7 @@ def eligible(module: FastModule, config: TransformerConfig) -> bool:
 class BuildableSpec:
     """Stand-in for a `ModuleSpec`, with the same content.
 
-    The older TransformerLayer warns of every ModuleSpec whose class it does not know; it builds this all the same.
+    Older TransformerLayers warn of every ModuleSpec of an unknown class, but build this silently.
     """
 
     module: type
@@ -190,12 +188,7 @@ class BuildableSpec:
 
 
 def replace_norms(config: TransformerConfig, layer_spec: ModuleSpec) -> ModuleSpec:
-    """A layer spec with this project's RMSNorm in place of the torch norm, which refuses sequence parallelism.
-
-    Args:
-        config: The model's configuration.
-        layer_spec: A layer spec of Megatron-Core; it stays as it is.
-    """
+    """Copy a layer spec with this project's RMSNorm in place of the torch norm, which refuses sequence parallelism."""
     if not eligible("norm", config):
         return layer_spec
     layer = layer_spec.submodules
@@ -207,12 +200,10 @@ def replace_norms(config: TransformerConfig, layer_spec: ModuleSpec) -> ModuleSp
 
 
 def fast_layer_spec(config: TransformerConfig, layer_spec: ModuleSpec) -> ModuleSpec:
-    """A layer spec with every fast module that the configuration allows.
+    """Copy a layer spec with every fast module that the configuration allows.
 
     Args:
-        config: The model's configuration.
-        layer_spec: Megatron-Core's local spec of a dense or a Mixture-of-Experts layer; it stays as it is, and so does
-            every module in it that is not the stock one.
+        layer_spec: Megatron-Core's local spec of a dense or MoE layer; modules in it that are not stock ones stay.
     """
     layer_spec = replace_norms(config, layer_spec)
     layer = layer_spec.submodules
@@ -236,11 +227,10 @@ def fast_layer_spec(config: TransformerConfig, layer_spec: ModuleSpec) -> Module
 def block_spec(
     config: TransformerConfig, block: TransformerBlockSubmodules, *, fast: bool
 ) -> TransformerBlockSubmodules:
-    """A block's layers and its final norm, treated alike.
+    """Copy a block with replaced layers and final norm.
 
     Args:
-        config: The model's configuration.
-        block: For instance from `get_gpt_decoder_block_spec`; it stays as it is.
+        block: For instance from `get_gpt_decoder_block_spec`.
         fast: True for `fast_layer_spec`, False for `replace_norms` alone.
     """
     change = fast_layer_spec if fast else replace_norms
