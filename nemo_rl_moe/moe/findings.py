@@ -82,9 +82,9 @@ class Thresholds:
 class Finding:
     """One episode.
 
-    layer: Index of the layer in the whole model; None: the whole model.
-    is_over: Whether it has ended; one that returns within `QUIET_STEPS` goes on again.
-    text: Plain text.
+    Attributes:
+        layer: Index of the layer in the whole model; None: the whole model.
+        is_over: Whether it has ended; one that returns within `QUIET_STEPS` goes on again.
     """
 
     kind: FindingKind
@@ -112,8 +112,9 @@ def likewise(others: Sequence[Finding]) -> str:
 class FindingTracker:
     """Tracker of the findings of a run, fed step by step.
 
-    topk: Experts that each token is routed to; None where that is not known: no imbalance is found then.
-    rank_names: Of data-parallel ranks that have names of their own; by default their numbers.
+    Args:
+        topk: Experts that each token is routed to; None where that is not known: no imbalance is found then.
+        rank_names: Names of data-parallel ranks; by default their numbers.
     """
 
     def __init__(self, thresholds: Thresholds, topk: int | None, rank_names: Sequence[str] = ()):

@@ -87,6 +87,7 @@ def highest_coefficient_of_variation_by_chance(
     The sum of squared deviations over its expectation follows chi-square with `E - 1` degrees of freedom over `E - 1`;
     its quantile is approximated as by Wilson and Hilferty (1931).
 
+    Args:
         probability: Below 0.5.
     """
     num_experts = counts.shape[-1]

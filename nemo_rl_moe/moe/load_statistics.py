@@ -129,8 +129,9 @@ def layer_statistics(
 ) -> LayerStatistics:
     """Statistics of each row.
 
-    counts_LE: Assignments of each layer's experts, not negative, on the host.
-    topk: Experts that a token goes to, in all layers or in each; None where that is not known.
+    Args:
+        counts_LE: Assignments of each layer's experts, not negative, on the host.
+        topk: Experts that a token goes to, in all layers or in each; None where that is not known.
     """
     # Products of counts in fewer bits would not fit.
     counts = (counts_LE if counts_LE.dtype == torch.int64 else counts_LE.to(torch.float64)).numpy()

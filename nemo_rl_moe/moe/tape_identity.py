@@ -51,9 +51,7 @@ class TapeAnomaly:
 
     Attributes:
         kind: Of another layer, token or sequence; with ids that mean other experts; of a layer that agrees with
-            nothing; rows that hold what no router
-            chooses, or that stand more than once; rows of one data-parallel rank.
-        text: Plain text.
+            nothing; rows that hold what no router chooses, or that are repeated; rows of one data-parallel rank.
         layer: Global index of the layer whose rows they are; None: several layers, or all.
     """
 

@@ -31,7 +31,8 @@ _NARROW = MARGIN_EDGES.index(1e-2)
 def classify_rows(routes: TapeRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Row, Bool[Tensor, "*layers tokens"]]:
     """Kinds of a tape's rows, as masks.
 
-    fed: Tokens that were fed to the model that chose these routes.
+    Args:
+        fed: Tokens that were fed to the model that chose these routes.
     """
     planes, unknown, in_range, usable, _ = routes
     zero = all_of(planes == 0) & ~usable

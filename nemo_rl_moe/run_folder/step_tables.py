@@ -220,9 +220,7 @@ def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepR
         parts.append(part.since(first_step))
     if not parts:
         raise FileNotFoundError(f"{folder} holds no step")
-    steps = np.concatenate([part.axes[0] for part in parts])
-    values = {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values}
-    return StepRows((steps, *parts[0].axes[1:]), values)
+    return _joined(parts)
 
 
 def rewind_steps(table: StepTable, run_folder: Path, step: int) -> None:
