@@ -18,7 +18,14 @@ from nemo_rl_moe.audit.auditor import AuditedStep, audit_step
 from nemo_rl_moe.audit.sources import Source
 from nemo_rl_moe.audit.summary import SHOWN, anomalies_of, counted, number_text
 from nemo_rl_moe.moe.load_arrays import load_distance
-from nemo_rl_moe.run_folder.tape_sequences import UNKNOWN, TapeDescription, TapeRows, TapeSequence, rows_of
+from nemo_rl_moe.run_folder.tape_sequences import (
+    UNKNOWN,
+    TapeDescription,
+    TapeRows,
+    TapeSequence,
+    rows_of,
+    sequences_of,
+)
 
 _MOST_TOKENS = 65536
 """Of the other run's sequences of a step that are held in memory."""
@@ -215,11 +222,8 @@ def _side_by_side(mine: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray
 
 def _sequences(parts: Iterator[TapeRows]) -> Iterator[tuple[str, Mapping[str, np.ndarray]]]:
     for part in parts:
-        if "token_ids" not in part.columns:
-            continue
-        ends = part.lengths.cumsum()
-        for name, first, end in zip(part.names, (ends - part.lengths).tolist(), ends.tolist(), strict=True):
-            yield name, {key: values[first:end] for key, values in part.columns.items()}
+        if "token_ids" in part.columns:
+            yield from ((sequence.name, sequence.columns) for sequence in sequences_of(part))
 
 
 def _key(columns: Mapping[str, np.ndarray]) -> bytes:
