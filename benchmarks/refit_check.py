@@ -56,7 +56,8 @@ class EveryOther(RefitCheck):
 
     Attributes:
         made: Whether each check until now was made.
-        cpu_seconds: Of all processes when the trainer was asked to send, and when the check was over, of each refit.
+        cpu_seconds: Seconds of all processes, for each refit, when the trainer was asked to send and when the check was
+            over.
     """
 
     made: list[bool] = field(default_factory=list)

@@ -188,10 +188,9 @@ class Found:
 
     Attributes:
         step: Seconds of the steps.
-        tables: Of the files of the tables.
-        measurements: Of the measurements of routing; none where there are none.
-        tape_bytes: Of the last step.
-        num_tokens: Of the last step, prompts included.
+        tables: Seconds of writing the tables.
+        measurements: Seconds of the measurements of routing; none where there are none.
+        num_tokens: Tokens of the last step, prompts included.
     """
 
     step: list[float] = field(default_factory=list)

@@ -28,7 +28,7 @@ from nemo_rl_moe.run_folder.tape_sequences import (
 )
 
 _MOST_TOKENS = 65536
-"""Of the other run's sequences of a step that are held in memory."""
+"""Tokens of the other run's sequences of a step that are held in memory."""
 _OF_SAME = (
     ("rows that agree", "moe/routing/live_agreement"),
     ("single experts that agree", "moe/routing/slot_agreement"),
@@ -43,8 +43,7 @@ class LoadDistance:
     """Distance of the loads of one side.
 
     Attributes:
-        mean: Of the layers, beyond sampling noise.
-        highest: Of the layer with the highest.
+        mean: Mean over the layers, beyond sampling noise.
     """
 
     mean: float
@@ -58,7 +57,7 @@ class Comparison:
 
     Attributes:
         means: Key to the mean over the steps of each, of metrics that both have.
-        distances: Of the loads of each side that both have.
+        distances: Distance of the loads of each side that both have.
         same: Side to the audits of sequences that both have, step by step.
         note: Why sequences were not compared; empty where they were.
     """

@@ -131,7 +131,7 @@ class RouterReplayAudit:
         """Add one forward pass of a chunk.
 
         Args:
-            number: Of the pass in the step, the same on all stages.
+            number: Number of the pass in the step, the same on all stages.
             seen: Routes of each layer under replay, by its index; empty without replay.
             fed: Tokens that count.
         """

@@ -46,7 +46,7 @@ _FORMAT_OF_TYPE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64"
 """By the type's name in safetensors files."""
 
 MOST_TIMES = 4
-"""Sizes in `config.json` may say so many times the stored numbers; which tensors are missing is told by name then."""
+"""Sizes in `config.json` may say so many times the stored numbers; missing tensors are then reported by name."""
 
 
 @dataclass(frozen=True)

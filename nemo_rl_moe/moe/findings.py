@@ -44,7 +44,7 @@ QUIET_STEPS = 100
 """Longest interruption within an episode: a condition that comes and goes would otherwise be reported each time."""
 _MOST_LAYERS_NAMED = 8
 _SUDDEN_OVERLOAD = 0.25
-"""Rise of the overload factor above its running level that is told soon, where it exceeds the limit as well."""
+"""Rise of the overload factor above its running level that is reported soon, where it exceeds the limit as well."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class _OneHot:
     A row is 0 throughout where no router chooses it: an unknown one, or an expert twice.
 
     Attributes:
-        both: Of the tape and of the routers.
+        both: Captured routes, and those of the routers.
         has_live: The routers' row is known.
         num_named: Experts of the tape's row.
         topk: Experts of a row that is known.
@@ -95,7 +95,7 @@ class _Overlap(NamedTuple):
     """Agreement of the tape's rows with several partners.
 
     Attributes:
-        share: Of the tape's experts that the partner's routers would choose.
+        share: Share of the tape's experts that the partner's routers would choose.
         chance: The agreement that the experts' popularity alone makes.
     """
 
@@ -315,7 +315,7 @@ def foreign_tape(slot_kappa: float | None) -> list[TapeAnomaly]:
     alone.
 
     Args:
-        slot_kappa: Of all rows of the step; None where none is usable.
+        slot_kappa: Kappa of all rows of the step; None where none is usable.
     """
     if slot_kappa is None or slot_kappa >= LEAST_KAPPA:
         return []

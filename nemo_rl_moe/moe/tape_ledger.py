@@ -92,7 +92,8 @@ class TapeLedger:
         """Add the forward pass of some layers over a microbatch, or over several, one behind the other.
 
         Args:
-            number: Of the microbatch in the step, the same on all pipeline stages; of several, with the tokens of each.
+            number: Number of the microbatch in the step, the same on all pipeline stages; for several, with their
+                numbers of tokens.
             layers: Positions of the MoE layers, of which a stage may have none.
             routes: The tape's rows of these layers, of the tokens in the routers' order.
             fed: Tokens that were fed to the model that made the tape.
@@ -196,7 +197,8 @@ class LedgerTotals:
     """A step's counts over all ranks, on the host.
 
     Attributes:
-        tokens: Those with a usable row in any layer, and those of them of which any router would choose other experts.
+        tokens: Number of tokens with a usable row in any layer, and of those for which any router would choose other
+            experts.
         rows, tape_experts, live_experts, agreed_experts, margins: Counts as in `TapeLedger`.
     """
 
@@ -231,7 +233,7 @@ class TapeReport:
 
     Attributes:
         layers: Global indices of the MoE layers.
-        metrics: Of `agreement_metrics`, and `routing/anomalies`.
+        metrics: `agreement_metrics` and `routing/anomalies`.
         anomalies: Rows that cannot be right.
     """
 

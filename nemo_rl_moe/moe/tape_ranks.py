@@ -28,7 +28,7 @@ class RankShare:
     """One rank's share of something.
 
     Attributes:
-        share: Of its rows.
+        share: Share of its rows.
         of_others: The share of all other ranks together.
     """
 

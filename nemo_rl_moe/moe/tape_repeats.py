@@ -27,7 +27,7 @@ class Repeat(IntEnum):
     TAPE = 0
     """Have the row of the token before in every layer on the tape alone: routers would choose other experts."""
     ROUTER = 1
-    """The same the other way round: routers would choose the row of the token before, and the tape has another."""
+    """The other way round: routers would choose the row of the token before, and the tape has another."""
     FED = 2
     """Fed to the model, in each chunk of layers."""
 

@@ -17,7 +17,7 @@ from nemo_rl_moe.run_folder.samples import evenly_spaced
 
 _MOST_COLUMNS, _MOST_FRAMES, _FEWEST = 300, 200, 10
 _MOST_SCORES = 100_000
-"""Of experts by advantage, over all steps that are kept: of large models fewer steps."""
+"""Scores of experts over all steps that are kept: fewer steps for large models."""
 _LEDGER = {
     Row.USABLE: "usable",
     Row.MISSING: "missing",

@@ -160,7 +160,8 @@ STEPS_OF_A_SPLIT, PROMPTS_OF_A_STEP, LONGEST_TEXT = 4, 6, 2000
 def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Responses to the first prompts of four evenly spaced steps of training and of validation, the last one included.
 
-    Of a run with pictures all but the last are steps that have some. Validation comes first: its prompts are the same
+    Where a run has pictures, all but the last are steps that have some. Validation comes first: its prompts are the
+    same
     ones each time. Survives a torn last line, which a killed run leaves: it is skipped.
     """
     path = folder / SAMPLES_FILE_NAME
