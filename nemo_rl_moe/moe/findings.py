@@ -282,8 +282,7 @@ class FindingTracker:
 def _is_same_episode(latest: Finding, since: int) -> bool:
     """Return whether a condition that holds since a step continues a finding.
 
-    The steps between the two count, not those until the condition has held long enough to be found: an expert with one
-    token now and then is found dead again long after each.
+    The steps until a condition has held long enough to be found are no interruption.
     """
     return since - latest.last_step - 1 <= QUIET_STEPS
 
@@ -337,12 +336,8 @@ class _IdleExperts:
         return chosen
 
     def outliers(self) -> Bool[np.ndarray, "layers experts"]:
-        """Return experts that have never had a token, in layers where each of the others has half of a fair share or
-        more.
-
-        Popularity that differs from expert to expert is no excuse then: the least popular of the others tells how far
-        it goes.
-        """
+        """Return experts that never had a token, where each of the others in the layer has half of a fair share or
+        more."""
         has_load = self._total > 0
         lowest = np.where(has_load, utilization(self._total), np.inf).min(1, keepdims=True)
         found: Bool[np.ndarray, "layers experts"] = ~has_load & np.isfinite(lowest) & (lowest >= LEAST_SHARE)

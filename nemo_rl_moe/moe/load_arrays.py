@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Utilization, coefficient of variation and what else says how even counts are, in numpy.
 
-The worker's metrics call them with the counts of a step, the driver, the report and the terminal view, which start
-without torch, with those of all steps of a run at once.
+The driver, the report and the terminal view use it too, which start without torch.
 """
 
 import math

@@ -63,8 +63,7 @@ _MOST_SORTED = 1024
 def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int[Tensor, " ranks"]:
     """Positions of order statistics: `sorted(range(n), key=lambda i: (values[i], i))[rank]` for each rank.
 
-    The order is total, so equal values cannot be picked differently from one run to the next. Values go into equally
-    wide buckets, which keeps their order; only the buckets in which a rank falls are sorted.
+    The order is total, so equal values cannot be picked differently from one run to the next.
 
     Args:
         values: Finite numbers, at least one.

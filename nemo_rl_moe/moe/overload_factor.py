@@ -79,9 +79,8 @@ def cumulative_peak_ratios(
 ) -> Float[Tensor, "slices ranks"]:
     """Peak of the assignments that each rank of a stage holds for backward, over the peak of balanced loads.
 
-    The events add a microbatch's load at its forward and take it away at its backward. A rank's peak of that running
-    sum goes over the peak of the mean rank's. Within one pass the sum only grows (or only shrinks), so looking at it
-    between passes finds the same peak as looking after each layer. 1 where nothing was routed.
+    A microbatch's load is added at its forward and subtracted at its backward. The peak of a rank's running sum is
+    divided by that of the mean rank; 1 where nothing was routed.
     """
     slices, _, _, ranks = loads_DMLR.shape
     device = loads_DMLR.device
@@ -137,16 +136,11 @@ def overload_sums(
     ranks' tokens meet in one exchange, which they answer in part:
 
     - Size R itself: exactly what was measured.
-    - A multiple of R that divides the D*R ranks that ran: exact. Consecutive slices exchange tokens among themselves,
-      so their counts of a microbatch add up. (An expert-parallel group is a block of consecutive data-parallel ranks.)
-    - Larger than D*R: the run had fewer ranks than that. All slices together are taken as one exchange, as if the
-      same tokens were spread over more ranks; a run of that size with as many tokens *per rank* would be more even, by
-      the smaller sampling noise of its larger exchanges.
-    - Smaller than R: counts do not say which of a slice's ranks a token came from, so a slice is not divided and its
-      tokens are taken as one exchange. The maximum is then a lower bound, and so is the average if the smaller groups
-      carry equally many tokens: a sum over groups is never less even than they are on average.
-    - Any other: whole slices are merged until they have at least that many ranks, the last group with what is left;
-      an estimate.
+    - A multiple of R that divides the D*R ranks that ran: exact, as consecutive slices exchange tokens.
+    - Larger than D*R: all slices count as one exchange. A run with as many tokens per rank would be a bit more even.
+    - Smaller than R: a slice counts as one exchange. The maximum is a lower bound, and so is the average for equal
+      groups.
+    - Any other: slices are merged until they have as many ranks; an estimate.
 
     Args:
         counts_DNE: Counts of the events; sums of equally large blocks of experts will do where each size divides the

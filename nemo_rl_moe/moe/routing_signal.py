@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signs that rollout and training route by different rules, or that balancing stands still, from a step's metrics.
 
-Each is a failure that leaves rows well-shaped and the loss finite: routes of other weights or of a router in another
-number format, routes that one data-parallel rank never gets, an expert bias that nobody moves.
+Such failures leave rows well-shaped and the loss finite.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Identity of a tape's routes: does each row belong to its layer, its token and its sequence?
 
-Counts cannot tell: rows of another layer, of the token before or of another sequence look like any others. So the tape
-of a few sequences is compared with the live routes of every layer, of the tokens beside, and of the other sequences.
-Where the right partner does not win, the finding says which one does. A partner wins that agrees beyond chance: where
-none does, the cause is another one, such as expert ids that are renumbered.
+Counts cannot tell. So the captured routes of a few sequences are compared with those of the routers: of every layer, of
+the tokens beside, and of the other sequences. A wrong partner that agrees better, and beyond chance, is reported.
 """
 
 from collections.abc import Mapping, Sequence

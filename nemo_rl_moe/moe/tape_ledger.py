@@ -171,9 +171,7 @@ class TapeLedger:
         self._places_of_experts = ((of_kinds * len(self.rows) + layers) * self._num_experts)[:, None, :, None]
 
     def reduced(self, stages: dist.ProcessGroup | None = None) -> "LedgerTotals":
-        """Return the sums over all ranks, in one collective, before which stages of a pipeline share their tokens'
-        marks.
-
+        """Return the sums over all ranks, in one collective, once stages of a pipeline have shared their tokens' marks.
         Every rank calls it.
 
         Args:
