@@ -14,7 +14,7 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.generation.registry import EngineSetup
-from nemo_rl_moe.launch import grpo
+from nemo_rl_moe.launch import early_start, grpo
 from nemo_rl_moe.launch.start import RunLaunch
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import MetricSeries, Reduction

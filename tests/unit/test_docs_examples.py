@@ -28,6 +28,7 @@ from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.metrics import StepRecord
 from nemo_rl_moe.weight_sync.folder import FolderTransport
 from tests.conftest import REPOSITORY_ROOT
+from tests.support.estimators import inputs_of_rewards
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import RunSettings, train_run
@@ -285,10 +286,11 @@ def test_own_estimator_and_objective(tmp_path: Path) -> None:
     assert callable(objective)
     config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
     rewards = torch.tensor([[1.0, 0.0, 0.0]])
-    assert estimator(rewards, config.grpo.adv_estimator).tolist() == [[1.0, 0.0, 0.0]]
+    assert estimator(inputs_of_rewards(rewards, config.grpo.adv_estimator)).tolist() == [[1.0, 0.0, 0.0]]
     logprobs = torch.zeros(1, 2, requires_grad=True)
     ratio = torch.exp(logprobs - torch.tensor([[0.0, -5.0]]))
-    tokens = ObjectiveInputs(logprobs, ratio, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), config.loss_fn)
+    ones, mask = torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    tokens = ObjectiveInputs(logprobs, ones, ones, None, ratio, ones, ones, mask, 2, 1, config.loss_fn)
     loss = objective(tokens)
     assert loss.tolist() == [[-1.0, pytest.approx(-1 - config.loss_fn.ratio_clip_max)]]
     gradient = torch.autograd.grad(loss.sum(), logprobs)[0]

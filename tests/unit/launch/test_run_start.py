@@ -124,7 +124,7 @@ def test_the_end_of_a_run_warns_of_weights_that_are_left_out(
 
     policy: Any = Policy()
     with prepared(saved.config, num_steps=10) as run:
-        run._policy, run._folder = policy, tmp_path
+        run._trained, run._folder = {"policy": policy}, tmp_path
         run.end(RunSummary.of(LoopState(step=10), None))
         assert run.is_complete
     assert (
@@ -145,7 +145,7 @@ def test_final_weights_that_vanish_before_they_are_signed_are_told_in_one_line(
 
     policy: Any = Policy()
     with prepared(saved.config, num_steps=10) as run:
-        run._policy, run._folder = policy, tmp_path
+        run._trained, run._folder = {"policy": policy}, tmp_path
         with pytest.raises(CheckpointError, match=r"final: cannot be written: .*No such file or directory"):
             run.end(RunSummary.of(LoopState(step=10), None))
 
