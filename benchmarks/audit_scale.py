@@ -32,7 +32,6 @@ LENGTH, SEQUENCES_A_STEP, DIFFERING = 1000, 64, 0.02
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the command line, makes the tape, audits it."""
     options = parse_arguments(arguments)
     with tempfile.TemporaryDirectory(prefix="audit_scale_") as name:
         tape = Path(name) / "tape"
@@ -62,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options."""
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--tokens", type=positive, default=1_000_000, help="about so many (default: 1000000)")
     parser.add_argument("--layers", type=positive, default=48, help="MoE layers (default: 48)")

@@ -43,7 +43,6 @@ TMPDIR to measure another disk."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, runs, and prints the result."""
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--workers", type=positive, default=2, help="data-parallel workers (default: 2)")
     parser.add_argument("--rounds", type=positive, default=5, help="checkpoints to save (default: 5)")

@@ -248,7 +248,6 @@ def seconds_to_first_step(model: Path, folder: Path) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, runs, and prints the result."""
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--rounds", type=positive, default=12, help="pairs of measurements of each kind (default: 12)")
     parser.add_argument("--hidden-size", type=positive, default=512, help="the model's width (default: 512)")

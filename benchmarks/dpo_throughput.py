@@ -71,7 +71,6 @@ processes instead of the time on the clock."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, runs, and prints the result."""
     options = parse_arguments(arguments)
     cores = confine(options.workers)
     clock = StepClock(counts_cpu_at=(options.warmup, options.warmup + options.steps))
@@ -97,7 +96,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options."""
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--steps", type=positive, default=40, metavar="N", help="measured steps (default: 40)")
     parser.add_argument("--warmup", type=positive, default=5, metavar="N", help="steps before those (default: 5)")

@@ -62,7 +62,6 @@ class Contestant:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, runs, and prints the result."""
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
     policy = make_policy(options.layer_spec)
@@ -99,7 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options."""
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--rounds", type=positive, default=10, metavar="N", help="measured rounds (default: 10)")
     parser.add_argument("--prompts", type=positive, default=32, metavar="N", help="sequences at a time (default: 32)")

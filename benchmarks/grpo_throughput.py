@@ -112,7 +112,6 @@ def share_of_one_character(item: ScoringItem) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, runs, and prints the result."""
     options = parse_arguments(arguments)
     confine(options.workers)
     clock = StepClock(counts_cpu_at=(options.warmup, options.warmup + options.steps))
@@ -136,7 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options."""
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="measured steps (default: 20)")
     parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="steps before those (default: 3)")

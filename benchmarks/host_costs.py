@@ -44,7 +44,6 @@ print(time.process_time() - started)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line, run, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=positive, default=5, help="repetitions of each (default: 5)")
     repetitions = parser.parse_args(arguments).repetitions

@@ -128,7 +128,6 @@ def measured(job: Job, repeats: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=20, help="timed reports of each job (default: %(default)s)")
     options = parser.parse_args(arguments)

@@ -64,7 +64,6 @@ what policy.dynamic_batching.microbatch_overhead_tokens is about."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, runs, and prints the result."""
     options = parse_arguments(arguments)
     cores = confine(1)
     with tempfile.TemporaryDirectory(prefix="mixed_lengths_") as scratch, ExitStack() as stack:
@@ -89,7 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options."""
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--turns", type=positive, default=6, metavar="N", help="turns of each mode (default: 6)")
     parser.add_argument("--block", type=positive, default=5, metavar="N", help="steps of one turn (default: 5)")

@@ -62,7 +62,6 @@ def as_layer_loads(counts_LE: Tensor) -> dict[int, LayerLoad]:
 
 
 def main() -> None:
-    """Reads the command line and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=300, help="timed calls of each function (default: 300)")
     repeats = parser.parse_args().repeats

@@ -73,7 +73,6 @@ class Contestant:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, runs, and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60, help="measured steps of each mode (default: 60)")
     parser.add_argument("--warmup", type=int, default=3, help="steps of each before those (default: 3)")

@@ -58,7 +58,6 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the command line, run, and print the table."""
     options = parse_arguments(arguments)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="permuted_ids_") as name, running_ray(num_cpus=4):
@@ -75,7 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the command line's options."""
     parser = make_parser(__doc__, EXAMPLES)
     seeds = range(MOST_SEEDS + 1)
     parser.add_argument("--runs", type=positive, default=2, metavar="N", help="healthy runs that are recorded (2)")

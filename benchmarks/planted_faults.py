@@ -60,7 +60,7 @@ class Site:
 
     @property
     def strikes(self) -> bool:
-        """True from the first step on that the fault strikes."""
+        """Return whether the fault is in force at this step."""
         return self.step >= self.onset
 
 

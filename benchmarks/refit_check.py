@@ -56,7 +56,8 @@ class EveryOther(RefitCheck):
 
     Attributes:
         made: Whether each check until now was made.
-        cpu_seconds: Of all processes when the trainer was asked to send, and when the check was over, of each refit.
+        cpu_seconds: Seconds of all processes, for each refit, when the trainer was asked to send and when the check was
+            over.
     """
 
     made: list[bool] = field(default_factory=list)
@@ -105,7 +106,6 @@ def seconds_of(clocks: Sequence[int]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, runs, and prints the result."""
     options = parse_arguments(arguments)
     clock, checks = StepClock(), list[EveryOther]()
 
@@ -137,7 +137,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options."""
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--pairs", type=positive, default=40, metavar="N", help="measured pairs (default: 40)")
     parser.add_argument("--warmup", type=positive, default=2, metavar="N", help="pairs before those (default: 2)")

@@ -52,7 +52,6 @@ Refit = Callable[[], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, runs, and prints the result."""
     options = parse_arguments(arguments)
     rows = [measured(size, options) for size in sorted(set(options.sizes))]
     kinds = ["transport", *(["vllm"] if options.with_vllm else [])]
@@ -69,7 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options."""
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="refits of each kind (default: 5)")
     parser.add_argument(

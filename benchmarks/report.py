@@ -45,7 +45,6 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, runs, and prints the result."""
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--steps", type=positive, default=1000, help="steps of a run (default: 1000)")
     parser.add_argument("--layers", type=positive, default=48, help="MoE layers (default: 48)")

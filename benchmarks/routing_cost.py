@@ -188,10 +188,9 @@ class Found:
 
     Attributes:
         step: Seconds of the steps.
-        tables: Of the files of the tables.
-        measurements: Of the measurements of routing; none where there are none.
-        tape_bytes: Of the last step.
-        num_tokens: Of the last step, prompts included.
+        tables: Seconds of writing the tables.
+        measurements: Seconds of the measurements of routing; none where there are none.
+        num_tokens: Tokens of the last step, prompts included.
     """
 
     step: list[float] = field(default_factory=list)
@@ -313,7 +312,6 @@ class Contestant:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, runs, and prints the result."""
     options = parse_arguments(arguments)
     # Of two threads one would wait for the other by spinning, and that would count; and all share one core.
     confine(1)
@@ -342,7 +340,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options."""
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--starts", type=positive, default=6, metavar="N", help="of all processes (default: 6)")
     parser.add_argument("--rounds", type=positive, default=12, metavar="N", help="measured steps a start (default: 12)")

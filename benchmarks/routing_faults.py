@@ -103,7 +103,6 @@ class Score:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the command line, runs, and prints the table."""
     options = parse_arguments(arguments)
     if options.files is not None:
         return score_files(options)
@@ -195,7 +194,6 @@ def _healthy_tapes(scene: "Scene", num_seeds: int) -> list["HealthyRow"]:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options."""
     parser = make_parser(__doc__, EXAMPLES)
     names = list(FAULTS)
     parser.add_argument("--faults", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))

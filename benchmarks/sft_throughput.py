@@ -110,7 +110,6 @@ class Contestant:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, runs, and prints the result."""
     options = parse_arguments(arguments)
     cores = confine(options.workers)
     with tempfile.TemporaryDirectory(prefix="sft_throughput_") as scratch, ExitStack() as stack:
@@ -146,7 +145,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options."""
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--steps", type=positive, default=40, metavar="N", help="measured steps of each (default: 40)")
     parser.add_argument("--warmup", type=not_negative, default=5, metavar="N", help="steps before those (default: 5)")

@@ -19,9 +19,7 @@ import torch
 
 from nemo_rl_moe.algorithms.step_recorder import RecordSinks, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
-from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.local_ray import object_store_bytes
 from nemo_rl_moe.loggers.console import ConsoleLogger, Notices
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
@@ -30,6 +28,8 @@ from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.run_folder.metrics import JsonlLogger, RunOutcome
 
 if TYPE_CHECKING:
+    from nemo_rl_moe.config.schema import MasterConfig
+    from nemo_rl_moe.distributed.cluster import RayCluster
     from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -261,8 +261,8 @@ def one_rank(policy: PolicyConfig) -> Iterator[None]:
 
 
 def start_policy(
-    config: MasterConfig,
-    cluster: RayCluster,
+    config: "MasterConfig",
+    cluster: "RayCluster",
     stack: ExitStack,
     *,
     seed: int,

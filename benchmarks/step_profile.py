@@ -60,7 +60,6 @@ KINDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, runs, and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="steps of each kind (default: 20)")
     parser.add_argument(

@@ -71,7 +71,6 @@ WORK = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, runs, and prints the result."""
     options = parse_arguments(arguments)
     result: dict[str, Any] = {
         "name": "trl_race",
@@ -94,7 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options."""
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--work", type=_work, default=list(WORK), help=f"of {','.join(WORK)} (default: all)")
     parser.add_argument("--pairs", type=positive, default=4, metavar="N", help="runs of either side (default: 4)")

@@ -57,7 +57,6 @@ class StepClock(transformers.TrainerCallback):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, trains, and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", choices=WORK, help="what is trained")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="measured steps (default: 20)")

@@ -38,7 +38,7 @@ class AuditedStep:
 
     Attributes:
         metrics: Names as a run of this project logs them, without `train/`.
-        report: Of the rollout's routes; None without any.
+        report: Report of the rollout's routes; None without any.
         rollout_load: Assignments of each layer's experts in the rollout; None without routes.
         training_load: Assignments in training.
         layer_overlap: Of a sample, the share of the rollout's experts in one layer that training would choose in

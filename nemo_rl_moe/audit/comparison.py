@@ -18,10 +18,17 @@ from nemo_rl_moe.audit.auditor import AuditedStep, audit_step
 from nemo_rl_moe.audit.sources import Source
 from nemo_rl_moe.audit.summary import SHOWN, anomalies_of, counted, number_text
 from nemo_rl_moe.moe.load_arrays import load_distance
-from nemo_rl_moe.run_folder.tape_sequences import UNKNOWN, TapeDescription, TapeRows, TapeSequence, rows_of
+from nemo_rl_moe.run_folder.tape_sequences import (
+    UNKNOWN,
+    TapeDescription,
+    TapeRows,
+    TapeSequence,
+    rows_of,
+    sequences_of,
+)
 
 _MOST_TOKENS = 65536
-"""Of the other run's sequences of a step that are held in memory."""
+"""Tokens of the other run's sequences of a step that are held in memory."""
 _OF_SAME = (
     ("rows that agree", "moe/routing/live_agreement"),
     ("single experts that agree", "moe/routing/slot_agreement"),
@@ -36,8 +43,7 @@ class LoadDistance:
     """Distance of the loads of one side.
 
     Attributes:
-        mean: Of the layers, beyond sampling noise.
-        highest: Of the layer with the highest.
+        mean: Mean over the layers, beyond sampling noise.
     """
 
     mean: float
@@ -51,7 +57,7 @@ class Comparison:
 
     Attributes:
         means: Key to the mean over the steps of each, of metrics that both have.
-        distances: Of the loads of each side that both have.
+        distances: Distance of the loads of each side that both have.
         same: Side to the audits of sequences that both have, step by step.
         note: Why sequences were not compared; empty where they were.
     """
@@ -215,11 +221,8 @@ def _side_by_side(mine: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray
 
 def _sequences(parts: Iterator[TapeRows]) -> Iterator[tuple[str, Mapping[str, np.ndarray]]]:
     for part in parts:
-        if "token_ids" not in part.columns:
-            continue
-        ends = part.lengths.cumsum()
-        for name, first, end in zip(part.names, (ends - part.lengths).tolist(), ends.tolist(), strict=True):
-            yield name, {key: values[first:end] for key, values in part.columns.items()}
+        if "token_ids" in part.columns:
+            yield from ((sequence.name, sequence.columns) for sequence in sequences_of(part))
 
 
 def _key(columns: Mapping[str, np.ndarray]) -> bytes:

@@ -236,8 +236,7 @@ class _Converted:
     """Sequences of files as a tape has them.
 
     Args:
-        files: Of the rollout.
-        training: Of the training's side; None: what it is lies in `files`.
+        training: Files of training; None: its columns are in `files`.
     """
 
     def __init__(self, files: _Files, training: _Files | _CapturedRoutes | None):
@@ -322,8 +321,7 @@ class _Partners:
     """Training's side of a step's sequences, by their token ids.
 
     Args:
-        files: Of training; those of one step serve every step.
-        step: The step.
+        files: Files of training; those of one step serve every step.
         fitted: Brings a sequence to the layers of the tape.
     """
 

@@ -77,7 +77,7 @@ def checked_score(score: Score, weights: Mapping[str, float] | None = None) -> S
 
     Args:
         score: As the environment gave it; one that has been checked stays as it is.
-        weights: Of each named reward; None where the environment gives one number.
+        weights: Weight of each named reward; None where the environment gives one number.
     """
     if score.fault is None and (weights is not None or score.rewards):
         if weights is None or set(score.rewards) != set(weights):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of the reasoning-gym library: scored by their own verifiers, and drawn from as prompts."""
+"""The tasks of the reasoning-gym library: scored by their own verifiers, and a source of prompts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -53,7 +53,7 @@ class DrawnItems:
 
     Attributes:
         items: Each with its number in the order of drawing; no two ask the same question.
-        num_repeated: Items left out because their question had been drawn before.
+        num_repeated: Items left out because their question was a repetition.
     """
 
     items: tuple[tuple[int, Mapping[str, Any]], ...]

@@ -74,10 +74,9 @@ class _Call:
 class EnvironmentScorer:
     """Pool of environment workers; a context manager. Ray must be running.
 
-    A batch is one call to each worker. A worker reports a response that raises or exceeds its time limit. Survives
-    responses that end their worker (a segmentation fault, `os._exit`, memory) or block it outside of the interpreter:
-    the worker is replaced, and the responses of its share are scored again one by one, so that only the one at fault
-    loses its score. The time for a batch is bounded: each response is scored twice at most.
+    A batch is one call to each worker, which reports responses that raise or exceed their time limit. Where a response
+    ends its worker (a segmentation fault, `os._exit`, memory) or blocks it outside of the interpreter, the worker is
+    replaced, and its responses are scored again one by one: each is scored twice at most.
 
     The workers are spread over the nodes of the cluster, and Ray ends them when the driver is killed, even those that
     are blocked. Scores do not depend on how responses are shared among workers, unless the environment keeps state.

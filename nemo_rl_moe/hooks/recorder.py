@@ -37,13 +37,13 @@ class RoutedPass:
 
     Attributes:
         num_cached: Columns of the batch that an earlier pass has fed; 0 without a cache.
-        experts: Of every row of the routers, int16; `UNKNOWN` where a token was dropped.
+        experts: Experts of every row of the routers, int16; `UNKNOWN` where a token was dropped.
         margins: Probability of the least likely expert chosen less that of the likeliest one left out, by layer; None
             where the router shows no logits, or does not choose the largest.
         real: False on padding.
         shape: Sequences and tokens of each, where rows are sequence by sequence; None where that is not known: a rank
             of tensor parallelism sees a part of them.
-        token_ids: Of every row; None where the model was not given any.
+        token_ids: None where the model was not given any.
     """
 
     kind: PassKind

@@ -63,7 +63,7 @@ class RouterReplayAudit:
 
     def __init__(self, chunks: Sequence[nn.Module], unfed: Unfed | None = None):
         self._unfed = unfed
-        self._config = _config_of(chunks[0])
+        self._config = _entry(chunks[0]).config
         self._layers = tuple(moe_layer_indices(self._config))
         self._position = {layer: position for position, layer in enumerate(self._layers)}
         self._num_experts, self._topk = int(self._config.num_moe_experts), int(self._config.moe_router_topk)
@@ -131,7 +131,7 @@ class RouterReplayAudit:
         """Add one forward pass of a chunk.
 
         Args:
-            number: Of the pass in the step, the same on all stages.
+            number: Number of the pass in the step, the same on all stages.
             seen: Routes of each layer under replay, by its index; empty without replay.
             fed: Tokens that count.
         """
@@ -368,10 +368,6 @@ def _entry(chunk: nn.Module) -> nn.Module:
     while isinstance(inner := getattr(chunk, "module", None), nn.Module):
         chunk = inner
     return chunk
-
-
-def _config_of(chunk: nn.Module) -> Any:
-    return _entry(chunk).config
 
 
 def _place() -> _Place:

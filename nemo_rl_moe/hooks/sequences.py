@@ -84,15 +84,11 @@ def tape_description(layers: Sequence[RouterLayer], made_by: str) -> TapeDescrip
     return TapeDescription(tuple(indices.values()), layers[0].num_experts, layers[0].topk, made_by)
 
 
-def training_sequences(training: Sequence[RoutedSequence], first: int = 0) -> list[TapeSequence]:
-    """Return sequences of training as a tape has them, without a rollout.
-
-    Args:
-        first: Number of the first one, for their names.
-    """
+def training_sequences(training: Sequence[RoutedSequence]) -> list[TapeSequence]:
+    """Return sequences of training as a tape has them, without a rollout."""
     return [
         TapeSequence(str(number), len(sequence.token_ids), _training_columns(sequence))
-        for number, sequence in enumerate(training, start=first)
+        for number, sequence in enumerate(training)
         if len(sequence.token_ids)
     ]
 

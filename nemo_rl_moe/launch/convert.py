@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ _FORMAT_OF_TYPE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64"
 """By the type's name in safetensors files."""
 
 MOST_TIMES = 4
-"""Sizes in `config.json` may say so many times the stored numbers; which tensors are missing is told by name then."""
+"""Sizes in `config.json` may say so many times the stored numbers; missing tensors are then reported by name."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
         held = SafetensorsFolder(source) if conversion.source_format == "hf" else None
     policy = _policy(source, conversion.dtype or _dtype_of(config_json, held, console))
     with console.phase("importing Megatron-Core"):
+        from nemo_rl_moe.launch.setup import announce_moe
         from nemo_rl_moe.models.megatron.model.memory_estimate import whole_model_parameters
         from nemo_rl_moe.models.megatron.model.router_settings import exported_config, setting_sources
         from nemo_rl_moe.models.megatron.model.transformer_config import (
@@ -146,7 +148,7 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
         _check_size(held, whole_model_parameters(config, hf_config))
     # All weights are read: drawing random ones first would take longer than that.
     config.perform_initialization = False
-    _announce(console, effective_moe_configuration(config), setting_sources(policy, hf_config, config_json, config))
+    announce_moe(console, effective_moe_configuration(config), setting_sources(policy, hf_config, config_json, config))
     with _process_group_of_one(policy):
         from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
 
@@ -198,12 +200,6 @@ def _staged(target: Path) -> Iterator[Path]:
         except CheckpointError as error:
             reason = str(error).removeprefix(f"{staging}: ")
             raise ConfigurationError(f"--output: {target}: {reason}; nothing is left") from error
-
-
-def _announce(console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    from nemo_rl_moe.launch.setup import announce_moe
-
-    announce_moe(console, moe_configuration, sources)
 
 
 def _next_step(target_format: WeightsFormat, target: Path, *, has_vision: bool) -> str:
@@ -280,9 +276,7 @@ def _write_hugging_face(
 ) -> Sequence[str]:
     from nemo_rl_moe.models.megatron.weights.hf_export import save_weights
 
-    def write_beside(folder: Path) -> None:
-        write_model_files(files, folder)
-
+    write_beside = partial(write_model_files, files)
     return save_weights(model.chunks, model.config, model.hf_config, staging, write_beside, progress=progress)
 
 

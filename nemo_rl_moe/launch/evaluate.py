@@ -35,7 +35,7 @@ class Evaluation:
     """Result of an evaluation.
 
     Attributes:
-        metrics: Those of a validation of a run, `val/...` and `timing/validation/...`.
+        metrics: As a validation of a run logs them, `val/...` and `timing/validation/...`.
         trajectories: Group after group.
     """
 
@@ -76,7 +76,6 @@ def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | N
     prompts, samples = prepared.held_out[: config.grpo.max_val_samples], config.grpo.val_num_generations
     number = len(prompts) * samples
     with run.console.phase(f"drawing {counted(number, 'response')} to {counted(len(prompts), 'prompt')}") as progress:
-        # Of several turns, how many there will be is not known.
         answer_in_chunks(config, worker.engine)
         if config.env.rollout is None:  # of several turns, how many there will be is not known
             worker = replace(worker, report_progress=lambda done: progress(done / number))
@@ -88,7 +87,7 @@ def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | N
 
 
 def result_lines(config: GRPOMasterConfig, evaluation: Evaluation, threshold: float | None) -> list[str]:
-    """The result for the eye."""
+    """Return the result as lines for a person."""
     summary, samples = evaluation.summary, config.grpo.val_num_generations
     num_prompts = len(evaluation.trajectories) // samples
     rows: list[tuple[str, Estimate | str]] = [

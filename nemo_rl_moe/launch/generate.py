@@ -121,7 +121,6 @@ def responses(
 
     Args:
         prompts: At least one.
-        seed: The same one gives the same responses.
         chunk: Most requests that are made at a time, with their images; None: all.
         report_progress: Receives the number of responses so far.
 

@@ -52,7 +52,7 @@ def build_loggers(
     a queue at the kill, are sent again from `metrics.jsonl`.
 
     Args:
-        run_folder: Of a resumed run, after `rewind_run_folder`.
+        run_folder: Where the run is resumed, `rewind_run_folder` has rewound it.
         resume: State of the loggers in the checkpoint; None for a new run.
         patience: Limits on waiting for TensorBoard, W&B and MLflow; None: the usual ones.
         topk: Experts that each token is routed to; None: a dense model, or not known.

@@ -222,7 +222,6 @@ _TEMPORARY = ("tmp*wandb-artifacts", "tmp*wandb-media")
 def _import_beside(folder: Path) -> None:
     """Imports W&B, whose temporary folders, made while it is imported, come to lie in a folder of the run.
 
-    A process that is killed leaves them: there the run that goes on takes them away, and nothing is left elsewhere.
     A killed process leaves them: there the run that goes on removes them, and nothing is left elsewhere.
     """
     if "wandb" in sys.modules:

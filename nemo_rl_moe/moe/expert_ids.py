@@ -58,6 +58,7 @@ class Renumbering:
 @dataclass(frozen=True)
 class ExpertCounts:
     """Counts of one layer over all rows of a step, by expert.
+
     Attributes:
         live: How often the router would choose each, for the same tokens.
         agreed: How often both do.

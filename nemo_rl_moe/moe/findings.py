@@ -44,7 +44,7 @@ QUIET_STEPS = 100
 """Longest interruption within an episode: a condition that comes and goes would otherwise be reported each time."""
 _MOST_LAYERS_NAMED = 8
 _SUDDEN_OVERLOAD = 0.25
-"""Rise of the overload factor above its running level that is told soon, where it exceeds the limit as well."""
+"""Rise of the overload factor above its running level that is reported soon, where it exceeds the limit as well."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Thresholds:
 class Finding:
     """One episode.
 
-    layer: Index of the layer in the whole model; None: the whole model.
-    is_over: Whether it has ended; one that returns within `QUIET_STEPS` goes on again.
-    text: Plain text.
+    Attributes:
+        layer: Index of the layer in the whole model; None: the whole model.
+        is_over: Whether it has ended; one that returns within `QUIET_STEPS` goes on again.
     """
 
     kind: FindingKind
@@ -112,8 +112,9 @@ def likewise(others: Sequence[Finding]) -> str:
 class FindingTracker:
     """Tracker of the findings of a run, fed step by step.
 
-    topk: Experts that each token is routed to; None where that is not known: no imbalance is found then.
-    rank_names: Of data-parallel ranks that have names of their own; by default their numbers.
+    Args:
+        topk: Experts that each token is routed to; None where that is not known: no imbalance is found then.
+        rank_names: Names of data-parallel ranks; by default their numbers.
     """
 
     def __init__(self, thresholds: Thresholds, topk: int | None, rank_names: Sequence[str] = ()):
@@ -281,8 +282,7 @@ class FindingTracker:
 def _is_same_episode(latest: Finding, since: int) -> bool:
     """Return whether a condition that holds since a step continues a finding.
 
-    The steps between the two count, not those until the condition has held long enough to be found: an expert with one
-    token now and then is found dead again long after each.
+    The steps until a condition has held long enough to be found are no interruption.
     """
     return since - latest.last_step - 1 <= QUIET_STEPS
 
@@ -336,12 +336,8 @@ class _IdleExperts:
         return chosen
 
     def outliers(self) -> Bool[np.ndarray, "layers experts"]:
-        """Return experts that have never had a token, in layers where each of the others has half of a fair share or
-        more.
-
-        Popularity that differs from expert to expert is no excuse then: the least popular of the others tells how far
-        it goes.
-        """
+        """Return experts that never had a token, where each of the others in the layer has half of a fair share or
+        more."""
         has_load = self._total > 0
         lowest = np.where(has_load, utilization(self._total), np.inf).min(1, keepdims=True)
         found: Bool[np.ndarray, "layers experts"] = ~has_load & np.isfinite(lowest) & (lowest >= LEAST_SHARE)

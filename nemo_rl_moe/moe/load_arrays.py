@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Utilization, coefficient of variation and what else says how even counts are, in numpy.
 
-The worker's metrics call them with the counts of a step, the driver, the report and the terminal view, which start
-without torch, with those of all steps of a run at once.
+The driver, the report and the terminal view use it too, which start without torch.
 """
 
 import math
@@ -87,6 +86,7 @@ def highest_coefficient_of_variation_by_chance(
     The sum of squared deviations over its expectation follows chi-square with `E - 1` degrees of freedom over `E - 1`;
     its quantile is approximated as by Wilson and Hilferty (1931).
 
+    Args:
         probability: Below 0.5.
     """
     num_experts = counts.shape[-1]

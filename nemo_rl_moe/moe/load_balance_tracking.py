@@ -35,7 +35,7 @@ class ForwardWatcher:
         """Note the start of the model's forward.
 
         Args:
-            arguments: Of the call, by the names of the parameters.
+            arguments: Arguments of the call, by the names of the parameters.
         """
         self._gradients_at_entry = torch.is_grad_enabled()
         mask = arguments.get("attention_mask")

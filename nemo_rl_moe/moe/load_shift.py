@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads that change from one step to the next: an expert that loses all of its tokens.
 
-An expert may be idle from the start, or have been losing its tokens for long: that takes patience to tell from chance.
-One that had its share a moment ago and gets nothing now does not.
+It takes patience to tell a long idle expert from chance, and none for one that loses a whole share at once.
 """
 
 from collections import deque

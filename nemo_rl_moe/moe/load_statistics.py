@@ -63,8 +63,7 @@ _MOST_SORTED = 1024
 def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int[Tensor, " ranks"]:
     """Positions of order statistics: `sorted(range(n), key=lambda i: (values[i], i))[rank]` for each rank.
 
-    The order is total, so equal values cannot be picked differently from one run to the next. Values go into equally
-    wide buckets, which keeps their order; only the buckets in which a rank falls are sorted.
+    The order is total, so equal values cannot be picked differently from one run to the next.
 
     Args:
         values: Finite numbers, at least one.
@@ -129,8 +128,9 @@ def layer_statistics(
 ) -> LayerStatistics:
     """Statistics of each row.
 
-    counts_LE: Assignments of each layer's experts, not negative, on the host.
-    topk: Experts that a token goes to, in all layers or in each; None where that is not known.
+    Args:
+        counts_LE: Assignments of each layer's experts, not negative, on the host.
+        topk: Experts that a token goes to, in all layers or in each; None where that is not known.
     """
     # Products of counts in fewer bits would not fit.
     counts = (counts_LE if counts_LE.dtype == torch.int64 else counts_LE.to(torch.float64)).numpy()

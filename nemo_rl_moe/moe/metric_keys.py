@@ -42,9 +42,8 @@ def number_in_name(name: str) -> int | None:
 def indices_of_layers(layers: Iterable[int | str]) -> dict[int | str, int]:
     """Index `i` of each layer in the metrics' keys, in the order of the indices.
 
-    A layer that is given as a number keeps it. Module names get the number in the name, because that is the layer's
-    index in the model, dense layers counted. Where a name has none, or two have the same, all get their position in
-    natural order instead.
+    A number is the index. A module name has it in itself, dense layers counted; where numbers are missing or repeated,
+    all names get their position in natural order.
 
     Raises:
         TypeError: Some layers are numbers and some are names.

@@ -4,7 +4,7 @@
 
 The gap of a token is its log-probability in training less that in the rollout. A pass that replays the experts of the
 rollout stands between the two: up to it only the numerics of two engines differ, from it on only the experts. Where the
-weights have moved since, the same pass by the weights that drew the token stands between these two:
+weights have moved since, such a pass by the weights that sampled the token stands between these two:
 
     own - generation = (own - replayed) + (replayed - replayed_before) + (replayed_before - generation)
       total          =     routing      +          staleness           +          numerics
@@ -67,7 +67,7 @@ def gap_metrics(gap: PerToken, limits: RatioLimits | None = None) -> dict[str, f
 
     Args:
         gap: At least one token.
-        limits: Of the ratio; None: no `clip_fraction`.
+        limits: Limits of the ratio; None: no `clip_fraction`.
     """
     bounded = gap.clip(max=LARGEST_LOG_RATIO)
     weights = np.exp(bounded)

@@ -79,9 +79,8 @@ def cumulative_peak_ratios(
 ) -> Float[Tensor, "slices ranks"]:
     """Peak of the assignments that each rank of a stage holds for backward, over the peak of balanced loads.
 
-    The events add a microbatch's load at its forward and take it away at its backward. A rank's peak of that running
-    sum goes over the peak of the mean rank's. Within one pass the sum only grows (or only shrinks), so looking at it
-    between passes finds the same peak as looking after each layer. 1 where nothing was routed.
+    A microbatch's load is added at its forward and subtracted at its backward. The peak of a rank's running sum is
+    divided by that of the mean rank; 1 where nothing was routed.
     """
     slices, _, _, ranks = loads_DMLR.shape
     device = loads_DMLR.device
@@ -131,7 +130,17 @@ def overload_sums(
     expert_parallel_sizes: Sequence[int],
     recorded_expert_parallel_size: int,
 ) -> OverloadSums:
-    """Sums over some layers and microbatches of all slices. Nothing waits for the device.
+    """Add up overload factors over some layers and microbatches of all slices. Nothing waits for the device.
+
+    An expert-parallel size decides two things: which experts share a rank, which the counts answer exactly, and which
+    ranks' tokens meet in one exchange, which they answer in part:
+
+    - Size R itself: exactly what was measured.
+    - A multiple of R that divides the D*R ranks that ran: exact, as consecutive slices exchange tokens.
+    - Larger than D*R: all slices count as one exchange. A run with as many tokens per rank would be a bit more even.
+    - Smaller than R: a slice counts as one exchange. The maximum is a lower bound, and so is the average for equal
+      groups.
+    - Any other: slices are merged until they have as many ranks; an estimate.
 
     Args:
         counts_DNE: Counts of the events; sums of equally large blocks of experts will do where each size divides the
@@ -139,6 +148,8 @@ def overload_sums(
         places_N: For each event, `microbatch * layers + layer`, each at most once; any number past those is an event
             that there is not, and has counts of 0.
         grid: Numbers of microbatches and of layers.
+        expert_parallel_sizes: Each must divide the number of experts.
+        recorded_expert_parallel_size: R, which the slices were recorded with.
 
     Raises:
         ValueError: The experts cannot be split evenly over so many ranks.
@@ -190,41 +201,6 @@ def _average(factors: float, routed: float) -> float:
     return factors / routed if routed else 1.0
 
 
-def predict_overload(
-    counts_DMLE: Num[Tensor, "slices microbatches layers experts"],
-    expert_parallel_sizes: Sequence[int],
-    *,
-    recorded_expert_parallel_size: int = 1,
-) -> dict[int, PredictedOverload]:
-    """Overload factors for other expert-parallel sizes, from the counts of a run with size R.
-
-    A size decides two things: which experts share a rank, which the counts answer exactly, and which ranks' tokens meet
-    in one exchange, which they answer in part:
-
-    - Size R itself: exactly what was measured.
-    - A multiple of R that divides the D*R ranks that ran: exact. Consecutive slices exchange tokens among themselves,
-      so their counts of a microbatch add up. (An expert-parallel group is a block of consecutive data-parallel ranks.)
-    - Larger than D*R: the run had fewer ranks than that. All slices together are taken as one exchange, as if the
-      same tokens were spread over more ranks; a run of that size with as many tokens *per rank* would be more even, by
-      the smaller sampling noise of its larger exchanges.
-    - Smaller than R: counts do not say which of a slice's ranks a token came from, so a slice is not divided and its
-      tokens are taken as one exchange. The maximum is then a lower bound, and so is the average if the smaller groups
-      carry equally many tokens: a sum over groups is never less even than they are on average.
-    - Any other: whole slices are merged until they have at least that many ranks, the last group with what is left;
-      an estimate.
-
-    Args:
-        counts_DMLE: Counts of all slices, microbatches and pipeline stages.
-        expert_parallel_sizes: Sizes to answer for; each must divide the number of experts.
-        recorded_expert_parallel_size: R, which the slices of `counts_DMLE` were recorded with.
-
-    Raises:
-        ValueError: The experts cannot be split evenly over so many ranks.
-    """
-    sums = _sums_of_all(counts_DMLE, expert_parallel_sizes, recorded_expert_parallel_size)
-    return dict(zip(expert_parallel_sizes, predictions(sums), strict=True))
-
-
 def what_if_metrics(predictions: Mapping[int, PredictedOverload]) -> dict[str, float]:
     """Predictions as `what_if/{avg,max}_overload_factor_ep_{size}`."""
     metrics = {}
@@ -232,14 +208,6 @@ def what_if_metrics(predictions: Mapping[int, PredictedOverload]) -> dict[str, f
         metrics[f"{WHAT_IF_PREFIX}avg_overload_factor_ep_{size}"] = predicted.average
         metrics[f"{WHAT_IF_PREFIX}max_overload_factor_ep_{size}"] = predicted.maximum
     return metrics
-
-
-def _sums_of_all(
-    counts_DMLE: Num[Tensor, "slices microbatches layers experts"], sizes: Sequence[int], recorded_size: int
-) -> OverloadSums:
-    _, num_microbatches, num_layers, _ = counts_DMLE.shape
-    places = torch.arange(num_microbatches * num_layers)
-    return overload_sums(counts_DMLE.flatten(1, 2), places, (num_microbatches, num_layers), sizes, recorded_size)
 
 
 def _merge_slices(counts_DNE: Tensor, slices_in_group: int) -> Tensor:

@@ -53,9 +53,7 @@ class StepEvent(NamedTuple):
 class ExpertLoadRecorder:
     """The counts `c[m,i,e]` of one `train()` call, and the order of its forward and backward passes.
 
-    Only what runs inside `training_forward` is counted. A recomputed forward runs inside the backward pass, evaluation,
-    log-prob and generation forwards do not enter it, so neither is ever counted; and the microbatch is the one that the
-    caller names, whatever the schedule started last.
+    Only passes inside `training_forward` count: no recomputed, evaluation, log-prob or generation pass enters it.
 
     Args:
         num_moe_layers: MoE layers of the whole model; each rank fills the rows of those that it holds.
@@ -193,9 +191,8 @@ def reduce_over_ranks(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Sums and maxima of tensors over all ranks of the job: a collective for each kind that there is, one copy.
 
-    All axes of the layout (data, tensor, expert, pipeline) are covered: a rank that holds nothing of some part gives
-    zeros of the same shape, or what is no more than any other's. Numbers travel as float64, in which counts below 2^53
-    are exact.
+    A rank without some part gives zeros of its shape, or numbers that are no maximum. Numbers travel as float64, in
+    which counts below 2^53 are exact.
 
     Args:
         sums: Tensors of the same shapes and in the same order on every rank, and so are `maxima`.

@@ -76,7 +76,7 @@ class LayerRoutes(NamedTuple):
     Attributes:
         planes: Their experts, `in_planes`.
         num_usable: Experts of the usable rows, 0 of the others.
-        experts: The same experts as an index.
+        experts: Their experts as an index.
     """
 
     planes: Int[Tensor, "topk tokens"]

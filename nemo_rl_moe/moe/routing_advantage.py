@@ -27,7 +27,7 @@ class AdvantageScores:
     """Scores of a step's experts.
 
     Attributes:
-        scores: Of `advantage_scores`, of shares, on the host.
+        scores: `advantage_scores` of shares, on the host.
     """
 
     layers: tuple[int, ...]
@@ -108,7 +108,7 @@ def permutation_moments(
 ) -> tuple[Float[Tensor, " experts"], Float[Tensor, " experts"]]:
     """`S[e] = sum_s a_s n[s,e]` less its mean, and its variance, where advantages change places within their groups.
 
-    Of a group of `m` sequences, `E = mean(a) * sum_s n` and
+    For a group of `m` sequences, `E = mean(a) * sum_s n` and
     `Var = sum_s (a_s - mean a)^2 * sum_s (n_s - mean n)^2 / (m - 1)`; those of all groups add up.
 
     Args:

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signs that rollout and training route by different rules, or that balancing stands still, from a step's metrics.
 
-Each is a failure that leaves rows well-shaped and the loss finite: routes of other weights or of a router in another
-number format, routes that one data-parallel rank never gets, an expert bias that nobody moves.
+Such failures leave rows well-shaped and the loss finite.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ CLEAR_LAYER = "train/moe/routing/clear_rows_differing_layer"
 METRICS = (LIVE_AGREEMENT, FLOAT32_FLIPS, CLEAR_DIFFERING, CLEAR_LAYER, MISSING_SHARE, MISSING_RANK, FROZEN_LAYERS)
 """Keys that `RoutingSignal` reads."""
 LEAST_DROP = 0.02
-"""Of live agreement: right runs drift less from one step to the next."""
+"""Drop of live agreement: right runs drift less from one step to the next."""
 MOST_FLOAT32_FLIPS = 2e-4
 """Share of rows that differ between two passes in float32 with the same weights: right ones stay below 1e-4, with a
 router that computes in bfloat16 it is some 1e-3."""
@@ -33,7 +32,7 @@ class RoutingSignal:
 
     Args:
         num_steps: Steps in a row that make a streak; None: no streak is reported.
-        rank_names: Of data-parallel ranks that have names of their own; by default their numbers.
+        rank_names: Names of data-parallel ranks; by default their numbers.
     """
 
     def __init__(self, num_steps: int | None, rank_names: Sequence[str] = ()):

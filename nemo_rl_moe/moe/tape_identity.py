@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Identity of a tape's routes: does each row belong to its layer, its token and its sequence?
 
-Counts cannot tell: rows of another layer, of the token before or of another sequence look like any others. So the tape
-of a few sequences is compared with the live routes of every layer, of the tokens beside, and of the other sequences.
-Where the right partner does not win, the finding says which one does. A partner wins that agrees beyond chance: where
-none does, the cause is another one, such as expert ids that are renumbered.
+Counts cannot tell. So the captured routes of a few sequences are compared with those of the routers: of every layer, of
+the tokens beside, and of the other sequences. A wrong partner that agrees better, and beyond chance, is reported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,9 +49,7 @@ class TapeAnomaly:
 
     Attributes:
         kind: Of another layer, token or sequence; with ids that mean other experts; of a layer that agrees with
-            nothing; rows that hold what no router
-            chooses, or that stand more than once; rows of one data-parallel rank.
-        text: Plain text.
+            nothing; rows that hold what no router chooses, or that are repeated; rows of one data-parallel rank.
         layer: Global index of the layer whose rows they are; None: several layers, or all.
     """
 
@@ -62,13 +58,13 @@ class TapeAnomaly:
     layer: int | None = None
 
 
-class _OneHot:
+class OneHot:
     """A sample as one-hot rows, made once for all comparisons. Counts of single experts are exact in float32.
 
     A row is 0 throughout where no router chooses it: an unknown one, or an expert twice.
 
     Attributes:
-        both: Of the tape and of the routers.
+        both: Captured routes, and those of the routers.
         has_live: The routers' row is known.
         num_named: Experts of the tape's row.
         topk: Experts of a row that is known.
@@ -93,11 +89,11 @@ class _OneHot:
         self.num_named[:, :, layers] = 0
 
 
-class _Overlap(NamedTuple):
+class Overlap(NamedTuple):
     """Agreement of the tape's rows with several partners.
 
     Attributes:
-        share: Of the tape's experts that the partner's routers would choose.
+        share: Share of the tape's experts that the partner's routers would choose.
         chance: The agreement that the experts' popularity alone makes.
     """
 
@@ -105,7 +101,7 @@ class _Overlap(NamedTuple):
     chance: Float[np.ndarray, "rows partners"]
 
 
-def _may_belong_elsewhere(hot: _OneHot) -> bool:
+def _may_belong_elsewhere(hot: OneHot) -> bool:
     """False where every layer and every sequence agrees with its own routes so far that no partner can win."""
     counts = np.stack([np.einsum("stle,stle->stl", hot.tape, hot.live), hot.num_named * hot.has_live])
     matches, known = np.concatenate([counts.sum((1, 2)), counts.sum((2, 3))], 1)
@@ -117,28 +113,24 @@ def layer_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "la
 
     NaN in rows of layers whose routes are not known.
     """
-    return _layer_overlap(_OneHot(sample, num_experts)).share
+    return _layer_overlap(OneHot(sample, num_experts)).share
 
 
-def _layer_overlap(hot: _OneHot) -> _Overlap:
+def _layer_overlap(hot: OneHot) -> Overlap:
     tape, live = (of.transpose(2, 0, 1, 3) for of in (hot.tape, hot.live))
     tape = tape * hot.has_live.transpose(2, 0, 1)[..., None]
     popularity = _share(live.sum((1, 2)), hot.has_live.sum((0, 1))[:, None])
     flat = tape.reshape(len(tape), -1)
     known = flat.sum(1, keepdims=True)
     matches = flat @ live.reshape(len(live), -1).T
-    return _Overlap(_share(matches, known), _share(tape.sum((1, 2)) @ popularity.T, known))
+    return Overlap(_share(matches, known), _share(tape.sum((1, 2)) @ popularity.T, known))
 
 
-def shift_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "sequences shifts"]:
+def shift_overlap(hot: OneHot) -> Overlap:
     """Share of the tape's experts that the routers would choose for the token `SHIFTS` places further, by sequence.
 
     A tape whose routes are one token late has those of the token before: the shift -1 wins.
     """
-    return _shift_overlap(_OneHot(sample, num_experts)).share
-
-
-def _shift_overlap(hot: _OneHot) -> _Overlap:
     length, columns = hot.tape.shape[1], []
     for shift in SHIFTS:
         # Places whose partner lies in the window too, and these partners.
@@ -146,28 +138,22 @@ def _shift_overlap(hot: _OneHot) -> _Overlap:
         matches = (hot.tape[:, here] * hot.live[:, there]).sum((1, 2, 3))
         columns.append(_share(matches, (hot.num_named[:, here] * hot.has_live[:, there]).sum((1, 2))))
     # A sequence's experts are as popular at the places beside.
-    of_own = _sequence_overlap(hot).chance.diagonal()
-    return _Overlap(np.stack(columns, 1), np.repeat(of_own[:, None], len(SHIFTS), 1))
+    of_own = sequence_overlap(hot).chance.diagonal()
+    return Overlap(np.stack(columns, 1), np.repeat(of_own[:, None], len(SHIFTS), 1))
 
 
-def sequence_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "sequences sequences"]:
+def sequence_overlap(hot: OneHot) -> Overlap:
     """Share of the tape's experts in sequence `i` that the routers would choose for sequence `j` at the same place."""
-    return _sequence_overlap(_OneHot(sample, num_experts)).share
-
-
-def _sequence_overlap(hot: _OneHot) -> _Overlap:
     number = len(hot.tape)
     matches = hot.tape.reshape(number, -1) @ hot.live.reshape(number, -1).T
     known = hot.num_named.reshape(number, -1) @ hot.has_live.reshape(number, -1).T
     popularity = np.nan_to_num(_share(hot.live.sum(1), hot.has_live.sum(1)[..., None]))
     named = hot.tape.sum(1).reshape(number, -1)
     chance = _share(named @ popularity.reshape(number, -1).T, named.sum(1, keepdims=True))
-    return _Overlap(_share(matches, known), chance)
+    return Overlap(_share(matches, known), chance)
 
 
-def ownership(
-    sample: TapeSample, num_experts: int
-) -> tuple[Float[np.ndarray, " sequences"], Int[np.ndarray, " sequences"]]:
+def ownership(hot: OneHot) -> tuple[Float[np.ndarray, " sequences"], Int[np.ndarray, " sequences"]]:
     """Share by which each sequence's tape prefers its own live routes to those of others: 1 for its own, near 0 else.
 
     Routes of another step or of an earlier response agree with every sequence a little: texts begin alike, and experts
@@ -179,10 +165,6 @@ def ownership(
     Returns:
         The ownership, NaN where nothing can be compared, and the number of rows that it rests on.
     """
-    return _ownership(_OneHot(sample, num_experts))
-
-
-def _ownership(hot: _OneHot) -> tuple[Float[np.ndarray, " sequences"], Int[np.ndarray, " sequences"]]:
     # Pairs of a sequence and another one at the same place, of all places at once.
     found, common = hot.both.transpose(0, 2, 3, 1, 4) @ hot.live.transpose(1, 2, 3, 0)
     own = found.diagonal(axis1=-2, axis2=-1)[..., None]
@@ -218,7 +200,7 @@ def find_anomalies(
             sample.
     """
     names = list(sequences) or [str(number) for number in range(len(sample.tape))]
-    hot = _OneHot(sample, num_experts)
+    hot = OneHot(sample, num_experts)
     found: list[TapeAnomaly] = []
     renumbered = _renumbered(hot, counts)
     elsewhere: list[int] = []
@@ -236,7 +218,7 @@ def find_anomalies(
     return found + _of_tokens_and_sequences(hot, names)
 
 
-def _renumbered(hot: _OneHot, counts: Int[np.ndarray, "kinds layers experts"] | None) -> dict[int, Renumbering]:
+def _renumbered(hot: OneHot, counts: Int[np.ndarray, "kinds layers experts"] | None) -> dict[int, Renumbering]:
     """Places of the layers whose expert ids are renumbered, with how."""
     if counts is None:
         both = (hot.tape * hot.has_live[..., None], hot.live * (hot.num_named > 0)[..., None])
@@ -258,12 +240,12 @@ def _of_ids(renumbered: Mapping[int, Renumbering], layers: Sequence[int]) -> lis
     return [TapeAnomaly("ids", "; ".join(texts[:_MOST_LAYERS]) + more)] if texts else []
 
 
-def _of_tokens_and_sequences(hot: _OneHot, names: Sequence[str]) -> list[TapeAnomaly]:
+def _of_tokens_and_sequences(hot: OneHot, names: Sequence[str]) -> list[TapeAnomaly]:
     if not _may_belong_elsewhere(hot):
         return _strangers(hot, names, named=set())
     found: list[TapeAnomaly] = []
     per_sequence = (hot.num_named > 0).sum((1, 2))
-    by_shift = _shift_overlap(hot)
+    by_shift = shift_overlap(hot)
     shifted = dict(_winners(by_shift, np.full(len(names), SHIFTS.index(0)), per_sequence))
     for shift, word in ((-1, "late"), (1, "early")):
         late = [place for place, winner in shifted.items() if SHIFTS[winner] == shift]
@@ -271,7 +253,7 @@ def _of_tokens_and_sequences(hot: _OneHot, names: Sequence[str]) -> list[TapeAno
             of = "" if len(late) == len(names) else f" in sequence{'s' if len(late) > 1 else ''} {_named(late, names)}"
             compared = _compared(by_shift.share[late[0]], SHIFTS.index(0), SHIFTS.index(shift))
             found.append(TapeAnomaly("token", f"routes are one token {word}{of}: {compared}"))
-    by_sequence = _sequence_overlap(hot)
+    by_sequence = sequence_overlap(hot)
     swapped = {
         place: other
         for place, other in _winners(by_sequence, np.arange(len(names)), per_sequence)
@@ -284,9 +266,9 @@ def _of_tokens_and_sequences(hot: _OneHot, names: Sequence[str]) -> list[TapeAno
     return found
 
 
-def _strangers(hot: _OneHot, names: Sequence[str], named: AbstractSet[int]) -> list[TapeAnomaly]:
+def _strangers(hot: OneHot, names: Sequence[str], named: AbstractSet[int]) -> list[TapeAnomaly]:
     """Sequences, but those that are named already, whose routes belong to none that was sampled."""
-    values, rows = _ownership(hot)
+    values, rows = ownership(hot)
     with np.errstate(invalid="ignore"):
         strange = np.flatnonzero(values < _OWN - least_lead(rows))
     found = [place for place in strange.tolist() if place not in named]
@@ -298,9 +280,9 @@ def _strangers(hot: _OneHot, names: Sequence[str], named: AbstractSet[int]) -> l
     return [TapeAnomaly("sequence", f"{text}: they agree in {own}, with those of other sequences in {others}")]
 
 
-def _agreement_of(hot: _OneHot, places: Sequence[int]) -> tuple[str, str]:
+def _agreement_of(hot: OneHot, places: Sequence[int]) -> tuple[str, str]:
     """Mean agreement of some sequences' tapes with their own live routes, and with those of all other sequences."""
-    overlap = _sequence_overlap(hot).share[places]
+    overlap = sequence_overlap(hot).share[places]
     is_own = np.zeros(overlap.shape, dtype=bool)
     is_own[np.arange(len(places)), places] = True
     return f"{np.nanmean(overlap[is_own]):.3f}", f"{np.nanmean(overlap[~is_own]):.3f}"
@@ -317,7 +299,7 @@ def foreign_tape(slot_kappa: float | None) -> list[TapeAnomaly]:
     alone.
 
     Args:
-        slot_kappa: Of all rows of the step; None where none is usable.
+        slot_kappa: Kappa of all rows of the step; None where none is usable.
     """
     if slot_kappa is None or slot_kappa >= LEAST_KAPPA:
         return []
@@ -326,7 +308,7 @@ def foreign_tape(slot_kappa: float | None) -> list[TapeAnomaly]:
 
 
 def _winners(
-    overlap: _Overlap, right: Int[np.ndarray, " rows"], counts: Int[np.ndarray, " rows"]
+    overlap: Overlap, right: Int[np.ndarray, " rows"], counts: Int[np.ndarray, " rows"]
 ) -> list[tuple[int, int]]:
     """Rows that another partner than the right one wins, with this partner."""
     share, chance = overlap

@@ -31,7 +31,8 @@ _NARROW = MARGIN_EDGES.index(1e-2)
 def classify_rows(routes: TapeRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Row, Bool[Tensor, "*layers tokens"]]:
     """Kinds of a tape's rows, as masks.
 
-    fed: Tokens that were fed to the model that chose these routes.
+    Args:
+        fed: Tokens that were fed to the model that chose these routes.
     """
     planes, unknown, in_range, usable, _ = routes
     zero = all_of(planes == 0) & ~usable
@@ -91,7 +92,8 @@ class TapeLedger:
         """Add the forward pass of some layers over a microbatch, or over several, one behind the other.
 
         Args:
-            number: Of the microbatch in the step, the same on all pipeline stages; of several, with the tokens of each.
+            number: Number of the microbatch in the step, the same on all pipeline stages; for several, with their
+                numbers of tokens.
             layers: Positions of the MoE layers, of which a stage may have none.
             routes: The tape's rows of these layers, of the tokens in the routers' order.
             fed: Tokens that were fed to the model that made the tape.
@@ -169,9 +171,7 @@ class TapeLedger:
         self._places_of_experts = ((of_kinds * len(self.rows) + layers) * self._num_experts)[:, None, :, None]
 
     def reduced(self, stages: dist.ProcessGroup | None = None) -> "LedgerTotals":
-        """Return the sums over all ranks, in one collective, before which stages of a pipeline share their tokens'
-        marks.
-
+        """Return the sums over all ranks, in one collective, once stages of a pipeline have shared their tokens' marks.
         Every rank calls it.
 
         Args:
@@ -195,7 +195,8 @@ class LedgerTotals:
     """A step's counts over all ranks, on the host.
 
     Attributes:
-        tokens: Those with a usable row in any layer, and those of them of which any router would choose other experts.
+        tokens: Number of tokens with a usable row in any layer, and of those for which any router would choose other
+            experts.
         rows, tape_experts, live_experts, agreed_experts, margins: Counts as in `TapeLedger`.
     """
 
@@ -230,7 +231,7 @@ class TapeReport:
 
     Attributes:
         layers: Global indices of the MoE layers.
-        metrics: Of `agreement_metrics`, and `routing/anomalies`.
+        metrics: `agreement_metrics` and `routing/anomalies`.
         anomalies: Rows that cannot be right.
     """
 

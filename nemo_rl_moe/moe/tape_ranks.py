@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of each data-parallel rank: routes that one rank never gets, or that are those of another.
 
-Sums over all ranks hide a rank among many: routes that are dropped or misaligned where shares of a batch are put
-together (AReno#524) cost what a replay costs and have no effect. So each rank adds its counts in a slot of its own.
-There are 64 of them, whatever the job's size, and beyond that several ranks share one.
+Sums over all ranks hide the routes of one rank (AReno#524), so each rank adds its counts in its own of 64 slots; in a
+larger job several ranks share a slot.
 """
 
 from collections.abc import Callable
@@ -28,7 +27,7 @@ class RankShare:
     """One rank's share of something.
 
     Attributes:
-        share: Of its rows.
+        share: Share of its rows.
         of_others: The share of all other ranks together.
     """
 

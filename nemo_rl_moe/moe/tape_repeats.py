@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of a tape that stand more than once: one token's experts given to the tokens that follow.
 
-An engine that reads its buffer of routes behind the end of what it has written, or too early, gives a well-shaped row
-again and again (sglang#36404: one row, 67 times). Agreement falls only a little, and no other layer, token or sequence
-agrees better with such a tape.
+An engine that reads behind the end of its buffer of routes repeats a well-shaped row (sglang#36404: 67 times);
+agreement falls only a little.
 """
 
 from enum import IntEnum
@@ -27,7 +26,7 @@ class Repeat(IntEnum):
     TAPE = 0
     """Have the row of the token before in every layer on the tape alone: routers would choose other experts."""
     ROUTER = 1
-    """The same the other way round: routers would choose the row of the token before, and the tape has another."""
+    """The other way round: routers would choose the row of the token before, and the tape has another."""
     FED = 2
     """Fed to the model, in each chunk of layers."""
 

@@ -24,7 +24,7 @@ class CheckTotals:
         by_slot: Rows of each rank, see `rows_by_rank`.
         num_ranks: Data-parallel ranks.
         is_exact: The tape was made with the weights of training, both in float32: rows differ by near ties alone.
-        rank_names: Of the ranks, where they have names of their own; by default their numbers.
+        rank_names: Names of the ranks; by default their numbers.
     """
 
     repeats: Int[Tensor, " kinds"]
@@ -68,7 +68,7 @@ def tape_report(
 
     Args:
         sample: Routes of a few sequences; None where nothing is known of training.
-        more_anomalies: Of rows that the ledger has not counted.
+        more_anomalies: Anomalies of rows that the totals do not count.
     """
     anomalies = [*more_anomalies, *row_anomalies(totals, layers), *checked.anomalies(len(layers))]
     if sample is not None:

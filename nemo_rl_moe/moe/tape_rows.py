@@ -12,7 +12,7 @@ class Row(IntEnum):
     """Kinds of rows, a column each of the ledger; a row is a token in a layer."""
 
     EXPECTED = 0
-    """Of tokens that were fed to the model: all but the last one of a sequence."""
+    """Rows of tokens that were fed to the model: all but the last one of a sequence."""
     USABLE = 1
     """Name experts that there are, each once."""
     MISSING = 2

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from nemo_rl_moe.report.chart import Chart, Line
@@ -14,39 +15,36 @@ from nemo_rl_moe.report.reward_charts import REWARD_CHARTS
 from nemo_rl_moe.report.routing_charts import ROUTING_CHARTS
 
 TRAINING, BALANCE = "Training", "Balance of the experts"
+_training = partial(Chart, TRAINING)
+_balance = partial(Chart, BALANCE)
 _PER_LAYER = re.compile(r"_layer_\d+")
 
 _TRAINING_CHARTS = (
-    Chart(
-        TRAINING,
+    _training(
         "Loss",
         "Healthy: supervised losses fall and flatten, on validation too; a policy-gradient loss says "
         "little: look at the reward.",
         [Line("train/loss", "training"), Line("val/loss", "validation")],
     ),
-    Chart(
-        TRAINING,
+    _training(
         "Gradient norm",
         "Before clipping. Healthy: it settles after the warmup; single spikes are normal, growth is not.",
         [Line("train/grad_norm", "gradient norm")],
         from_zero=True,
     ),
-    Chart(
-        TRAINING,
+    _training(
         "Seconds of each phase",
         "How long each phase of a step takes. Healthy: flat; imbalance between ranks shows here as longer training.",
         [Line("timing/*/seconds", None)],
         from_zero=True,
     ),
-    Chart(
-        TRAINING,
+    _training(
         "Tokens a second",
         "Speed of each phase. Healthy: flat, apart from the first steps.",
         [Line("timing/*/tokens_per_second", None)],
         from_zero=True,
     ),
-    Chart(
-        BALANCE,
+    _balance(
         "Spread of the expert loads (cv)",
         "Standard deviation of the loads over their mean, average of the layers, beside what random routing of the "
         "same tokens would have. Healthy: it falls towards that line.",
@@ -57,15 +55,13 @@ _TRAINING_CHARTS = (
         ],
         from_zero=True,
     ),
-    Chart(
-        BALANCE,
+    _balance(
         "Overload of the busiest rank",
         "Work of the busiest expert-parallel rank over that of the mean one; the others wait for it. Healthy: near 1.",
         [Line("train/moe/avg_overload_factor", "average"), Line("train/moe/max_overload_factor", "worst microbatch")],
         (1.0, "no waiting"),
     ),
-    Chart(
-        BALANCE,
+    _balance(
         "Auxiliary losses",
         "What the optimizer sees of balance, before coefficients. Healthy: load balancing losses settle near 1.",
         [
@@ -76,8 +72,7 @@ _TRAINING_CHARTS = (
         ],
         (1.0, "perfect balance"),
     ),
-    Chart(
-        BALANCE,
+    _balance(
         "Dead experts",
         "Share of the experts that got no token in a step, average of the layers. Healthy: 0.",
         [Line("train/moe/dead_expert_frac_mean", "dead experts")],

@@ -16,7 +16,7 @@ from nemo_rl_moe.shapes import Int
 
 _MOST_COLUMNS, _MOST_FRAMES, _FEWEST = 300, 200, 10
 _MOST_CELLS = 60_000
-"""Of experts, over all steps that are kept: of large models fewer steps."""
+"""Cells of experts over all steps that are kept: fewer steps for large models."""
 _COLUMNS = ("separation", "overlap", "busiest, image", "busiest, text")
 
 
@@ -32,7 +32,7 @@ def modality_view(
         `layers`; `num_experts`; `num_steps`, those with tokens of both kinds; `steps`, `counts`, `image_counts` and
         `specialization` of single ones, NaN where an expert has no token; `by_layer`: separation of layers x steps, of
         each stretch of steps the highest, NaN where it is not known; `table`: of each layer at the last of these steps.
-        None of a run that does not tell the kinds apart; `num_steps` alone where no step has both.
+        None where the run did not count the kinds apart; `num_steps` alone where no step has both.
     """
     if load.image_counts is None:
         return None

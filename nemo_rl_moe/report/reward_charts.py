@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Charts of what a policy learns from rewards (GRPO and its kin) or from preferences (DPO), and how it changes."""
 
+from functools import partial
+
 from nemo_rl_moe.report.chart import Chart, Line
 
 LEARNING = "Learning from rewards and preferences"
+_chart = partial(Chart, LEARNING)
 
 REWARD_CHARTS = (
-    Chart(
-        LEARNING,
+    _chart(
         "Reward",
         "Mean of a step's responses as the environment gave it, and of those to the validation set. Healthy: both "
         "rise, with noise. Sick: training rises and validation does not.",
@@ -18,14 +20,12 @@ REWARD_CHARTS = (
             Line("train/filtered_reward", "reward of what is trained on"),
         ],
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "Rewards by name",
         "Means of the single rewards, before their weights. Healthy: none rises while the one that counts falls.",
         [Line("train/rewards/*/mean", None)],
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "Accuracy",
         "Share of the responses that the environment calls right; in DPO, of the pairs whose chosen response gained "
         "more. Healthy: it rises, with noise. Stays at 0 where rewards are graded and none is called right.",
@@ -34,23 +34,20 @@ REWARD_CHARTS = (
             Line("val/accuracy", "validation accuracy"),
         ],
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "pass@k",
         "Chance that one of k responses to a held-out prompt is right, by k. Healthy: it does not fall while the "
         "accuracy rises; what no response reaches cannot be learned.",
         [Line("val/pass_at_*", None)],
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "Groups without a spread",
         "Share of the groups whose responses all got the same reward: they teach nothing. Healthy: well below 1; it "
         "rises as the prompts become easy, or are too hard.",
         [Line("train/frac_zero_std_groups", "groups without a spread")],
         from_zero=True,
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "Length of responses",
         "In tokens, the end included. Healthy: it changes slowly, and has a reason to. Sick: it grows while the "
         "reward does not, or falls to a few tokens.",
@@ -61,39 +58,34 @@ REWARD_CHARTS = (
         ],
         from_zero=True,
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "Truncated responses",
         "Share that reached the most new tokens without an end. Healthy: near 0. Sick: it rises with the length, and "
         "rewards are then those of the limit.",
         [Line("train/truncation_rate", "truncated"), Line("val/truncation_rate", "validation")],
         from_zero=True,
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "Entropy",
         "Of the policy, in nats a token. Healthy: it falls slowly. Sick: near 0, where all responses to a prompt are "
         "one, or rising without a bound.",
         [Line("train/approx_entropy", "of the sampled tokens"), Line("train/entropy", "exact")],
         from_zero=True,
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "Divergence from the reference (KL)",
         "In nats a token, before its weight; with a penalty alone. Healthy: it grows slowly and flattens.",
         [Line("train/kl_penalty", "KL")],
         from_zero=True,
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "Clipped tokens",
         "Share of the tokens whose ratio the loss replaces by a bound. Healthy: some hundredths at most; 0 where each "
         "step is one update.",
         [Line("train/clip_fraction_low", "low"), Line("train/clip_fraction_high", "high")],
         from_zero=True,
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "Ratio of new to old probability",
         "Of the sampled tokens. Healthy: the mean is 1, and the extremes do not run away.",
         [
@@ -103,8 +95,7 @@ REWARD_CHARTS = (
         ],
         (1.0, "unchanged"),
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "Advantages",
         "Of what is trained on. Healthy: on both sides of 0. All at 0: nothing is learned.",
         [
@@ -113,30 +104,26 @@ REWARD_CHARTS = (
             Line("train/advantages/max", "largest"),
         ],
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "Mismatch of log-probabilities: divergence",
         "Estimate of the divergence between the rollout's and training's log-probabilities of the sampled tokens. "
         "Healthy: small and flat.",
         [Line("train/gen_kl_error", "gen_kl_error")],
         from_zero=True,
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "Mismatch of log-probabilities: factor",
         "Mean factor between the probabilities that rollout and training give a sampled token. Healthy: close to 1.",
         [Line("train/token_mult_prob_error", "token_mult_prob_error")],
         (1.0, "the same"),
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "Responses without a score",
         "Responses that the environment failed to score. Healthy: 0.",
         [Line("train/env/num_*", None)],
         from_zero=True,
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "Rewards of pairs",
         "What the chosen and the rejected responses have gained on the reference, and the difference. Healthy: the "
         "difference rises, on held-out pairs too.",
@@ -148,8 +135,7 @@ REWARD_CHARTS = (
         ],
         (0.0, "as the reference"),
     ),
-    Chart(
-        LEARNING,
+    _chart(
         "Log-probabilities of pairs",
         "Of the chosen and the rejected responses. Healthy: the rejected fall; that the chosen fall somewhat too is "
         "usual. Sick: both plunge.",

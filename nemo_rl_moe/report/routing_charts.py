@@ -3,10 +3,13 @@
 """Charts of how rollout and training route, of runs with a tape of the rollouts' experts."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from nemo_rl_moe.report.chart import Chart, Line
 
 ROUTING, MISMATCH = "Routing under RL", "Routing under RL: mismatch, drift, gradients"
+_routing = partial(Chart, ROUTING)
+_mismatch = partial(Chart, MISMATCH)
 
 
 def _split_charts() -> Iterator[Chart]:
@@ -30,8 +33,7 @@ def _split_charts() -> Iterator[Chart]:
             ("mean_abs", "Parts of the mismatch", "Mean size of the difference of log-probabilities"),
             ("kl", "Parts of the divergence", "Estimate of the divergence"),
         ):
-            yield Chart(
-                MISMATCH,
+            yield _mismatch(
                 f"{title}, {when}",
                 f"{meaning} between rollout and training, of the steps that were measured: all of it, {of}. "
                 f"Healthy: {healthy}.",
@@ -42,8 +44,7 @@ def _split_charts() -> Iterator[Chart]:
 
 
 ROUTING_CHARTS = (
-    Chart(
-        ROUTING,
+    _routing(
         "Agreement with the rollouts",
         "Share of the rows (a token in a layer) whose experts are those of the rollout: as training took them, and as "
         "its routers would choose by themselves, which is the same line without replay. Healthy: 1 under replay, by "
@@ -53,8 +54,7 @@ ROUTING_CHARTS = (
             Line("train/moe/routing/live_agreement", "by themselves"),
         ],
     ),
-    Chart(
-        ROUTING,
+    _routing(
         "Agreement in single experts",
         "Share of the rollout's experts that the routers would choose too, and the same beyond what the experts' "
         "popularity alone explains (0: nothing but that, 1: all). Healthy: above the agreement in whole sets.",
@@ -63,16 +63,14 @@ ROUTING_CHARTS = (
             Line("train/moe/routing/slot_kappa", "beyond chance"),
         ],
     ),
-    Chart(
-        ROUTING,
+    _routing(
         "Tokens that differ",
         "Share of the tokens for which the routers of any layer would choose other experts than the rollout. Healthy: "
         "small and flat.",
         [Line("train/moe/routing/tokens_differing_share", "tokens that differ")],
         from_zero=True,
     ),
-    Chart(
-        ROUTING,
+    _routing(
         "Near ties",
         "Share of the rows whose last expert leads the first one left out by 0.01 at most: rounding can swap them. "
         "Healthy: flat, or slowly falling.",
@@ -80,8 +78,7 @@ ROUTING_CHARTS = (
         from_zero=True,
     ),
     *_split_charts(),
-    Chart(
-        MISMATCH,
+    _mismatch(
         "Noise floor: other experts",
         "Share of the rows and tokens that get other experts when the trainer runs the same tokens twice, in other "
         "batches. What rollout and training differ in beyond this has another cause.",
@@ -91,8 +88,7 @@ ROUTING_CHARTS = (
         ],
         from_zero=True,
     ),
-    Chart(
-        MISMATCH,
+    _mismatch(
         "Noise floor: log-probabilities",
         "Mean difference of the log-probabilities of two such passes, by the trainer and by the engine.",
         [
@@ -101,8 +97,7 @@ ROUTING_CHARTS = (
         ],
         from_zero=True,
     ),
-    Chart(
-        MISMATCH,
+    _mismatch(
         "Drift of the routing",
         "Share of the rows and tokens whose experts a step's updates have changed, or that differ from the reference "
         "model's. Healthy: small, and slower than the policy improves.",
@@ -114,23 +109,20 @@ ROUTING_CHARTS = (
         ],
         from_zero=True,
     ),
-    Chart(
-        MISMATCH,
+    _mismatch(
         "Gradient of the routers, by source",
         "Length of the parts of the routers' gradient: of the algorithm's loss, of load balancing, of the z-loss. "
         "Healthy: the first is not drowned by the others.",
         [Line("train/moe/router_gradient/norm_*", None)],
         from_zero=True,
     ),
-    Chart(
-        MISMATCH,
+    _mismatch(
         "Gradient of the routers: direction",
         "Cosine between the algorithm's part and the others. Healthy: near 0; towards -1 they work against each other.",
         [Line("train/moe/router_gradient/cosine_*", None)],
         (0.0, "unrelated"),
     ),
-    Chart(
-        MISMATCH,
+    _mismatch(
         "Experts and advantages",
         "How far some experts have the tokens of good or bad responses, beyond chance (0); by share: beyond what goes "
         "with the length of responses. Healthy: by share near 0, slowly rising at most. The card below shows which.",

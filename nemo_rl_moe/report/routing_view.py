@@ -17,7 +17,7 @@ from nemo_rl_moe.run_folder.samples import evenly_spaced
 
 _MOST_COLUMNS, _MOST_FRAMES, _FEWEST = 300, 200, 10
 _MOST_SCORES = 100_000
-"""Of experts by advantage, over all steps that are kept: of large models fewer steps."""
+"""Scores of experts over all steps that are kept: fewer steps for large models."""
 _LEDGER = {
     Row.USABLE: "usable",
     Row.MISSING: "missing",
@@ -62,7 +62,7 @@ def routing_view(routing: RoutingHistory, pool: ArrayPool, detail: float = 1.0) 
             "differing": pool.add(np.where(np.isfinite(highest), highest, np.nan).astype(np.float32)),
         },
         "margins": {
-            "classes": _class_names(),
+            "classes": [*(f"≤ {edge:g}" for edge in MARGIN_EDGES), f"> {MARGIN_EDGES[-1]:g}"],
             "steps": pool.add(routing.steps[frames].astype(np.int32)),
             "of_steps": pool.add(narrowest(routing.margins[frames].sum(1))),
             "of_all": routing.margins.sum((0, 1)).tolist(),
@@ -129,10 +129,6 @@ def layer_tables(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
 
 def _value_at(series: Series | None, step: int) -> str | None:
     return None if series is None or series.steps[-1] != step else f"{series.values[-1]:.4g}"
-
-
-def _class_names() -> list[str]:
-    return [f"≤ {edge:g}" for edge in MARGIN_EDGES] + [f"> {MARGIN_EDGES[-1]:g}"]
 
 
 def _ledger(routing: RoutingHistory) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.run_folder.thumbnails import read_thumbnail
 
 MOST_PICTURES = 48
-"""Of a page, however many runs it is about."""
+"""Pictures of a page, however many runs it is about."""
 
 
 def embedded_thumbnails(

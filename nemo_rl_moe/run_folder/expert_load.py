@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`expert_load.parquet`: the load matrix of every step, with the columns `step`, `layer`, `expert` and `count`.
 
-Of a model with vision it has the column `image_count` too.
+For a model with vision it has the column `image_count` too.
 """
 
 from dataclasses import dataclass

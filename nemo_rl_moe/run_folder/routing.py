@@ -11,7 +11,7 @@ tape and router agree by the experts' popularity alone; and the classes of route
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -77,18 +77,7 @@ class RoutingWriter(StepTableWriter["TapeReport"]):
 
     table = TABLE
     line_files = (ANOMALIES_FILE_NAME,)
-
-    def __init__(
-        self,
-        run_folder: Path,
-        warn: Callable[[str], None],
-        message: Callable[[str], None] = lambda text: None,
-        *,
-        max_delay_s: float = 0.0,
-    ):
-        super().__init__(run_folder, warn, message, max_delay_s=max_delay_s)
-        self._anomalies_path = run_folder / ANOMALIES_FILE_NAME
-        self._anomalies: LineFile | None = None
+    _anomalies: LineFile | None = None
 
     def write(self, step: int, artifact: "TapeReport") -> None:
         """Add one step; steps ascend."""
@@ -101,7 +90,8 @@ class RoutingWriter(StepTableWriter["TapeReport"]):
         self.add(step, (artifact.layers,), of_kinds | slots | of_margins)
         if artifact.anomalies:
             # A healthy run has no such file.
-            self._anomalies = self._anomalies or LineFile(self._anomalies_path, self._warn, self._message)
+            path = self._folder.parent / ANOMALIES_FILE_NAME
+            self._anomalies = self._anomalies or LineFile(path, self._warn, self._message)
             self._anomalies.append(json.dumps(_record(step, anomaly)) for anomaly in artifact.anomalies)
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class RunData:
         anomalies: Anomalies of the captured routes, by step.
         failures: Responses that the environment failed to score, by step.
         label: Name in a report, where it is not the end of the folder's path.
-        rank_names: Of data-parallel ranks that have names of their own.
+        rank_names: Names of data-parallel ranks, where they have any.
     """
 
     folder: Path

@@ -61,9 +61,8 @@ class Console(Protocol):
 class SampleLog:
     """Writes `samples.jsonl`, with thumbnails, and prints responses of validations.
 
-    The same prompts come first in every validation, so that a reader sees how the answers to them change. On a full
-    disk, lines wait as `LineFile` says; responses are printed all the same. Thumbnails are those of the responses that
-    `read_samples` may choose: the first ones to the first prompts, of all validations and of `is_pictured` steps.
+    The same prompts come first in every validation. Thumbnails are of responses that `read_samples` may choose: the
+    first ones to the first prompts, of all validations and of `is_pictured` steps.
 
     Args:
         num_to_save: Responses to save of each step and each validation; None: all. Above 0, a few that could not be
@@ -160,8 +159,8 @@ STEPS_OF_A_SPLIT, PROMPTS_OF_A_STEP, LONGEST_TEXT = 4, 6, 2000
 def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Responses to the first prompts of four evenly spaced steps of training and of validation, the last one included.
 
-    Of a run with pictures all but the last are steps that have some. Validation comes first: its prompts are the same
-    ones each time. Survives a torn last line, which a killed run leaves: it is skipped.
+    Where a run has pictures, all but the last are steps that have some. Validation comes first. A torn last line is
+    skipped.
     """
     path = folder / SAMPLES_FILE_NAME
     if not path.is_file():

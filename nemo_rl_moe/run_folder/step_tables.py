@@ -3,9 +3,8 @@
 """Tables that a run adds to at every step: their writer, reader and rewind.
 
 `<run folder>/<name>.parquet` is a folder of Parquet files, which pandas, pyarrow, polars and DuckDB read as one table.
-A Parquet file cannot be appended to, and one that a kill leaves half written cannot be read at all. Steps are therefore
-written to files of their own that appear whole, and files of 100 steps together are joined into one. Writing one takes
-a millisecond, whatever is in it: short steps share a file.
+A Parquet file cannot be appended to: steps are written to files of their own that appear whole, short steps to one
+together, and files of 100 steps are joined into one.
 """
 
 import math
@@ -220,9 +219,7 @@ def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepR
         parts.append(part.since(first_step))
     if not parts:
         raise FileNotFoundError(f"{folder} holds no step")
-    steps = np.concatenate([part.axes[0] for part in parts])
-    values = {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values}
-    return StepRows((steps, *parts[0].axes[1:]), values)
+    return _joined(parts)
 
 
 def rewind_steps(table: StepTable, run_folder: Path, step: int) -> None:

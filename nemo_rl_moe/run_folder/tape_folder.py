@@ -28,7 +28,7 @@ from nemo_rl_moe.run_folder.tape_sequences import TOKEN_TYPES, TapeDescription, 
 FORMAT, VERSION = "routing-tape", 1
 DESCRIPTION_FILE = "tape.json"
 TAPE_FOLDER = "tape"
-"""Of a run's folder."""
+"""Folder of captured routes in a run's folder."""
 _TOKEN_TYPES: Mapping[str, pa.DataType] = {name: pa.from_numpy_dtype(kind) for name, kind in TOKEN_TYPES.items()}
 SCHEMA = pa.schema(
     [("sequence", pa.string()), ("num_tokens", pa.int32()), ("reward", pa.float32())]

@@ -15,7 +15,7 @@ EXPERTS = ("rollout_experts", "training_experts", "repeated_experts")
 """`[tokens, layers, topk]` int16, -1 where unknown: of the rollout, of training, and of training once more with another
 composition of its batches."""
 LOGPROBS = ("rollout_logprobs", "training_logprobs", "replayed_logprobs", "repeated_logprobs")
-"""Of each token given those before it, nats: by the engine that drew it; by the trainer with the experts of its own
+"""Log-probability of each token, nats: by the engine that sampled it; by the trainer with the experts of its own
 routers, with those of the rollout, and once more with another composition of its batches."""
 TOKEN_TYPES: Mapping[str, type[np.generic]] = {
     "token_ids": np.int32,

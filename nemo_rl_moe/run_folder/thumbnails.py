@@ -24,7 +24,7 @@ PICTURES_OF_A_SAMPLE = 4
 MOST_THUMBNAILS = 2000
 """Files of a run."""
 MOST_BYTES = 64 << 10
-"""Of a file that is read: 96 x 96 pixels that no compression helps have 28 kB."""
+"""Bytes of a file that is read: 96 x 96 pixels that no compression helps have 28 kB."""
 _NAME = re.compile(r"[0-9a-f]{16}")
 _FILE_NAME = re.compile(rf"\.?{_NAME.pattern}\.png(\.incomplete)?")
 

@@ -73,7 +73,7 @@ def sequence(
     Args:
         prompt_length: Tokens before the response; None: not known, then everything covers the whole sequence.
         reward: A number; anything else is left out.
-        columns: Of the tape, by name, of the whole sequence or of the response; None: there is none.
+        columns: Columns by name, of the whole sequence or of the response; None: there is none.
 
     Raises:
         DataError: A column has another length, or the sequence has no token or far too many.
@@ -135,7 +135,7 @@ def padded_column(
     """A field of a padded batch on the axis of all its tokens; None where it is missing.
 
     Args:
-        field: Of the whole sequences or of the responses, which stand at the end; a mask has 0 before them.
+        field: Covers whole sequences, or responses, which stand at the end; a mask has 0 before them.
 
     Raises:
         DataError: It is of other sequences, or longer.

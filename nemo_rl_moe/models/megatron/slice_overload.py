@@ -43,7 +43,7 @@ def overload_of_rank(
     Args:
         recorder: Counts and passes of this rank.
         config: The model's effective configuration.
-        what_if_sizes: As of `predict_overload`.
+        what_if_sizes: Other expert-parallel sizes, see `overload_sums`.
 
     Returns:
         Sums over the share, of the MoE layers of the whole model; and the highest of the slice's

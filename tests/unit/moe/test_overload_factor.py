@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,31 +12,12 @@ from nemo_rl_moe.moe.overload_factor import (
     StageEvents,
     cumulative_peak_ratios,
     overload_factors,
-    overload_metrics,
-    overload_sums,
-    predict_overload,
     rank_loads,
     what_if_metrics,
 )
+from tests.support.overload import predict_overload, summarise_overload
 
 Events = list[tuple[int, int, int]]
-
-
-def summarise_overload(
-    counts_DMLE: torch.Tensor,
-    expert_parallel_size: int,
-    layer_indices: Sequence[int],
-    stage_events: Sequence[StageEvents] = (),
-    *,
-    per_layer: bool = False,
-) -> dict[str, float]:
-    """Compute the metrics of counts that lie in one place, by the functions that a job calls on its ranks."""
-    _, num_microbatches, num_layers, _ = counts_DMLE.shape
-    places, grid = torch.arange(num_microbatches * num_layers), (num_microbatches, num_layers)
-    sums = overload_sums(counts_DMLE.flatten(1, 2), places, grid, [expert_parallel_size], expert_parallel_size)
-    loads = rank_loads(counts_DMLE, expert_parallel_size)
-    peaks = [float(cumulative_peak_ratios(loads, stage).amax()) for stage in stage_events]
-    return overload_metrics(sums, layer_indices, max(peaks, default=None), per_layer=per_layer)
 
 
 def no_pipeline(microbatches: int) -> Events:

@@ -9,6 +9,7 @@ import pytest
 
 from nemo_rl_moe.moe.tape_identity import (
     SHIFTS,
+    OneHot,
     TapeSample,
     find_anomalies,
     foreign_tape,
@@ -99,7 +100,7 @@ def test_ownership_is_that_of_a_walk_over_the_rows() -> None:
     live[1, :2] = live[0, :2]
     tape = with_flips(live, 0.5)
     tape[0, 3, 1] = -1
-    values, rows = ownership(TapeSample(tape, live), EXPERTS)
+    values, rows = ownership(OneHot(TapeSample(tape, live), EXPERTS))
     for s in range(3):
         preferred = most = 0
         used = set()
@@ -151,10 +152,10 @@ def test_overlaps_are_those_of_a_walk_over_the_rows() -> None:
         for column, shift in enumerate(SHIFTS):
             places = [t for t in range(5) if 0 <= t + shift < 5]
             pairs = [(tape[s, t, i], live[s, t + shift, i]) for t in places for i in range(len(LAYERS))]
-            assert shift_overlap(sample, EXPERTS)[s, column] == pytest.approx(walk(pairs))
+            assert shift_overlap(OneHot(sample, EXPERTS)).share[s, column] == pytest.approx(walk(pairs))
         for other in range(2):
             pairs = [(tape[s, t, i], live[other, t, i]) for t in range(5) for i in range(len(LAYERS))]
-            assert sequence_overlap(sample, EXPERTS)[s, other] == pytest.approx(walk(pairs))
+            assert sequence_overlap(OneHot(sample, EXPERTS)).share[s, other] == pytest.approx(walk(pairs))
 
 
 def test_nothing_is_said_of_what_is_not_known() -> None:

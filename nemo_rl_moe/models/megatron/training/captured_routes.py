@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routed experts of whole passes, and their way from all pipeline stages to the rank that reports.
 
-Of a batch while it is generated, by slot of its key-value cache; and of microbatches in a log-probability pass.
+They are captured while a batch is generated, by slot of its key-value cache, and in log-probability passes.
 """
 
 from itertools import pairwise
@@ -157,7 +157,7 @@ def routes_of_microbatch(
 ) -> list[Int[np.ndarray, "tokens moe_layers topk"]]:
     """Routes of the tokens of each sequence of a microbatch but its last one, which no engine feeds to its model.
 
-    Of all layers and tokens on the rank that reports. Every rank calls it.
+    The rank that reports gets all layers and tokens. Every rank calls it.
 
     Args:
         captured: What this rank's routers chose, in their order; -1 in layers of other stages.

@@ -50,7 +50,7 @@ class ForwardBackward:
         taps: Hooks on the routers, for batches with captured routes; None without.
         observers: See every training forward pass.
         counts: Training passes count in the agreement statistics; False for passes beside the step's own.
-        pixels_per_token: Of `MicrobatchShape`.
+        pixels_per_token: See `MicrobatchShape`.
     """
 
     config: TransformerConfig

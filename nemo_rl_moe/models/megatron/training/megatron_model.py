@@ -185,7 +185,7 @@ class MegatronModel:
         """Return the fingerprints of this rank's part of the weights. Every rank calls it.
 
         Args:
-            number_format: Of `weight_sync.fingerprints.fingerprint`.
+            number_format: See `weight_sync.fingerprints.fingerprint`.
         """
         tensors = tensors_of_this_rank(self.chunks, self.config, self.hf_config)
         try:

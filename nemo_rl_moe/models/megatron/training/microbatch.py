@@ -249,7 +249,7 @@ def _position_ids(batch: TokenBatch, positions: Tensor, pixels_per_token: int | 
     """Positions that a rotary embedding turns by: of sequences one a row, which may be more rows than the batch has.
 
     Args:
-        pixels_per_token: Of `MicrobatchShape`.
+        pixels_per_token: See `MicrobatchShape`.
     """
     if pixels_per_token is None:
         return positions

@@ -51,7 +51,7 @@ def make_observers(
 
     Args:
         chunks: This rank's bare model chunks.
-        ddp_chunks: The same, wrapped.
+        ddp_chunks: These chunks, wrapped.
     """
     megatron, config, device = policy.megatron_cfg, passes.config, passes.device
     if not moe_layer_indices(config):

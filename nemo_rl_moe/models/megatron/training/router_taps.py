@@ -146,7 +146,7 @@ class RouterTaps:
         A pass that trains replays them where the configuration says so. Others replay the tape that they are given.
 
         Args:
-            number: Of the microbatch in the step, the same on all pipeline stages.
+            number: Number of the microbatch in the step, the same on all pipeline stages.
             trains: A backward pass follows.
             counts: Add it to the step's ledger.
         """

@@ -53,7 +53,7 @@ class TapeProbe:
         """Add some layers of a step's first microbatch.
 
         Args:
-            routes: Of the tape, in the order of the routers' tokens, `in_planes`.
+            routes: Captured routes, in the order of the routers' tokens, `in_planes`.
             live: The routers' own choices.
             first_token: Number of this rank's first token among those of the microbatch, under sequence parallelism.
         """
