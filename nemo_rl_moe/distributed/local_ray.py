@@ -237,7 +237,14 @@ class LocalRay:
         return self._folder / "ray" / "session_latest" / "logs" / f"{server}.out"
 
     def _children(self) -> list[psutil.Process]:
-        return [child for child in psutil.Process().children() if child not in self._others]
+        """Return Ray's processes among the children of this one, whose other threads start some of their own."""
+        return [child for child in psutil.Process().children() if child not in self._others and self._is_rays(child)]
+
+    def _is_rays(self, child: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            # One that has ended has a name yet, and no command line.
+            return child.name() in SERVERS or any(str(self._folder) in word for word in child.cmdline())
+        return False
 
     def _family(self) -> list[psutil.Process]:
         return families(self._children() if self._processes is None else self._processes)

@@ -26,19 +26,22 @@ from nemo_rl_moe.distributed.node_tools import end_processes, ray_folder
 from nemo_rl_moe.errors import EXIT_RUN_FAILED
 
 PROGRAM = """
-import atexit, os, subprocess, sys, time
+import atexit, os, shutil, subprocess, sys, time
 import psutil
 from nemo_rl_moe.distributed import local_ray
 
 folder, victim, unwinding_s = sys.argv[1:]
 
-def start(program):
-    return psutil.Popen([program, "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def start(program, title=""):
+    words = [title or program, "600"]
+    return psutil.Popen(words, executable=program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 class FakeRay(local_ray.LocalRay):
     def _start(self, num_cpus):
         names = ("gcs_server", "raylet", "agent")
-        self.started = {name: start(os.path.join(folder, name)) for name in names}
+        title = f"started with {self._folder}/ray"
+        self.started = {name: start(os.path.join(folder, name), title) for name in names}
+        FakeRay.meanwhile = start(shutil.which("sleep"))
         if victim == "at the start":
             self.started["raylet"].kill()
             raise RuntimeError("Ray waits in vain")
@@ -53,9 +56,10 @@ try:
     fake = FakeRay(1)
 except Exception as error:
     other.kill()
+    FakeRay.meanwhile.kill()
     sys.exit(str(error))
 atexit.register(lambda: print("the loggers' end"))
-service = start("sleep")
+service = start(shutil.which("sleep"))
 time.sleep(0.3)
 assert fake.failure is None
 fake.started[victim].kill()
@@ -63,10 +67,11 @@ while fake.failure is None:
     time.sleep(0.01)
 gone, alive = psutil.wait_procs(list(fake.started.values()), timeout=100.0)
 assert not alive, alive
-goes_on = other.is_running(), service.is_running()
-other.kill()
-service.kill()
-assert goes_on == (True, True), "they are not Ray's"
+others = other, FakeRay.meanwhile, service
+goes_on = [process.is_running() for process in others]
+for process in others:
+    process.kill()
+assert goes_on == [True] * 3, "they are not Ray's"
 """
 
 WORKER = """
@@ -118,14 +123,23 @@ if any(argument.endswith("dashboard/agent.py") for argument in sys.orig_argv):
 """
 
 WITH_LATE_AGENTS = """
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 import ray
 from nemo_rl_moe.distributed.local_ray import LocalRay
 from nemo_rl_moe.errors import WorkerDiedError
 
+pool = ThreadPoolExecutor(1)  # Ray's servers end with the thread that has started them
+start = pool.submit(LocalRay, num_cpus=1)
+meanwhile = subprocess.Popen(["sleep", "600"])
 try:
-    local = LocalRay(num_cpus=1)
+    local = start.result()
 except WorkerDiedError as error:
     raise SystemExit(str(error))
+finally:
+    goes_on = meanwhile.poll() is None
+    meanwhile.kill()
+    assert goes_on, "it is not Ray's"
 
 @ray.remote
 def answer():
