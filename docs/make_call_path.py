@@ -18,9 +18,10 @@ from typing import Any
 import nemo_rl_moe
 from nemo_rl_moe.algorithms.grpo import train_grpo
 from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.generation.lockstep import LockstepEngine
-from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
 from nemo_rl_moe.launch.grpo import run_grpo
+from nemo_rl_moe.launch.start import RunLaunch
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
