@@ -18,6 +18,7 @@ from typing import Any
 import nemo_rl_moe
 from nemo_rl_moe.algorithms.grpo import train_grpo
 from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.demo_data import main as make_data
 from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.generation.lockstep import LockstepEngine
 from nemo_rl_moe.launch.grpo import run_grpo
@@ -75,6 +76,7 @@ def record(wanted: dict[str, Callable[..., Any]], folder: Path) -> CallPath:
         wanted: Functions at whose first call the stack is recorded, by their names here.
         folder: Takes what the run writes.
     """
+    make_data(["--output", str(folder / "data")])
     config = load_grpo_config(
         REPOSITORY / "examples" / "configs" / "grpo_tiny_moe.yaml",
         [
@@ -89,8 +91,7 @@ def record(wanted: dict[str, Callable[..., Any]], folder: Path) -> CallPath:
             "policy.train_global_batch_size=4",
             "policy.train_micro_batch_size=2",
             "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
-            "data.train.path=null",
-            "data.train.num_items=8",
+            f"data.train.path={folder / 'data' / 'grpo.jsonl'}",
             "data.validation=null",
             "checkpointing.enabled=false",
             f"logger.log_dir={folder / 'logs'}",
