@@ -67,9 +67,8 @@ while fake.failure is None:
     time.sleep(0.01)
 gone, alive = psutil.wait_procs(list(fake.started.values()), timeout=100.0)
 assert not alive, alive
-others = other, FakeRay.meanwhile, service
-goes_on = [process.is_running() for process in others]
-for process in others:
+goes_on = [process.is_running() for process in (other, FakeRay.meanwhile, service)]
+for process in (other, FakeRay.meanwhile, service):
     process.kill()
 assert goes_on == [True] * 3, "they are not Ray's"
 """
