@@ -3,6 +3,7 @@
 """Ray on this machine for one run: out of reach of signals meant for the program, watched, and ended at once."""
 
 import atexit
+import ctypes
 import logging
 import os
 import re
@@ -37,6 +38,8 @@ _NEWEST_BYTES, _LONGEST_ERROR = 8192, 300
 _ERROR_LINE = re.compile(r"\[[^\]]* [ECF] \d+ \d+\] \(\w+\) (.*)")
 """Line of a server's log, of an error or worse, without its time."""
 _RAYS_EXCUSE = re.compile(r"An unexpected system state has occurred\..*?fix it\. ")
+_ACTION_BYTES = 1024
+"""More than the C library's `struct sigaction` has."""
 _GET_NODE = ray._private.services.get_node
 _LATE_AGENT = "Timed out waiting for file"
 _STARTING_AGAIN = (
@@ -77,16 +80,17 @@ def preserved_handlers() -> Iterator[None]:
     Ray prints pages of its servers' logs when a worker or server dies; the driver's errors say the same.
     """
     ray._private.worker.print_to_stdstream = lambda *args, **options: None
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.getsignal(signal.SIGTERM)
+    handler, action = signal.getsignal(signal.SIGTERM), ctypes.create_string_buffer(_ACTION_BYTES)
+    ctypes.CDLL(None).sigaction(signal.SIGTERM, None, action)
     try:
         # Not only afterwards: a request that comes meanwhile is the program's too. Ray would end it with exit code 15.
         with patch.object(ray._private.utils, "set_sigterm_handler", lambda handler: None):
             yield
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        # Ray's library has put a handler of its own before the program's: it prints a stack.
+        ctypes.CDLL(None).sigaction(signal.SIGTERM, action, None)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

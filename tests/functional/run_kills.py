@@ -57,8 +57,7 @@ class Run:
                 env=sft_runs.environment() | dict(environment or {}),
                 cwd=folder,
                 start_new_session=True,
-                # A shell's background job ignores the signal, and all that it starts would inherit that.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                preexec_fn=_heed_signals,
             )
         self._seen: dict[psutil.Process, None] = {psutil.Process(self.process.pid): None}
         self._nodes = nodes
@@ -166,6 +165,12 @@ class Run:
             with suppress(psutil.NoSuchProcess):
                 os.kill(process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def _heed_signals() -> None:
+    """Reset what a process inherits: a shell's background job ignores SIGINT, and one under `nohup` SIGHUP."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _descendants(roots: list[psutil.Process]) -> list[psutil.Process]:

@@ -132,7 +132,7 @@ def test_the_terminal_is_closed(training_run: run_kills.Run) -> None:
     os.killpg(training_run.process.pid, signal.SIGHUP)
     assert training_run.wait_for_end(END_LIMIT_S) == 0, training_run.errors
     training_run.wait_until_nothing_runs(0.0)
-    assert "SIGTERM: the run stops after this step" in training_run.errors
+    assert training_run.errors.strip().startswith("SIGTERM: the run stops after this step"), training_run.errors
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_asked_to_stop_by_a_batch_system(training_run: run_kills.Run, tmp_path: 
     assert training_run.wait_for_end(END_LIMIT_S) == 0, training_run.errors
     training_run.wait_until_nothing_runs(0.0)
     last = logged_steps(tmp_path)[-1]
-    assert "SIGTERM: the run stops after this step" in training_run.errors
+    assert training_run.errors.strip().startswith("SIGTERM: the run stops after this step"), "nothing of Ray's"
     saved = sft_runs.only_run_folder(tmp_path) / f"checkpoints/step_{last}"
     assert saved.is_dir()
     assert str(saved) in training_run.printed, "how to go on"

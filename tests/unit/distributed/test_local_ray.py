@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The local Ray around stand-ins for its servers: a death is noticed, the others are ended, and the program ends."""
 
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -67,9 +69,8 @@ while fake.failure is None:
     time.sleep(0.01)
 gone, alive = psutil.wait_procs(list(fake.started.values()), timeout=100.0)
 assert not alive, alive
-others = other, FakeRay.meanwhile, service
-goes_on = [process.is_running() for process in others]
-for process in others:
+goes_on = [process.is_running() for process in (other, FakeRay.meanwhile, service)]
+for process in (other, FakeRay.meanwhile, service):
     process.kill()
 assert goes_on == [True] * 3, "they are not Ray's"
 """
@@ -181,6 +182,24 @@ def test_ray_takes_over_neither_signals_nor_output(
     assert signal.getsignal(signal.SIGTERM) == former
     ray._private.worker.print_to_stdstream({"lines": ["a page"], "pid": "raylet", "is_err": False}, ignore_prefix=False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_ray_that_starts_in_a_thread_leaves_the_programs_handler() -> None:
+    received: list[int] = []
+
+    def start() -> None:
+        with preserved_handlers():
+            ctypes.CDLL(None).signal(signal.SIGTERM, int(signal.SIG_IGN))  # by the system's call, as Ray's library does
+
+    former = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert received == [signal.SIGTERM]
 
 
 def test_a_request_to_stop_while_ray_starts_is_the_programs() -> None:
