@@ -20,8 +20,6 @@ from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily
 from nemo_rl_moe.models.families.tower_shape import TowerShape
 
 _KEY = "policy.model_name: config.json: "
-MROPE_FIELDS = ("mrope_section", "mrope_interleaved")
-"""Of `rope_parameters`; in the flattened configuration they stand on top."""
 
 
 @dataclass(frozen=True)
