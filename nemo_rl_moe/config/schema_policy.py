@@ -229,8 +229,7 @@ class FreezeConfig(StrictModel):
 
 
 def sequence_multiple(context_parallel_size: int) -> int:
-    """Return the number of tokens to a multiple of which a row or packed sequence is padded: twice the ranks that share
-    it."""
+    """Return the multiple that a row or packed sequence is padded to: twice the number of ranks that share it."""
     return 2 * context_parallel_size if context_parallel_size > 1 else 1
 
 

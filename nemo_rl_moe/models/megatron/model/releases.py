@@ -128,8 +128,7 @@ def padding_mask_for_stage(
 ) -> Tensor | None:
     """Return the padding mask in the shape that this pipeline stage needs.
 
-    Megatron splits the mask for sequence parallelism in the embedding: later stages get it whole, and fail on its
-    shape.
+    Megatron splits the mask for sequence parallelism in the embedding: later stages get it whole, and would fail.
 
     Args:
         padding_mask: [batch, sequence], True on padding.

@@ -1,7 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with a key-value cache in evaluation: keys are cached after rotation, and prompts may be padded on the
-left.
+"""Attention with a key-value cache in evaluation: keys are cached after rotation, and prompts may be left-padded.
 
 Megatron-Core caches unrotated keys and rotates all of them at every token.
 """
@@ -163,8 +162,7 @@ def cached_attention(
     """Normalise and rotate new queries and keys, cache keys and values, and attend to the whole cache.
 
     Args:
-        mixed: Queries, keys and values in Megatron-Core's layout; overwritten. One slot or, while the cache is empty,
-            the first few.
+        mixed: Queries, keys and values in Megatron-Core's layout; overwritten. Several slots only into an empty cache.
         context: Says which slots these are.
         eps: Of the norms of queries and keys.
         scale: Factor of the scores.
