@@ -181,11 +181,11 @@ class VllmConfig(StrictModel):
     tensor_parallel_size: PositiveInt
     """GPUs of one engine; 1 on CPUs."""
     expert_parallel: bool
-    """Divide the experts among these GPUs instead of splitting each."""
+    """Divide the experts among these GPUs instead of cutting each."""
     dtype: Literal["float32", "bfloat16", "float16"] | None
     """Number format of the engines' weights; null: `policy.precision`."""
     gpu_memory_utilization: Share
-    """Share of a GPU's memory that an engine may take while it generates, beside the trainer's."""
+    """Share of a GPU's memory that an engine may take while it generates; the trainer's part lies beside it."""
     cpu_cache_gib: PositiveInt
     """Gibibytes of key-value cache of each engine on CPUs."""
     cpu_threads: Processes
@@ -193,7 +193,7 @@ class VllmConfig(StrictModel):
     start_timeout_s: Seconds
     """Seconds until the engines are to be ready."""
     stall_timeout_s: Seconds
-    """Seconds without progress after which a generating engine is replaced."""
+    """Seconds without a step after which an engine that generates is given up and replaced."""
 
 
 class RefitCheckConfig(StrictModel):
@@ -217,8 +217,8 @@ class GenerationConfig(StrictModel):
     """Sampling of responses."""
 
     backend: Literal["megatron", "vllm"] | OwnCode
-    """megatron: the training workers with the weights that they train; vllm: engines of vLLM with a copy of the
-    weights; otherwise a function that makes an engine of your own."""
+    """megatron: the training workers themselves, with the weights that they train; vllm: engines of vLLM, with a copy
+    of the weights; otherwise a function that makes an engine of your own."""
     vllm: VllmConfig
     """Engines of `backend: vllm`."""
     weight_transport: Literal["files", "gloo", "nccl", "cuda_ipc"]
