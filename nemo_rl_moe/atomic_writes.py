@@ -65,8 +65,7 @@ def sync_tree(folder: Path) -> None:
 def put_in_place(staging: Path, target: Path, replaced: Path) -> None:
     """Rename a complete folder to its final name, replacing the folder that had the name.
 
-    Survives a kill or a power failure at any point: the old or the new folder is whole. On an error the old one gets
-    its name back.
+    Survives a kill or a power failure at any point; on an error the old folder gets its name back.
 
     Args:
         staging: The complete folder, on the same file system.

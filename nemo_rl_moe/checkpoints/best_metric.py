@@ -45,8 +45,7 @@ class BestMetric:
 
 
 def choice_in_force(settings: CheckpointingConfig, metric: str | None, *, validates: bool) -> CheckpointingConfig:
-    """Return the settings by which checkpoints are chosen: a run without validation keeps the newest, whatever `val:`
-    says.
+    """Return the settings by which checkpoints are chosen: without validation the newest, whatever `val:` says.
 
     Args:
         metric: The resolved `metric_name` (`config.algorithm.metric_in_force`).

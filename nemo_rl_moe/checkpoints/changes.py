@@ -153,8 +153,7 @@ def samples_fingerprint(name: str, samples: Iterable[ArrayLike]) -> str:
 
 
 def model_fingerprint(model_name: str) -> str:
-    """Compute the fingerprint of a model: a hash of `config.json` and of sizes, beginnings and ends of the weight
-    files.
+    """Compute the fingerprint of a model: `config.json`, and sizes, beginnings and ends of the weight files.
 
     Times of files are left out: a copy is the same model.
 

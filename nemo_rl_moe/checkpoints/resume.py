@@ -120,8 +120,7 @@ def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def _has_begun_anew(config: MasterConfig, run_id: str) -> bool:
-    """Whether a run with a new folder of its own has begun: checkpoints that others have saved since are not
-    continued."""
+    """Whether a run with a new folder of its own has begun: it does not continue what others have saved since."""
     return config.checkpointing.checkpoint_dir is None and find_run_folder(config.logger.log_dir, run_id) is not None
 
 

@@ -40,14 +40,13 @@ class PreferenceLossConfig(StrictModel):
     """The loss of direct preference optimization."""
 
     preference_loss_type: PreferenceLossType
-    """sigmoid (or dpo): DPO; robust: DPO, unbiased under labels that are the wrong way round; hinge: nothing beyond a
-    margin of 1; ipo: squared distance of the margin from 1 / (2 x `reference_policy_kl_penalty`); apo_zero, apo_down:
-    for chosen responses that are better, or worse, than the reference's own."""
+    """sigmoid (or dpo): DPO; robust: DPO, unbiased under flipped labels; hinge: zero beyond a margin of 1; ipo: squared
+    distance of the margin from 1 / (2 x `reference_policy_kl_penalty`); apo_zero, apo_down: for chosen responses that
+    are better, or worse, than the reference's own."""
     reference_policy_kl_penalty: PositiveCoefficient
     """Beta: how strongly the policy is held to the reference model."""
     label_smoothing: BelowHalf
-    """With sigmoid (conservative DPO) and robust: share of the pairs taken to be labelled the wrong way round; 0:
-    none."""
+    """With sigmoid (conservative DPO) and robust: assumed share of flipped labels; 0: none."""
     preference_average_log_probs: bool
     """Compare mean log-probabilities of a response's tokens instead of sums, so that its length does not count."""
     preference_loss_weight: Coefficient
@@ -62,9 +61,9 @@ class DPOConfig(PreferenceLossConfig, SupervisedLoopConfig):
     """Direct preference optimization: the loop and its loss. A sample is a pair of responses."""
 
     reference_logprobs: Annotated[Literal["in_step", "precompute"], RenamedValue("beforehand", "precompute")]
-    """Time at which the log-probabilities of the reference model, the policy at the start of the run, are computed.
-    in_step: in each step, its weights kept beside the policy's; precompute: of all pairs before the first step, without
-    a second set of weights."""
+    """When the log-probabilities of the reference model, the initial policy, are computed. in_step: in each step, with
+    its weights kept beside the policy's; precompute: for all pairs before the first step, without a second set of
+    weights."""
 
 
 class SFTConfig(SupervisedLoopConfig):

@@ -67,12 +67,12 @@ class AdvantageConfig(StrictModel):
 
 
 class RewardShapingConfig(StrictModel):
-    """Soft punishment of long responses (DAPO, eq. 13)."""
+    """Soft penalty of long responses (DAPO, eq. 13)."""
 
     enabled: bool
-    """Take something from the reward of responses that come near `max_new_tokens`."""
+    """Reduce the reward of responses that come near `max_new_tokens`."""
     overlong_buffer_length: PositiveInt
-    """The last so many tokens before `max_new_tokens` cost more and more."""
+    """Number of tokens before `max_new_tokens` over which the penalty grows."""
     overlong_buffer_penalty: RewardSize
     """Reward that a response of full length loses."""
 
@@ -97,12 +97,12 @@ class GRPOConfig(StrictModel):
     use_dynamic_sampling: bool
     """Replace groups whose responses all got the same reward, which teach nothing (DAPO)."""
     dynamic_sampling_max_gen_batches: PositiveInt
-    """Rounds of generation in one step after which it goes on with what it has; with `use_dynamic_sampling` 2 or
+    """Maximum rounds of generation in one step, which then goes on with what it has; with `use_dynamic_sampling` 2 or
     more."""
     overlong_filtering: bool
-    """Leave responses that were cut at the length limit out of the loss (DAPO)."""
+    """Leave responses that were truncated at the length limit out of the loss (DAPO)."""
     reward_shaping: RewardShapingConfig
-    """Soft punishment of long responses."""
+    """Soft penalty of long responses."""
     val_period: NonNegativeInt
     """Validate each time this many steps are done; 0: never."""
     val_at_start: bool
@@ -117,8 +117,8 @@ class GRPOConfig(StrictModel):
     val_temperature: Annotated[float, Field(ge=0, le=100)]
     """Temperature of validation; 0: greedy."""
     max_consecutive_failed_steps: PositiveInt | None
-    """Steps in a row, validations included, of which the environment fails to score every response, after which the run
-    stops with the environment's error; null: it never does."""
+    """Steps in a row, validations included, in which the environment fails to score every response, after which the run
+    stops with the environment's error; null: never."""
     seed: Seed
     """Seed of the order of the prompts, of sampling and of dropout."""
 
@@ -150,17 +150,17 @@ class PolicyGradientLossConfig(StrictModel):
     reference_policy_kl_type: Literal["k1", "k2", "k3"]
     """Estimator of the divergence."""
     reference_policy_kl_gradient: Literal["estimate", "divergence"]
-    """Gradient of the penalty in the loss: of the estimate as it is, as GRPO has it; or the divergence's own, with the
-    part that the choice of tokens has."""
+    """Gradient of the penalty in the loss: of the estimate, as in GRPO; or of the divergence itself, which includes the
+    effect on the choice of tokens."""
     use_kl_in_reward: bool
     """Take the divergence, by k1, from the reward of each response instead of adding it to the loss."""
     kl_output_clamp_value: PositiveRatio | None
     """Largest size of the estimate at one token, in nats, beyond which it has no gradient; null: no limit."""
     entropy_bonus: Coefficient
-    """Weight of the policy's exact entropy, which the loss is lowered by; 0: none, and no entropy is computed."""
+    """Weight of the policy's exact entropy, which is subtracted from the loss; 0: none, and no entropy is computed."""
     importance_sampling_correction: Annotated[str, NameIn(CORRECTIONS)]
-    """Weigh tokens by training over generation probability: truncated: held between the bounds; icepop: drop what is
-    outside of both; sequence_mask: as it is, but drop sequences whose geometric mean is outside of both."""
+    """Weight tokens by training over generation probability: truncated: clipped to the bounds; icepop: drop tokens
+    outside both; sequence_mask: unclipped, but drop sequences whose geometric mean is outside both."""
     importance_sampling_level: Literal["token", "sequence"]
     """Probabilities that truncated and icepop compare: of each token, or of the whole sequence."""
     importance_sampling_ratio_min: Ratio | None
@@ -182,14 +182,15 @@ class RefitCheckConfig(StrictModel):
     enabled: bool
     """After each refit, engine and trainer score the same tokens; where they differ, the run stops."""
     num_sequences: PositiveInt
-    """Sequences that are scored, of tokens drawn once."""
+    """Sequences to score, of random tokens that stay the same."""
     num_tokens: Annotated[int, Field(ge=2)]
     """Tokens of each."""
     max_logprob_gap: PositiveFloat | None
-    """Largest difference of a token's log-probabilities that is taken for rounding, in nats; null: 1e-4 in float32; in
-    other formats their mean may be four times that of the run's refits before, at least 0.03 and at most 0.5."""
+    """Largest difference of a token's log-probabilities, in nats, that counts as rounding; null: 1e-4 in float32; in
+    other formats the mean difference may be four times that of the run's earlier refits, at least 0.03 and at most
+    0.5."""
     on_failure: Literal["stop", "refit"]
-    """stop: end the run; refit: send the weights once more, and end it when that does not help."""
+    """stop: end the run; refit: send the weights once more, and end the run if that does not help."""
 
 
 class GenerationConfig(EngineSections):
@@ -209,9 +210,9 @@ class GenerationConfig(EngineSections):
     temperature: Temperature
     """Divides the logits, in training too."""
     top_p: Share
-    """Draw from the fewest most likely tokens whose probabilities add up to this; 1: from all."""
+    """Sample from the fewest most likely tokens whose probabilities add up to this; 1: from all."""
     top_k: PositiveInt | None
-    """Draw from the so many most likely tokens; null: from all."""
+    """Sample from this many most likely tokens; null: from all."""
     stop_token_ids: list[NonNegativeInt] | None
     """Tokens that end a response; null: the tokenizer's end token."""
     stop_strings: list[Text] | None
@@ -252,22 +253,22 @@ class RolloutMegatronConfig(MegatronConfig):
     """Layout and training of a model that generates: its routing in rollouts and in training besides."""
 
     routing_tape: bool
-    """Keep the routed experts of each rollout's tokens, and compare those of training with them. vLLM on GPUs tells
-    them for a replay alone: it captures no graphs then."""
+    """Keep the routed experts of each rollout's tokens, and compare those of training with them. vLLM on GPUs returns
+    them only for a replay, because capture disables CUDA graphs."""
     routing_replay: Literal["none", "rollout", "old_policy"]
-    """Experts that routers take in training, with the probabilities that they give them now. none: their own; rollout:
-    those of the rollout, in log-probability passes too (R3); old_policy: those of the log-probability pass before the
-    first update of a step (R2)."""
+    """Experts that routers take in training, with their present probabilities. none: the routers' own; rollout: those
+    of the rollout, also in log-probability passes (R3); old_policy: those of the log-probability pass before the first
+    update of a step (R2)."""
     routing_replay_on_anomaly: Literal["stop", "warn"]
-    """Replayed routes that cannot be right (of another layer, token or sequence, or no experts at all): stop: end the
-    run; warn: it goes on. Alerts tell of them either way, and without replay."""
+    """Action on replayed routes that cannot be right (of another layer, token or sequence, or no experts at all): stop:
+    end the run; warn: go on. Alerts report them either way, and without replay."""
     routing_replay_load: Literal["live", "replayed"]
     """Experts that auxiliary losses and the expert bias count under replay. live: those that the routers would choose,
-    which are to be evened out; replayed: those that they take."""
+    and that are to be balanced; replayed: those that they take."""
     routing_measurements: RoutingMeasurementsConfig
     """Mismatch of rollout and training by its causes, its noise floor, and drift of routing; with a tape only."""
     experts_by_advantage: bool
-    """Measure how far the experts of a layer serve responses of high and of low advantage, beyond chance; with
+    """Measure how far the experts of a layer specialise in responses of high and of low advantage, beyond chance; with
     `track_moe_metrics`."""
 
 

@@ -124,8 +124,8 @@ class SchedulerConfig(StrictModel):
     lr_warmup_iters: NonNegativeInt
     """Steps of linear warm-up from 0; a run that ends before sees the beginning of it. 0: none."""
     lr_decay_iters: PositiveInt | None
-    """Step at which `min_lr` is reached, warm-up included, which it exceeds; null: the run's number of steps. Without a
-    warm-up `min_lr` is reached behind that step."""
+    """Step, warm-up included, at which `min_lr` is reached; must exceed the warm-up; null: the run's number of steps.
+    Without a warm-up `min_lr` is reached after that step."""
 
 
 class MoeMetricsConfig(StrictModel):
@@ -142,17 +142,17 @@ class MoeMetricsConfig(StrictModel):
 
 
 class RouterGradientsConfig(StrictModel):
-    """Gradient of the routers split by source: the algorithm's loss, load balancing losses, z-loss. Each source costs a
-    forward and backward pass over the microbatches that are looked at; training itself stays as it is, to the bit."""
+    """Gradient of the routers by source: the algorithm's loss, load balancing losses, z-loss. Each source costs a
+    forward and backward pass over the measured microbatches; training itself is unchanged, to the bit."""
 
     every_n_steps: PositiveInt | None
     """Measure on every so many steps; null: never."""
     num_microbatches: PositiveInt | None
-    """The first so many of the step's first global batch, on each data-parallel rank; an interleaved pipeline runs a
-    multiple of its stages. null: all of them."""
+    """Number of microbatches to measure, from the step's first global batch, on each data-parallel rank; an interleaved
+    pipeline runs a multiple of its stages. null: all."""
     at_logits_every_n_steps: PositiveInt | None
-    """On every so many steps, the cheap form: at the routers' logits, in the step's own pass over its first global
-    batch; exact in the last MoE layer alone. null: never."""
+    """Interval in steps of the cheap form: at the routers' logits, in the step's own pass over its first global batch;
+    exact in the last MoE layer alone. null: never."""
 
 
 class MegatronConfig(MoeTransformerFields):
@@ -173,8 +173,8 @@ class MegatronConfig(MoeTransformerFields):
     expert_tensor_parallel_size: PositiveInt
     """Ranks that share each expert's matrices: 1, or the tensor parallel size."""
     context_parallel_size: PositiveInt
-    """Ranks that share each sequence, each with as many of its tokens; above 1 on GPUs alone, with Transformer Engine's
-    attention, of models without attention windows and sinks, and not beside `generation.backend: megatron`."""
+    """Ranks that share each sequence in equal parts; above 1 on GPUs alone, with Transformer Engine's attention, for
+    models without attention windows and sinks, and not with `generation.backend: megatron`."""
     sequence_parallel: bool
     """Share activations between the tensor-parallel ranks along the sequence; goes with tensor parallelism."""
     activation_checkpointing: ActivationCheckpointing
@@ -229,8 +229,7 @@ class FreezeConfig(StrictModel):
 
 
 def sequence_multiple(context_parallel_size: int) -> int:
-    """Return the number of tokens to a multiple of which a row or packed sequence is padded: twice the ranks that share
-    it."""
+    """Return the multiple that a row or packed sequence is padded to: twice the number of ranks that share it."""
     return 2 * context_parallel_size if context_parallel_size > 1 else 1
 
 
@@ -252,8 +251,8 @@ class PolicyConfig(StrictModel):
     max_total_sequence_length: PositiveInt
     """Most tokens of a sample; longer ones are cut and counted."""
     logprob_chunk_size: PositiveInt | None
-    """Tokens whose logits exist at a time, where a microbatch has more: training then computes them once more in the
-    backward pass. null: those of the whole microbatch."""
+    """Tokens whose logits exist at a time, where a microbatch has more: training then recomputes them in the backward
+    pass. null: the whole microbatch."""
     precision: Literal["float32", "bfloat16"]
     """Number format of weights and activations; the optimizer keeps float32 masters."""
     max_grad_norm: PositiveRatio | None

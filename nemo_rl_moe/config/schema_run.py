@@ -123,13 +123,13 @@ class ExpertLoadPicturesConfig(StrictModel):
     the rollouts, for TensorBoard, Weights & Biases and MLflow."""
 
     every_steps: NonNegativeInt | None
-    """Draw them at the first step and each time this many steps are done; null or 0: never. The first need
-    `policy.megatron_cfg.track_moe_metrics`, the second `policy.megatron_cfg.routing_tape`."""
+    """Plot at the first step and each time this many steps are done; null or 0: never. The former need
+    `policy.megatron_cfg.track_moe_metrics`, the latter `policy.megatron_cfg.routing_tape`."""
 
 
 class AlertsConfig(StrictModel):
-    """From where on the routing counts as sick, or the steps as idle; the user is told of each episode once. Of each
-    limit, null: never. Routes of rollouts that cannot be right are told without a limit."""
+    """Limits beyond which routing or steps count as unhealthy; each episode is reported once. Of each limit, null:
+    never. Invalid routes of rollouts are reported without a limit."""
 
     enabled: bool
     """Warn on the console, and by an alert of Weights & Biases where that is enabled."""
@@ -140,18 +140,18 @@ class AlertsConfig(StrictModel):
     overload_factor: PositiveFloat | None
     """Work of the busiest expert-parallel rank over that of the mean one, `avg_overload_factor`."""
     sustained_steps: PositiveInt
-    """Steps in a row that `excess_cv` or `overload_factor` must be exceeded."""
+    """Steps in a row above `excess_cv` or `overload_factor` before an alert."""
     idle_steps: PositiveInt | None
-    """Steps in a row of GRPO without any advantage, or with every response cut at the length limit; and steps from the
-    first one on in which a reward, the whole one or one by name, has had the same value in every response."""
+    """Steps in a row of GRPO without any advantage, or with every response truncated at the length limit; and steps
+    from the first one on in which a reward, the whole one or one by name, has had one value in every response."""
     failed_responses_share: WholeOrLess | None
-    """Share of the responses of a step, or of a validation, above which it is told that scoring them failed."""
+    """Share of the responses of a step, or of a validation, above which failed scoring is reported."""
     missing_routes_share: Share | None
     """Share of the routed experts of GRPO's rollouts that did not arrive, `routing/rows_missing_share`."""
     missing_routes_steps: PositiveInt
     """Steps in a row that `missing_routes_share` must be exceeded."""
     sudden_steps: PositiveInt | None
-    """Steps in a row that routing has changed at once, or cannot be right: docs/alerts.md names the conditions."""
+    """Steps in a row of a sudden change of routing, or of invalid routing: docs/alerts.md names the conditions."""
 
 
 class LoggerConfig(StrictModel):
@@ -173,7 +173,7 @@ class LoggerConfig(StrictModel):
     expert_load_pictures: ExpertLoadPicturesConfig
     """Pictures of the expert load."""
     alerts: AlertsConfig
-    """Warnings about sick routing and idle steps."""
+    """Warnings about unhealthy routing and idle steps."""
     wandb: WandbConfig
     """Read when `wandb_enabled`."""
     mlflow: MlflowConfig
@@ -216,16 +216,15 @@ class ClusterConfig(StrictModel):
     """Seconds that the workers may take to start before the run gives up."""
     worker_call_timeout_s: Seconds
     """Seconds that a worker may take to answer, for a whole step or round of generation, before the run ends with a
-    message that names it: one that is frozen or waits for a dead device never would."""
+    message that names it: a frozen worker, or one that waits for a dead device, never answers."""
     max_restarts: NonNegativeInt
     """Number of times that a run which fails restarts itself from its last checkpoint."""
     network_interface: Text | None
     """Interface of each machine, such as `eth1`, over which the workers of several machines talk; null: the one that
     gloo and NCCL choose."""
     roles: dict[str, RolePlacementConfig]
-    """Workers of models beside the policy, such as a teacher, and engines of `generation` that are not to share the
-    policy's machines, by the role's name: `num_nodes`, `gpus_per_node` and `cpu_workers_per_node` of each, those of the
-    policy where left out; {}: none."""
+    """Workers of models beside the policy, such as a teacher, and engines of `generation` with machines of their own,
+    by role: `num_nodes`, `gpus_per_node` and `cpu_workers_per_node` of each, by default the policy's; {}: none."""
 
     @property
     def workers_per_node(self) -> int:

@@ -17,7 +17,6 @@ from nemo_rl_moe.data.records import BadLine, Example
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.template_renderer import Rendered
 from nemo_rl_moe.data.turn_spans import Span
-from nemo_rl_moe.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,21 +55,6 @@ class TokenizedExample:
 
 
 BatchTokenizer = Callable[[Sequence[Example]], list[TokenizedExample | BadLine]]
-
-
-def tokenize_example(example: Example, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> TokenizedExample:
-    """Tokenize one conversation; for many, `batch_tokenizer` is several times faster.
-
-    Args:
-        max_length: Further tokens are cut off, so that nothing may be left to train on.
-
-    Raises:
-        DataError: The conversation cannot be rendered or encoded with this tokenizer.
-    """
-    (result,) = batch_tokenizer(tokenizer, max_length)([example])
-    if isinstance(result, BadLine):
-        raise DataError(str(result))
-    return result
 
 
 def batch_tokenizer(

@@ -118,8 +118,7 @@ def parse_images(value: object, name: str) -> list[ImageReference]:
 
 
 def image_columns(names: Sequence[str], key: str | None) -> list[str]:
-    """Choose the columns of a table with images beside the messages: the run's or, for `require_image_key`, the usual
-    ones."""
+    """Choose a table's columns of images beside the messages: the run's or, for `require_image_key`, the usual ones."""
     wanted = [] if key is None else [key] if key in names else USUAL_KEYS
     return [name for name in wanted if name in names]
 

@@ -2,22 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoding of texts to a maximum number of tokens: texts that are far too long are cut before they are encoded."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Callable, Sequence, Sized
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Item = TypeVar("Item")
-
-
-class Encoded(Protocol):
-    """Tokens and further outputs of a tokenizer."""
-
-    def __len__(self) -> int: ...
-
-
-Encoding = TypeVar("Encoding", bound=Encoded)
+Encoding = TypeVar("Encoding", bound=Sized)
 
 
 def encode_each(encode: Callable[[Sequence[Item]], Sequence[Encoding]], items: Sequence[Item]) -> list[Encoding | str]:

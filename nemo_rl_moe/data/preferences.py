@@ -147,8 +147,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
 
     Args:
         examples: Chosen and rejected sequence of each pair in turn.
-        reference_sums: Log-probability of each response under the reference model, in nats, NaN where a pair has none;
-            None: unknown.
+        reference_sums: Log-probability of each response under the reference model, in nats; NaN, None: unknown.
     """
 
     def __init__(

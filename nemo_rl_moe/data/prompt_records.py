@@ -60,9 +60,8 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
     """Makes the function that checks records.
 
     The record that a reward function sees is the data's own with `answer` from `data.answer_key` (numbers as text) and,
-    unless present, `question`, the prompt's text. `math` and `reasoning_gym` need an answer, and `reasoning_gym` also
-    the task's `metadata`; a custom function gets a missing answer as None, and any other as it is. Images appear as
-    paths.
+    unless present, `question`, the prompt's text. `math` and `reasoning_gym` need an answer, the latter also
+    `metadata`; a custom function gets a missing answer as None, and any other as it is. Images appear as paths.
 
     Args:
         env: None: nothing scores responses, so that no answer is needed.

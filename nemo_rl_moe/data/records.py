@@ -20,8 +20,7 @@ class Example:
     """One conversation.
 
     Attributes:
-        messages: Each has `role`, `content` (a text, or parts of type text and image), and further keys of the
-            template.
+        messages: Each has `role`, `content` (a text, or parts of type text and image), and further keys.
         first_trained_message: Earlier assistant turns are context.
         plain: Prompt and completion when both are strings.
         inputs: The record's inputs of the chat template.

@@ -45,8 +45,7 @@ def load_sft_dataset(
         run_wide: Inputs of the chat template that a record may override.
 
     Raises:
-        DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no example is
-            left.
+        DataError: The data cannot be read, has bad lines (the first 20 are listed), or no example is left.
     """
     kind = ItemKind(
         WORDS if images.tokens is None else WORDS_WITH_IMAGES,

@@ -103,19 +103,17 @@ class Column:
 
 @dataclass(frozen=True)
 class StoredColumn:
-    """A column on the token axis whose values stay in a store until a rank fetches them.
+    """A column for the model on the token axis whose values stay in a store until a rank fetches them.
 
     Attributes:
         rows: For each sequence; None where it has none.
         row_shape: Shape of a token's value.
-        goes_to: Reader.
         fill: Value on padding, and of tokens that have none.
     """
 
     rows: tuple[StoredRows | None, ...]
     row_shape: tuple[int, ...]
     dtype: str
-    goes_to: Destination = Destination.MODEL
     fill: float = 0.0
 
     def select(self, indices: Int[Tensor, " selected"]) -> "StoredColumn":
@@ -123,12 +121,10 @@ class StoredColumn:
         return replace(self, rows=tuple(self.rows[index] for index in indices.tolist()))
 
 
-def stored_per_token(
-    rows: Sequence[StoredRows | None], goes_to: Destination = Destination.MODEL, fill: float = 0.0
-) -> StoredColumn | None:
+def stored_per_token(rows: Sequence[StoredRows | None], fill: float = 0.0) -> StoredColumn | None:
     """A stored column of sequences; None where no sequence has rows."""
     first = next((found for found in rows if found is not None), None)
-    return None if first is None else StoredColumn(tuple(rows), first.row_shape, first.dtype, goes_to, fill)
+    return None if first is None else StoredColumn(tuple(rows), first.row_shape, first.dtype, fill)
 
 
 def per_sequence(values: Shaped[Tensor, "batch ..."], goes_to: Destination = Destination.LOSS) -> Column:
@@ -244,8 +240,7 @@ class TokenBatch:
 
     def for_model(self) -> "TokenBatch":
         """The batch with the columns that the model reads, stored ones too, and no others."""
-        stored = {name: column for name, column in self.stored.items() if column.goes_to is Destination.MODEL}
-        return replace(self, columns=self.columns_for(Destination.MODEL), stored=stored)
+        return replace(self, columns=self.columns_for(Destination.MODEL))
 
     def for_loss(self) -> "TokenBatch":
         """The batch with the columns that the loss reads, and no others."""
@@ -266,7 +261,7 @@ class TokenBatch:
         for name, column in self.stored.items():
             longest = self.input_ids.shape[1]
             values = fetch_rows(column.rows, longest, column.fill, fetch, column.row_shape, column.dtype)
-            found[name] = per_token(torch.from_numpy(values), column.goes_to, column.fill)
+            found[name] = per_token(torch.from_numpy(values), Destination.MODEL, column.fill)
         shared = {name: column.fetched(fetch) for name, column in self.shared.items()} if with_shared else {}
         return replace(self, columns={**self.columns, **found}, stored={}, shared=shared)
 

@@ -60,9 +60,7 @@ def object_store_bytes() -> int:
 
 
 def last_error(log: Path) -> str:
-    """Return the last error among the newest lines of a server's log, which is deleted with its folder; empty without
-    one.
-    """
+    """Return the last error among the newest lines of a server's log; empty without one."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _NEWEST_BYTES))

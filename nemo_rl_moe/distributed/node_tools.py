@@ -52,8 +52,7 @@ class ProcessIdentity:
 
 
 def state_of(process: psutil.Process | None) -> str:
-    """Return a state such as psutil.STATUS_STOPPED; empty for an ended process, whether its parent has collected it or
-    not."""
+    """Return a state such as psutil.STATUS_STOPPED; empty for an ended process, collected by its parent or not."""
     with suppress(psutil.NoSuchProcess):
         if process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             return str(process.status())
@@ -71,8 +70,7 @@ def process_states(identities: Iterable[ProcessIdentity]) -> list[str]:
 
 
 def ray_folder(pid: int) -> Path:
-    """Return the temporary folder of the Ray that a process has started: sockets and logs, readable by its owner
-    alone."""
+    """Return the temporary folder of a process's Ray: sockets and logs, readable by its owner alone."""
     # Names of sockets are at most 107 bytes long, and Ray adds 70.
     parent = Path(tempfile.gettempdir())
     return (parent if len(str(parent)) < _LONGEST_TEMPORARY else Path("/tmp")) / f"nemo_rl_moe-ray-{pid}"
@@ -99,8 +97,7 @@ def remove_folders_of(pids: Iterable[int]) -> None:
 
 
 def _remove_folders_of_the_dead(parent: Path, purpose: str, killed: Collection[int] = ()) -> None:
-    """Remove folders of `folder_of_this_process` whose processes run no more or were killed, which the system may list
-    for a while."""
+    """Remove folders of `folder_of_this_process` whose processes run no more or were killed, if still listed."""
     for folder in parent.glob(f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-*-*"):
         pid = folder.name.rsplit("-", 2)[1]
         if pid.isdecimal() and (int(pid) in killed or not psutil.pid_exists(int(pid))):

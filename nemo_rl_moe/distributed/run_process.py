@@ -150,8 +150,7 @@ def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, without libraries' exit handlers; the error is reported already, and the watcher cleans
-    up."""
+    """End this process at once, without exit handlers; the error is reported already, and the watcher cleans up."""
     if _pipe_to_watcher is not None:
         with suppress(OSError):
             os.write(_pipe_to_watcher, _REPORTED)

@@ -345,8 +345,7 @@ class WorkerGroup(Generic[Worker]):
     def _fail_for_silence(self, method: str, ranks: Sequence[int]) -> NoReturn:
         """Stop all workers and raise an error with the ranks that did not answer a call.
 
-        Ranks that cannot run are named, and the others as waiting for them; if there are none, all are, with their
-        stacks.
+        Ranks that cannot run are named, and the others as waiting for them; without such ranks all, with their stacks.
         """
         too_late = f"did not answer `{method}` within {self._call_timeout_s:g} s (cluster.worker_call_timeout_s)"
         held = self._held(ranks)

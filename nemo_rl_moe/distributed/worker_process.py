@@ -99,13 +99,12 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
     ) -> WorkerFailure | None:
         """Set the environment, and only then import and make the worker.
 
-        A worker that hangs, as ranks do that cannot reach each other, writes its stack to stderr before the driver
-        gives up.
+        A worker that hangs, as when ranks cannot reach each other, writes its stack to stderr before the driver gives
+        up.
 
         Args:
             search_path: The driver's `sys.path`; Ray passes on only some of it.
-            payload: Function of rank and world size that makes the worker, pickled because unpickling imports its
-                modules.
+            payload: Function of rank and world size that makes the worker, pickled as unpickling imports its modules.
             timeout_s: Seconds until the driver gives up.
         """
         _write_stack_before(timeout_s)

@@ -323,8 +323,7 @@ def holds_megatron_weights(folder: Path) -> bool:
 
 
 def check_weights(policy: PolicyConfig, folder: Path) -> None:
-    """Check, without reading weights, that the folder of the starting weights is complete and its small files are
-    undamaged.
+    """Check, without reading weights, that the starting weights are complete and the small files undamaged.
 
     Raises:
         ConfigurationError: It has none, or is damaged.

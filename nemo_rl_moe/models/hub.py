@@ -17,8 +17,7 @@ ANSWER_WITHIN_S = 10.0
 def hub_silence() -> str | None:
     """Return the reason, in one line, why the hub cannot be reached and only the cache is available.
 
-    Asked once for each process. None where it answers, and where HF_HUB_OFFLINE forbids asking, which its library
-    respects.
+    Asked once for each process. None where it answers, and where HF_HUB_OFFLINE forbids asking.
     """
     from huggingface_hub import constants, get_session
 

@@ -94,8 +94,7 @@ class TileSizes:
     tokens: int
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return columns and rows of the grid: the nearest proportions, or the later of equal ones if the image fills
-        the tiles."""
+        """Return columns and rows of the grid of nearest proportions; of equal ones the later if the image fills it."""
         if self.max_tiles == 1:
             return 1, 1
         most = range(1, self.max_tiles + 1)

@@ -1,7 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Transports of a bucket's bytes from a trainer rank to the engines' workers: files, collectives (NCCL, gloo), CUDA
-IPC.
+"""Transports of a bucket's bytes from a trainer rank to engine workers: files, collectives (NCCL, gloo), CUDA IPC.
 
 A transfer's folder lists and labels the buckets and records who has taken them; the bytes travel in the bucket's file
 or beside it. A collective serves engines on GPUs of their own, and reads each bucket once for any number of receivers.
@@ -185,8 +184,7 @@ class CudaMemory:
         return torch.device("cuda", torch.cuda.current_device())
 
     def shared(self, buffer: Tensor) -> Mapping[str, Any]:
-        """Return torch's handle of the buffer's storage, with the GPU's name, as processes may number GPUs
-        differently."""
+        """Return torch's handle of the buffer's storage with the GPU's name: processes may number GPUs differently."""
         torch.cuda.synchronize(buffer.device)
         _, *handle = buffer.untyped_storage()._share_cuda_()
         uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)

@@ -53,8 +53,7 @@ class FolderTransfer:
         num_receivers: Engine workers.
         bucket_bytes: Maximum size of a bucket of several tensors.
         max_unacknowledged: Maximum number of a sender's buckets in the folder at a time.
-        stall_timeout_s: Seconds without progress after which a process gives up: a peer that was killed leaves no
-            trace.
+        stall_timeout_s: Seconds without progress after which a process gives up: a killed peer leaves no trace.
     """
 
     folder: Path

@@ -5,8 +5,7 @@
 Transports count and compare what arrives; they cannot see an engine that keeps computing with old or half-written
 weights, such as experts in packed kernels (vllm#42821, NeMo-RL#3659). Two proofs follow a refit:
 
-- Fingerprints of the weights that the engine stores, where it gives them, must be the trainer's, exactly and in every
-  number format.
+- Fingerprints of the weights that the engine stores, where it gives them, must be the trainer's in every number format.
 - Engine and trainer score the same tokens, and their log-probabilities are compared: what is stored may not be what is
   computed with. In float32 the bound is 1e-4 nats; faults that move log-probabilities by less pass, such as all weights
   off by 1e-6 or one step old at a learning rate of 1e-6. In 16 bits rounding hides more. The bound follows the right
@@ -143,8 +142,7 @@ class RefitCheck:
 
     Attributes:
         sequences: Tokens to score.
-        start_trainer: Starts scoring by the trainer with its present weights; returns a function that waits for the
-            scores.
+        start_trainer: Starts scoring with the trainer's present weights; returns a function that waits for scores.
         refit: Sends the trainer's weights; with True, weights that differ from them in every tensor.
         explain: Names the tensors that disagree in a copy, after a failed check.
         in_float32: Whether engine and trainer hold the weights in float32.

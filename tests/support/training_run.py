@@ -122,7 +122,7 @@ def _join(name: str, shard: tuple[int | None, int, bool], held: Mapping[tuple[st
 
     dimension, num_shards, gated = shard
     parts = [torch.from_numpy(held[name, rank]) for rank in range(num_shards)]
-    piece = ParameterPiece(name, parts[0], dimension, num_shards, 0, gated, ".experts." in name, True)
+    piece = ParameterPiece(name, parts[0], dimension, num_shards, 0, gated, ".experts." in name)
     return piece.join(parts).numpy()
 
 

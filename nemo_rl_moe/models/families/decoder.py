@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables that decoder families share: configuration fields, rotary embedding and its scaling, tensors of each layer.
 
-Scaled frequencies are transformers' own. YaRN's factor multiplies both queries and keys, so that its square is a factor
-of the scores.
+Scaled frequencies are transformers' own. YaRN's factor multiplies queries and keys: its square is a factor of the
+scores.
 """
 
 import copy
@@ -117,8 +117,7 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attenti
 def decoder_fields(hf_config: Any) -> dict[str, Any]:
     """Map Hugging Face fields to TransformerConfig fields, except for experts.
 
-    `activation_func` is a name in `ACTIVATIONS` of `models/megatron/model/transformer_config.py`: families import no
-    Megatron-Core.
+    `activation_func` is a name in `ACTIVATIONS` of `model/transformer_config.py`: families import no Megatron-Core.
     """
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads

@@ -185,8 +185,7 @@ class Rule:
     Attributes:
         sources: Tensors that it consists of, in order, under the names that are written.
         layout: How they are combined.
-        alternatives: Other forms that are read where `sources` are missing, or where only these match the shapes in the
-            file.
+        alternatives: Other forms that are read where `sources` are missing or only these match the file's shapes.
         expert: Its expert, once known.
     """
 
@@ -209,8 +208,7 @@ class RuleTable:
 
     Args:
         rules: By canonical name, with `{layer}` and `{expert}` in place of numbers.
-        prefixes: Hugging Face's prefix for each prefix of canonical names, for parameters without a rule, which are
-            copied.
+        prefixes: Hugging Face's prefix for each canonical one, for parameters without a rule, which are copied.
     """
 
     def __init__(self, rules: Mapping[str, Rule], prefixes: Mapping[str, str] | None = None):

@@ -20,8 +20,6 @@ from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily
 from nemo_rl_moe.models.families.tower_shape import TowerShape
 
 _KEY = "policy.model_name: config.json: "
-MROPE_FIELDS = ("mrope_section", "mrope_interleaved")
-"""Of `rope_parameters`; in the flattened configuration they stand on top."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,7 @@ class VisionFamily:
 
     Attributes:
         decoder: The decoder's family; None: named by `text_config`.
-        config_fields: Fields of `config.json` outside its sections; the read ones are added to the flattened
-            configuration.
+        config_fields: Fields of `config.json` outside its sections; the read ones are kept when flattened.
         tower_fields: Fields of `vision_config`.
         decoder_name: Maps a decoder tensor's name in a text model to its name here.
         prefixes: Name in files for each prefix of canonical names of tower and projector.

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_moe.data.chat import batch_tokenizer, tokenize_example, tokens_in_spans
+from nemo_rl_moe.data.chat import batch_tokenizer, tokens_in_spans
 from nemo_rl_moe.data.records import BadLine, parse_record
 from nemo_rl_moe.errors import DataError
+from tests.support.one_example import tokenize_example
 
 CHATML = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"

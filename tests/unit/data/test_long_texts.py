@@ -8,13 +8,13 @@ from tokenizers import normalizers
 
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.data import length_limit, sources
-from nemo_rl_moe.data.chat import tokenize_example
 from nemo_rl_moe.data.length_limit import LengthLimit
 from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.prompts import load_prompts
 from nemo_rl_moe.data.records import BadLine, parse_record
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.errors import DataError
+from tests.support.one_example import tokenize_example
 
 CHAT = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"

@@ -9,10 +9,11 @@ import psutil
 import pytest
 
 from nemo_rl_moe.data import template_process
-from nemo_rl_moe.data.chat import batch_tokenizer, tokenize_example
+from nemo_rl_moe.data.chat import batch_tokenizer
 from nemo_rl_moe.data.records import parse_record
 from nemo_rl_moe.data.template_process import MEMORY_LIMIT, TemplateProcess
 from nemo_rl_moe.errors import DataError
+from tests.support.one_example import tokenize_example
 
 EXAMPLE = parse_record({"prompt": "q", "completion": "a"}, "f:1")
 GOOD = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"

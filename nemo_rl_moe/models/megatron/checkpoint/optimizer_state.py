@@ -145,7 +145,7 @@ def _ranges_of_distributed(part: Any) -> Iterator[tuple[Tensor, int]]:
 def _tensors_of_range(part: Any, parameter: Tensor, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return moments and master of this rank's range of a parameter, flat, under their names in a checkpoint.
 
-    The names are those without sharding, so that either kind of optimizer reads the other's. Float32 weights have no
+    Names are those without sharding, so that either kind of optimizer reads the other's. Float32 weights have no
     masters.
     """
     tensors = part._get_main_param_and_optimizer_states(parameter) if tensors is None else tensors

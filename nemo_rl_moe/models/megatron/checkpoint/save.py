@@ -54,8 +54,7 @@ class _SnapshotWriter(FileSystemWriterAsync):
         self.parts: dict[str, list[Part]] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Skip the original, which makes the folder where a rank has none, and writes there what no other rank will
-        find."""
+        """Skip the original, which makes a missing folder and writes there what no other rank will find."""
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -163,8 +162,7 @@ class CheckpointWrite:
 
 
 def _torn_part(directory: Path, results: list[list[WriteResult]]) -> str | None:
-    """Return the problem of a part that a rank has written and this one does not find: the ranks do not share the
-    folder."""
+    """Return the problem of a part that this rank does not find though another has written it: no shared folder."""
     for rank, parts in enumerate(results):
         places = [part.storage_data for part in parts]
         ends = {place.relative_path: place.offset + place.length for place in places}  # the last one lies last

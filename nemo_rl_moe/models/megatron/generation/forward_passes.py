@@ -150,7 +150,8 @@ class ForwardPasses:
             else:
                 angles = rotary(images.positions)
         padded = PaddedInferenceContext(num_rows, num_slots, Rotation(angles), num_pads)
-        return CachedBatch(padded, [CachedForward(chunk, padded, images) for chunk in self._chunks], images)
+        place = None if images is None else images.place
+        return CachedBatch(padded, [CachedForward(chunk, padded, place) for chunk in self._chunks], images)
 
     def logits(
         self, token_ids: Int[Tensor, "rows columns"], batch: CachedBatch

@@ -24,8 +24,7 @@ class SampledTokens(NamedTuple):
 
 
 def uniform_numbers(seed: int, count: int) -> Float[np.ndarray, " count"]:
-    """Return `count` numbers in [0, 1) that sample the first tokens of a response; a longer list begins with a shorter
-    one.
+    """Return numbers in [0, 1) that sample a response's first tokens; a longer list begins with a shorter one.
 
     Args:
         seed: Not negative; the key of a counter-based generator (Philox), so that other seeds give unrelated numbers.

@@ -27,8 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def group_limited_topk(
     scores: Tensor, topk: int, num_groups: int, group_topk: int, best_of_group: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute group-limited top-k (DeepSeek-V2 and V3): the best groups of experts, then the best experts of these
-    groups.
+    """Compute group-limited top-k (DeepSeek-V2 and V3): the best groups of experts, then their best experts.
 
     Args:
         scores: Selection scores, `[tokens, experts]`.
@@ -230,8 +229,7 @@ class ExpertBias:
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """Return the changes of the bias in this step; empty without a bias. A collective operation: every rank calls
-        it.
+        """Return the changes of the bias in this step; empty without a bias. Every rank calls it.
 
         `expert_bias/max_abs_change` and `expert_bias/max_abs`: largest change of an expert's bias, and largest bias.
         `expert_bias_frozen_layers`: layers of all stages whose bias the last update left unchanged; absent where none.

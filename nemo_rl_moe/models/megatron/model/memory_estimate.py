@@ -336,8 +336,7 @@ def expert_data_parallel_size(config: MasterConfig) -> int:
 
 
 def microbatch_tokens(config: MasterConfig) -> int:
-    """Return the maximum tokens of a microbatch, padding included; with context parallelism of all ranks that share
-    it."""
+    """Return a microbatch's maximum tokens, padding included; with context parallelism of all ranks that share it."""
     policy = config.policy
     for budget in (policy.sequence_packing, policy.dynamic_batching):
         if budget.enabled:

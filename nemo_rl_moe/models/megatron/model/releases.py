@@ -37,18 +37,6 @@ def recorded_auxiliary_losses() -> dict[str, Tensor]:
     return {name: entry["values"] for name, entry in get_moe_layer_wise_logging_tracker().items()}
 
 
-def record_auxiliary_loss(name: str, value: Tensor, layer_number: int, num_layers: int) -> None:
-    """Adds to a layer's auxiliary loss as a router does; `layer_number` counts from 1 as in Megatron."""
-    if HAS_MOE_METRICS_TRACKER:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
-        get_moe_metrics_tracker().record(name, value, layer_number, num_layers)
-        return
-    from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
-
-    save_to_aux_losses_tracker(name, value, layer_number, num_layers)
-
-
 def clear_auxiliary_losses() -> None:
     """Sets every recorded auxiliary loss of this rank back to zero."""
     # 0.19 returns copies from its old functions, so the sums are cleared where they live.
@@ -140,8 +128,7 @@ def padding_mask_for_stage(
 ) -> Tensor | None:
     """Return the padding mask in the shape that this pipeline stage needs.
 
-    Megatron splits the mask for sequence parallelism in the embedding: later stages get it whole, and fail on its
-    shape.
+    Megatron splits the mask for sequence parallelism in the embedding: later stages get it whole, and would fail.
 
     Args:
         padding_mask: [batch, sequence], True on padding.

@@ -353,8 +353,7 @@ def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
-    """Return the problem of layers that do not divide among pipeline stages and their pieces, with the nearest
-    division."""
+    """Return the problem of layers that do not divide among pipeline stages, with the nearest division."""
     layers, stages = fields["num_layers"], fields["pipeline_model_parallel_size"]
     pieces = fields["virtual_pipeline_model_parallel_size"] or 1
     key = "policy.megatron_cfg."

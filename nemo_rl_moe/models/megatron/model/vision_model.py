@@ -249,8 +249,7 @@ def draw_weights(tower: torch.nn.Module, hf_config: Any, seed: int) -> None:
 
 @contextmanager
 def tower_buffers_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
-    """Keep the frequencies of the towers' rotary embeddings in float32 while modules are converted to half
-    precision."""
+    """Keep the towers' rotary frequencies in float32 while modules are converted to half precision."""
     kept = [
         (module, name, buffer)
         for chunk in chunks

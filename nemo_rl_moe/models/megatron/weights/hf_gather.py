@@ -32,8 +32,7 @@ class Delivery:
     """A Hugging Face tensor, and the rank that gathers it.
 
     Attributes:
-        items: This rank's pieces of its parameters, with their rules: one, or for a stacked tensor one for each local
-            expert.
+        items: This rank's pieces of its parameters, with their rules; for a stacked tensor one for each local expert.
         is_stacked: It holds all experts.
         takes_part: Whether it is taken from this rank's replica of the weights.
         shard: Tensor-parallel (for experts: expert-tensor-parallel) rank that gathers it.

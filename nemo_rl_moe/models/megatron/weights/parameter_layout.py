@@ -37,7 +37,6 @@ class ParameterPiece:
     shard_rank: int
     gated: bool
     is_expert: bool
-    trains: bool
 
     @property
     def is_vocabulary(self) -> bool:
@@ -135,7 +134,6 @@ def _pieces_of(name: str, parameter: Tensor, config: TransformerConfig) -> Itera
         shard_rank=parallel_state.get_tensor_model_parallel_rank() if sharded else 0,
         gated=sharded and ".linear_fc1." in name,
         is_expert=False,
-        trains=parameter.requires_grad,
     )
 
 
@@ -168,5 +166,4 @@ def _expert_pieces(name: str, parameter: Tensor, config: TransformerConfig) -> I
             shard_rank=parallel_state.get_expert_tensor_parallel_rank(),
             gated=linear == "linear_fc1",
             is_expert=True,
-            trains=parameter.requires_grad,
         )

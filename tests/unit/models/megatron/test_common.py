@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.common import MAX_TRACKED_LAYERS, get_moe_metrics
-from nemo_rl_moe.models.megatron.model.releases import record_auxiliary_loss, recorded_auxiliary_losses
+from nemo_rl_moe.models.megatron.model.releases import recorded_auxiliary_losses
 from nemo_rl_moe.models.megatron.model.transformer_config import (
     auxiliary_loss_names,
     build_transformer_config,
@@ -21,6 +21,7 @@ from nemo_rl_moe.models.megatron.model.transformer_config import (
 )
 from nemo_rl_moe.moe.recorder import ExpertLoadRecorder
 from tests.support.gloo_ranks import RankError, run_ranks
+from tests.support.recorded_losses import record_auxiliary_loss
 from tests.support.tiny_model import layout, parallel_job, tiny_hf_config, tiny_policy
 
 # Rank to (name, global 0-based layer, one value for each microbatch).

@@ -24,10 +24,10 @@ from nemo_rl_moe.models.megatron.model import transformer_config
 from nemo_rl_moe.models.megatron.model.releases import (
     HAS_MOE_METRICS_TRACKER,
     MEGATRON_VERSION,
-    record_auxiliary_loss,
     recorded_auxiliary_losses,
 )
 from tests.support.gloo_ranks import RankError, run_ranks
+from tests.support.recorded_losses import record_auxiliary_loss
 from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_hf_config, tiny_policy
 from tests.support.training_run import RankRun, RunSettings, build_trainer, difference, shard_of_step, train_run
 

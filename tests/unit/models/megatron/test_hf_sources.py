@@ -36,7 +36,7 @@ class Case:
         if cut is not None:
             shape[cut] //= num_shards
         shards = num_shards if cut is not None else 1
-        return ParameterPiece(self.name, torch.full(shape, 7.0), cut, shards, shard_rank, self.gated, False, True)
+        return ParameterPiece(self.name, torch.full(shape, 7.0), cut, shards, shard_rank, self.gated, False)
 
 
 def put_together(parts: list[SourcePart], case: Case, hf_config: Any) -> Tensor:
@@ -138,7 +138,7 @@ def test_slices_of_tensors_make_the_slice_of_the_parameter(drawn_case: tuple[Cas
 
 def test_part_of_a_parameter_s_memory_is_seen_as_it_lies_in_the_file() -> None:
     # The second rank of two holds rows 4 to 7 of a vocabulary of 6, and the file has two of them.
-    piece = ParameterPiece("output_layer.weight", drawn(4, 2), 0, 2, 1, False, False, True)
+    piece = ParameterPiece("output_layer.weight", drawn(4, 2), 0, 2, 1, False, False)
     found = rule("embed")
     (part,) = source_parts(piece, found, found.sources, SimpleNamespace(vocab_size=6), None)
     assert (part.shape, part.ranges, part.local_shape) == ((6, 2), ((4, 6), (0, 2)), (4, 2))
@@ -150,7 +150,7 @@ def test_part_of_a_parameter_s_memory_is_seen_as_it_lies_in_the_file() -> None:
 
 def test_expert_of_a_transposed_stack() -> None:
     # `[experts, inputs, outputs]`; the first of two ranks holds the first 2 of 4 outputs.
-    piece = ParameterPiece("x.mlp.experts.1.linear_fc1.weight", drawn(2, 3), 0, 2, 0, False, True, True)
+    piece = ParameterPiece("x.mlp.experts.1.linear_fc1.weight", drawn(2, 3), 0, 2, 0, False, True)
     source = Source("stack", is_stacked=True, is_transposed=True)
     found = Rule((source,), Rows(), (), EXPERT)
     (part,) = source_parts(piece, found, found.sources, SimpleNamespace(vocab_size=6), EXPERTS)

@@ -1,7 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with a key-value cache in evaluation: keys are cached after rotation, and prompts may be padded on the
-left.
+"""Attention with a key-value cache in evaluation: keys are cached after rotation, and prompts may be left-padded.
 
 Megatron-Core caches unrotated keys and rotates all of them at every token.
 """
@@ -10,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -163,8 +162,7 @@ def cached_attention(
     """Normalise and rotate new queries and keys, cache keys and values, and attend to the whole cache.
 
     Args:
-        mixed: Queries, keys and values in Megatron-Core's layout; overwritten. One slot or, while the cache is empty,
-            the first few.
+        mixed: Queries, keys and values in Megatron-Core's layout; overwritten. Several slots only into an empty cache.
         context: Says which slots these are.
         eps: Of the norms of queries and keys.
         scale: Factor of the scores.
@@ -217,18 +215,9 @@ def _is_known(layer: Any) -> bool:
     )
 
 
-class PlacedImages(Protocol):
-    """Images of a batch's prompts."""
-
-    def place(
-        self, hidden: Float[Tensor, "columns rows hidden"], first_slot: int
-    ) -> tuple[Float[Tensor, "columns rows hidden"], Sequence[Float[Tensor, "columns rows hidden"]]]:
-        """Place image features among the word embeddings of some slots.
-
-        Returns:
-            The decoder's input, and what is added to the hidden states after each of its first layers.
-        """
-        ...
+PlaceImages = Callable[[Tensor, int], tuple[Tensor, Sequence[Tensor]]]
+"""Places image features among the word embeddings `[columns, rows, hidden]` of the slots from a first one on; returns
+the decoder's input, and what is added to the hidden states after each of its first layers."""
 
 
 class CachedForward:
@@ -237,11 +226,11 @@ class CachedForward:
     Args:
         chunk: A GPTModel chunk with `has_cached_forward`.
         context: The batch's empty key-value cache.
-        images: The prompts' images, for a model with vision.
+        place_images: Of a model with vision.
     """
 
-    def __init__(self, chunk: Any, context: PaddedInferenceContext, images: PlacedImages | None = None):
-        self._context, self._images = context, images
+    def __init__(self, chunk: Any, context: PaddedInferenceContext, place_images: PlaceImages | None = None):
+        self._context, self._place_images = context, place_images
         self._embedding = _embedding(chunk.embedding) if chunk.pre_process else None
         self._layers = [_CachedLayer(layer, context) for layer in chunk.decoder.layers]
         self._final_norm = None
@@ -267,8 +256,8 @@ class CachedForward:
             hidden_states = received
         else:
             hidden_states = self._embedding(token_ids)
-            if self._images is not None:
-                hidden_states, deep = self._images.place(hidden_states, self._context.sequence_len_offset)
+            if self._place_images is not None:
+                hidden_states, deep = self._place_images(hidden_states, self._context.sequence_len_offset)
         for layer, added in zip_longest(self._layers, deep):
             hidden_states = layer(hidden_states)
             if added is not None:

@@ -26,8 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class IndexTopKRouter(TopKRouter):
     """`TopKRouter` for one rank with softmax scores and at most the plain auxiliary loss.
 
-    Probabilities, gradients and the recorded auxiliary loss are the stock router's; see `eligibility` for what is
-    unsupported.
+    Probabilities, gradients and the recorded auxiliary loss are the stock router's; see `eligibility` for the limits.
 
     Attributes:
         last_topk_indices: `[tokens, k]`, experts of the last forward pass, best first; None before it.
@@ -40,8 +39,7 @@ class IndexTopKRouter(TopKRouter):
 
         Args:
             input: `[sequence, batch, hidden]`.
-            padding_mask: `[sequence, batch]`, True for padding, which is routed but does not count in the auxiliary
-                loss.
+            padding_mask: `[sequence, batch]`, True for padding, which is routed but not in the auxiliary loss.
 
         Returns:
             Probabilities and expert indices, both `[tokens, k]` with tokens = sequence x batch.
