@@ -70,7 +70,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_tape(folder: Path, options: argparse.Namespace) -> int:
-    """Writes steps of 64 sequences of 1,000 tokens; returns the number of tokens."""
+    """Write steps of 64 sequences of 1,000 tokens; return the number of tokens."""
     generator = np.random.default_rng(0)
     writer = TapeWriter(folder, TapeDescription(tuple(range(options.layers)), options.experts, options.topk))
     left = max(options.tokens // LENGTH, 1)
@@ -106,7 +106,7 @@ def _sequence(name: str, generator: np.random.Generator, options: argparse.Names
 
 
 def _experts(generator: np.random.Generator, shape: tuple[int, ...], options: argparse.Namespace) -> np.ndarray:
-    """Different ones in each row: odd steps from a random first one on, around a power of 2."""
+    """Return the different ones in each row: odd steps from a random first one on, around a power of 2."""
     first = generator.integers(0, options.experts, (*shape, 1), dtype=np.int16)
     stride = generator.integers(0, options.experts // 2, (*shape, 1), dtype=np.int16) * 2 + 1
     return (first + stride * np.arange(options.topk, dtype=np.int16)) % options.experts

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(policy: MegatronPolicy, folder: Path, num_rounds: int) -> dict[str, Any]:
-    """Saves in every round, and counts what training feels of it."""
+    """Save in every round, and count what training feels of it."""
     batch = random_batch()
     for _ in range(STEPS_BETWEEN):
         policy.train(batch, sft_loss)
@@ -95,14 +95,14 @@ def measure(policy: MegatronPolicy, folder: Path, num_rounds: int) -> dict[str, 
 
 
 def seconds_of(action: Callable[[], Any]) -> float:
-    """Seconds on the clock that an action takes."""
+    """Return the seconds on the clock that an action takes."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
 
 
 def random_batch() -> TokenBatch:
-    """One global batch of full rows."""
+    """Return one global batch of full rows."""
     generator = np.random.default_rng(0)
     rows = generator.integers(1, VOCABULARY, (BATCH_SIZE, SEQUENCE_LENGTH), dtype=np.int32)
     mask = np.ones(SEQUENCE_LENGTH, dtype=np.bool_)
@@ -110,7 +110,7 @@ def random_batch() -> TokenBatch:
 
 
 def make_config(model: Path, num_workers: int) -> SFTMasterConfig:
-    """The demo's configuration with this benchmark's sizes."""
+    """Return the demo's configuration with this benchmark's sizes."""
     values: dict[str, Any] = {
         "policy.model_name": model,
         "policy.train_global_batch_size": BATCH_SIZE,

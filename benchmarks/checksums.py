@@ -59,10 +59,10 @@ class NoHash:
     """A hash function that takes no time."""
 
     def update(self, data: object) -> None:
-        """Takes bytes."""
+        """Take bytes."""
 
     def hexdigest(self) -> str:
-        """Digits that are always the same."""
+        """Return the digits that are always the same."""
         return "0" * 32
 
 
@@ -121,7 +121,7 @@ class SavedForms:
 
 
 def cached_share(folder: Path) -> float:
-    """Share of the pages of a folder's files that the system holds in memory."""
+    """Return the share of the pages of a folder's files that the system holds in memory."""
     mincore = ctypes.CDLL(None, use_errno=True).mincore
     num_cached = num_pages = 0
     for path in folder.rglob("*"):
@@ -141,7 +141,7 @@ def cached_share(folder: Path) -> float:
 
 
 def to_disk_alone(folder: Path) -> None:
-    """Has the system forget what it holds of a folder's files in memory, all of which are on the disk then."""
+    """Have the system forget what it holds of a folder's files in memory, all of which are on the disk then."""
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():
@@ -150,21 +150,23 @@ def to_disk_alone(folder: Path) -> None:
 
 
 def into_memory(folder: Path) -> None:
-    """Has the system hold a folder's files in memory."""
+    """Have the system hold a folder's files in memory."""
     for path in folder.rglob("*"):
         if path.is_file():
             path.read_bytes()
 
 
 def seconds(action: Callable[[], None]) -> tuple[float, float]:
-    """Seconds on the clock, and of the processor, of an action."""
+    """Return the seconds on the clock, and of the processor, of an action."""
     began, cpu_began = time.perf_counter(), time.process_time()
     action()
     return time.perf_counter() - began, time.process_time() - cpu_began
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and values between which that of the population lies with 95% confidence (by order statistics)."""
+    """Return the median, and values between which that of the population lies with 95% confidence (by order
+    statistics).
+    """
     ordered, count = sorted(values), len(values)
     below, outside = 0, 0.5**count
     while below + 1 < count / 2 and outside + math.comb(count, below + 1) * 0.5**count <= 0.025:
@@ -174,7 +176,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def compared(action: Callable[[], None], prepare: Callable[[], None], folder: Path, num_rounds: int) -> dict[str, Any]:
-    """Ratios of an action with checksums to the same without.
+    """Return the ratios of an action with checksums to the same without.
 
     Args:
         prepare: Runs before each measurement, outside of the time.
@@ -199,7 +201,7 @@ def compared(action: Callable[[], None], prepare: Callable[[], None], folder: Pa
 
 
 def measure(forms: SavedForms, num_rounds: int) -> dict[str, Any]:
-    """Ratios of saving and loading both forms."""
+    """Return the ratios of saving and loading both forms."""
     result: dict[str, Any] = {}
     for name, path, save, load in (
         ("training_checkpoint", forms.checkpoint, forms.save_checkpoint, forms.load_checkpoint),
@@ -225,7 +227,9 @@ def measure(forms: SavedForms, num_rounds: int) -> dict[str, Any]:
 
 
 def seconds_to_first_step(model: Path, folder: Path) -> float:
-    """Seconds from a command to the metrics of its first step, from an exported model that lies on the disk alone."""
+    """Return the seconds from a command to the metrics of its first step, from an exported model that lies on the disk
+    alone.
+    """
     folder.mkdir()
     record = {"prompt": "1+2=", "completion": "3"}
     (folder / "data.jsonl").write_text(f"{json.dumps(record)}\n" * 64)

@@ -120,7 +120,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_config(model: Path, options: argparse.Namespace) -> DPOMasterConfig:
-    """The demo's configuration with this benchmark's sizes."""
+    """Return the demo's configuration with this benchmark's sizes."""
     values: dict[str, Any] = {
         **one_epoch("dpo"),
         "dpo.reference_logprobs": options.reference_logprobs,
@@ -138,7 +138,7 @@ def make_config(model: Path, options: argparse.Namespace) -> DPOMasterConfig:
 
 
 def random_pairs(num_steps: int) -> PreferenceDataset:
-    """Pairs of random tokens that share their prompt."""
+    """Return the pairs of random tokens that share their prompt."""
     count, generator = num_steps * NUM_PAIRS, np.random.default_rng(0)
     tokens = generator.integers(VOCABULARY, size=(count, 2, SEQUENCE_LENGTH), dtype=np.int32)
     tokens[:, 1, :PROMPT_LENGTH] = tokens[:, 0, :PROMPT_LENGTH]
@@ -160,7 +160,7 @@ def run(
     stack: ExitStack,
     cores: set[int],
 ) -> None:
-    """Trains in the product's own loop."""
+    """Train in the product's own loop."""
     pairs = Pairs(config, pad_token_id=0, training=data, validation=None)
     num_steps = len(pairs.loader())
     in_step = config.dpo.reference_logprobs == "in_step"
@@ -175,7 +175,7 @@ def run(
 
 
 def summary(clock: StepClock, warmup: int) -> dict[str, Any]:
-    """Speeds over all measured steps."""
+    """Return the speeds over all measured steps."""
     steps = clock.steps[warmup:]
     seconds = [step["seconds"] for step in steps]
     median, best = statistics.median(seconds), min(seconds)

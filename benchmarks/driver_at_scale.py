@@ -80,14 +80,14 @@ class FakeRanks:
         ]
 
     def call_all(self, method: Callable[..., Any], *_: Any) -> list[WorkerDescription]:
-        """Descriptions of the ranks."""
+        """Return the descriptions of the ranks."""
         assert method == MegatronPolicyWorker.describe
         return [WorkerDescription(coordinates=place) for place in self._coordinates]
 
     def start_each(
         self, method: Callable[..., Any], args_by_rank: Sequence[Sequence[Any]]
     ) -> Callable[[], dict[int, Any]]:
-        """Counts what goes out, each object once as in Ray's object store, and makes the answers."""
+        """Count what goes out, each object once as in Ray's object store, and makes the answers."""
         sent: dict[int, bytes] = {}
         for args in args_by_rank:
             for arg in args:
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_batch() -> TokenBatch:
-    """A step's responses, with what GRPO's loss reads of them."""
+    """Return a step's responses, with what GRPO's loss reads of them."""
     generator = np.random.default_rng(0)
     lengths = torch.from_numpy(generator.integers(SHORTEST, LONGEST, SEQUENCES))
     shape = (SEQUENCES, int(lengths.max()))
@@ -155,7 +155,7 @@ def make_batch() -> TokenBatch:
 
 
 def measure(world_size: int, batch: TokenBatch) -> dict[str, float]:
-    """One step of the driver with so many ranks."""
+    """Return one step of the driver with so many ranks."""
     overrides = [
         f"policy.model_name={TOKENIZER}",
         "policy.init=random",
@@ -180,7 +180,7 @@ def measure(world_size: int, batch: TokenBatch) -> dict[str, float]:
 
 
 def _step(config: GRPOMasterConfig, batch: TokenBatch, ranks: FakeRanks, *, traced: bool) -> tuple[float, int, Traffic]:
-    """Processor time and memory of one step, and what went over."""
+    """Return the processor time and memory of one step, and what went over."""
     cluster: Any = SimpleNamespace(config=config.cluster)
     loss, peak = PolicyGradientLoss(config.loss_fn, on_policy=False), 0
     with patch.object(model_workers, "WorkerGroup", lambda *_, **__: ranks):

@@ -110,7 +110,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_policy(layer_spec: str) -> PolicyConfig:
-    """The demo's policy with this benchmark's model."""
+    """Return the demo's policy with this benchmark's model."""
     overrides = [
         f"policy.megatron_cfg.layer_spec={layer_spec}",
         "policy.max_total_sequence_length=4096",
@@ -120,7 +120,7 @@ def make_policy(layer_spec: str) -> PolicyConfig:
 
 
 def make_contestants(trainer: MegatronTrainer, options: argparse.Namespace, stack: ExitStack) -> dict[str, Contestant]:
-    """The engine and the others, sampling at temperature 1 and greedy, all with the same weights."""
+    """Return the engine and the others, sampling at temperature 1 and greedy, all with the same weights."""
     prompts = np.random.default_rng(0).integers(VOCABULARY, size=(options.prompts, options.prompt_tokens))
     rows, count = torch.from_numpy(prompts), options.new_tokens
     weights = dict(tensors_of_this_rank(trainer.chunks, trainer.config, trainer.hf_config))
@@ -182,12 +182,12 @@ class SentWeights:
     weight_version: int = 0
 
     def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> FolderTransport:
-        """A transfer of them, with nobody to ask for more."""
+        """Return a transfer of them, with nobody to ask for more."""
         return FolderTransport(folder_of_one_machine(1), 1, lambda spec: spec.send(self.weights.items(), 0, 0))
 
 
 def vllm_run(engine: GenerationEngine, prompts: np.ndarray, how: SamplingParameters) -> Run:
-    """Generates as a training run does."""
+    """Generate as a training run does."""
     requests = [GenerationRequest(tuple(prompt), seed, how) for seed, prompt in enumerate(prompts.tolist())]
 
     def run() -> Tensor:
@@ -198,7 +198,7 @@ def vllm_run(engine: GenerationEngine, prompts: np.ndarray, how: SamplingParamet
 
 
 def engine_run(engine: MegatronGenerator, prompts: np.ndarray, how: SamplingParameters) -> Run:
-    """Generates as a training run does."""
+    """Generate as a training run does."""
     request = GenerationBatch(
         prompts=tuple(tuple(prompt) for prompt in prompts.tolist()),
         seeds=tuple(range(len(prompts))),
@@ -213,7 +213,7 @@ def engine_run(engine: MegatronGenerator, prompts: np.ndarray, how: SamplingPara
 
 
 def transformers_model(weights: Mapping[str, Tensor], config: Qwen3MoeConfig) -> Qwen3MoeForCausalLM:
-    """Load the model into transformers, through a folder as its loader wants it."""
+    """Return the load the model into transformers, through a folder as its loader wants it."""
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory(prefix="generation_throughput_") as folder:
@@ -223,7 +223,7 @@ def transformers_model(weights: Mapping[str, Tensor], config: Qwen3MoeConfig) ->
 
 
 def transformers_run(model: Qwen3MoeForCausalLM, prompts: Tensor, count: int, *, sampled: bool) -> Run:
-    """Transformers' own loop. Nothing ends a response early, as nowhere here."""
+    """Return the transformers' own loop. Nothing ends a response early, as nowhere here."""
     settings: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {}
     mask = torch.ones_like(prompts)
 
@@ -243,7 +243,7 @@ def transformers_run(model: Qwen3MoeForCausalLM, prompts: Tensor, count: int, *,
 
 
 def race(contestants: Mapping[str, Contestant], rounds: int) -> None:
-    """Lets all run in turns; who begins changes with each round."""
+    """Let all run in turns; who begins changes with each round."""
     for number in range(rounds):
         order = list(contestants.values())
         for contestant in order if number % 2 else reversed(order):
@@ -253,13 +253,13 @@ def race(contestants: Mapping[str, Contestant], rounds: int) -> None:
 
 
 def speeds(contestant: Contestant, tokens: int) -> dict[str, float]:
-    """New tokens a second."""
+    """Return the new tokens a second."""
     median, best = statistics.median(contestant.seconds), min(contestant.seconds)
     return {"median": round(tokens / median, 1), "best": round(tokens / best, 1)}
 
 
 def ratios(contestants: Mapping[str, Contestant], other: str) -> dict[str, float]:
-    """The engine's speed divided by another's: medians over the rounds."""
+    """Return the engine's speed divided by another's: medians over the rounds."""
     return {
         name: round(
             statistics.median(

@@ -96,7 +96,7 @@ class RandomPrompts:
         return self._num_steps
 
     def epoch(self, epoch_index: int) -> Iterator[list[Prompt]]:
-        """The prompts of each step."""
+        """Yield the prompts of each step."""
         generator = np.random.default_rng(epoch_index)
         for step in range(self._num_steps):
             tokens = generator.integers(4, 45, size=(self._num_prompts, PROMPT_LENGTH))
@@ -107,7 +107,7 @@ class RandomPrompts:
 
 
 def share_of_one_character(item: ScoringItem) -> float:
-    """Share of the response that is the digit 1."""
+    """Return the share of the response that is the digit 1."""
     return item.response.count("1") / max(1, len(item.response))
 
 
@@ -144,7 +144,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_config(model: Path, options: argparse.Namespace) -> GRPOMasterConfig:
-    """The demo's configuration with this benchmark's sizes."""
+    """Return the demo's configuration with this benchmark's sizes."""
     samples = NUM_PROMPTS * NUM_GENERATIONS
     values: dict[str, Any] = {
         "grpo.num_prompts_per_step": NUM_PROMPTS,
@@ -173,7 +173,7 @@ def run(
     stack: ExitStack,
     changed: Callable[[RefitCheck | None], RefitCheck | None] = lambda check: check,
 ) -> None:
-    """Trains in the product's own loop; changed: makes another refit check of the configured one."""
+    """Train in the product's own loop; changed: makes another refit check of the configured one."""
     cluster, source = RayCluster(config.cluster), find_model(config.policy)
     policy = start_policy(config, cluster, stack, seed=config.grpo.seed, num_steps=len(prompts))
     scorer = EnvironmentScorer(config.env)
@@ -205,7 +205,7 @@ def run(
 
 
 def summary(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Speeds over all measured steps."""
+    """Return the speeds over all measured steps."""
     seconds = [step["seconds"] for step in steps]
     total = sum(seconds)
     phases = [key for key in steps[0] if key.startswith("timing/") and key.endswith("/seconds") and key != STEP_KEY]

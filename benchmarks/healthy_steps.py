@@ -91,12 +91,12 @@ class Recorded:
     arrays: Mapping[str, np.ndarray]
 
     def drawn(self, places: np.ndarray) -> dict[str, torch.Tensor]:
-        """Some of the sequences."""
+        """Return some of the sequences."""
         return {name: torch.from_numpy(values[places]) for name, values in self.arrays.items()}
 
 
 def read_steps(folder: Path) -> list[Recorded]:
-    """The steps that workers have recorded."""
+    """Return the steps that workers have recorded."""
     files: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("step_*.npz")):
         files.setdefault(path.name.split("_rank_")[0], []).append(path)
@@ -134,7 +134,7 @@ class HealthySteps:
         """Live agreement of each step."""
 
     def alarms(self, num_steps: int, seed: int) -> list[str]:
-        """Alarms of the checks over so many steps, in runs of a hundred; a line each."""
+        """Return the alarms of the checks over so many steps, in runs of a hundred; a line each."""
         generator = np.random.default_rng(seed)
         said: list[str] = []
         for first in range(0, num_steps, STEPS_A_RUN):
@@ -207,7 +207,7 @@ def _in_router_order(values: torch.Tensor) -> torch.Tensor:
 
 
 def _sampled(drawn: Mapping[str, torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    """Tape and live routes of the last tokens of a rank's first sequences, as a run samples them."""
+    """Return the tape and live routes of the last tokens of a rank's first sequences, as a run samples them."""
     shape = (SAMPLED, WINDOW, *drawn["tape"].shape[2:])
     found = []
     for name in ("tape", "live"):

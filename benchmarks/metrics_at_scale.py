@@ -78,7 +78,7 @@ class Traffic(TorchDispatchMode):
 
 
 def measured(job: Job, repeats: int) -> dict[str, Any]:
-    """A row of the result."""
+    """Return a row of the result."""
     dist.init_process_group("fake", rank=0, world_size=job.ranks, store=FakeStore())
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=job.expert_parallel, expert_tensor_parallel_size=1, create_gloo_process_groups=False

@@ -96,7 +96,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_config(model: Path, changes: dict[str, Any]) -> SFTMasterConfig:
-    """The demo's configuration with this benchmark's sizes."""
+    """Return the demo's configuration with this benchmark's sizes."""
     values: dict[str, Any] = {
         **one_epoch("sft"),
         "policy.model_name": model,
@@ -111,13 +111,13 @@ def make_config(model: Path, changes: dict[str, Any]) -> SFTMasterConfig:
 
 
 def lengths_of(num_batches: int, seed: int) -> list[int]:
-    """Tokens of each sequence."""
+    """Return the tokens of each sequence."""
     drawn = np.random.default_rng(seed).normal(np.log(MEDIAN), 0.9, num_batches * BATCH_SIZE)
     return [int(length) for length in np.exp(drawn).clip(8, LONGEST)]
 
 
 def batches(num_batches: int, seed: int) -> GlobalBatchLoader:
-    """Sequences of random tokens, all of which are trained on."""
+    """Return the sequences of random tokens, all of which are trained on."""
     generator = np.random.default_rng(seed)
     examples = [
         TokenizedExample(
@@ -132,7 +132,7 @@ def batches(num_batches: int, seed: int) -> GlobalBatchLoader:
 
 
 def computed_tokens(config: SFTMasterConfig, lengths: Sequence[int]) -> tuple[int, int]:
-    """Tokens with padding, and microbatches, of all global batches in the order of the lengths."""
+    """Return the tokens with padding, and microbatches, of all global batches in the order of the lengths."""
     batching = choose_batching(config.policy, MICRO_BATCH_SIZE)
     plan = plan_microbatches(lengths, num_data_parallel_ranks=1, global_batch_size=BATCH_SIZE, batching=batching)
     tokens = 0
@@ -143,7 +143,7 @@ def computed_tokens(config: SFTMasterConfig, lengths: Sequence[int]) -> tuple[in
 
 
 def result(contestants: dict[str, Contestant], lengths: Sequence[int], options: argparse.Namespace) -> dict[str, Any]:
-    """Speeds, padding and the fit."""
+    """Return the speeds, padding and the fit."""
     counts = {mode: computed_tokens(contestant.config, lengths) for mode, contestant in contestants.items()}
     steps, plain = options.turns * options.block, contestants["plain"]
     modes = {}

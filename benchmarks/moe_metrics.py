@@ -29,14 +29,14 @@ NUM_MATRICES = 50
 
 
 def random_counts(num_experts: int, seed: int) -> Tensor:
-    """Counts `[NUM_LAYERS, num_experts]` of uneven experts: about 400 assignments each, cv about 0.5."""
+    """Count `[NUM_LAYERS, num_experts]` of uneven experts: about 400 assignments each, cv about 0.5."""
     generator = torch.Generator().manual_seed(seed)
     popularity = torch.rand(NUM_LAYERS, num_experts, generator=generator, dtype=torch.float64).add(0.1).square()
     return torch.poisson(popularity * 900, generator=generator).long()
 
 
 def median_ms(function: Callable[[Input], object], inputs: list[Input], repeats: int) -> dict[str, float]:
-    """Median time of a call: `wall`, and `cpu`, which other programs on the machine disturb less."""
+    """Return the median time of a call: `wall`, and `cpu`, which other programs on the machine disturb less."""
     wall, cpu = [], []
     for repeat in range(-5, repeats):
         one_input = inputs[repeat % len(inputs)]

@@ -107,19 +107,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_policy(changes: dict[str, Any]) -> PolicyConfig:
-    """The demo's policy on one rank."""
+    """Return the demo's policy on one rank."""
     overrides = ["cluster.cpu_workers_per_node=1"]
     overrides += [f"policy.megatron_cfg.{name}={json.dumps(value)}" for name, value in changes.items()]
     return load_config(CONFIGS / "sft_tiny_moe.yaml", overrides, check_paths=False).policy
 
 
 def make_trainer(policy: PolicyConfig) -> MegatronTrainer:
-    """A trainer of the demo's model; all have the same weights."""
+    """Return a trainer of the demo's model; all have the same weights."""
     return MegatronTrainer(policy, AutoConfig.from_pretrained(REPOSITORY / policy.model_name), None, num_steps=200)
 
 
 def race(contestants: Sequence[Contestant], policy: PolicyConfig, warmup: int, rounds: int) -> None:
-    """Lets all train the same batch in each round."""
+    """Let all train the same batch in each round."""
     order = Random(0)
     for number in range(-warmup, rounds):
         shard = random_shard(policy, seed=number + warmup)
@@ -128,7 +128,7 @@ def race(contestants: Sequence[Contestant], policy: PolicyConfig, warmup: int, r
 
 
 def random_shard(policy: PolicyConfig, seed: int) -> GlobalBatchShard:
-    """A global batch of random tokens in the lengths of the demo's samples."""
+    """Return a global batch of random tokens in the lengths of the demo's samples."""
     generator = torch.Generator().manual_seed(seed)
     size, rows = policy.train_global_batch_size, policy.train_micro_batch_size
     lengths = torch.randint(SHORTEST, LONGEST + 1, (size,), generator=generator)
@@ -143,7 +143,7 @@ def random_shard(policy: PolicyConfig, seed: int) -> GlobalBatchShard:
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
-    """Median over the rounds of their ratios, and the bounds between which it lies with 95% confidence."""
+    """Return the median over the rounds of their ratios, and the bounds between which it lies with 95% confidence."""
     ratios = sorted(above / below for above, below in zip(numerators, denominators, strict=True))
     # Ranks of the order statistics: the number of rounds below the true median is binomial with p = 1/2.
     margin = 0.98 * len(ratios) ** 0.5

@@ -33,7 +33,7 @@ class PlainModel:
 
     @torch.inference_mode()
     def generate(self, prompts: Tensor, how: SamplingParameters) -> Tensor:
-        """Continues prompts `[rows, columns]` of one length."""
+        """Continue prompts `[rows, columns]` of one length."""
         rows = len(prompts)
         shape = (rows, self.config.num_key_value_heads, self.num_slots, self.config.head_dim)
         cache = [(torch.empty(shape), torch.empty(shape)) for _ in self.layers]
@@ -47,7 +47,7 @@ class PlainModel:
         return torch.stack([tokens.token_ids for tokens in made], 1)
 
     def _forward(self, token_ids: Tensor, cache: Sequence[tuple[Tensor, Tensor]], first: int) -> Tensor:
-        """Logits of the last column."""
+        """Return the logits of the last column."""
         rows, columns = token_ids.shape
         config, dim, last = self.config, self.config.head_dim, first + columns
         heads, groups = config.num_attention_heads, config.num_key_value_heads

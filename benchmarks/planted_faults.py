@@ -132,7 +132,7 @@ def _count_steps(site: Site) -> None:
 
 
 def on_tape(spoil: Spoil) -> Callable[[Site], None]:
-    """A fault of the routes that rollouts come with, as an engine reports them."""
+    """Return a fault of the routes that rollouts come with, as an engine reports them."""
 
     def plant(site: Site) -> None:
         generate = site.trainer.generate
@@ -153,7 +153,7 @@ def on_tape(spoil: Spoil) -> Callable[[Site], None]:
 
 
 def _of_each(change: Callable[[Routes], Routes | None]) -> Spoil:
-    """A change to the routes of every sequence, in place or not."""
+    """Return a change to the routes of every sequence, in place or not."""
 
     def spoil(site: Site, sequences: list[Routes]) -> list[Routes]:
         changed = [(rows, change(rows)) for rows in sequences]
@@ -209,7 +209,7 @@ def _zeros(rows: Routes) -> None:
 
 
 def _behind_the_end(rows: Routes) -> Routes:
-    """Routes of five tokens more than the sequence has: what the buffer held before."""
+    """Return the routes of five tokens more than the sequence has: what the buffer held before."""
     return np.concatenate([rows, rows[:5]])
 
 
@@ -221,7 +221,7 @@ def _of_the_step_before(site: Site, sequences: list[Routes]) -> list[Routes]:
 
 
 def _replayed_again(site: Site, sequences: list[Routes]) -> list[Routes]:
-    """One row of the first rank, 67 times, over as many sequences as it takes."""
+    """Return one row of the first rank, 67 times, over as many sequences as it takes."""
     if site.rank > 0:
         return sequences
     left, row = NUM_REPLAYED, sequences[0][4].copy()
@@ -233,7 +233,7 @@ def _replayed_again(site: Site, sequences: list[Routes]) -> list[Routes]:
 
 
 def _swapped(site: Site, sequences: list[Routes]) -> list[Routes]:
-    """Each sequence with the next one, as far as both go."""
+    """Return each sequence with the next one, as far as both go."""
     for one, other in zip(sequences[::2], sequences[1::2], strict=False):
         length = min(len(one), len(other))
         one[:length], other[:length] = other[:length].copy(), one[:length].copy()
@@ -336,7 +336,7 @@ def _frozen_bias(site: Site) -> None:
 
 
 def on_refit(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]) -> Callable[[Site], None]:
-    """A fault of the tensors that arrive in an engine: from those of now, and those of the refit before."""
+    """Return a fault of the tensors that arrive in an engine: from those of now, and those of the refit before."""
 
     def plant(site: Site) -> None:
         from nemo_rl_moe.models.megatron.training import megatron_model as module

@@ -74,7 +74,7 @@ class EveryOther(RefitCheck):
         return len(self.made) % 4 in (0, 3)
 
     def begin(self) -> None:
-        """Does nothing for one that is not made."""
+        """Do nothing for one that is not made."""
         # Workers and engines are there by now, and stay.
         self._clocks = self._clocks or cpu_clocks()
         self._begun = seconds_of(self._clocks)
@@ -82,7 +82,7 @@ class EveryOther(RefitCheck):
             super().begin()
 
     def after_refit(self, engine: ScoringEngine) -> Gap:
-        """Makes the check or does not."""
+        """Make the check or does not."""
         gap = super().after_refit(engine) if self.is_on else Gap(0.0, 0.0)
         self.cpu_seconds.append((self._begun, seconds_of(self._clocks)))
         self.made.append(self.is_on)
@@ -90,14 +90,14 @@ class EveryOther(RefitCheck):
 
 
 def cpu_clocks() -> list[int]:
-    """The processor clocks of this process and all that it has started, Ray's servers and workers among them."""
+    """Return the processor clocks of this process and all that it has started, Ray's servers and workers among them."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     # As clock_getcpuclockid(3) makes them on Linux: they count all threads of a process, in nanoseconds.
     return [(~process.pid << 3) | 2 for process in processes]
 
 
 def seconds_of(clocks: Sequence[int]) -> float:
-    """Processor time of all of them; none of one that has ended."""
+    """Return the processor time of all of them; none of one that has ended."""
     total = 0.0
     for clock in clocks:
         with suppress(OSError):
@@ -144,7 +144,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_config() -> GRPOMasterConfig:
-    """The demo's configuration with random weights, prompts and rewards."""
+    """Return the demo's configuration with random weights, prompts and rewards."""
     values: dict[str, Any] = {
         **one_epoch("grpo"),
         "policy.model_name": TOKENIZER,
@@ -160,7 +160,7 @@ Step = tuple[Mapping[str, float], bool]
 
 
 def summary(pairs: Sequence[tuple[Step, Step]]) -> dict[str, Any]:
-    """Seconds with and without the check, and what it costs."""
+    """Return the seconds with and without the check, and what it costs."""
     ordered = [(first, second) if is_on else (second, first) for (first, is_on), (second, _) in pairs]
     off_step = statistics.median(without[STEP_KEY] for _, without in ordered)
     cpu_off_step = statistics.median(without[CPU_STEP_KEY] for _, without in ordered)
@@ -191,7 +191,7 @@ def summary(pairs: Sequence[tuple[Step, Step]]) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, mean, and the standard error of the mean."""
+    """Return the median, mean, and the standard error of the mean."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
     return {
         "median": round(statistics.median(values), 5),

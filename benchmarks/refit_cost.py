@@ -84,7 +84,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measured(size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of refits of one size."""
+    """Return the seconds of refits of one size."""
     with tempfile.TemporaryDirectory(prefix="refit_cost_") as folder, ExitStack() as stack:
         num_parameters = write_model(Path(folder), **SIZES[size])
         refits = dict(stack.enter_context(prepared(Path(folder), with_vllm=options.with_vllm)))
@@ -143,12 +143,12 @@ class Dropper:
     """An engine's worker without an engine."""
 
     def receive(self, spec: TransportSpec) -> int:
-        """Takes part in a transfer; returns the bytes."""
+        """Take part in a transfer; return the bytes."""
         return spec.receive(0, lambda tensors: deque(tensors, maxlen=0))
 
 
 def make_config(model: Path) -> GRPOMasterConfig:
-    """The demo's configuration with one worker and this benchmark's model."""
+    """Return the demo's configuration with one worker and this benchmark's model."""
     overrides = [
         f"policy.model_name={model}",
         "policy.init=random",
@@ -159,7 +159,8 @@ def make_config(model: Path) -> GRPOMasterConfig:
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> dict[str, float] | None:
-    """Seconds of a refit, and of each gigabyte, by the line of least squares of relative errors; None for one point.
+    """Return the seconds of a refit, and of each gigabyte, by the line of least squares of relative errors; None for
+    one point.
 
     Each equation is divided by its seconds: the small sizes say what a refit costs in itself.
     """

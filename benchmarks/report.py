@@ -86,7 +86,7 @@ def write_run(folder: Path, num_steps: int, num_layers: int, num_experts: int, s
 
 
 def measure(folders: Sequence[Path], output: Path) -> dict[str, Any]:
-    """Runs the command as a user does."""
+    """Run the command as a user does."""
     command = [sys.executable, "-c", _REPORT_AND_TELL, "report", *map(str, folders), "--output", str(output)]
     began = time.perf_counter()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -134,7 +134,7 @@ share added."""
 
 @contextmanager
 def timed(seconds: list[float]) -> Iterator[None]:
-    """Adds the processor time that the block takes in this process."""
+    """Add the processor time that the block takes in this process."""
     before = time.process_time()
     yield
     seconds.append(time.process_time() - before)
@@ -153,16 +153,16 @@ class LocalPolicy:
         self._trainer, self._batch_size = trainer, batch_size
 
     def logprobs(self, batch: TokenBatch) -> torch.Tensor:
-        """Compute the log-probability of every token, by the batch's tape where it has one."""
+        """Return the compute the log-probability of every token, by the batch's tape where it has one."""
         return _in_one(batch, self._trainer.logprobs(self._microbatches(batch, self._batch_size)))
 
     def logprobs_and_routes(self, batch: TokenBatch) -> tuple[torch.Tensor, Any]:
-        """Compute log-probabilities, and the experts that the routers chose."""
+        """Return the compute log-probabilities, and the experts that the routers chose."""
         found, routes = self._trainer.logprobs_and_routes(self._microbatches(batch, self._batch_size))
         return _in_one(batch, found), stored_per_token([StoredRows.of(rows) for rows in routes], fill=UNKNOWN)
 
     def compare_routes(self, batch: TokenBatch, *, one_at_a_time: bool = False) -> RouteComparison:
-        """The experts that routers choose against those of the batch's tape."""
+        """Return the experts that routers choose against those of the batch's tape."""
         microbatches = self._microbatches(batch, 1 if one_at_a_time else self._batch_size)
         found, totals = self._trainer.compare_routes(microbatches)
         return RouteComparison(_in_one(batch, found), totals)
@@ -173,7 +173,7 @@ class LocalPolicy:
 
 
 def _in_one(batch: TokenBatch, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Log-probabilities of microbatches as those of the batch, which may be wider."""
+    """Return the log-probabilities of microbatches as those of the batch, which may be wider."""
     width = batch.input_ids.shape[1]
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
@@ -201,7 +201,7 @@ class Found:
     num_tokens: int = 0
 
     def add_start(self, other: "Found") -> None:
-        """Adds the rounds of one start."""
+        """Add the rounds of one start."""
         self.step.append(statistics.mean(other.step))
         self.tables.append(statistics.mean(other.tables))
         self.measurements += other.measurements
@@ -271,7 +271,7 @@ class Contestant:
             self.found.measurements.append(sum(measurements))
 
     def _rollouts(self, number: int) -> TokenBatch:
-        """Responses to random prompts, with random advantages."""
+        """Return the responses to random prompts, with random advantages."""
         grpo, generator = self.config.grpo, torch.Generator().manual_seed(number)
         of_group = grpo.num_generations_per_prompt
         size = grpo.num_prompts_per_step * of_group
@@ -307,7 +307,7 @@ class Contestant:
         return self.trainer.train([shard], self._loss)
 
     def close(self) -> None:
-        """Ends the tables."""
+        """End the tables."""
         self._tables.close()
 
 
@@ -351,7 +351,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def write_wider_model(folder: Path, width: int) -> Path:
-    """The demo's model so many times as wide, of as many layers and experts."""
+    """Return the demo's model so many times as wide, of as many layers and experts."""
     shutil.copytree(TOKENIZER, folder)
     file = folder / "config.json"
     config = json.loads(file.read_text())
@@ -360,7 +360,7 @@ def write_wider_model(folder: Path, width: int) -> Path:
 
 
 def make_config(changes: dict[str, Any], model: Path = TOKENIZER) -> GRPOMasterConfig:
-    """The demo's configuration on one rank, from random weights."""
+    """Return the demo's configuration on one rank, from random weights."""
     overrides = [
         f"policy.model_name={model}",
         "policy.init=random",
@@ -372,7 +372,7 @@ def make_config(changes: dict[str, Any], model: Path = TOKENIZER) -> GRPOMasterC
 
 
 def race(names: Sequence[str], model: Path, folder: Path, options: argparse.Namespace) -> dict[str, Found]:
-    """Lets all make the same step at the same time, round by round, each in a process of its own that begins here."""
+    """Let all make the same step at the same time, round by round, each in a process of its own that begins here."""
     folder.mkdir()
     context = multiprocessing.get_context("spawn")
     ends = {name: context.Pipe() for name in names}
@@ -402,7 +402,7 @@ def race(names: Sequence[str], model: Path, folder: Path, options: argparse.Name
 
 
 def answers(connections: Mapping[str, Connection]) -> dict[str, Any]:
-    """One message of each contestant.
+    """Return one message of each contestant.
 
     Raises:
         SystemExit: One has ended; it has printed why.
@@ -436,7 +436,7 @@ class ShortPrompts(RandomPrompts):
     """Random prompts as long as the demo's."""
 
     def epoch(self, epoch_index: int) -> Iterator[list[Prompt]]:
-        """The prompts of each step."""
+        """Yield the prompts of each step."""
         for prompts in super().epoch(epoch_index):
             yield [replace(prompt, token_ids=prompt.token_ids[:PROMPT_LENGTH]) for prompt in prompts]
 
@@ -452,14 +452,14 @@ class CpuClock(StepClock):
     cpu: list[tuple[float, float]] = field(default_factory=list)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Ends a step."""
+        """End a step."""
         super().log_step(step, metrics)
         self.cpu.append(cpu_seconds_of_processes())
 
 
 def cpu_seconds_of_processes() -> tuple[float, float]:
-    """Processor time of this process and of those that it has started, but for Ray's own; and that of the worker, which
-    has the most."""
+    """Return the processor time of this process and of those that it has started, but for Ray's own; and that of the
+    worker, which has the most."""
     own, seconds = psutil.Process(), []
     for process in (own, *own.children(recursive=True)):
         with suppress(psutil.Error):
@@ -469,7 +469,7 @@ def cpu_seconds_of_processes() -> tuple[float, float]:
 
 
 def cpu_seconds_of_a_step(config: GRPOMasterConfig, warmup: int, steps: int) -> tuple[float, float]:
-    """Medians of the steps of a run in the product's own loop: of all processes, and of the worker."""
+    """Return the medians of the steps of a run in the product's own loop: of all processes, and of the worker."""
     clock = CpuClock()
     prompts = ShortPrompts(1 + warmup + steps, config.grpo.num_prompts_per_step)
     with tempfile.TemporaryDirectory(prefix="routing_cost_") as scratch, ExitStack() as stack:
@@ -481,7 +481,9 @@ def cpu_seconds_of_a_step(config: GRPOMasterConfig, warmup: int, steps: int) -> 
 
 
 def summary(contestants: Mapping[str, Found], measured_every: int) -> dict[str, Any]:
-    """Ratios and shares over the starts, each with the bounds between which its median lies with 95% confidence."""
+    """Return the ratios and shares over the starts, each with the bounds between which its median lies with 95%
+    confidence.
+    """
     off, again, everything = (contestants[name] for name in ("off", "off_again", "all"))
     # A run writes its tables when five seconds have gone by.
     writes = min(1.0, statistics.median(off.step) / MAX_DELAY_S)

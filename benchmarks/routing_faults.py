@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def score_files(options: argparse.Namespace) -> int:
-    """The table of faults in tape folders: those of a tape that is given, or of runs."""
+    """Return the table of faults in tape folders: those of a tape that is given, or of runs."""
     scores: list[Score] = []
     healthy: list[HealthyRow] = []
     with tempfile.TemporaryDirectory(prefix="routing_faults_") as name:
@@ -252,7 +252,7 @@ class Scene:
         config: str = "grpo_tiny_moe.yaml",
         own_engine: bool = False,
     ) -> Ran:
-        """One run of GRPO with a fault, as its driver process makes it."""
+        """Return one run of GRPO with a fault, as its driver process makes it."""
         planted = functools.partial(PlantedWorker, fault=fault, onset=onset, record_to=record_to, own_engine=own_engine)
 
         def group_of_planted(
@@ -331,7 +331,7 @@ def alarms_in(printed: str, code: int, num_steps: int) -> tuple[tuple[int, str],
 
 
 def score_of(scene: Scene, fault: str, onset: int) -> Score:
-    """A run with a fault from some step on."""
+    """Return a run with a fault from some step on."""
     planted = FAULTS[fault]
     config = "grpo_tiny_moe_vllm.yaml" if planted.vllm else "grpo_tiny_moe.yaml"
     try:
@@ -361,7 +361,7 @@ class HealthyRow:
 
 
 def healthy_alarms(scene: Scene, num_steps: int, seed: int) -> list[HealthyRow]:
-    """Simulated steps of each kind of healthy run, together as many as asked for."""
+    """Return the simulated steps of each kind of healthy run, together as many as asked for."""
     alerts = load_grpo_config(CONFIGS / "grpo_tiny_moe.yaml", [], check_paths=False).logger.alerts
     rows = []
     for number, (kind, (overrides, is_exact)) in enumerate(HEALTHY_RUNS.items()):
@@ -378,7 +378,7 @@ def healthy_alarms(scene: Scene, num_steps: int, seed: int) -> list[HealthyRow]:
 
 
 def table(scores: Sequence[Score], healthy: Sequence[HealthyRow]) -> str:
-    """The scorecard, in Markdown."""
+    """Return the scorecard, in Markdown."""
     lines = ["| fault | seen | strikes from | told after | by |", "|---|---|---|---|---|"]
     for score in scores:
         fault = FAULTS[score.fault]

@@ -95,7 +95,7 @@ class Contestant:
     num_steps: int = 0
 
     def train(self, loader: GlobalBatchLoader, *, measured: bool) -> None:
-        """Trains one epoch, a block of steps, in the product's own loop."""
+        """Train one epoch, a block of steps, in the product's own loop."""
         before = family_cpu_seconds()
         done = self.num_steps
         self.num_steps += len(loader)
@@ -164,7 +164,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def start_contestant(config: SFTMasterConfig, num_steps: int, run_folder: Path, stack: ExitStack) -> Contestant:
-    """Start one policy with loggers of its own; the stack ends both."""
+    """Return the start one policy with loggers of its own; the stack ends both."""
     policy = start_policy(config, RayCluster(config.cluster), stack, seed=config.sft.seed, num_steps=num_steps)
     run_folder.mkdir()
     clock = StepClock()
@@ -173,7 +173,7 @@ def start_contestant(config: SFTMasterConfig, num_steps: int, run_folder: Path, 
 
 
 def make_config(model: Path, options: argparse.Namespace, *, track_moe_metrics: bool) -> SFTMasterConfig:
-    """The demo's configuration with this benchmark's sizes."""
+    """Return the demo's configuration with this benchmark's sizes."""
     values: dict[str, Any] = {
         **one_epoch("sft"),
         "policy.model_name": model,
@@ -193,7 +193,7 @@ def make_config(model: Path, options: argparse.Namespace, *, track_moe_metrics: 
 
 
 def race(contestants: Sequence[Contestant], options: argparse.Namespace) -> None:
-    """Lets all train the same blocks of steps in turns; who begins changes with each block."""
+    """Let all train the same blocks of steps in turns; who begins changes with each block."""
     sizes = [min(options.block, options.steps - done) for done in range(0, options.steps, options.block)]
     if options.warmup:
         for contestant in contestants:
@@ -204,7 +204,7 @@ def race(contestants: Sequence[Contestant], options: argparse.Namespace) -> None
 
 
 def random_batches(num_batches: int, seed: int) -> GlobalBatchLoader:
-    """Sequences of random tokens, all of which are trained on."""
+    """Return the sequences of random tokens, all of which are trained on."""
     generator = np.random.default_rng(seed)
     trained = np.ones(SEQUENCE_LENGTH, dtype=np.bool_)
     examples = [
@@ -217,7 +217,7 @@ def random_batches(num_batches: int, seed: int) -> GlobalBatchLoader:
 
 
 def summary(contestant: Contestant) -> dict[str, Any]:
-    """Speeds over all measured steps."""
+    """Return the speeds over all measured steps."""
     seconds = [each for block in contestant.blocks for each in block]
     tokens = BATCH_SIZE * SEQUENCE_LENGTH
     median, best = statistics.median(seconds), min(seconds)
@@ -229,7 +229,7 @@ def summary(contestant: Contestant) -> dict[str, Any]:
 
 
 def median_ratio(numerators: Sequence[Sequence[float]], denominators: Sequence[Sequence[float]]) -> float:
-    """Median over the blocks of the ratio of their medians: blocks of one number ran next to each other."""
+    """Return the median over the blocks of the ratio of their medians: blocks of one number ran next to each other."""
     pairs = zip(numerators, denominators, strict=True)
     return statistics.median(statistics.median(above) / statistics.median(below) for above, below in pairs)
 

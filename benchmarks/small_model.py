@@ -113,7 +113,8 @@ def surroundings() -> dict[str, object]:
 
 
 def confine(num_cores: int) -> set[int]:
-    """Confines this process, and with it all that it starts, to some of its cores, of which each worker gets a share.
+    """Return the confines this process, and with it all that it starts, to some of its cores, of which each worker
+    gets a share.
 
     Returns:
         The cores that it had before.
@@ -124,7 +125,7 @@ def confine(num_cores: int) -> set[int]:
 
 
 def release(cores: set[int]) -> None:
-    """Lets everything run where it likes again: the workers have chosen their number of threads."""
+    """Let everything run where it likes again: the workers have chosen their number of threads."""
     for process in family():
         with suppress(psutil.NoSuchProcess):
             for thread in process.threads():
@@ -133,7 +134,7 @@ def release(cores: set[int]) -> None:
 
 
 def write_model(folder: Path, **changes: int) -> int:
-    """Writes the model's `config.json`, with other values if asked for, and returns its number of parameters."""
+    """Write the model's `config.json`, with other values if asked for, and return its number of parameters."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(**{**MODEL, **changes}, architectures=["Qwen3MoeForCausalLM"])
@@ -183,7 +184,7 @@ def running_ray(num_cpus: int) -> Iterator[None]:
 
 
 def nowhere() -> TextIO:
-    """A stream that keeps nothing."""
+    """Return a stream that keeps nothing."""
     return Path(os.devnull).open("w", encoding="utf-8")
 
 
@@ -194,7 +195,7 @@ def family() -> list[psutil.Process]:
 
 
 def family_cpu_seconds() -> float:
-    """CPU time that they have used so far."""
+    """Return the CPU time that they have used so far."""
     total = 0.0
     for process in family():
         with suppress(psutil.NoSuchProcess):
@@ -204,7 +205,7 @@ def family_cpu_seconds() -> float:
 
 
 def open_loggers(folder: Path, clock: MetricLogger, stack: ExitStack) -> tuple[FanOutLogger, ConsoleLogger]:
-    """A console that nobody sees, `metrics.jsonl`, and last of all the clock; the stack closes them."""
+    """Return a console that nobody sees, `metrics.jsonl`, and last of all the clock; the stack closes them."""
     console = ConsoleLogger(total_steps=0, live="never", stream=stack.enter_context(nowhere()))
     notices = Notices(console.message, lambda warning: print(warning, file=sys.stderr))
     direct: list[MetricLogger] = [console, JsonlLogger(folder, notices.warn, notices.message), clock]
@@ -269,7 +270,7 @@ def start_policy(
     num_steps: int | None,
     keep_reference: bool = False,
 ) -> "MegatronPolicy":
-    """Start the workers of a policy; the stack ends them and the cluster."""
+    """Return the start the workers of a policy; the stack ends them and the cluster."""
     from nemo_rl_moe.models.hf_files import find_model
     from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
@@ -290,5 +291,5 @@ def start_policy(
 
 
 def recorder_without_checkpoints(policy: PolicyConfig, sinks: RecordSinks) -> StepRecorder:
-    """Ends each step as a run does that saves nothing."""
+    """End each step as a run does that saves nothing."""
     return StepRecorder(sinks, None, lambda: None, policy.max_consecutive_skipped_updates, LoopState())

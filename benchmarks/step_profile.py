@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(trainer: MegatronTrainer, batches: Sequence[TokenBatch], size: int) -> dict[str, object]:
-    """CPU time of a step, and the share of each kind of operation."""
+    """Return the CPU time of a step, and the share of each kind of operation."""
 
     def train(batch: TokenBatch) -> float:
         start = time.process_time()

@@ -43,7 +43,7 @@ class FileScore:
 
 
 def read_tape(folder: Path) -> tuple[TapeDescription, dict[int, Step]]:
-    """All sequences of a tape, by step."""
+    """Return all sequences of a tape, by step."""
     description = read_description(folder)
     found: dict[int, Step] = {}
     for step, files in steps_of(folder).items():
@@ -57,7 +57,7 @@ def read_tape(folder: Path) -> tuple[TapeDescription, dict[int, Step]]:
 
 
 def plant(tape: Path, fault: str, onset: int, folder: Path) -> None:
-    """Writes a tape with a fault, as two ranks would.
+    """Write a tape with a fault, as two ranks would.
 
     Args:
         fault: Its name in `FAULTS` or `RENUMBERED`, none of `OF_RUNS`.
@@ -99,7 +99,7 @@ def _struck(fault: str, site: Site, sequences: Step) -> Step:
 
 
 def _without_expert(routes: np.ndarray) -> np.ndarray:
-    """Experts of tokens that would get the third of layer 1: the next one that they do not have."""
+    """Return the experts of tokens that would get the third of layer 1: the next one that they do not have."""
     routes = routes.copy()
     for row in routes[:, 1]:
         if 3 in row:
@@ -112,13 +112,14 @@ def _with(sequence: TapeSequence, **columns: np.ndarray) -> TapeSequence:
 
 
 def score_of_files(tape: Path, fault: str, onset: int, folder: Path) -> FileScore:
-    """Findings of the audit of a tape into which a fault is planted."""
+    """Return the findings of the audit of a tape into which a fault is planted."""
     plant(tape, fault, onset, folder)
     return score_of_tape(folder, onset)
 
 
 def score_of_tape(folder: Path, onset: int) -> FileScore:
-    """Findings of the audit of a tape with a fault: of the steps before it, then of one struck step more each time.
+    """Return the findings of the audit of a tape with a fault: of the steps before it, then of one struck step more
+    each time.
 
     Args:
         onset: First struck step, counted from 1.
@@ -133,14 +134,14 @@ def score_of_tape(folder: Path, onset: int) -> FileScore:
 
 
 def audited(folder: Path, last_step: int | None = None) -> Sequence[str]:
-    """Findings of `nemo-rl-moe audit` in the steps up to one."""
+    """Return the findings of `nemo-rl-moe audit` in the steps up to one."""
     run = audit(folder, last_step)
     of_steps = [text for step in run["steps"] for text in step["findings"]]
     return of_steps + [finding["text"] for finding in run["findings"]]
 
 
 def lowest_agreement(folder: Path) -> float:
-    """Share of rows in which training chose the rollout's experts, of the step where it is lowest."""
+    """Return the share of rows in which training chose the rollout's experts, of the step where it is lowest."""
     return min(step["metrics"]["moe/routing/live_agreement"] for step in audit(folder)["steps"])
 
 

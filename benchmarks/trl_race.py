@@ -120,7 +120,7 @@ def _work(text: str) -> list[str]:
 
 
 def race(work: Work, options: argparse.Namespace, *, begins: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One run of either side, one after the other: ours by mode, and theirs."""
+    """Return one run of either side, one after the other: ours by mode, and theirs."""
     sides = {
         0: lambda: run("trl_trainers.py", [work.theirs, "--steps", str(options.steps)], options.trl),
         1: lambda: run(work.ours, work.options(options.steps), None),
@@ -136,7 +136,7 @@ def race(work: Work, options: argparse.Namespace, *, begins: int) -> tuple[dict[
 
 
 def run(script: str, arguments: Sequence[str], trl: Path | None) -> dict[str, Any]:
-    """Result that a benchmark prints."""
+    """Return the result that a benchmark prints."""
     paths = [str(path) for path in (trl, *os.environ.get("PYTHONPATH", "").split(os.pathsep)) if path]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, str(BENCHMARKS / script), *arguments]
@@ -148,7 +148,7 @@ def run(script: str, arguments: Sequence[str], trl: Path | None) -> dict[str, An
 
 
 def ratios(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Median and extremes of the pairs' ratios, by either clock."""
+    """Return the median and extremes of the pairs' ratios, by either clock."""
     result = {}
     for clock in ("cpu", "wall"):
         found = [speed(ours, clock) / speed(theirs, clock) for ours, theirs in pairs]
@@ -159,7 +159,7 @@ def ratios(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict
 
 
 def speed(side: Mapping[str, Any], clock: str) -> float:
-    """Tokens a second."""
+    """Return the tokens a second."""
     if "generated_tokens_per_step" in side:
         seconds = side["cpu_seconds_per_step"] if clock == "cpu" else side["seconds_per_step"]["median"]
         return float(side["generated_tokens_per_step"]) / float(seconds)

@@ -50,7 +50,7 @@ class StepClock(transformers.TrainerCallback):
         self.ends: list[tuple[float, float]] = []
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Starts the first step."""
+        """Start the first step."""
         self.ends.append((time.perf_counter(), time.process_time()))
 
     on_step_end = on_train_begin
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _trainer(work: str, steps: int, folder: str, clock: StepClock) -> transformers.Trainer:
-    """The trainer of a kind of work."""
+    """Return the trainer of a kind of work."""
     transformers.set_seed(0)
     transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MODEL)).float().save_pretrained(folder)
     # From a folder: DPO reads its reference model there, too.

@@ -69,7 +69,7 @@ class Item:
 
 
 def draw_item(chance: Random, task: str) -> Item:
-    """Draws a picture and its question for one of `TASKS`."""
+    """Draw a picture and its question for one of `TASKS`."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (SIDE, SIDE), _BACKGROUND)
@@ -95,13 +95,13 @@ def _shape(draw: "ImageDraw", kind: str, colour: str, centre: tuple[int, int], r
 
 
 def _centres(chance: Random, number: int) -> list[tuple[int, int]]:
-    """Centres of different cells."""
+    """Return the centres of different cells."""
     cells = [(column, row) for column in range(SIDE // _CELL) for row in range(SIDE // _CELL)]
     return [(column * _CELL + 4, row * _CELL + 4) for column, row in chance.sample(cells, number)]
 
 
 def _scattered(chance: Random, draw: "ImageDraw", number: int) -> list[str]:
-    """Draws shapes of one size; returns their colours."""
+    """Draw shapes of one size; return their colours."""
     colours = [chance.choice(list(COLOURS)) for _ in range(number)]
     for colour, centre in zip(colours, _centres(chance, number), strict=True):
         _shape(draw, chance.choice(KINDS), colour, centre, 3)
@@ -147,7 +147,9 @@ _DRAW: dict[str, Callable[[Random, "ImageDraw"], tuple[str, str]]] = {
 
 
 def draw_sets(parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> dict[str, list[Item]]:
-    """The sets `validation`, `grpo` and `train`, drawn in this order, with no item twice in any or in two of them."""
+    """Return the sets `validation`, `grpo` and `train`, drawn in this order, with no item twice in any or in two of
+    them.
+    """
     chance = Random(f"shapes {parameters.seed}")
     seen: set[tuple[bytes, str]] = set()
     sizes = {
@@ -171,7 +173,7 @@ def draw_sets(parameters: Parameters, progress: Callable[[int], None] = lambda _
 
 
 def as_conversations(items: Sequence[Item], paths: Sequence[str]) -> list[str]:
-    """One JSON object for SFT an item."""
+    """Return one JSON object for SFT an item."""
     return [
         json.dumps(
             {
@@ -189,7 +191,7 @@ def as_conversations(items: Sequence[Item], paths: Sequence[str]) -> list[str]:
 
 
 def as_questions(items: Sequence[Item], paths: Sequence[str]) -> list[str]:
-    """One JSON object for GRPO an item."""
+    """Return one JSON object for GRPO an item."""
     return [
         json.dumps({"question": item.question, "answer": item.answer, "images": [path]})
         for item, path in zip(items, paths, strict=True)
@@ -197,7 +199,7 @@ def as_questions(items: Sequence[Item], paths: Sequence[str]) -> list[str]:
 
 
 def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Draws the sets and writes the files, the manifest last; pictures that it has made before are removed.
+    """Draw the sets and write the files, the manifest last; pictures that it has made before are removed.
 
     Raises:
         OSError: The disk did not take them, or there is a folder `images` of somebody else.
@@ -226,7 +228,7 @@ def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], N
 
 
 def is_made(folder: Path, parameters: Parameters) -> bool:
-    """Whether the folder holds just what `write_data` would write."""
+    """Return the whether the folder holds just what `write_data` would write."""
     try:
         found = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         return bool(found == _manifest(folder, parameters))
@@ -277,7 +279,7 @@ def _parse(arguments: list[str] | None) -> tuple[Path, Parameters, bool]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Makes the data unless it is there; returns the exit code."""
+    """Make the data unless it is there; return the exit code."""
     folder, parameters, force = _parse(arguments)
     total = parameters.num_train + parameters.num_validation + parameters.num_grpo_prompts
     try:
@@ -302,7 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _show_progress(total: int) -> Callable[[int], None]:
-    """A line that renews itself on a terminal, nothing elsewhere."""
+    """Return a line that renews itself on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         return lambda _: None
 

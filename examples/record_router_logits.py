@@ -20,7 +20,7 @@ from nemo_rl_moe.audit.sources import open_source
 
 
 def record(model_folder: Path, tokens: Path, output: Path, sequences_at_a_time: int) -> None:
-    """Writes a file for each few sequences of each step.
+    """Write a file for each few sequences of each step.
 
     Args:
         model_folder: Configuration and weights.
@@ -56,7 +56,7 @@ def _forward(model: torch.nn.Module, sequences: list[torch.Tensor], device: torc
 
 
 def main() -> None:
-    """Reads the arguments."""
+    """Read the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--tokens", type=Path, required=True)

@@ -42,7 +42,7 @@ def delete(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or a folder's list of files, is on the disk (fsync).
+    """Wait until a file, or a folder's list of files, is on the disk (fsync).
 
     Raises:
         OSError: The disk did not take it.
@@ -55,7 +55,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Waits until a folder and everything in it is on the disk."""
+    """Wait until a folder and everything in it is on the disk."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             sync(Path(parent) / name)

@@ -77,7 +77,7 @@ class HashingReader(io.RawIOBase):
         return count
 
     def checksum(self) -> str:
-        """XXH3 of all bytes, in hexadecimal; reads those that were not read in order."""
+        """Return the XXH3 of all bytes, in hexadecimal; reads those that were not read in order."""
         self._hash_up_to(self._num_bytes)
         return self._hash.hexdigest()
 
@@ -129,14 +129,14 @@ class PartsRead:
         return place in self._parts
 
     def places(self) -> Sequence[Place]:
-        """File, first byte and number of bytes of every part, in the order of `files.json`."""
+        """Return the file, first byte and number of bytes of every part, in the order of `files.json`."""
         return list(self._parts)
 
     def compare(self, place: Place, checksum: str) -> None:
-        """Compares the checksum of bytes that were read."""
+        """Compare the checksum of bytes that were read."""
         if (part := self._parts[place]).checksum != checksum:
             self._damaged.setdefault(place[0], []).append(part.name)
 
     def problems(self) -> list[str]:
-        """Files in which damaged parts were read, a line each."""
+        """Return the files in which damaged parts were read, a line each."""
         return [damage_line(self._folder / name, parts) for name, parts in self._damaged.items()]

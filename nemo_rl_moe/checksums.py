@@ -99,7 +99,7 @@ class ChecksumStream:
         self.parts: list[Part] = []
 
     def write(self, content: Any) -> int:
-        """Write bytes or a buffer."""
+        """Return the write bytes or a buffer."""
         view = memoryview(content).cast("B")
         self._hash.update(view)
         self._num_bytes += view.nbytes
@@ -126,7 +126,7 @@ class ChecksumStream:
 
 
 def checksum_of(*contents: Any) -> str:
-    """Compute the XXH3 of consecutive bytes or buffers, in hexadecimal."""
+    """Return the compute the XXH3 of consecutive bytes or buffers, in hexadecimal."""
     found = xxh3_128()
     for content in contents:
         found.update(content)
@@ -341,7 +341,7 @@ def _compared(path: Path, pieces: Iterable[_Piece]) -> list[str] | OSError:
 
 
 def _problem(path: Path, outcomes: Sequence[list[str] | OSError]) -> str | None:
-    """A line about a file whose runs of pieces were compared; None where they are what was written."""
+    """Return a line about a file whose runs of pieces were compared; None where they are what was written."""
     damaged: list[str] = []
     for outcome in outcomes:
         if isinstance(outcome, OSError):

@@ -104,7 +104,7 @@ def _run(words: Sequence[str], *, owns_process: bool) -> int:
 
 
 def _training_commands() -> tuple[ModuleType | None, str]:
-    """The commands that train; None without their packages, with the name of the first that is missing."""
+    """Return the commands that train; None without their packages, with the name of the first that is missing."""
     try:
         from nemo_rl_moe import training_cli
     except ModuleNotFoundError as error:

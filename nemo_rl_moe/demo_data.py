@@ -152,18 +152,18 @@ def work_out(left: str, right: str, slip: tuple[int, int] = (0, 0)) -> tuple[str
 
 
 def working(left: str, right: str) -> str:
-    """The columns of a sum without a slip."""
+    """Return the columns of a sum without a slip."""
     return work_out(left, right)[0]
 
 
 def completion(problem: Problem, with_working: bool) -> str:
-    """The answer, after a think block that holds the working or nothing."""
+    """Return the answer, after a think block that holds the working or nothing."""
     left, right = problem
     return f"<think>{working(left, right) if with_working else ''}</think>{int(left) + int(right)}"
 
 
 def with_a_slip(problem: Problem, chance: Random) -> str:
-    """The working with one column wrong by one, and the wrong answer that it leads to."""
+    """Return the working with one column wrong by one, and the wrong answer that it leads to."""
     column, off = chance.randrange(NUM_DIGITS), chance.choice((-1, 1))
     steps, answer = work_out(*problem, (column, off))
     if "=-" in steps:  # 0+0+0 with one too few
@@ -172,7 +172,7 @@ def with_a_slip(problem: Problem, chance: Random) -> str:
 
 
 def as_lines(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
-    """One JSON object a sum. Just the share of them that is meant to shows the working, chosen by chance."""
+    """Return one JSON object a sum. Just the share of them that is meant to shows the working, chosen by chance."""
     count = round(SHARE_WITH_WORKING * len(problems))
     with_working = set(Random(f"{seed} {name}").sample(range(len(problems)), count))
     return [
@@ -182,7 +182,7 @@ def as_lines(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
 
 
 def as_questions(problems: Sequence[Problem]) -> list[str]:
-    """One JSON object a sum, without a completion."""
+    """Return one JSON object a sum, without a completion."""
     return [
         json.dumps(
             {
@@ -196,7 +196,7 @@ def as_questions(problems: Sequence[Problem]) -> list[str]:
 
 
 def as_preferences(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
-    """One JSON object a sum: the right working, and one with a slip."""
+    """Return one JSON object a sum: the right working, and one with a slip."""
     chance = Random(f"{seed} {name}")
     return [
         json.dumps(
@@ -211,7 +211,7 @@ def as_preferences(problems: Sequence[Problem], seed: int, name: str) -> list[st
 
 
 def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Draws the sums and writes the files, the manifest last; each file appears whole or not at all."""
+    """Draw the sums and write the files, the manifest last; each file appears whole or not at all."""
     problems = draw_problems(parameters, progress)
     contents = (
         as_lines(problems.train, parameters.seed, "train"),
@@ -228,7 +228,7 @@ def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], N
 
 
 def is_made(folder: Path, parameters: Parameters) -> bool:
-    """Whether the folder holds just what `write_data` would write."""
+    """Return the whether the folder holds just what `write_data` would write."""
     try:
         found = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         return bool(found == _manifest(folder, parameters))
@@ -273,7 +273,7 @@ def _parse(arguments: list[str] | None) -> tuple[Path, Parameters, bool]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Makes the data unless it is there; returns the exit code."""
+    """Make the data unless it is there; return the exit code."""
     folder, parameters, force = _parse(arguments)
     try:
         if not force and is_made(folder, parameters):

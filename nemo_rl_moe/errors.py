@@ -17,7 +17,7 @@ EXIT_SIGNAL_BASE = 128
 
 
 def exit_code_of_signal(number: int) -> int:
-    """Exit code of a program that a signal has ended, as shells have it: 130 for SIGINT, 143 for SIGTERM."""
+    """Return the exit code of a program that a signal has ended, as shells have it: 130 for SIGINT, 143 for SIGTERM."""
     return EXIT_SIGNAL_BASE + number
 
 
@@ -117,7 +117,7 @@ class TrainingDivergedError(RuntimeError):
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """Make a text printable: control characters are written out, passwords in addresses are masked.
+    """Return the make a text printable: control characters are written out, passwords in addresses are masked.
 
     Args:
         kept: Characters that stay.

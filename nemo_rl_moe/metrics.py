@@ -29,7 +29,7 @@ class MetricSeries:
     reduction: Reduction
 
     def reduce(self) -> float:
-        """Reduce the values to one number; NaN without values."""
+        """Return the reduce the values to one number; NaN without values."""
         if not self.values:
             return math.nan
         if self.reduction in (Reduction.SUM, Reduction.SHARE):
@@ -40,7 +40,7 @@ class MetricSeries:
 
 
 def concatenate(series: Iterable[MetricSeries]) -> MetricSeries:
-    """Join the values that several ranks hold of one metric.
+    """Return the join the values that several ranks hold of one metric.
 
     Raises:
         ValueError: There are none, or the ranks disagree about the reduction.
@@ -53,7 +53,7 @@ def concatenate(series: Iterable[MetricSeries]) -> MetricSeries:
 
 
 def timing_metrics(phase: str, seconds: float, num_tokens: int = 0) -> dict[str, float]:
-    """Seconds of a phase, and its tokens a second where it has tokens, as `timing/{phase}/...` keys."""
+    """Return the seconds of a phase, and its tokens a second where it has tokens, as `timing/{phase}/...` keys."""
     metrics = {"seconds": seconds}
     if num_tokens:
         metrics["tokens_per_second"] = num_tokens / seconds

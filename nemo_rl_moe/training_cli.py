@@ -273,7 +273,7 @@ def _print_config(config_path: str, overrides: Sequence[str]) -> None:
 
 
 def _print_translation(path: str) -> int:
-    """Prints what a configuration of NeMo-RL is here; returns the exit code."""
+    """Print what a configuration of NeMo-RL is here; returns the exit code."""
     from pathlib import Path
 
     from nemo_rl_moe.config.loading import problems_of_translation
@@ -310,7 +310,7 @@ def _show_data(config_path: str, overrides: Sequence[str], number: int) -> None:
 
 
 def _number(text: str) -> int:
-    """A whole number above 0."""
+    """Return a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
     return int(text)

@@ -55,7 +55,7 @@ def policy_is_sampled_as_it_is(config: DistillationMasterConfig) -> Iterator[str
 
 
 def run_distillation(config: DistillationMasterConfig, run: TrainingRun) -> None:
-    """Runs on-policy distillation from start to end."""
+    """Run on-policy distillation from start to end."""
     prepared, teacher_model = prepare_rollouts(config, run), run.prepare_role("teacher")
     loader = prepared.loader(config)
     run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config))
@@ -91,7 +91,7 @@ class Distillation:
     pad_token_id: int
 
     def train(self, recorder: StepRecorder) -> RunSummary:
-        """Trains from where the run stands to its last step, and ends each step with the recorder."""
+        """Train from where the run stands to its last step, and ends each step with the recorder."""
         last_step = num_training_steps(self.config.grpo, self.source.steps_per_epoch)
         loss_function = PolicyGradientLoss(self.config.loss_fn, on_policy=ratio_is_one(self.config))
         self.source.load_state_dict({"batches_taken": recorder.state.batches_taken})
@@ -123,7 +123,7 @@ class Distillation:
         return RunSummary.of(recorder.state, recorder.stopped_for)
 
     def with_advantages(self, batch: TokenBatch, clock: PhaseClock) -> tuple[TokenBatch, float]:
-        """The batch with `log p_teacher - log p_policy` of each sampled token as its advantage.
+        """Return the batch with `log p_teacher - log p_policy` of each sampled token as its advantage.
 
         Returns:
             The batch, and the mean of the advantages with the sign turned: the reverse divergence, in nats a token.

@@ -130,7 +130,7 @@ TOOLS_TOKENIZER_CONFIG = {
 
 
 def build_tools_tokenizer() -> Tokenizer:
-    """Make a tokenizer with one token a byte, and one for each tag of a turn."""
+    """Return the make a tokenizer with one token a byte, and one for each tag of a turn."""
     tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(TOOLS_VOCABULARY)}, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -139,7 +139,7 @@ def build_tools_tokenizer() -> Tokenizer:
 
 
 def build_tokenizer() -> Tokenizer:
-    """One token a character; the four longer ones are found before a text is cut into characters."""
+    """Return one token a character; the four longer ones are found before a text is cut into characters."""
     tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(VOCABULARY)}))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = Fuse()
@@ -150,7 +150,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def write_model_folder(folder: Path) -> None:
-    """Writes the four files of each of both models; the folders may exist."""
+    """Write the four files of each of both models; the folders may exist."""
     tools = folder.with_name(f"{folder.name}{TOOLS_SUFFIX}")
     _write(folder, MODEL_CONFIG, TOKENIZER_CONFIG, CHAT_TEMPLATE, build_tokenizer())
     _write(tools, TOOLS_MODEL_CONFIG, TOOLS_TOKENIZER_CONFIG, TOOLS_CHAT_TEMPLATE, build_tools_tokenizer())

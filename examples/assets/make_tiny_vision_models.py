@@ -74,12 +74,12 @@ _TOWER: Mapping[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "initi
 
 
 def vocabulary(special: tuple[str, ...]) -> dict[str, int]:
-    """Ids of all tokens; padding and the end token come first."""
+    """Return the ids of all tokens; padding and the end token come first."""
     return {token: index for index, token in enumerate((PAD, END, *special, *WORDS))}
 
 
 def internvl_config() -> dict[str, Any]:
-    """A decoder of Qwen3-MoE: tiles of one size, positions of one number."""
+    """Return a decoder of Qwen3-MoE: tiles of one size, positions of one number."""
     ids = vocabulary(INTERNVL_TOKENS)
     return {
         "architectures": ["InternVLForConditionalGeneration"],
@@ -111,7 +111,9 @@ def internvl_config() -> dict[str, Any]:
 
 
 def qwen3_vl_config() -> dict[str, Any]:
-    """Positions of three numbers; the first block of the tower is added behind the first layer of the decoder."""
+    """Return the positions of three numbers; the first block of the tower is added behind the first layer of the
+    decoder.
+    """
     ids = vocabulary(QWEN_TOKENS)
     return {
         "architectures": ["Qwen3VLMoeForConditionalGeneration"],
@@ -169,7 +171,7 @@ QWEN_PROCESSOR = {
 
 
 def build_tokenizer(special: tuple[str, ...]) -> Tokenizer:
-    """One token a word; special tokens are found before a text is cut into words."""
+    """Return one token a word; special tokens are found before a text is cut into words."""
     tokenizer = Tokenizer(WordLevel(vocabulary(special)))
     tokenizer.pre_tokenizer = Sequence([WhitespaceSplit(), Punctuation()])
     tokenizer.add_special_tokens([PAD, END, *special])
@@ -184,7 +186,7 @@ def write_model_folder(
     shown: str,
     names: Mapping[str, str],
 ) -> None:
-    """Writes one folder, which may exist.
+    """Write one folder, which may exist.
 
     Args:
         folder: Where to.
@@ -214,7 +216,7 @@ def write_model_folder(
 
 
 def write_model_folders(folder: Path) -> None:
-    """Writes both folders."""
+    """Write both folders."""
     ends = {
         "context_image_token": "<IMG_CONTEXT>",
         "end_image_token": "</img>",

@@ -60,13 +60,13 @@ class Fault:
 
 
 def drawn(generator: np.random.Generator, *shape: int, allowed: Sequence[int] = range(NUM_EXPERTS)) -> Routes:
-    """Random rows of different experts out of those allowed, `[*shape, topk]`."""
+    """Return the random rows of different experts out of those allowed, `[*shape, topk]`."""
     order = generator.random((*shape, len(allowed))).argsort(-1)[..., :TOPK]
     return np.asarray(allowed, dtype=np.int16)[order]
 
 
 def healthy_step(generator: np.random.Generator, before: Sequence[Routes]) -> Step:
-    """A step in which rollout and training route apart in `FLIPPED` of the rows."""
+    """Return a step in which rollout and training route apart in `FLIPPED` of the rows."""
     step = Step([], [], before)
     for _ in range(NUM_SEQUENCES):
         training = drawn(generator, NUM_TOKENS, NUM_LAYERS)
@@ -179,7 +179,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def write(folder: Path, name: str) -> None:
-    """Writes the tape of one fault; `folder` must not hold one."""
+    """Write the tape of one fault; `folder` must not hold one."""
     fault = FAULTS[name]
     generator = np.random.default_rng(len(name))
     before: Sequence[Routes] = ()
@@ -203,7 +203,7 @@ def write(folder: Path, name: str) -> None:
 
 
 def main() -> None:
-    """Reads the arguments."""
+    """Read the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="gets a folder for each fault")
     output = parser.parse_args().output

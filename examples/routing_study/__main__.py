@@ -38,7 +38,7 @@ SETTINGS_FILE = "study.json"
 
 
 def _hours_of_grid(model: str) -> str:
-    """Hours of a whole grid with as many seeds as a difference of 3% takes, one run at a time."""
+    """Return the hours of a whole grid with as many seeds as a difference of 3% takes, one run at a time."""
     return f"{hours_left(plan(model, list(METHODS), DTYPES, UPDATES, range(24)), {}, 1):.0f}"
 
 
@@ -54,7 +54,7 @@ whole grid with 24 seeds {_hours_of_grid("small")} h (small) or {_hours_of_grid(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 2 for wrong input, 1 for a run that failed, 130 and 143 when stopped."""
+    """Run a command; return the exit code: 2 for wrong input, 1 for a run that failed, 130 and 143 when stopped."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(words)
     # Before torch is imported, here and in the runs' processes: threads that wait by spinning would take the core.
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _some_of(allowed: Iterable[Value]) -> Callable[[str], list[Value]]:
-    """Parser of a comma-separated choice, in the order of what is allowed."""
+    """Return the parser of a comma-separated choice, in the order of what is allowed."""
     by_text = {str(value): value for value in allowed}
 
     def parse(text: str) -> list[Value]:
@@ -152,7 +152,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _check_settings(path: Path, options: argparse.Namespace) -> None:
-    """Writes down what all runs of the folder share, or compares it with what is there.
+    """Write down what all runs of the folder share, or compares it with what is there.
 
     Raises:
         ConfigurationError: The folder holds runs of other settings.
@@ -174,7 +174,7 @@ def _check_settings(path: Path, options: argparse.Namespace) -> None:
 
 
 def _prepare(options: argparse.Namespace, output: Path) -> tuple[Path, str]:
-    """Data, and the model that runs begin with."""
+    """Return the data, and the model that runs begin with."""
     from examples.routing_study.preparation import make_data, make_model
 
     data = make_data(output)
@@ -182,7 +182,7 @@ def _prepare(options: argparse.Namespace, output: Path) -> tuple[Path, str]:
 
 
 def _jobs(words: Sequence[str], count: int) -> int:
-    """Several processes, each of which takes runs that no other one has."""
+    """Return the several processes, each of which takes runs that no other one has."""
     from nemo_rl_moe.distributed.run_process import signal_when_parent_ends
 
     command = [sys.executable, "-m", "examples.routing_study", *words, "--jobs", "1", "--job"]

@@ -49,7 +49,7 @@ class LentEngine:
         self.dtype = engine.dtype
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence."""
+        """Return the continue one sequence."""
         return await self._engine.generate(request)
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[Float[np.ndarray, " tokens"]]]:
@@ -80,7 +80,7 @@ class EngineShelf:
         self._places: RayCluster | None = None
 
     def lend(self, setup: EngineSetup) -> LentEngine:
-        """The engine of a run's model and number format.
+        """Return the engine of a run's model and number format.
 
         Raises:
             GenerationError: It does not start.
@@ -97,7 +97,7 @@ class EngineShelf:
         return LentEngine(engine)
 
     def close(self) -> None:
-        """Ends all engines, and gives their places back."""
+        """End all engines, and give their places back."""
         for engine, _ in self._engines.values():
             engine.shutdown()
         self._engines.clear()
@@ -111,5 +111,5 @@ SHELF = EngineShelf()
 
 
 def lent_vllm_engine(setup: EngineSetup) -> LentEngine:
-    """The engine that `policy.generation.backend` of `study.yaml` names."""
+    """Return the engine that `policy.generation.backend` of `study.yaml` names."""
     return SHELF.lend(setup)

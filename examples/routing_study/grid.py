@@ -69,7 +69,7 @@ class Run:
         return f"{place.model}-{place.dtype}-u{place.updates}-{self.method}-s{self.seed:02d}"
 
     def overrides(self, responses_per_step: int, micro_batch_size: int) -> list[str]:
-        """Settings of the run, over `study.yaml`.
+        """Return the settings of the run, over `study.yaml`.
 
         Args:
             responses_per_step: Of all prompts.
@@ -96,7 +96,7 @@ class Run:
 def plan(
     model: str, methods: Sequence[str], dtypes: Iterable[str], updates: Iterable[int], seeds: Iterable[int]
 ) -> list[Run]:
-    """Runs of a study, seeds outermost: whenever it is stopped, almost all cells have the same seeds.
+    """Return the runs of a study, seeds outermost: whenever it is stopped, almost all cells have the same seeds.
 
     R2 is left out where a step is one update: there is no later one that could replay anything.
     """
@@ -111,7 +111,8 @@ def plan(
 
 
 def hours_left(pending: Sequence[Run], measured: Mapping[str, Sequence[float]], jobs: int) -> float:
-    """Hours that runs will take: the first one of a session starts the engines and says little, hence the median.
+    """Return the hours that runs will take: the first one of a session starts the engines and says little, hence the
+    median.
 
     Args:
         pending: Runs that are not done.

@@ -34,7 +34,7 @@ class Interval:
 
 
 def student_share(t: float, freedom: int) -> float:
-    """Probability that Student's t lies between `-t` and `t` (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    """Return the probability that Student's t lies between `-t` and `t` (Abramowitz and Stegun, 26.7.3 and 26.7.4).
 
     Args:
         t: Not negative.
@@ -51,7 +51,7 @@ def student_share(t: float, freedom: int) -> float:
 
 
 def student_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """Bound `t` with that probability between `-t` and `t`, by bisection."""
+    """Return the bound `t` with that probability between `-t` and `t`, by bisection."""
     low, high = 0.0, 1.0
     while student_share(high, freedom) < confidence:
         high *= 2
@@ -62,7 +62,7 @@ def student_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """Mean and 95% interval by Student's t; None of fewer than two values.
+    """Return the mean and 95% interval by Student's t; None of fewer than two values.
 
     Raises:
         ValueError: One is not finite.
@@ -79,12 +79,12 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 
 def paired_differences(method: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
-    """Method minus baseline of each seed that both have, seeds ascending."""
+    """Return the method minus baseline of each seed that both have, seeds ascending."""
     return [method[seed] - baseline[seed] for seed in sorted(method.keys() & baseline.keys())]
 
 
 def geometric(values: Sequence[float]) -> Interval | None:
-    """Geometric mean and its interval, by the mean of logarithms, for what spans powers of ten.
+    """Return the geometric mean and its interval, by the mean of logarithms, for what spans powers of ten.
 
     None of fewer than two values, or where one is not above 0.
     """
@@ -95,5 +95,5 @@ def geometric(values: Sequence[float]) -> Interval | None:
 
 
 def paired_factors(method: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
-    """Method over baseline of each seed that both have and whose baseline is not 0, seeds ascending."""
+    """Return the method over baseline of each seed that both have and whose baseline is not 0, seeds ascending."""
     return [method[seed] / baseline[seed] for seed in sorted(method.keys() & baseline.keys()) if baseline[seed]]

@@ -38,7 +38,7 @@ MEASURES: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
 
 
 def measures_of(history: MetricHistory) -> dict[str, float]:
-    """Measures of a run; those whose metric it does not log are left out."""
+    """Return the measures of a run; those whose metric it does not log are left out."""
     return {
         name: float(reduce([value for _, value in history[key]]))
         for name, (key, reduce) in MEASURES.items()
@@ -61,13 +61,13 @@ class Result:
     diverged: str | None = None
 
     def write(self, folder: Path) -> None:
-        """Says in a run's folder that the run is done."""
+        """Say in a run's folder that the run is done."""
         content = {"seconds": self.seconds, "measures": self.measures, "diverged": self.diverged}
         write_whole(folder / RESULT_FILE, json.dumps(content, indent=1) + "\n")
 
 
 def read_result(folder: Path) -> Result | None:
-    """Outcome of the run of a folder; None where it is not done.
+    """Return the outcome of the run of a folder; None where it is not done.
 
     Raises:
         DataError: The file is damaged.
@@ -87,6 +87,6 @@ Results = dict[Run, Result]
 
 
 def read_results(runs_folder: Path, runs: Sequence[Run]) -> Results:
-    """Outcomes of those runs that are done."""
+    """Return the outcomes of those runs that are done."""
     found = {run: read_result(runs_folder / run.name) for run in runs}
     return {run: result for run, result in found.items() if result is not None}

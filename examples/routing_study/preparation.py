@@ -24,14 +24,14 @@ SFT_OVERRIDES = {
 
 
 def make_data(output: Path) -> Path:
-    """The demo's sums; made once."""
+    """Return the demo's sums; made once."""
     folder = output / "data"
     _call([str(REPOSITORY_ROOT / "examples" / "make_demo_data.py"), "--output", str(folder), "--seed", "0"])
     return folder
 
 
 def make_model(model: str, output: Path, data: Path) -> Path:
-    """Folder of the model that all runs begin with; trained once, and an interrupted training goes on.
+    """Return the folder of the model that all runs begin with; trained once, and an interrupted training goes on.
 
     Raises:
         WorkerDiedError: The training failed.
@@ -56,7 +56,7 @@ def make_model(model: str, output: Path, data: Path) -> Path:
 
 
 def _config_folder(model: str, place: Path) -> Path:
-    """Folder with the model's `config.json` and tokenizer."""
+    """Return the folder with the model's `config.json` and tokenizer."""
     if model == "small":
         return TINY_MODEL
     folder = place / "config"
@@ -67,7 +67,7 @@ def _config_folder(model: str, place: Path) -> Path:
 
 
 def _call(words: list[str]) -> None:
-    """Runs a Python program, whose output is the user's."""
+    """Run a Python program, whose output is the user's."""
     code = subprocess.run([sys.executable, *words], cwd=REPOSITORY_ROOT, check=False).returncode
     if code != 0:
         raise WorkerDiedError(f"{' '.join(words[:3])} ended with exit code {code}")

@@ -53,7 +53,7 @@ class Study:
         return self.output / "runs"
 
     def config(self, run: Run) -> GRPOMasterConfig:
-        """Configuration of a run.
+        """Return the configuration of a run.
 
         Raises:
             ConfigurationError: Something is wrong with it.
@@ -120,7 +120,7 @@ def claimed(study: Study, run: Run) -> Iterator[bool]:
 def make_runs(
     study: Study, runs: Sequence[Run], stop_signals: StopSignals, tell: Callable[[Run, Result], None]
 ) -> None:
-    """Makes those runs that are neither done nor another process's, one after the other.
+    """Make those runs that are neither done nor another process's, one after the other.
 
     Args:
         study: What they share.
@@ -143,7 +143,7 @@ def make_runs(
 
 
 def make_run(study: Study, run: Run, stop_signals: StopSignals) -> Result | None:
-    """Makes one run from its beginning, and says in its folder that it is done; None where it was asked to stop."""
+    """Make one run from its beginning, and says in its folder that it is done; None where it was asked to stop."""
     folder = study.runs_folder / run.name
     delete(folder)
     config = study.config(run)

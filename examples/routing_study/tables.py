@@ -23,7 +23,7 @@ BySeed = dict[int, float]
 
 
 def by_seed(results: Results, condition: Condition, method: str, measure: str) -> BySeed:
-    """A measure of each run of a cell that has it and did not diverge."""
+    """Return a measure of each run of a cell that has it and did not diverge."""
     return {
         run.seed: result.measures[measure]
         for run, result in results.items()
@@ -32,34 +32,34 @@ def by_seed(results: Results, condition: Condition, method: str, measure: str) -
 
 
 def conditions_of(results: Results) -> list[Condition]:
-    """Conditions that have runs, in order."""
+    """Return the conditions that have runs, in order."""
     return sorted({run.condition for run in results})
 
 
 def methods_of(results: Results, condition: Condition) -> list[str]:
-    """Methods that have runs in a condition, in the order of the study."""
+    """Return the methods that have runs in a condition, in the order of the study."""
     found = {run.method for run in results if run.condition == condition}
     return [method for method in METHODS if method in found]
 
 
 def title_of(condition: Condition) -> str:
-    """Title of a condition's tables."""
+    """Return the title of a condition's tables."""
     updates = "1 update" if condition.updates == 1 else f"{condition.updates} updates"
     return f"{condition.model} model, rollouts in {condition.dtype}, {updates} a step"
 
 
 def number(value: float) -> str:
-    """Four decimals, or powers of ten where these would show nothing."""
+    """Return the four decimals, or powers of ten where these would show nothing."""
     return f"{value:.4f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2g}"
 
 
 def shown(found: Interval | None) -> str:
-    """Mean and interval; a dash where there are too few values."""
+    """Return the mean and interval; a dash where there are too few values."""
     return "-" if found is None else f"{number(found.mean)} ({number(found.low)} to {number(found.high)})"
 
 
 def tables(results: Results) -> str:
-    """All tables, as Markdown."""
+    """Return all tables, as Markdown."""
     lines = ["# Routing study", "", *_legend(results), ""]
     for condition in conditions_of(results):
         lines += [f"## {title_of(condition)}", "", *_means(results, condition), ""]
@@ -78,7 +78,9 @@ def _legend(results: Results) -> Iterator[str]:
 
 
 def start_check(results: Results) -> str:
-    """Proof that validation replays nothing: before the first step a pair's accuracies are the same number."""
+    """Return the proof that validation replays nothing: before the first step a pair's accuracies are the same
+    number.
+    """
     pairs = unequal = 0
     for condition in conditions_of(results):
         baseline = by_seed(results, condition, BASELINE, "accuracy at start")
@@ -127,7 +129,7 @@ def _how_often_lower(method: Mapping[int, float], baseline: Mapping[int, float])
 
 
 def draw(results: Results, path: Path) -> bool:
-    """Draws paired differences of accuracy, and factors of mismatch, with their intervals.
+    """Draw paired differences of accuracy, and factors of mismatch, with their intervals.
 
     Returns:
         False where no cell has two seeds: nothing is drawn.
@@ -161,7 +163,7 @@ def draw(results: Results, path: Path) -> bool:
 
 
 def compared(results: Results, condition: Condition, method: str, measure: str) -> Interval | None:
-    """Difference of a method from the baseline, or factor over it, paired by seed."""
+    """Return the difference of a method from the baseline, or factor over it, paired by seed."""
     pair = [by_seed(results, condition, each, measure) for each in (method, BASELINE)]
     return geometric(paired_factors(*pair)) if measure in FACTORS else interval(paired_differences(*pair))
 

@@ -23,7 +23,7 @@ MeasureLogprobs = Callable[[TokenBatch], Float[Tensor, "batch sequence"]]
 
 
 def add_reference_sums(policy: PolicyInterface, batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
-    """The batch with its reference sums, measured by the reference weights that the policy keeps.
+    """Return the batch with its reference sums, measured by the reference weights that the policy keeps.
 
     Args:
         policy: Keeps a reference.
@@ -41,7 +41,7 @@ def precompute_reference_sums(
     batches: Sequence[Sequence[int]],
     pad_token_id: int,
 ) -> PreferenceDataset:
-    """The data set with the reference sums of some of its pairs; those of the others are NaN.
+    """Return the data set with the reference sums of some of its pairs; those of the others are NaN.
 
     Args:
         logprobs: Of the model at the start of the run: a policy's own, before it has trained or loaded a checkpoint.
@@ -57,7 +57,8 @@ def precompute_reference_sums(
 
 
 def batches_to_measure(loader: GlobalBatchLoader, steps: range) -> list[list[int]]:
-    """Indices of the pairs that some training steps use, in batches that do not depend on where the steps begin.
+    """Return the indices of the pairs that some training steps use, in batches that do not depend on where the steps
+    begin.
 
     A batch holds the pairs that a training batch is the first to use. So a run that goes on from a checkpoint measures
     what it still needs, in the same company, and gets the same numbers to the last bit.
@@ -78,7 +79,7 @@ def batches_to_measure(loader: GlobalBatchLoader, steps: range) -> list[list[int
 
 
 def num_pairs(batch: TokenBatch) -> int:
-    """Number of pairs of a batch: its weight in a mean over pairs."""
+    """Return the number of pairs of a batch: its weight in a mean over pairs."""
     return len(batch) // 2
 
 
@@ -94,7 +95,7 @@ def train_dpo(
     validation_batches: Callable[[], Iterator[TokenBatch]] | None,
     recorder: StepRecorder,
 ) -> RunSummary:
-    """Trains to the last configured step, or to where the recorder ends the run.
+    """Train to the last configured step, or to where the recorder ends the run.
 
     Args:
         config: The `dpo` section.

@@ -48,7 +48,7 @@ class EvaluationSummary:
 
 
 def estimate(of_prompts: Float[Tensor, " prompts"]) -> Estimate:
-    """Mean over prompts, and its standard error.
+    """Return the mean over prompts, and its standard error.
 
     Prompts are what was drawn independently: responses to one prompt are alike, and count as one observation, their
     mean. The error is `s / sqrt(n)` with the sample's standard deviation `s` of `n` prompts (the clustered standard
@@ -66,7 +66,7 @@ def estimate(of_prompts: Float[Tensor, " prompts"]) -> Estimate:
 def passes(
     trajectories: Sequence[Trajectory], num_generations: int, threshold: float | None
 ) -> Bool[Tensor, "prompts generations"]:
-    """Responses that pass; one that the environment failed to score does not.
+    """Return the responses that pass; one that the environment failed to score does not.
 
     Args:
         trajectories: Group after group.
@@ -82,7 +82,7 @@ def passes(
 def summarise_evaluation(
     trajectories: Sequence[Trajectory], num_generations: int, threshold: float | None, failures: FailureRule
 ) -> EvaluationSummary:
-    """Estimates from trajectories.
+    """Return the estimates from trajectories.
 
     Args:
         trajectories: Group after group.
@@ -103,7 +103,7 @@ def summarise_evaluation(
 def _mean_rewards(
     trajectories: Sequence[Trajectory], num_generations: int, failures: FailureRule
 ) -> Float[Tensor, " prompts"]:
-    """Mean reward of each prompt's responses whose rewards count, without prompts that have none."""
+    """Return the mean reward of each prompt's responses whose rewards count, without prompts that have none."""
     groups = [trajectories[start : start + num_generations] for start in range(0, len(trajectories), num_generations)]
     counted = [[found.reward for found in failures.counted(group)] for group in groups]
     return torch.tensor([sum(rewards) / len(rewards) for rewards in counted if rewards], dtype=torch.float64)

@@ -60,7 +60,8 @@ def train_grpo(
     recorder: StepRecorder,
     observers: Sequence[RunObserver] = (),
 ) -> RunSummary:
-    """Train from where the run stands to its last step, validate when due, and end each step with the recorder.
+    """Return the train from where the run stands to its last step, validate when due, and end each step with the
+    recorder.
 
     Args:
         config: The whole configuration.
@@ -118,7 +119,7 @@ def train_grpo(
 
 
 def record_first_validation(validate: Validator, recorder: StepRecorder) -> bool:
-    """Validate before the first step; return False where a request to stop gave it up, and the run ends."""
+    """Return the validate before the first step; return False where a request to stop gave it up, and the run ends."""
     validation, responses = validated(validate)
     if validation:
         recorder.record_start(validation, responses, failures_of(responses))

@@ -34,7 +34,7 @@ from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 
 def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:
-    """Rewards of the trained groups after the punishment of long responses."""
+    """Return the rewards of the trained groups after the punishment of long responses."""
     num_generations = config.grpo.num_generations_per_prompt
     return shape_rewards(
         group_rewards(groups.trained, num_generations),
@@ -73,7 +73,7 @@ def informative_groups(config: GRPOMasterConfig, trajectories: Sequence[Trajecto
 def estimator_inputs(
     config: GRPOMasterConfig, trajectories: Sequence[Trajectory], rewards: Float[Tensor, "groups generations"]
 ) -> EstimatorInputs:
-    """Collect what an estimator sees of trajectories, group after group, with these rewards."""
+    """Return the collect what an estimator sees of trajectories, group after group, with these rewards."""
     size = config.grpo.num_generations_per_prompt
     failures, is_scored = failure_rule(config), scored_responses(trajectories, size)
     weights = config.env.reward_weights or {}
@@ -108,7 +108,7 @@ def _named_rewards(
 def advantages_of(
     config: GRPOMasterConfig, groups: RolloutGroups, rewards: Float[Tensor, "groups generations"]
 ) -> Float[Tensor, "groups generations ..."]:
-    """Compute advantages from these rewards, held between the configuration's bounds."""
+    """Return the compute advantages from these rewards, held between the configuration's bounds."""
     estimator = find_estimator(config.grpo.adv_estimator.name)
     advantages = compute_advantages(estimator, estimator_inputs(config, groups.trained, rewards))
     bounded = clip_advantages(advantages, config.grpo.advantage_clip_low, config.grpo.advantage_clip_high)
@@ -116,7 +116,7 @@ def advantages_of(
 
 
 def advantages_of_groups(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations ..."]:
-    """Compute the advantages of the trained groups from their shaped rewards."""
+    """Return the compute the advantages of the trained groups from their shaped rewards."""
     return advantages_of(config, groups, shaped_rewards(config, groups))
 
 
@@ -126,7 +126,7 @@ def scored_groups(groups: RolloutGroups) -> Bool[Tensor, "groups generations"]:
 
 
 def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: int) -> TokenBatch:
-    """The trained groups with their advantages."""
+    """Return the trained groups with their advantages."""
     return training_batch(
         groups.trained,
         advantages_of_groups(config, groups),
@@ -139,7 +139,8 @@ def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: in
 def take_divergence_from_rewards(
     config: GRPOMasterConfig, groups: RolloutGroups, batch: TokenBatch
 ) -> tuple[TokenBatch, dict[str, float]]:
-    """Advantages from rewards less the weighted divergence of the responses, where `use_kl_in_reward` asks for it.
+    """Return the advantages from rewards less the weighted divergence of the responses, where `use_kl_in_reward` asks
+    for it.
 
     Args:
         config: The whole configuration.
@@ -164,7 +165,9 @@ def take_divergence_from_rewards(
 
 
 def add_logprobs(config: GRPOMasterConfig, policy: PolicyInterface, batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
-    """The batch with the log-probabilities that loss or rewards need: before the first update, of the reference."""
+    """Return the batch with the log-probabilities that loss or rewards need: before the first update, of the
+    reference.
+    """
     without_tape = batch.without_stored(ROUTED_EXPERTS)
     if not ratio_is_one(config) or config.loss_fn.use_kl_in_reward:
         policy.prepare_for_logprobs(clock)
@@ -181,7 +184,9 @@ def add_logprobs(config: GRPOMasterConfig, policy: PolicyInterface, batch: Token
 def old_logprobs(
     config: GRPOMasterConfig, policy: PolicyInterface, batch: TokenBatch
 ) -> tuple[Float[Tensor, "batch sequence"], TokenBatch]:
-    """Log-probabilities by the policy before the first update, and the batch with the tape that training replays."""
+    """Return the log-probabilities by the policy before the first update, and the batch with the tape that training
+    replays.
+    """
     replay = config.policy.megatron_cfg.routing_replay
     if replay == "rollout":
         # Under replay the old policy is that of the replayed experts too: otherwise no ratio would begin at 1.
@@ -194,7 +199,7 @@ def old_logprobs(
 
 
 def ratio_is_one(config: GRPOMasterConfig) -> bool:
-    """On-policy updates: the probability ratio is 1, so that no pass over the log-probabilities is needed.
+    """Return the on-policy updates: the probability ratio is 1, so that no pass over the log-probabilities is needed.
 
     The responses of a step that is one update are trained on with the weights that made them.
     """

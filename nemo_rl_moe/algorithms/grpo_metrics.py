@@ -24,7 +24,7 @@ from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 
 def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, float]:
-    """Metrics of the trajectories of one step.
+    """Return the metrics of the trajectories of one step.
 
     `reward`, `reward_std`, `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample`, `truncation_rate`,
     `frac_zero_std_groups`, `env/num_*` and `env/failed_share` are of all trajectories that were generated, so that
@@ -96,7 +96,7 @@ class Validator:
         self.trajectories: list[Trajectory] = []
 
     def __call__(self) -> dict[str, float]:
-        """Validates.
+        """Validate.
 
         Returns:
             `val/accuracy` (with several responses to a prompt their mean, so pass@1), `val/pass_at_{k}`, the other
@@ -115,7 +115,8 @@ class Validator:
 
 
 def pass_at_k(correct: Int[Tensor, " prompts"], num_generations: int, k: int) -> Float[Tensor, " prompts"]:
-    """Unbiased estimate of the chance that one of `k` responses is right (Chen et al., arXiv:2107.03374, eq. 1).
+    """Return the unbiased estimate of the chance that one of `k` responses is right (Chen et al., arXiv:2107.03374,
+    eq. 1).
 
     Of all ways to take `k` of a prompt's `n` responses, the share that holds a right one: `1 - C(n-c, k) / C(n, k)`.
 
@@ -139,7 +140,7 @@ def pass_at_k(correct: Int[Tensor, " prompts"], num_generations: int, k: int) ->
 
 
 def pass_at_k_metrics(is_correct: Bool[Tensor, "prompts generations"]) -> dict[str, float]:
-    """Mean of `pass_at_k` over the prompts, as `pass_at_{k}` (MLflow takes no `@` in a name).
+    """Return the mean of `pass_at_k` over the prompts, as `pass_at_{k}` (MLflow takes no `@` in a name).
 
     Args:
         is_correct: Which responses are right.
@@ -154,6 +155,8 @@ def pass_at_k_metrics(is_correct: Bool[Tensor, "prompts generations"]) -> dict[s
 
 
 def values_of_k(num_generations: int) -> list[int]:
-    """Powers of two from 2 up to the number of responses to a prompt, and that number; none for one response."""
+    """Return the powers of two from 2 up to the number of responses to a prompt, and that number; none for one
+    response.
+    """
     powers_of_two = {2**exponent for exponent in range(1, num_generations.bit_length())}
     return sorted(powers_of_two | {num_generations} - {1})

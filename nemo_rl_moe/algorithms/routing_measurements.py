@@ -95,7 +95,7 @@ class RoutingMeasurements(RunObserver):
     def before_update(
         self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
     ) -> dict[str, float]:
-        """Measure the policy that sampled a step's tokens, where the step is one to measure.
+        """Return the measure the policy that sampled a step's tokens, where the step is one to measure.
 
         Args:
             step: Counted from 1.
@@ -119,7 +119,7 @@ class RoutingMeasurements(RunObserver):
             return with_moe_prefix(self._measure(step, sample, kept))
 
     def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
-        """Measure the policy after the step's updates, where it was measured before them.
+        """Return the measure the policy after the step's updates, where it was measured before them.
 
         Returns:
             `moe/routing_drift/...`, and after several updates `moe/routing_split_end/...`.
@@ -139,7 +139,8 @@ class RoutingMeasurements(RunObserver):
             return with_moe_prefix(metrics)
 
     def after_refit(self, clock: PhaseClock) -> dict[str, float]:
-        """Measure the engine's noise floor, where the step is one to measure and the engine can score tokens.
+        """Return the measure the engine's noise floor, where the step is one to measure and the engine can score
+        tokens.
 
         The same sequences are scored together and one at a time, by the weights that have just arrived: an engine that
         sleeps while training runs has none before.
@@ -170,7 +171,7 @@ class RoutingMeasurements(RunObserver):
             return {f"moe/routing_noise/{name}_engine": gap[name] for name in ("mean_abs", "max_abs", "kl")}
 
     def _scored(self, sample: TokenBatch) -> list[int]:
-        """Rows of sequences for the engine's noise floor, the shortest first.
+        """Return the rows of sequences for the engine's noise floor, the shortest first.
 
         An engine makes the logits of all tokens that it scores, gigabytes for thousands of them; and it always draws a
         token more, for which the longest sequences leave no room.
@@ -210,7 +211,8 @@ class RoutingMeasurements(RunObserver):
         return metrics
 
     def _noise(self, own: TokenBatch, logprobs: Float[Tensor, "sequences tokens"]) -> dict[str, float]:
-        """The trainer's noise floor: against itself, with the same weights and each sequence in a batch of its own.
+        """Return the trainer's noise floor: against itself, with the same weights and each sequence in a batch of its
+        own.
 
         Args:
             own: The sample, with the experts of the first pass as its tape.
@@ -230,7 +232,7 @@ class RoutingMeasurements(RunObserver):
 
 
 def sampled_sequences(batch: TokenBatch, share: float, seed: Sequence[int]) -> list[int]:
-    """Sequences with trained tokens that hold together a share of these, drawn at random; at least one.
+    """Return the sequences with trained tokens that hold together a share of these, drawn at random; at least one.
 
     Args:
         batch: The step's.
@@ -246,7 +248,7 @@ def sampled_sequences(batch: TokenBatch, share: float, seed: Sequence[int]) -> l
 
 
 def _noise_rows(sample: TokenBatch) -> list[int]:
-    """Sequences of the noise floor. A batch for each is slow: a part of the sample says as much."""
+    """Return the sequences of the noise floor. A batch for each is slow: a part of the sample says as much."""
     return list(range(-(-len(sample) // NOISE_DIVISOR)))
 
 

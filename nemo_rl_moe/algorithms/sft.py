@@ -30,7 +30,7 @@ class EpochBatches(Protocol):
         ...
 
     def epoch(self, epoch_index: int, first_batch: int = 0) -> Iterator[TokenBatch]:
-        """The batches of one epoch from one of them on; both are counted from 0."""
+        """Return the batches of one epoch from one of them on; both are counted from 0."""
         ...
 
 
@@ -63,7 +63,7 @@ class SupervisedTraining:
 
 
 def train_on_batches(training: SupervisedTraining, recorder: StepRecorder) -> RunSummary:
-    """Trains from where the run stands to its last step, validates when due, and ends each step with the recorder."""
+    """Train from where the run stands to its last step, validates when due, and ends each step with the recorder."""
     num_steps = num_training_steps(training.schedule, len(training.batches))
     validates = training.validation_batches is not None
     if recorder.is_fresh and validates and training.schedule.val_at_start:
@@ -90,7 +90,7 @@ def train_on_batches(training: SupervisedTraining, recorder: StepRecorder) -> Ru
 
 
 def run_validation(training: SupervisedTraining) -> dict[str, float]:
-    """The loss function's means over all held-out batches, each weighed by what it counts."""
+    """Return the loss function's means over all held-out batches, each weighed by what it counts."""
     assert training.validation_batches is not None
     clock, inner_clock = PhaseClock(), PhaseClock()
     totals: dict[str, float] = {}
@@ -106,13 +106,13 @@ def run_validation(training: SupervisedTraining) -> dict[str, float]:
 
 
 def _means(policy: PolicyInterface, batch: TokenBatch, loss_function: LossFunction) -> Mapping[str, float]:
-    """Means that the loss function reports; counts say nothing of a validation as a whole."""
+    """Return the means that the loss function reports; counts say nothing of a validation as a whole."""
     measured = validation_metrics(policy.evaluate(batch, loss_function))
     return {name: value for name, value in measured.items() if not name.startswith("val/num_")}
 
 
 def _numbered_batches(batches: EpochBatches, steps_done: int, num_steps: int) -> Iterator[tuple[int, TokenBatch]]:
-    """Each further step's number, counted from 1, and its batch."""
+    """Yield each further step's number, counted from 1, and its batch."""
     step = steps_done
     while step < num_steps:
         epoch, first = divmod(step, len(batches))
@@ -130,7 +130,7 @@ def train_sft(
     validation_batches: Callable[[], Iterator[TokenBatch]] | None,
     recorder: StepRecorder,
 ) -> RunSummary:
-    """Trains to the last configured step, or to where the recorder ends the run.
+    """Train to the last configured step, or to where the recorder ends the run.
 
     Args:
         config: The `sft` section.

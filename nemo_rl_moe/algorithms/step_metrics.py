@@ -14,7 +14,7 @@ def training_metrics(
     result: TrainResult,
     further: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Metrics of one `train` call, as `train/...` keys.
+    """Return the metrics of one `train` call, as `train/...` keys.
 
     Args:
         result: The call's result.
@@ -57,7 +57,7 @@ def performance_metrics(result: TrainResult, clock: PhaseClock) -> dict[str, flo
 
 
 def validation_metrics(result: EvaluationResult) -> dict[str, float]:
-    """Metrics of one validation, as `val/...` keys."""
+    """Return the metrics of one validation, as `val/...` keys."""
     return with_prefix("val", _reduced(result.microbatch_metrics))
 
 

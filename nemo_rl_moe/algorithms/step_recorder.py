@@ -52,18 +52,18 @@ class RunSummary:
 
     @classmethod
     def of(cls, state: LoopState, stopped_for: str | None) -> "RunSummary":
-        """Sums up a run from where it stands."""
+        """Sum up a run from where it stands."""
         return cls(state.step, state.first_validation, state.last_validation, state.last_training, stopped_for)
 
 
 def num_training_steps(config: ScheduleConfig, steps_per_epoch: int) -> int:
-    """Steps of the whole run: the epochs' steps, or `max_num_steps` if that is less."""
+    """Return the steps of the whole run: the epochs' steps, or `max_num_steps` if that is less."""
     steps = config.max_num_epochs * steps_per_epoch
     return steps if config.max_num_steps is None else min(steps, config.max_num_steps)
 
 
 def validation_is_due(config: ScheduleConfig, step: int, num_steps: int) -> bool:
-    """True when a validation follows this step (counted from 1)."""
+    """Return True when a validation follows this step (counted from 1)."""
     periodic = config.val_period > 0 and step % config.val_period == 0
     return periodic or (config.val_at_end and step == num_steps)
 
@@ -80,19 +80,19 @@ class Checkpoints(Protocol):
         ...
 
     def is_due(self, step: int) -> bool:
-        """True when `save_period` asks for one after this step."""
+        """Return True when `save_period` asks for one after this step."""
         ...
 
     def start(self, state: LoopState, metrics: Mapping[str, float]) -> None:
-        """Begins to save; blocks for the snapshot alone."""
+        """Begin to save; blocks for the snapshot alone."""
         ...
 
     def poll(self) -> None:
-        """Publishes what has been written meanwhile."""
+        """Publish what has been written meanwhile."""
         ...
 
     def finish(self) -> None:
-        """Waits for what is being written; raises where the last one could not be saved."""
+        """Wait for what is being written; raises where the last one could not be saved."""
         ...
 
 
@@ -184,7 +184,7 @@ class StepRecorder:
         samples: Mapping[str, Sequence[Any]] | None = None,
         failures: Sequence[FailedResponses] = (),
     ) -> None:
-        """Records a validation before the first step."""
+        """Record a validation before the first step."""
         self.state = _with_validation(self.state, validation)
         self._record(0, validation, samples or {}, failures)
 
@@ -201,7 +201,7 @@ class StepRecorder:
             self._sinks.log_artifact(step, name, artifact)
 
     def end_step(self, outcome: StepOutcome, clock: PhaseClock, *, is_last: bool) -> bool:
-        """Records the step, begins a checkpoint where one is due, and says whether the run goes on.
+        """Record the step, begin a checkpoint where one is due, and says whether the run goes on.
 
         Args:
             outcome: What the step came to.
@@ -230,7 +230,7 @@ class StepRecorder:
         return not is_last and self.stopped_for is None
 
     def give_up_step(self) -> None:
-        """Ends the run where a step was given up before it changed the weights: at the step that was recorded last.
+        """End the run where a step was given up before it changed the weights: at the step that was recorded last.
 
         Begins the checkpoint of that one, unless the run has recorded none yet.
         """
@@ -240,7 +240,7 @@ class StepRecorder:
             self._sinks.flush()
 
     def finish(self) -> None:
-        """Waits until the last checkpoint is whole.
+        """Wait until the last checkpoint is whole.
 
         Raises:
             CheckpointError: It could not be saved.

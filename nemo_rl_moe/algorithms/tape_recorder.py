@@ -71,7 +71,7 @@ class TapeRecorder:
         replayed: PerToken | None,
         repeated: MeasuredPass,
     ) -> None:
-        """Adds a step.
+        """Add a step.
 
         Args:
             step: Counted from 1.
@@ -143,7 +143,7 @@ class TapeRecorder:
         return found
 
     def _fetched(self, sample: TokenBatch, column: StoredColumn | None) -> np.ndarray:
-        """Experts of the sequences that the column is of; of none without one."""
+        """Return the experts of the sequences that the column is of; of none without one."""
         if column is None:
             return np.zeros(0, dtype=np.int16)
         longest = sample.input_ids.shape[1]

@@ -66,7 +66,7 @@ class AuditedRun:
         return [f"{name}: {what}" for name, what in _WANTED.items() if name not in told]
 
     def series(self, key: str) -> list[float]:
-        """Values of a metric at the steps that have it."""
+        """Return the values of a metric at the steps that have it."""
         return [step.metrics[key] for step in self.steps if key in step.metrics]
 
 

@@ -73,7 +73,7 @@ def audit_step(
 
 
 def names_of_slots(writers: Sequence[str]) -> list[str]:
-    """Names of the writers whose rows are counted together, for texts."""
+    """Return the names of the writers whose rows are counted together, for texts."""
     return [f"the writer {' or '.join(writers[slot::SLOTS])}" for slot in range(min(len(writers), SLOTS))]
 
 
@@ -99,7 +99,7 @@ class _StepAudit:
         self._num_sequences = self._num_tokens = self._num_passes = 0
 
     def add(self, rows: TapeRows) -> None:
-        """Adds some sequences."""
+        """Add some sequences."""
         self._num_sequences += len(rows.lengths)
         self._num_tokens += int(rows.lengths.sum())
         self._columns = set(rows.columns) if self._columns is None else self._columns & set(rows.columns)
@@ -135,7 +135,7 @@ class _StepAudit:
             self._noise_gaps.append(gap[trained])
 
     def finished(self, step: int) -> AuditedStep:
-        """The audit of what was added; in a job of several processes by all of them, and a collective."""
+        """Return the audit of what was added; in a job of several processes by all of them, and a collective."""
         self._add_up_processes()
         layers = self._description.layers
         totals, alone = self._ledger.reduced(), self._alone.reduced()
@@ -297,7 +297,7 @@ class _StepAudit:
         return with_prefix("routing_split", split_metrics(parts) | {"tokens": float(len(training))})
 
     def _of_all(self, name: str) -> Float[np.ndarray, " tokens"] | None:
-        """A column of the trained tokens, where all sequences have it."""
+        """Return a column of the trained tokens, where all sequences have it."""
         found = self._values[name]
         joined = np.concatenate(found) if found and name in (self._columns or ()) else None
         return joined if joined is not None and len(joined) else None

@@ -81,7 +81,7 @@ class Comparison:
 
 
 def compared(run: AuditedRun, source: Source, other: AuditedRun, other_source: Source) -> Comparison:
-    """The comparison of two runs that were audited."""
+    """Return the comparison of two runs that were audited."""
     keys = sorted({key for step in run.steps for key in step.metrics})
     means = {key: (_mean(run.series(key)), _mean(there)) for key in keys if (there := other.series(key))}
     mine, theirs = run.description, other.description
@@ -99,7 +99,7 @@ def compared(run: AuditedRun, source: Source, other: AuditedRun, other_source: S
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
-    """Text for a person."""
+    """Return the text for a person."""
     lines = [
         f"against {comparison.other.path}, means over the steps",
         f"{'':40}{'here':>12}{'there':>12}{'change':>12}",
@@ -116,7 +116,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
 
 def distance_lines(comparison: Comparison) -> list[str]:
-    """Lines of differences beyond the runs' own numbers: loads, and sequences that are the same."""
+    """Return the lines of differences beyond the runs' own numbers: loads, and sequences that are the same."""
     lines = [
         f"distance of the loads beyond chance, {side}: {found.mean:.3g}, highest {found.highest:.3g} in layer"
         f" {found.layer}"
@@ -176,7 +176,7 @@ def _distance(run: AuditedRun, other: AuditedRun, side: str) -> LoadDistance | N
 
 
 def _pairs(source: Source, other: Source) -> Iterator[tuple[int, int]]:
-    """Steps whose sequences may be the same: of one number, or the only ones."""
+    """Yield the steps whose sequences may be the same: of one number, or the only ones."""
     if len(source.read) == len(other.read) == 1:
         yield next(iter(source.read)), next(iter(other.read))
         return

@@ -62,7 +62,7 @@ class Source:
 def open_source(
     path: Path, kind: str, model: RouterShape | None, training: Path | None, chosen: Steps | None
 ) -> Source:
-    """Open a run as a source of sequences.
+    """Return the open a run as a source of sequences.
 
     Args:
         path: A tape folder, a folder of a run of this project with one, or files of a framework: one, or a folder of
@@ -172,7 +172,7 @@ class _Files:
         self.adapter: Adapter = ADAPTERS[name]
 
     def read(self, step: int) -> Iterator[list[TapeSequence]]:
-        """Sequences of a step, a file at a time, with the layers that the file has."""
+        """Yield the sequences of a step, a file at a time, with the layers that the file has."""
         for file in self.steps[step]:
             content: Any = load(file)
             if not self.adapter.claims(content):
@@ -244,7 +244,7 @@ class _Converted:
         self.notices: list[str] = []
 
     def description(self) -> TapeDescription:
-        """Layers and experts: of the model's configuration, or of what all files hold."""
+        """Return the layers and experts: of the model's configuration, or of what all files hold."""
         made_by = self._files.adapter.made_by
         shape: tuple[int, ...] | None = None
         largest, written = -1, np.zeros(0, dtype=bool)
@@ -276,7 +276,7 @@ class _Converted:
         return TapeDescription(tuple(range(shape[0])), largest + 1, shape[1], made_by)
 
     def sequences(self, step: int) -> Iterator[list[TapeSequence]]:
-        """Sequences of a step, a file at a time.
+        """Yield the sequences of a step, a file at a time.
 
         Raises:
             DataError: Files do not fit the model or each other.
@@ -289,7 +289,7 @@ class _Converted:
             self.notices.append(text)
 
     def _fitted(self, sequence: TapeSequence, path: Path) -> TapeSequence:
-        """The sequence with rows of the layers with experts alone."""
+        """Return the sequence with rows of the layers with experts alone."""
         columns = dict(sequence.columns)
         for name in (*EXPERTS, "margins"):
             if name in columns and self._model is not None:
@@ -304,7 +304,7 @@ def _experts(parts: Iterator[list[TapeSequence]]) -> Iterator[np.ndarray]:
 
 
 def _of_moe_layers(values: np.ndarray, model: RouterShape, where: str) -> np.ndarray:
-    """Rows of the layers with experts, of rows of these or of all layers."""
+    """Return the rows of the layers with experts, of rows of these or of all layers."""
     if values.ndim == 3 and values.shape[2] != model.topk:
         raise DataError(f"{where}: got {values.shape[2]} experts of a token, expected {model.topk} as --model says")
     if values.shape[1] == len(model.moe_layers):
@@ -338,7 +338,7 @@ class _Partners:
                         self._columns.setdefault(_key(sequence), []).append(_as_training(sequence))
 
     def joined(self, sequence: TapeSequence) -> TapeSequence:
-        """The sequence with the columns of its partner, of which each serves once."""
+        """Return the sequence with the columns of its partner, of which each serves once."""
         if "token_ids" not in sequence.columns:
             raise DataError(f"--training {self._path}: sequence {sequence.name} has no token ids to find it by")
         found = self._columns.get(_key(sequence))
@@ -354,7 +354,7 @@ class _Partners:
         return replace(sequence, columns={**sequence.columns, **(found.pop(0) if len(found) > 1 else found[0])})
 
     def told(self, step: int) -> str:
-        """Parts that were not found; empty for none.
+        """Return the parts that were not found; empty for none.
 
         Raises:
             DataError: No sequence was found.
@@ -370,7 +370,9 @@ def _key(sequence: TapeSequence) -> bytes:
 
 
 def _as_training(sequence: TapeSequence) -> Mapping[str, np.ndarray]:
-    """Columns of training; routes that are only called routes, such as verl's recorded ones, are those of training."""
+    """Return the columns of training; routes that are only called routes, such as verl's recorded ones, are those of
+    training.
+    """
     found = {name: sequence.columns[name] for name in _OF_TRAINING if name in sequence.columns}
     if "training_experts" not in found and "rollout_experts" in sequence.columns:
         found["training_experts"] = sequence.columns["rollout_experts"]

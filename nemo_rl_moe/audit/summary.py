@@ -89,7 +89,7 @@ def _of_steps(run: AuditedRun) -> list[str]:
 
 
 def heading_of(run: AuditedRun) -> list[str]:
-    """Two lines of what was audited."""
+    """Return two lines of what was audited."""
     description = run.description
     made_by = f", {description.made_by}" if description.made_by else ""
     sequences, tokens = (
@@ -104,17 +104,17 @@ def heading_of(run: AuditedRun) -> list[str]:
 
 
 def counted(number: int, noun: str, zero: str = "0") -> str:
-    """A number of things, such as "1 step" or "2 steps"."""
+    """Return a number of things, such as "1 step" or "2 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}" if number else f"{zero} {noun}s"
 
 
 def number_text(value: float) -> str:
-    """A number in few characters."""
+    """Return a number in few characters."""
     return f"{value:,.0f}" if isfinite(value) and abs(value) >= 1000 and value == int(value) else f"{value:.4g}"
 
 
 def anomalies_of(step: AuditedStep) -> list[str]:
-    """Texts of what cannot be right in a step's routes."""
+    """Return the texts of what cannot be right in a step's routes."""
     return [] if step.report is None else [anomaly.text for anomaly in step.report.anomalies]
 
 

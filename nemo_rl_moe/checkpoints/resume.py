@@ -67,7 +67,7 @@ def checkpoint_dir_of(config: MasterConfig, run_folder: Path) -> Path:
 def find_resume_point(
     config: MasterConfig, run_id: str, restart_number: int, warn: Callable[[str], None]
 ) -> ResumePoint | None:
-    """Find the checkpoint to resume from; None to start at the beginning.
+    """Return the find the checkpoint to resume from; None to start at the beginning.
 
     A restart resumes from the newest checkpoint of its own run. Without one, and on a first launch,
     `checkpointing.resume` decides; where no folder is configured, the newest run with checkpoints is continued only if
@@ -120,7 +120,9 @@ def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def _has_begun_anew(config: MasterConfig, run_id: str) -> bool:
-    """Whether a run with a new folder of its own has begun: it does not continue what others have saved since."""
+    """Return the whether a run with a new folder of its own has begun: it does not continue what others have saved
+    since.
+    """
     return config.checkpointing.checkpoint_dir is None and find_run_folder(config.logger.log_dir, run_id) is not None
 
 
@@ -140,7 +142,7 @@ def _swept_checkpoints(store: CheckpointStore) -> list[Checkpoint]:
 
 
 def _own_checkpoint(config: MasterConfig, run_id: str, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Find the run's own newest checkpoint, without locking folders of other runs, which may be active."""
+    """Return the find the run's own newest checkpoint, without locking folders of other runs, which may be active."""
     for store in _stores(config, warn):
         if any(checkpoint.state.run_id == run_id for checkpoint in store.checkpoints()):
             own = [checkpoint for checkpoint in _swept_checkpoints(store) if checkpoint.state.run_id == run_id]
@@ -149,7 +151,7 @@ def _own_checkpoint(config: MasterConfig, run_id: str, warn: Callable[[str], Non
 
 
 def _checkpoint_of_earlier_run(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Find the checkpoint that `checkpointing.resume` selects."""
+    """Return the find the checkpoint that `checkpointing.resume` selects."""
     settings = config.checkpointing
     if settings.checkpoint_dir is None:
         return _newest_of_same_experiment(config, warn) if settings.resume == "auto" else None
@@ -174,7 +176,9 @@ def _refuse_damage_alone(store: CheckpointStore, usable: Sequence[Checkpoint]) -
 
 
 def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Find the newest checkpoint of the newest run that has any; None, with a warning, for another experiment."""
+    """Return the find the newest checkpoint of the newest run that has any; None, with a warning, for another
+    experiment.
+    """
     resolved = dump_resolved(config)
     algorithm = algorithm_of(config)
     for store in _stores(config, warn):

@@ -99,7 +99,7 @@ class CheckpointState(RunDescription):
 
 
 def layout_of(config: MasterConfig) -> dict[str, int]:
-    """Sizes of a run's parallel dimensions, by name."""
+    """Return the sizes of a run's parallel dimensions, by name."""
     megatron = config.policy.megatron_cfg
     return {
         "workers": config.cluster.world_size,
@@ -114,7 +114,7 @@ def layout_of(config: MasterConfig) -> dict[str, int]:
 
 
 def json_ready(value: Any) -> Any:
-    """Convert content to JSON's types, with NaN and infinities as text."""
+    """Return the convert content to JSON's types, with NaN and infinities as text."""
     if isinstance(value, Mapping):
         return {str(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -124,7 +124,7 @@ def json_ready(value: Any) -> Any:
 
 
 def write_state(folder: Path, state: CheckpointState) -> None:
-    """Writes `state.json` into a checkpoint's folder. Numbers come back to the last bit.
+    """Write `state.json` into a checkpoint's folder. Numbers come back to the last bit.
 
     Raises:
         OSError: The disk is full, or the folder cannot be written to.
@@ -135,7 +135,7 @@ def write_state(folder: Path, state: CheckpointState) -> None:
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """Reads `state.json` of a checkpoint's folder.
+    """Read `state.json` of a checkpoint's folder.
 
     Raises:
         CheckpointError: It is missing or no JSON, or a field is missing or wrong.
@@ -150,7 +150,7 @@ def read_state(folder: Path) -> CheckpointState:
 
 
 def validation_problems(path: Path, error: ValidationError) -> list[str]:
-    """Lines that name the file and its wrong fields."""
+    """Return the lines that name the file and its wrong fields."""
     details = error.errors(include_url=False, include_context=False, include_input=False)
     if details[0]["type"] == "json_invalid":  # a torn file
         return [f"{path}: not valid JSON: {details[0]['msg'].removeprefix('Invalid JSON: ')}"]

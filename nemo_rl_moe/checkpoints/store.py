@@ -61,7 +61,7 @@ def final_weights_folder(checkpoint_dir: Path, role: str) -> Path:
 
 
 def of_history(checkpoints: Sequence[Checkpoint], first_run_id: str | None) -> list[Checkpoint]:
-    """Checkpoints of one history of training, in their order."""
+    """Return the checkpoints of one history of training, in their order."""
     return [checkpoint for checkpoint in checkpoints if checkpoint.state.first_run_id == first_run_id]
 
 
@@ -102,7 +102,7 @@ class CheckpointStore:
                             folder.rmdir()
 
     def _lock_file(self) -> TextIO:
-        """Open the lock's file, creating it and its folder."""
+        """Return the open the lock's file, creating it and its folder."""
         path = self.folder / LOCK_FILE_NAME
         for attempt in range(_LOCK_ATTEMPTS):
             try:
@@ -151,11 +151,11 @@ class CheckpointStore:
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def has_any(self) -> bool:
-        """Whether anything has a checkpoint's name, damaged or not."""
+        """Return the whether anything has a checkpoint's name, damaged or not."""
         return self.folder.is_dir() and any(_WHOLE.fullmatch(entry.name) for entry in self.folder.iterdir())
 
     def stage(self, step: int) -> Path:
-        """Create the empty folder in which the checkpoint of a step is assembled.
+        """Return the create the empty folder in which the checkpoint of a step is assembled.
 
         Raises:
             OSError: It cannot be made.
@@ -166,7 +166,7 @@ class CheckpointStore:
         return staging
 
     def staged(self, step: int) -> Path:
-        """The folder that `stage` has made."""
+        """Return the folder that `stage` has made."""
         return self._leftover(step, "incomplete")
 
     def publish(self, step: int) -> Path:

@@ -29,7 +29,9 @@ class TimeLimit:
         self._longest_step = self._longest_saving = 0.0
 
     def is_up_after_step(self) -> bool:
-        """Whether another step as long as the longest one would be too long. Called once at the end of each step."""
+        """Return the whether another step as long as the longest one would be too long. Called once at the end of each
+        step.
+        """
         now = self._clock()
         self._longest_step = max(self._longest_step, now - self._last)
         self._last = now

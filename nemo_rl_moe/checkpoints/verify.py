@@ -79,7 +79,7 @@ def _checksums() -> ModuleType:
 
 
 def _with_inventory(top: Path, list_name: str) -> list[Path]:
-    """Folders with checksums at or below one, outer ones first."""
+    """Return the folders with checksums at or below one, outer ones first."""
     if not top.is_dir():
         raise ConfigurationError(f"{top}: is no folder")
     found = []

@@ -78,7 +78,7 @@ class Algorithm:
         return self.loop or self.name
 
     def loop_of(self, config: MasterConfig) -> Any:
-        """The section of the run's length and validations."""
+        """Return the section of the run's length and validations."""
         return getattr(config, self.loop_name)
 
     def entry_point(self) -> Callable[[Any, Any], None]:
@@ -160,7 +160,7 @@ def algorithm_of(config: MasterConfig) -> Algorithm:
 
 
 def metric_in_force(config: MasterConfig) -> str | None:
-    """Resolve `auto` in the metric that chooses the best checkpoints; None: the newest are kept."""
+    """Return the resolve `auto` in the metric that chooses the best checkpoints; None: the newest are kept."""
     name = config.checkpointing.metric_name
     return algorithm_of(config).best_metric(config) if name == AUTO_METRIC else name
 
@@ -191,7 +191,7 @@ def find_algorithm(name: str) -> Algorithm:
 
 
 def _problems(algorithm: Algorithm) -> Iterator[str]:
-    """Problem that keeps an imported record from being used."""
+    """Yield the problem that keeps an imported record from being used."""
     fields = algorithm.config_class.model_fields
     if algorithm.name in BUILT_IN:
         yield f"its name {algorithm.name} is that of a built-in algorithm"

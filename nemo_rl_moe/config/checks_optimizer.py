@@ -28,7 +28,7 @@ def learning_rates_fall(config: MasterConfig) -> Iterator[str]:
 
 
 def precision_aware_optimizer_is_possible(config: MasterConfig) -> Iterator[str]:
-    """Precision-aware optimizer: sharded, of bfloat16 weights, by Transformer Engine or on the host."""
+    """Yield the precision-aware optimizer: sharded, of bfloat16 weights, by Transformer Engine or on the host."""
     megatron = config.policy.megatron_cfg
     chosen = megatron.optimizer
     if not chosen.use_precision_aware_optimizer:
@@ -48,7 +48,7 @@ def precision_aware_optimizer_is_possible(config: MasterConfig) -> Iterator[str]
 
 
 def settings_of_the_precision_aware_optimizer_are_read(config: MasterConfig) -> Iterator[str]:
-    """Formats of the moments and offload to the host, which only the precision-aware optimizer reads."""
+    """Yield the formats of the moments and offload to the host, which only the precision-aware optimizer reads."""
     chosen = config.policy.megatron_cfg.optimizer
     is_on, is_offloaded = chosen.use_precision_aware_optimizer, chosen.optimizer_cpu_offload
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):

@@ -18,7 +18,7 @@ LoopMasterConfig = SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig
 
 
 def loop_section(config: LoopMasterConfig) -> tuple[str, SupervisedLoopConfig | GRPOConfig]:
-    """The name of the section that holds the loop, and the section."""
+    """Return the name of the section that holds the loop, and the section."""
     algorithm = algorithm_of(config)
     return algorithm.loop_name, algorithm.loop_of(config)
 
@@ -27,7 +27,7 @@ _SECTION = "checkpointing"
 
 
 def metric_has_a_source(config: MasterConfig) -> Iterator[str]:
-    """Form of the best metric's name: `auto`, `val:NAME` or `train:NAME`."""
+    """Yield the form of the best metric's name: `auto`, `val:NAME` or `train:NAME`."""
     name = config.checkpointing.metric_name
     if name == AUTO_METRIC and not config.checkpointing.higher_is_better:
         yield (
@@ -43,7 +43,7 @@ def metric_has_a_source(config: MasterConfig) -> Iterator[str]:
 
 
 def metric_is_measured(config: LoopMasterConfig) -> Iterator[str]:
-    """Best metric: one that the run measures."""
+    """Yield the best metric: one that the run measures."""
     settings = config.checkpointing
     metric = metric_in_force(config)
     if not settings.enabled or settings.keep_top_k is None or metric is None or not metric.startswith("val:"):
@@ -59,14 +59,14 @@ def metric_is_measured(config: LoopMasterConfig) -> Iterator[str]:
 
 
 def checkpoint_dir_is_a_folder_of_its_own(config: MasterConfig) -> Iterator[str]:
-    """Checkpoint folder that is the root of all files."""
+    """Yield the checkpoint folder that is the root of all files."""
     name = config.checkpointing.checkpoint_dir
     if name is not None and (folder := Path(name).resolve()).parent == folder:
         yield f"{_SECTION}.checkpoint_dir: got {name}, expected a folder for this run's checkpoints alone"
 
 
 def time_limit_is_a_duration(config: MasterConfig) -> Iterator[str]:
-    """Time limit of a run: a duration above 0."""
+    """Yield the time limit of a run: a duration above 0."""
     text = config.checkpointing.checkpoint_must_save_by
     if text is None:
         return
@@ -82,7 +82,7 @@ def time_limit_is_a_duration(config: MasterConfig) -> Iterator[str]:
 
 
 def checkpoints_are_on_where_they_are_needed(config: MasterConfig) -> Iterator[str]:
-    """Settings that need checkpoints: a time limit and restarts."""
+    """Yield the settings that need checkpoints: a time limit and restarts."""
     if config.checkpointing.enabled:
         return
     if config.checkpointing.checkpoint_must_save_by is not None:
@@ -123,7 +123,7 @@ CHECKPOINTING_RULES = (
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Tell a folder from a name on the hub, which has no leading dot or slash and at most one slash.
+    """Return the tell a folder from a name on the hub, which has no leading dot or slash and at most one slash.
 
     A name below an existing folder means a folder too: asking the hub for a mistyped one takes half a minute.
     """
@@ -132,24 +132,24 @@ def looks_like_a_path(name: str) -> bool:
 
 
 def model_folder_exists(config: MasterConfig) -> Iterator[str]:
-    """Local model: a folder with a `config.json`."""
+    """Yield the local model: a folder with a `config.json`."""
     yield from _folder_problem("policy.model_name", config.policy.model_name, needs="config.json")
 
 
 def role_model_folders_exist(config: MasterConfig) -> Iterator[str]:
-    """Folders of local models beside the policy: each holds a `config.json`."""
+    """Yield the folders of local models beside the policy: each holds a `config.json`."""
     for role, model in algorithm_of(config).roles(config).items():
         yield from _folder_problem(f"model_name of the role {role}", model.model_name, needs="config.json")
 
 
 def tokenizer_folder_exists(config: MasterConfig) -> Iterator[str]:
-    """Local tokenizer: a folder."""
+    """Yield the local tokenizer: a folder."""
     if config.policy.tokenizer.name != getattr(config.policy, "model_name", None):
         yield from _folder_problem("policy.tokenizer.name", config.policy.tokenizer.name)
 
 
 def chat_template_exists(config: MasterConfig) -> Iterator[str]:
-    """Chat template of the user's own: a file."""
+    """Yield the chat template of the user's own: a file."""
     template = config.policy.tokenizer.chat_template
     if template is not None and not Path(template).is_file():
         yield f"policy.tokenizer.chat_template: {_not_found(Path(template))}"
@@ -161,13 +161,13 @@ def training_data_exists(config: SFTMasterConfig | DPOMasterConfig | GRPOMasterC
 
 
 def validation_data_exists(config: SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig) -> Iterator[str]:
-    """Validation data: a `.jsonl` file that exists."""
+    """Yield the validation data: a `.jsonl` file that exists."""
     if config.data.validation is not None:
         yield from _data_problem("data.validation.path", config.data.validation)
 
 
 def checkpoint_dir_can_be_made(config: MasterConfig) -> Iterator[str]:
-    """Checkpoint folder, or the nearest existing one above it, that may be written to."""
+    """Yield the checkpoint folder, or the nearest existing one above it, that may be written to."""
     if config.checkpointing.enabled and config.checkpointing.checkpoint_dir is not None:
         yield from _making_problem("checkpointing.checkpoint_dir", config.checkpointing.checkpoint_dir)
 
@@ -202,7 +202,7 @@ def _data_problem(key: str, source: DataSourceConfig | PromptSourceConfig) -> It
 
 
 def _not_found(path: Path) -> str:
-    """Error text for a path that does not exist, with the nearest neighbour, or that is no file."""
+    """Return the error text for a path that does not exist, with the nearest neighbour, or that is no file."""
     if path.exists():
         return f"{path} is no plain file"
     neighbours = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []

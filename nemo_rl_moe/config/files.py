@@ -30,12 +30,14 @@ _REPOSITORY_EXEMPLARS = Path(__file__).resolve().parents[2] / "examples" / "conf
 
 
 def exemplars_folder() -> Path:
-    """The folder of the configurations that ship with this package: a wheel has its own copy of the repository's."""
+    """Return the folder of the configurations that ship with this package: a wheel has its own copy of the
+    repository's.
+    """
     return _PACKAGED_EXEMPLARS if _PACKAGED_EXEMPLARS.is_dir() else _REPOSITORY_EXEMPLARS
 
 
 def exemplar_names() -> list[str]:
-    """File names of the shipped configurations that a run can start from."""
+    """Return the file names of the shipped configurations that a run can start from."""
     return sorted(path.name for path in exemplars_folder().glob("*.yaml") if path.name != BASE_NAME)
 
 
@@ -51,7 +53,7 @@ def exemplar_summaries() -> dict[str, str]:
 
 
 def find_config(path: str | Path) -> Path:
-    """Find a configuration by its path, or by the name of a shipped one.
+    """Return the find a configuration by its path, or by the name of a shipped one.
 
     Raises:
         ConfigurationError: There is no such file.
@@ -122,7 +124,7 @@ def _read_with_defaults(
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `over` into `base` section by section; other values are replaced."""
+    """Return the merge `over` into `base` section by section; other values are replaced."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -131,7 +133,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Parse one value as YAML with OmegaConf's numbers (`1e-3` is one).
+    """Return the parse one value as YAML with OmegaConf's numbers (`1e-3` is one).
 
     Raises:
         YAMLError: The text is no YAML.
@@ -148,7 +150,7 @@ def with_text_keys(value: Any) -> Any:
 
 
 def yaml_problem(error: Exception) -> str:
-    """Problem of a YAML text, on one line."""
+    """Return the problem of a YAML text, on one line."""
     if isinstance(error, MarkedYAMLError):
         return str(error.problem or error.context or "not valid YAML")
     return str(error).splitlines()[0]
@@ -188,7 +190,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 # Parsing takes most of the time of loading, and every configuration of a process inherits the same few files.
 @lru_cache(maxsize=16)
 def _parsed(path: Path, text: str) -> dict[Any, Any]:
-    """Parse a file's text; callers must not change the result."""
+    """Return the parse a file's text; callers must not change the result."""
     if found := traps(text):
         raise ConfigurationError([f"{path}, line {line}: {problem}" for line, problem in found])
     try:
@@ -213,12 +215,12 @@ def _parsed(path: Path, text: str) -> dict[Any, Any]:
 
 
 def _flow_hint(line: Sequence[str]) -> str:
-    """Hint at quotes for a line whose interpolation is split by braces or brackets."""
+    """Return the hint at quotes for a line whose interpolation is split by braces or brackets."""
     return '; inside of {...} and [...], put "${...}" in quotes' if line and "${" in line[0] else ""
 
 
 def _malformed_interpolations(value: Any, place: str = "") -> Iterator[str]:
-    """A line for each text whose `${...}` OmegaConf cannot read."""
+    """Yield a line for each text whose `${...}` OmegaConf cannot read."""
     if isinstance(value, str) and "${" in value:
         try:
             OmegaConf.create({"value": value})

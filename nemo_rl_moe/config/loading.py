@@ -26,22 +26,22 @@ ConfigT = TypeVar("ConfigT", bound=MasterConfig)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> SFTMasterConfig:
-    """Loads the configuration of a supervised fine-tuning run; see `load_config_as`."""
+    """Load the configuration of a supervised fine-tuning run; see `load_config_as`."""
     return load_config_as(SFTMasterConfig, path, overrides, check_paths=check_paths)
 
 
 def load_grpo_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> GRPOMasterConfig:
-    """Loads the configuration of a GRPO run; see `load_config_as`."""
+    """Load the configuration of a GRPO run; see `load_config_as`."""
     return load_config_as(GRPOMasterConfig, path, overrides, check_paths=check_paths)
 
 
 def load_dpo_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> DPOMasterConfig:
-    """Loads the configuration of a DPO run; see `load_config_as`."""
+    """Load the configuration of a DPO run; see `load_config_as`."""
     return load_config_as(DPOMasterConfig, path, overrides, check_paths=check_paths)
 
 
 def load_any_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> MasterConfig:
-    """Load the configuration of any algorithm; see `load_config_as`.
+    """Return the load the configuration of any algorithm; see `load_config_as`.
 
     Raises:
         ConfigurationError: It is no algorithm's, or something is wrong.
@@ -56,7 +56,7 @@ def load_any_config(path: str | Path, overrides: Sequence[str] = (), *, check_pa
 def load_config_as(
     schema: type[ConfigT], path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True
 ) -> ConfigT:
-    """Loads and checks a configuration.
+    """Return the loads and check a configuration.
 
     Args:
         path: A YAML file, or the name of a shipped configuration.
@@ -118,7 +118,7 @@ def problems_of_translation(translation: Translation) -> list[str]:
 
 
 def _with_section_of_engine(schema: type[ConfigT], values: Mapping[str, Any]) -> tuple[type[ConfigT], list[str]]:
-    """The schema with the section of the engine that the values name, or the problem with that engine."""
+    """Return the schema with the section of the engine that the values name, or the problem with that engine."""
     generation = values["policy"].get("generation") if isinstance(values.get("policy"), Mapping) else None
     backend = generation.get("backend") if isinstance(generation, Mapping) else None
     if not (isinstance(backend, str) and is_own(backend)):
@@ -142,7 +142,7 @@ def _algorithm_in(values: Mapping[str, Any]) -> Algorithm | None:
 
 
 def installed_megatron_version() -> str | None:
-    """Version of the installed Megatron-Core, read without importing it; None when there is none."""
+    """Return the version of the installed Megatron-Core, read without importing it; None when there is none."""
     try:
         return metadata.version("megatron-core")
     except metadata.PackageNotFoundError:

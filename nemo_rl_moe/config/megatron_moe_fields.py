@@ -179,7 +179,7 @@ MOE_FIELD_NAMES = tuple(MoeTransformerFields.model_fields)
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version, whatever follows them: "0.19.2rc1" is (0, 19)."""
+    """Return the first two numbers of a version, whatever follows them: "0.19.2rc1" is (0, 19)."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 

@@ -9,12 +9,12 @@ from nemo_rl_moe.rl.estimators import ESTIMATORS
 
 
 def _or_never(period: Any) -> Any:
-    """A period of validation; below 0 there, 0 here is never."""
+    """Return a period of validation; below 0 there, 0 here is never."""
     return max(period or 0, 0)
 
 
 def metric_name(name: Any) -> Any:
-    """Name of the metric that chooses checkpoints: every loss of validation is `val:loss` here."""
+    """Return the name of the metric that chooses checkpoints: every loss of validation is `val:loss` here."""
     is_loss = isinstance(name, str) and name.startswith("val:") and name.endswith("_loss")
     return "val:loss" if is_loss else name
 

@@ -38,7 +38,7 @@ class Translation:
     obstacles: list[str] = field(default_factory=list)
 
     def nested(self) -> dict[str, Any]:
-        """The values as sections, over the shipped configuration that they inherit from."""
+        """Return the values as sections, over the shipped configuration that they inherit from."""
         tree: dict[str, Any] = {"defaults": BASES[self.algorithm]}
         for key, value in self.values.items():
             *sections, name = key.split(".")
@@ -104,6 +104,6 @@ class Theirs:
 
 
 def shown(value: Any) -> str:
-    """A value as one line of YAML, shortened."""
+    """Return a value as one line of YAML, shortened."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
     return shortened(" ".join(text.split()))

@@ -38,7 +38,7 @@ class Override:
 
 
 def parse_override(text: str) -> Override:
-    """Parse one override; its value is YAML.
+    """Return the parse one override; its value is YAML.
 
     Raises:
         ValueError: It has another form, or its value is no YAML; the message is for the user.
@@ -97,7 +97,7 @@ def apply_overrides(
 
 
 def present_keys(config: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Every full key that a nested mapping holds, sections included."""
+    """Return every full key that a nested mapping holds, sections included."""
     keys = []
     for key, value in config.items():
         keys.append(prefix + key)
@@ -134,7 +134,7 @@ Place = tuple[str | int, ...]
 
 
 def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]]:
-    """Resolves interpolations.
+    """Resolve interpolations.
 
     Returns:
         The resolved mapping, and a line for each value that could not be resolved, by place; such a value stays as
@@ -186,12 +186,12 @@ def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """A place in the configuration as the user writes it."""
+    """Return a place in the configuration as the user writes it."""
     return shortened(".".join(str(part) for part in path))
 
 
 def _omegaconf_key(path: Place) -> str:
-    """Write a place in OmegaConf's notation, in which keys with dots stay whole."""
+    """Return the write a place in OmegaConf's notation, in which keys with dots stay whole."""
     return "".join(f"[{part}]" for part in path)
 
 
@@ -216,7 +216,7 @@ def _num_lookups(config: Mapping[str, Any], path: Place, counts: dict[Place, flo
 
 
 def _named_places(text: str, where: Place) -> list[Place]:
-    """List the places that a text refers to; leading dots go up from its own place."""
+    """Return the list the places that a text refers to; leading dots go up from its own place."""
     places: list[Place] = []
     for match in _NAMES_A_KEY.finditer(text):
         name = match["key"].lstrip(".")
@@ -227,7 +227,7 @@ def _named_places(text: str, where: Place) -> list[Place]:
 
 
 def _at(config: Any, path: Place) -> Any:
-    """The value at a place; None where there is none."""
+    """Return the value at a place; None where there is none."""
     for part in path:
         if isinstance(config, Mapping):
             config = config.get(part)

@@ -9,7 +9,7 @@ LONGEST_PART, LONGEST_PATH = 255, 4095
 
 
 def unusable_path(name: str) -> str | None:
-    """Problem of a name that no file can have; None where one can."""
+    """Return the problem of a name that no file can have; None where one can."""
     if "\0" in name:
         return "holds a NUL character"
     try:

@@ -289,7 +289,7 @@ class GeneratingPolicyConfig(PolicyConfig):
 
 
 def generating(policy: PolicyConfig) -> GeneratingPolicyConfig | None:
-    """The policy's section where it says how to generate; None where the policy is trained or measured alone."""
+    """Return the policy's section where it says how to generate; None where the policy is trained or measured alone."""
     return policy if isinstance(policy, GeneratingPolicyConfig) else None
 
 

@@ -247,7 +247,7 @@ class ClusterConfig(StrictModel):
         return self.num_nodes * self.gpus_per_node + sum(self.place_of(role).num_gpus for role in self.roles)
 
     def place_of(self, role: str) -> "ClusterConfig":
-        """The section as it is for the workers of one role."""
+        """Return the section as it is for the workers of one role."""
         chosen = self.roles[role]
         sizes = {name: value for name in type(chosen).model_fields if (value := getattr(chosen, name)) is not None}
         return self.model_copy(update={**sizes, "roles": {}})
@@ -260,7 +260,9 @@ _LIMITS = (1000, 24, 60, 60)
 
 
 def parse_duration(text: str) -> int | None:
-    """Seconds of a text such as `00:03:30:00`, three and a half hours; None where it has not the form DD:HH:MM:SS."""
+    """Return the seconds of a text such as `00:03:30:00`, three and a half hours; None where it has not the form
+    DD:HH:MM:SS.
+    """
     match = _PATTERN.fullmatch(text)
     if match is None:
         return None
@@ -271,7 +273,7 @@ def parse_duration(text: str) -> int | None:
 
 
 def format_duration(seconds: int) -> str:
-    """The text that `parse_duration` reads as so many seconds, less than 1000 days."""
+    """Return the text that `parse_duration` reads as so many seconds, less than 1000 days."""
     parts = []
     for unit in _SECONDS:
         number, seconds = divmod(seconds, unit)

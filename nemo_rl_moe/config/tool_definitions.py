@@ -20,7 +20,9 @@ SET_BY_THE_RUN = (
 
 
 def definition_problem(definition: object) -> str | None:
-    """Problem of the definition of a tool in the standard form, after the key that holds it; None for a good one."""
+    """Return the problem of the definition of a tool in the standard form, after the key that holds it; None for a
+    good one.
+    """
     function: Any = definition.get("function") if isinstance(definition, Mapping) else None
     name: Any = function.get("name") if isinstance(function, Mapping) else None
     if isinstance(name, str) and name:
@@ -29,7 +31,7 @@ def definition_problem(definition: object) -> str | None:
 
 
 def reserved_name_problem(names: Mapping[str, object]) -> str | None:
-    """Problem of names for a chat template that the run itself sets, after the key that holds them."""
+    """Return the problem of names for a chat template that the run itself sets, after the key that holds them."""
     taken = [name for name in names if name in SET_BY_THE_RUN]
     return (
         f"the run itself sets {' and '.join(taken)}; expected other names, such as enable_thinking" if taken else None

@@ -36,7 +36,7 @@ def import_attribute(key: str, reference: str, form: str = "package.module:funct
 
 
 def is_own(name: str) -> bool:
-    """Whether a name in a configuration refers to custom code, `package.module:name`."""
+    """Return the whether a name in a configuration refers to custom code, `package.module:name`."""
     return ":" in name
 
 
@@ -71,7 +71,7 @@ def import_function(
 
 
 def described(value: Any) -> str:
-    """A value and its type, as an error message shows them."""
+    """Return a value and its type, as an error message shows them."""
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
 

@@ -33,7 +33,7 @@ def section_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every full key of the schema, sections included."""
+    """Return every full key of the schema, sections included."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
@@ -44,7 +44,7 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def field_at(model: type[BaseModel], path: Sequence[Any]) -> tuple[tuple[str, ...], FieldInfo | None]:
-    """Follow a pydantic error location as far as the schema goes.
+    """Return the follow a pydantic error location as far as the schema goes.
 
     Returns:
         The known keys, and the field at their end; None when the first key is unknown.
@@ -62,17 +62,17 @@ def field_at(model: type[BaseModel], path: Sequence[Any]) -> tuple[tuple[str, ..
 
 
 def expected(field: FieldInfo) -> str:
-    """Allowed values of a field, in words: `a whole number above 0 or null`."""
+    """Return the allowed values of a field, in words: `a whole number above 0 or null`."""
     return _expected(field.annotation, field.metadata)
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """The allowed words of a field with fixed values."""
+    """Return the allowed words of a field with fixed values."""
     return [str(value) for annotation in (field.annotation, *field.metadata) for value in _literals(annotation)]
 
 
 def got(value: Any, key: str = "") -> str:
-    """Describe a given value: `'ten' (str)`; a secret is masked."""
+    """Return the describe a given value: `'ten' (str)`; a secret is masked."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):
@@ -159,7 +159,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 def validate(
     schema: type[ModelT], values: Mapping[str, Any], reported: AbstractSet[tuple[Any, ...]] = frozenset()
 ) -> tuple[ModelT, list[str], bool]:
-    """Checks values against the schema.
+    """Check values against the schema.
 
     Args:
         reported: Places of problems that are reported already.
@@ -241,7 +241,7 @@ def _entry_types(annotation: Any) -> tuple[Any, Any] | None:
 def _problem_of_entry(
     place: tuple[str, ...], rest: Sequence[Any], value: Mapping[Any, Any], entry: tuple[Any, Any]
 ) -> tuple[tuple[Any, ...], str]:
-    """Problem of one name of such a field, or of its value."""
+    """Return the problem of one name of such a field, or of its value."""
     shown = shortened(_dotted((*place, rest[0])))
     if rest[-1] == "[key]":
         return (*place, rest[0]), f"{shown}: got the name {shortened(repr(rest[0]))}, expected {_expected(entry[0])}"

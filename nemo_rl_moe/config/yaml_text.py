@@ -30,7 +30,8 @@ _CLOSING = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndTo
 
 
 def traps(text: str) -> list[tuple[int, str]]:
-    """Find the traps of a text: the line of each, counted from 1, and what is wrong. The last one may end the search.
+    """Return the find the traps of a text: the line of each, counted from 1, and what is wrong. The last one may end
+    the search.
 
     An invalid text is left to the parser from where it is invalid.
     """

@@ -45,7 +45,9 @@ class TokenizedExample:
         return len(self.input_ids)
 
     def num_trained_tokens(self) -> int:
-        """Number of tokens that count in the loss; the first token of a sequence has no prediction and never counts."""
+        """Return the number of tokens that count in the loss; the first token of a sequence has no prediction and
+        never counts.
+        """
         return int(self.token_mask[1:].sum())
 
     @property
@@ -63,7 +65,8 @@ def batch_tokenizer(
     run_wide: TemplateInputs = NO_INPUTS,
     images: RecordImages = NO_IMAGES,
 ) -> BatchTokenizer:
-    """Make a function that tokenizes a list of conversations and gives a `BadLine` for each that cannot be tokenized.
+    """Return the make a function that tokenizes a list of conversations and gives a `BadLine` for each that cannot be
+    tokenized.
 
     Args:
         run_wide: Inputs of the chat template that a record may override.
@@ -154,7 +157,7 @@ def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequenc
 
 
 def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
-    """Mask of the tokens that share a character with a span, shape [tokens].
+    """Return the mask of the tokens that share a character with a span, shape [tokens].
 
     Args:
         offsets: First character of each token and the one after its last, shape [tokens, 2]. Some tokenizers give only
@@ -169,7 +172,7 @@ def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArra
 
 
 def _encode_with_prefixes(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded]:
-    """Compute the mask from encoded prefixes, for tokenizers in Python, which give no character offsets."""
+    """Return the compute the mask from encoded prefixes, for tokenizers in Python, which give no character offsets."""
 
     def ids_of(text: str) -> list[int]:
         encoding: Any = tokenizer(text, add_special_tokens=False, verbose=False)

@@ -23,7 +23,7 @@ PromptRenderer = Callable[[Sequence[PromptRecord]], list[Rendered | str]]
 
 
 def renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> Renderer:
-    """Makes the function that renders conversations for this tokenizer.
+    """Make the function that renders conversations for this tokenizer.
 
     - A chat template with `{% generation %}` tags says itself what the assistant wrote.
     - With any other chat template the conversation is rendered up to each assistant turn, and the texts are compared.
@@ -44,7 +44,7 @@ def renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs 
 
 
 def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> PromptRenderer:
-    """Makes the function that renders prompts as `renderer_for` renders the same turns in training.
+    """Make the function that renders prompts as `renderer_for` renders the same turns in training.
 
     With a chat template the messages end in what opens the assistant's turn. Without one, a prompt that is a text is
     taken as it is, after the begin token where the tokenizer opens every text with it.
@@ -94,7 +94,7 @@ class _Template:
     def render(
         self, records: Sequence[Example] | Sequence[PromptRecord], first_trained: Sequence[int | None]
     ) -> list[Rendered | str]:
-        """Render conversations or prompts; give for each its text or what is wrong with it.
+        """Return the render conversations or prompts; give for each its text or what is wrong with it.
 
         Args:
             first_trained: First message of each to train on; None: a prompt.
@@ -123,7 +123,7 @@ class _Template:
 
 
 def template_setup(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool) -> TemplateSetup:
-    """The chat template, and what it needs of the tokenizer.
+    """Return the chat template, and what it needs of the tokenizer.
 
     Raises:
         DataError: There are several templates, and none is the default.

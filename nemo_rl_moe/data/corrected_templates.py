@@ -56,7 +56,8 @@ CORRECTED = (
 
 
 def correct_template(tokenizer: "PreTrainedTokenizerBase", setting: CorrectedTemplates) -> str | None:
-    """Replace a published template that gives the same texts, for this process alone; exports keep the model's own.
+    """Return the replace a published template that gives the same texts, for this process alone; exports keep the
+    model's own.
 
     Returns:
         A line that reports the replacement; None: the model's own template stays.

@@ -137,7 +137,7 @@ class ItemKind(Generic[Parsed, Item]):
 def read_items(
     source: LineSource[Parsed], kind: ItemKind[Parsed, Item], on_bad_line: OnBadLine, progress: Progress | None = None
 ) -> tuple[list[Item], DataReport]:
-    """Reads and tokenizes a data set.
+    """Read and tokenize a data set.
 
         on_bad_line: `stop` looks for further bad lines and raises; `skip` counts them.
 
@@ -189,7 +189,7 @@ def read_items(
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: `1 example`, `2,000 examples`."""
+    """Return a number with its noun: `1 example`, `2,000 examples`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -224,7 +224,7 @@ class _BadLines:
         return [str(cause) for cause in self._of_cause.values()]
 
     def problems(self) -> list[str]:
-        """Lines of the error for `data.on_bad_line: stop`."""
+        """Return the lines of the error for `data.on_bad_line: stop`."""
         more = self.count - sum(cause.count for cause in self._of_cause.values())
         last = [f"{self._name}: and {counted(more, 'more bad line')}"] if more else []
         return [*self.shown(), *last, f"{self._name}: data.on_bad_line=skip leaves such lines out and counts them"]

@@ -60,7 +60,7 @@ class ImageReader:
         return StoredImage(reference, _digest(content), image.height, image.width)
 
     def decode(self, stored: StoredImage) -> "Image":
-        """The image in red, green and blue.
+        """Return the image in red, green and blue.
 
         Raises:
             RecordError: It cannot be read any more, or has changed.

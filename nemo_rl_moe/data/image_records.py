@@ -45,12 +45,12 @@ class ImageReference:
     name: str = field(compare=False)
 
     def identity(self) -> str:
-        """Text that identifies the image: the path, or a digest of the content."""
+        """Return the text that identifies the image: the path, or a digest of the content."""
         return f"path {self.path}" if self.content is None else blake2b(self.content, digest_size=16).hexdigest()
 
 
 def parse_image(value: object, name: str) -> ImageReference:
-    """Parses an image: a path, a data URL, `{"bytes": ..., "path": ...}` as `datasets` stores it, or `{"url": ...}`.
+    """Parse an image: a path, a data URL, `{"bytes": ..., "path": ...}` as `datasets` stores it, or `{"url": ...}`.
 
     Raises:
         RecordError: It cannot be used.
@@ -90,7 +90,8 @@ def _parse_text(text: str, name: str) -> ImageReference:
 
 
 def parse_image_part(part: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Parse a part of type image, with its image under `image`: None where the record's own list of images has it.
+    """Return the parse a part of type image, with its image under `image`: None where the record's own list of images
+    has it.
 
     Raises:
         RecordError: It cannot be used.
@@ -105,7 +106,7 @@ def parse_image_part(part: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def parse_images(value: object, name: str) -> list[ImageReference]:
-    """Parses the images beside the messages: one, or a list of them; null means none.
+    """Parse the images beside the messages: one, or a list of them; null means none.
 
     Raises:
         RecordError: One cannot be used.
@@ -118,7 +119,9 @@ def parse_images(value: object, name: str) -> list[ImageReference]:
 
 
 def image_columns(names: Sequence[str], key: str | None) -> list[str]:
-    """Choose a table's columns of images beside the messages: the run's or, for `require_image_key`, the usual ones."""
+    """Return the choose a table's columns of images beside the messages: the run's or, for `require_image_key`, the
+    usual ones.
+    """
     wanted = [] if key is None else [key] if key in names else USUAL_KEYS
     return [name for name in wanted if name in names]
 
@@ -126,7 +129,7 @@ def image_columns(names: Sequence[str], key: str | None) -> list[str]:
 def require_image_key(
     messages: Sequence[dict[str, Any]], record: Mapping[str, Any], key: str | None, sample_id: str
 ) -> None:
-    """Refuses to read `<image>` as text where the record has images under a usual key that is not the run's.
+    """Refuse to read `<image>` as text where the record has images under a usual key that is not the run's.
 
     Args:
         messages: Parsed; none has images of its own, and the record has none under `key`.
@@ -237,7 +240,7 @@ def _with_parts_for_marks(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled(messages: Sequence[dict[str, Any]], images: Sequence[ImageReference]) -> list[dict[str, Any]]:
-    """Fill the parts of type image that have none with equally many images."""
+    """Return the fill the parts of type image that have none with equally many images."""
     waiting = iter(images)
 
     def fill(part: dict[str, Any]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class SampleImages:
         return mask
 
     def digests(self) -> tuple[bytes, ...]:
-        """Digests of the encoded images, equal for equal images."""
+        """Return the digests of the encoded images, equal for equal images."""
         return tuple(image.digest for image in self.images)
 
 
@@ -102,7 +102,7 @@ def batch_inputs(samples: Sequence[tuple[SampleImages | None, int]]) -> list[dic
 
 
 def num_images_of(images: SampleImages | None) -> int | None:
-    """Number of a sample's images; None where the model takes text alone."""
+    """Return the number of a sample's images; None where the model takes text alone."""
     return None if images is None else len(images.images)
 
 
@@ -146,7 +146,9 @@ class ImageTokenizer:
     def check(
         self, records: Sequence[PicturedRecord], rendered: Sequence[Rendered | str]
     ) -> list[tuple[Rendered, tuple[StoredImage, ...]] | str]:
-        """Decode the images of rendered records; give each record with its images, or what is wrong with it."""
+        """Return the decode the images of rendered records; give each record with its images, or what is wrong with
+        it.
+        """
         references = [
             reference
             for record, text in zip(records, rendered, strict=True)
@@ -175,7 +177,7 @@ class ImageTokenizer:
         return stored
 
     def _problem(self, record: PicturedRecord, rendered: Rendered) -> str | None:
-        """Describe why tokens could represent other images than the record's."""
+        """Return the describe why tokens could represent other images than the record's."""
         if self.token in rendered.text and any(self.token in text for text in _texts(record.messages)):
             return f"a text spells {self.token}, which stands for an image; a part of type image shows one"
         if (shown := rendered.text.count(self.token)) != len(record.images):
@@ -188,7 +190,7 @@ class ImageTokenizer:
     def expand(
         self, input_ids: Int[np.ndarray, " text_tokens"], images: Sequence[StoredImage], max_length: int, sample_id: str
     ) -> Expanded | str:
-        """Tokens with as many for each image as the model wants, or what is wrong with them.
+        """Return the tokens with as many for each image as the model wants, or what is wrong with them.
 
         Args:
             input_ids: Of a checked record's text, with one image token for each image. Of a text that is longer than
@@ -253,7 +255,7 @@ NO_IMAGES = RecordImages()
 
 
 def image_tokenizer(rule: PictureRule, tokenizer: "PreTrainedTokenizerBase", reader: ImageReader) -> ImageTokenizer:
-    """The treatment of a data set's images for a model.
+    """Return the treatment of a data set's images for a model.
 
     Raises:
         DataError: The tokenizer lacks a token that the model needs.

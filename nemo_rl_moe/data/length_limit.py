@@ -13,7 +13,7 @@ Encoding = TypeVar("Encoding", bound=Sized)
 
 
 def encode_each(encode: Callable[[Sequence[Item]], Sequence[Encoding]], items: Sequence[Item]) -> list[Encoding | str]:
-    """Encode items in one call; where that fails, one by one, so that one bad text does not cost the others.
+    """Return the encode items in one call; where that fails, one by one, so that one bad text does not cost the others.
 
     Returns:
         The encodings, or what is wrong with an item.
@@ -47,7 +47,7 @@ class LengthLimit:
         items: Sequence[Item],
         cut: Callable[[Item, int], Item],
     ) -> list[Encoding | str]:
-        """Encodings that agree with those of the whole items as far as tokens are kept; see `encode_each`.
+        """Return the encodings that agree with those of the whole items as far as tokens are kept; see `encode_each`.
 
         Args:
             cut: Returns the beginning of an item, of a number of characters, or the item itself where it is no longer.

@@ -44,7 +44,7 @@ Content = str | list[dict[str, Any]]
 
 
 def parse_turns(value: object, name: str, role: str) -> list[Message]:
-    """Parses a text or a list of messages into messages.
+    """Parse a text or a list of messages into messages.
 
     Args:
         role: Role of the turn that a text becomes.
@@ -63,7 +63,7 @@ def parse_turns(value: object, name: str, role: str) -> list[Message]:
 
 
 def parse_messages(value: object, name: str) -> list[Message]:
-    """Parses a list of messages; their content becomes one text, and arguments of tool calls become objects.
+    """Parse a list of messages; their content becomes one text, and arguments of tool calls become objects.
 
     Raises:
         RecordError: It cannot be used.
@@ -76,20 +76,20 @@ def parse_messages(value: object, name: str) -> list[Message]:
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """Join the texts of messages by blank lines; turns with only tool calls or images have none."""
+    """Return the join the texts of messages by blank lines; turns with only tool calls or images have none."""
     texts = [content_text(message["content"]) for message in messages]
     return "\n\n".join(text for text in texts if text)
 
 
 def content_text(content: Content | None) -> str:
-    """Text of a content, without its images."""
+    """Return the text of a content, without its images."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content if part["type"] == TEXT_PART)
     return content or ""
 
 
 def with_text_around(content: Content, before: str, behind: str) -> Content:
-    """Put a content between two texts."""
+    """Return the put a content between two texts."""
     if isinstance(content, str):
         return f"{before}{content}{behind}"
     return _joined([_text_part(before), *content, _text_part(behind)])
@@ -127,7 +127,7 @@ def _message(value: object, name: str) -> Message:
 
 
 def _from_sharegpt(message: Message, name: str) -> Message:
-    """Convert to a message with role and content, or with `tool_calls` for a call; other keys stay."""
+    """Return the convert to a message with role and content, or with `tool_calls` for a call; other keys stay."""
     message = dict(message)
     speaker = message.pop("from")
     if not isinstance(speaker, str):
@@ -147,7 +147,7 @@ def _from_sharegpt(message: Message, name: str) -> Message:
 
 
 def _content(value: object, name: str, role: str) -> Content:
-    """Parse a content; texts of parts are joined without a separator."""
+    """Return the parse a content; texts of parts are joined without a separator."""
     if isinstance(value, str):
         require_encodable(value, name)
         return value
@@ -178,7 +178,7 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[dict[str, Any]]) -> Content:
-    """Join neighbouring texts and drop empty ones; return one text where there is no image."""
+    """Return the join neighbouring texts and drop empty ones; return one text where there is no image."""
     joined: list[dict[str, Any]] = []
     for part in parts:
         if part["type"] == TEXT_PART and joined and joined[-1]["type"] == TEXT_PART:

@@ -47,7 +47,7 @@ class PreferenceRecord:
 
 
 def parse_preference(record: object, sample_id: str, image_key: str | None = None) -> PreferenceRecord:
-    """Parses one decoded record.
+    """Parse one decoded record.
 
     `prompt`, `chosen` and `rejected` are each a text or a list of messages. A prompt that both responses repeat counts
     once; without `prompt`, it is the messages that both begin with. `tools` and `chat_template_kwargs` are for the chat
@@ -92,7 +92,7 @@ def parse_preference(record: object, sample_id: str, image_key: str | None = Non
 
 
 def preference_columns(path: str, names: Sequence[str], image_key: str | None = None) -> list[str]:
-    """Choose the columns of a table to read.
+    """Return the choose the columns of a table to read.
 
         image_key: None: no images are read.
 
@@ -191,7 +191,7 @@ def load_preferences(
     run_wide: TemplateInputs = NO_INPUTS,
     images: RecordImages = NO_IMAGES,
 ) -> PreferenceDataset:
-    """Reads and tokenizes pairs of responses.
+    """Read and tokenizes pairs of responses.
 
     Args:
         path: A `.jsonl` file, or what `datasets` can load.
@@ -219,7 +219,9 @@ def load_preferences(
 
 
 def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBatch:
-    """Collate pairs padded to the longest sequence, the chosen and the rejected one of a pair side by side."""
+    """Return the collate pairs padded to the longest sequence, the chosen and the rejected one of a pair side by
+    side.
+    """
     batch = collate([example for pair in pairs for example in (pair.chosen, pair.rejected)], pad_token_id)
     sums = [pair.reference_sums for pair in pairs if pair.reference_sums is not None]
     values = torch.tensor(sums, dtype=torch.float64).flatten()
@@ -228,7 +230,7 @@ def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBa
 
 
 def _tokenized_pairs(records: Sequence[PreferenceRecord], tokenize: BatchTokenizer) -> list[_TokenizedPair | BadLine]:
-    """Tokenize the chosen and the rejected sequence of each record in one call."""
+    """Return the tokenize the chosen and the rejected sequence of each record in one call."""
     sequences = tokenize([example for record in records for example in (record.chosen, record.rejected)])
     pairs: list[_TokenizedPair | BadLine] = []
     for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True):

@@ -102,7 +102,7 @@ class Prompt:
         return prompt_inputs([self])[0]
 
     def identity(self) -> tuple[object, ...]:
-        """Tokens and images, equal for equal prompts."""
+        """Return the tokens and images, equal for equal prompts."""
         return self.token_ids, self.images.digests() if self.images is not None else ()
 
 
@@ -214,7 +214,7 @@ class PromptLoader:
         return len(self._dataset) // self._num_prompts_per_step
 
     def epoch(self, epoch_index: int) -> Iterator[list[Prompt]]:
-        """The prompts of each step of one epoch, counted from 0."""
+        """Yield the prompts of each step of one epoch, counted from 0."""
         order = epoch_order(len(self._dataset), self._seed, epoch_index, shuffle=self._shuffle)
         for step in range(len(self)):
             chosen = order[step * self._num_prompts_per_step :][: self._num_prompts_per_step]
@@ -298,7 +298,7 @@ def _finish(
 
 
 def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]) -> PromptDataset:
-    """Drop held-out prompts that equal a training prompt in tokens and images, and count them in the report.
+    """Return the drop held-out prompts that equal a training prompt in tokens and images, and count them in the report.
 
     Raises:
         DataError: None is left.

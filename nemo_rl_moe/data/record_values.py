@@ -43,7 +43,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def decoded_json(value: object, name: str) -> Any:
-    """Decode the JSON of a string; return any other value as it is.
+    """Return the decode the JSON of a string; return any other value as it is.
 
     Raises:
         RecordError: The string is no JSON, or gives a key twice.
@@ -60,7 +60,7 @@ def decoded_json(value: object, name: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop nulls from objects at any depth: tables fill keys that a row lacks with them.
+    """Return the drop nulls from objects at any depth: tables fill keys that a row lacks with them.
 
     Strings of JSON and members of lists stay as they are.
     """
@@ -70,7 +70,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def require_encodable(text: str, name: str) -> None:
-    """Rejects half of a surrogate pair, which JSON can spell and no tokenizer can encode.
+    """Reject half of a surrogate pair, which JSON can spell and no tokenizer can encode.
 
     Raises:
         RecordError: The text holds one.
@@ -84,19 +84,19 @@ def require_encodable(text: str, name: str) -> None:
 
 
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """True for lists and tuples, false for texts."""
+    """Return True for lists and tuples, false for texts."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def names_in(names: Iterable[str]) -> str:
-    """The first 20 names of a record's keys or a table's columns, for a message."""
+    """Return the first 20 names of a record's keys or a table's columns, for a message."""
     found = [shortened(str(name)) for name in names]
     more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
     return f"{', '.join(found[:MOST_NAMES])}{more}" if found else "none"
 
 
 def kind_of(value: object) -> str:
-    """JSON's name of a value's type, with its article."""
+    """Return the JSON's name of a value's type, with its article."""
     if value is None:
         return "null"
     if isinstance(value, bool):

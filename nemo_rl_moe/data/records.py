@@ -47,7 +47,7 @@ class BadLine:
 
 
 def parse_record(record: object, sample_id: str, image_key: str | None = None) -> Example:
-    """Parses one decoded record of a conversation.
+    """Parse one decoded record of a conversation.
 
     `messages` wins over `conversations`, the form of ShareGPT. A `completion` beside either is an error, because it is
     ambiguous; a `prompt` is ignored there, because published data sets have one. A text under `system` is the system

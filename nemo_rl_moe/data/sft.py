@@ -37,7 +37,7 @@ def load_sft_dataset(
     run_wide: TemplateInputs = NO_INPUTS,
     images: RecordImages = NO_IMAGES,
 ) -> TokenizedDataset:
-    """Reads and tokenizes conversations for supervised fine-tuning.
+    """Read and tokenizes conversations for supervised fine-tuning.
 
     Args:
         path: A `.jsonl` file, or what `datasets` can load.

@@ -97,7 +97,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes | int]:
 
 
 def _text(line: bytes | int, *, is_first: bool) -> str:
-    """Text of a line, without its end."""
+    """Return the text of a line, without its end."""
     if isinstance(line, int):
         raise RecordError(f"the line has {line:,} bytes, expected at most {LONGEST_LINE_BYTES:,}")
     if is_first:
@@ -132,7 +132,7 @@ _BUILDER_OF_SUFFIX = {".parquet": "parquet", ".json": "json", ".csv": "csv", ".a
 
 
 def load_table(path: str, split: str) -> "Dataset":
-    """Load the rows of one split.
+    """Return the load the rows of one split.
 
     Args:
         path: A hub's name, a folder of data files or of `save_to_disk`, or a data file.
@@ -242,7 +242,7 @@ class LineSource(Generic[Parsed]):
 
 
 def open_source(path: str, split: str, image_key: str | None = None) -> LineSource[Example]:
-    """Opens examples for supervised fine-tuning.
+    """Open examples for supervised fine-tuning.
 
     Args:
         image_key: Key of images beside the messages; None: they are not read.
@@ -255,7 +255,7 @@ def open_source(path: str, split: str, image_key: str | None = None) -> LineSour
 
 
 def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: ChooseColumns) -> LineSource[Parsed]:
-    """Open a `.jsonl` file, or a data set that `datasets` can load.
+    """Return the open a `.jsonl` file, or a data set that `datasets` can load.
 
     Args:
         path: File, folder or hub's name.
@@ -278,7 +278,7 @@ TEXT_SUFFIX = ".txt"
 
 
 def open_text(path: str, key: str, parse: Parse[Parsed]) -> LineSource[Parsed]:
-    """Open a plain text file, each line as a record with one key.
+    """Return the open a plain text file, each line as a record with one key.
 
     Raises:
         DataError: It cannot be read.
@@ -325,7 +325,7 @@ def load_limit(limit_s: float, name: str) -> Iterator[None]:
 
 
 def noting_samples(parse: Callable[[object, str], Parsed]) -> Callable[[object, str], Parsed]:
-    """Wrap a parser to record the sample for `load_limit`'s message."""
+    """Return the wrap a parser to record the sample for `load_limit`'s message."""
 
     def parse_and_note(record: object, sample_id: str) -> Parsed:
         global _last_sample

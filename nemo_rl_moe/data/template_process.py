@@ -58,7 +58,7 @@ class TemplateProcess:
             self._start()
 
     def variables(self, setup: TemplateSetup) -> list[str]:
-        """Names that a template reads.
+        """Return the names that a template reads.
 
         Raises:
             TemplateFailure: The template cannot be used.
@@ -71,7 +71,7 @@ class TemplateProcess:
         return names
 
     def render(self, setup: TemplateSetup, requests: Sequence[RenderRequest]) -> list[Rendered | str]:
-        """Render conversations or prompts; give for each its text or what is wrong with it.
+        """Return the render conversations or prompts; give for each its text or what is wrong with it.
 
         Raises:
             TemplateFailure: The template has broken a limit.
@@ -90,7 +90,7 @@ class TemplateProcess:
         return results
 
     def same_texts(self, setup: TemplateSetup, other: TemplateSetup) -> bool:
-        """Whether two templates give the same texts for conversations with and without tools and thinking.
+        """Return the whether two templates give the same texts for conversations with and without tools and thinking.
 
         Raises:
             TemplateFailure: One of them cannot be used, or has broken a limit.
@@ -161,7 +161,7 @@ def _as_json(request: RenderRequest) -> bytes:
 
 
 def _together(lines: Sequence[bytes]) -> Iterator[list[bytes]]:
-    """Group the requests, in order, into messages of moderate size."""
+    """Yield the group the requests, in order, into messages of moderate size."""
     some: list[bytes] = []
     for line in lines:
         if some and (len(some) == _REQUESTS_AT_ONCE or sum(map(len, some)) + len(line) > _BYTES_AT_ONCE):
@@ -186,7 +186,7 @@ def template_process() -> TemplateProcess:
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
-    """Ends the process; does nothing the second time."""
+    """End the process; does nothing the second time."""
     child.kill()
     child.wait()
     for pipe in (child.stdin, child.stdout):

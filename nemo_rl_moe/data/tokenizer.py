@@ -21,7 +21,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.*
 
 
 def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTokenizerBase":
-    """Loads `policy.tokenizer.name`.
+    """Load `policy.tokenizer.name`.
 
     Args:
         name: A folder, or a hub's name.

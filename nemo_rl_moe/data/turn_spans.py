@@ -36,7 +36,7 @@ def turn_spans(
     end_token: str,
     special_tokens: Collection[str],
 ) -> list[Span]:
-    """Find the spans of the assistant turns from one message on.
+    """Return the find the spans of the assistant turns from one message on.
 
     Args:
         first_trained: Earlier assistant turns are context.
@@ -83,7 +83,7 @@ class _Turn:
         self._stand_ins = _with_stand_ins(messages[index], _STAND_IN)
 
     def start(self) -> int:
-        """First character after the generation prompt."""
+        """Return the first character after the generation prompt."""
         prompt = self._render(self._before, True) if self._before else ""
         if self._before and self._text.startswith(prompt):
             return len(prompt)
@@ -102,7 +102,9 @@ class _Turn:
         raise problem
 
     def _start_by(self, before: Message, stand_in: Message) -> int:
-        """Find the first character after the generation prompt by stand-ins for the turn and the one before."""
+        """Return the find the first character after the generation prompt by stand-ins for the turn and the one
+        before.
+        """
         context = [*self._before[:-1], before]
         # What stands between the two stand-ins in the conversation, and what the generation prompt puts there.
         whole = self._render([*context, stand_in, *self._after], False)
@@ -123,7 +125,7 @@ class _Turn:
         raise self._unstable("what stands before it is rendered in another way once it follows")
 
     def end(self, start: int, special_tokens: Collection[str]) -> int:
-        """Character after its end token."""
+        """Return the character after its end token."""
         text = self._text
         if not self._after:
             return len(text)
@@ -140,7 +142,7 @@ class _Turn:
         raise problem
 
     def _end_by(self, stand_in: Message, start: int, special_tokens: Collection[str]) -> int:
-        """Find the character after the end token by a stand-in for the turn."""
+        """Return the find the character after the end token by a stand-in for the turn."""
         text = self._text
         tail = self._behind(_STAND_IN, self._render([*self._before, stand_in, *self._after], False))
         ending = self._behind(_STAND_IN, self._render([*self._before, stand_in], False))
@@ -184,6 +186,6 @@ def _first_token(text: str, special_tokens: Collection[str]) -> str:
 
 
 def _without_trailing_space(text: str, start: int, end: int, end_token: str) -> int:
-    """Leave out a newline after the end token: generation stops before it."""
+    """Return the leave out a newline after the end token: generation stops before it."""
     stripped = text[start:end].rstrip()
     return start + len(stripped) if end_token and stripped.endswith(end_token) else end

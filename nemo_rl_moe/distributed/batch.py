@@ -117,30 +117,30 @@ class StoredColumn:
     fill: float = 0.0
 
     def select(self, indices: Int[Tensor, " selected"]) -> "StoredColumn":
-        """The column of some of the sequences, in that order."""
+        """Return the column of some of the sequences, in that order."""
         return replace(self, rows=tuple(self.rows[index] for index in indices.tolist()))
 
 
 def stored_per_token(rows: Sequence[StoredRows | None], fill: float = 0.0) -> StoredColumn | None:
-    """A stored column of sequences; None where no sequence has rows."""
+    """Return a stored column of sequences; None where no sequence has rows."""
     first = next((found for found in rows if found is not None), None)
     return None if first is None else StoredColumn(tuple(rows), first.row_shape, first.dtype, fill)
 
 
 def per_sequence(values: Shaped[Tensor, "batch ..."], goes_to: Destination = Destination.LOSS) -> Column:
-    """A column with one value for each sequence."""
+    """Return a column with one value for each sequence."""
     return Column(values, Axis.SEQUENCE, goes_to)
 
 
 def per_token(
     values: Shaped[Tensor, "batch sequence ..."], goes_to: Destination = Destination.LOSS, fill: float = 0.0
 ) -> Column:
-    """A column with one value for each token."""
+    """Return a column with one value for each token."""
     return Column(values, Axis.TOKEN, goes_to, fill=fill)
 
 
 def collate_inputs(inputs: Sequence[ModelInput], longest: int) -> Column:
-    """Collate an input of each sequence into one column for the model.
+    """Return the collate an input of each sequence into one column for the model.
 
     Args:
         inputs: On one unshared axis, of one shape apart from the number of values.
@@ -208,7 +208,7 @@ class TokenBatch:
         )
 
     def with_columns(self, **columns: Column) -> "TokenBatch":
-        """The batch with further columns, or others of the same names."""
+        """Return the batch with further columns, or others of the same names."""
         return replace(self, columns={**self.columns, **columns})
 
     def with_inputs(self, inputs: Sequence[Mapping[str, ModelInput]]) -> "TokenBatch":
@@ -227,23 +227,23 @@ class TokenBatch:
         return replace(self, columns=columns, shared=shared)
 
     def columns_for(self, reader: Destination) -> dict[str, Column]:
-        """The columns that one reader gets; not those that are still stored."""
+        """Return the columns that one reader gets; not those that are still stored."""
         return {name: column for name, column in self.columns.items() if column.goes_to is reader}
 
     def with_stored(self, name: str, column: StoredColumn) -> "TokenBatch":
-        """The batch with a stored column, or another one of the same name."""
+        """Return the batch with a stored column, or another one of the same name."""
         return replace(self, stored={**self.stored, name: column})
 
     def without_stored(self, name: str) -> "TokenBatch":
-        """The batch without one of its stored columns."""
+        """Return the batch without one of its stored columns."""
         return replace(self, stored={other: column for other, column in self.stored.items() if other != name})
 
     def for_model(self) -> "TokenBatch":
-        """The batch with the columns that the model reads, stored ones too, and no others."""
+        """Return the batch with the columns that the model reads, stored ones too, and no others."""
         return replace(self, columns=self.columns_for(Destination.MODEL))
 
     def for_loss(self) -> "TokenBatch":
-        """The batch with the columns that the loss reads, and no others."""
+        """Return the batch with the columns that the loss reads, and no others."""
         return replace(self, columns=self.columns_for(Destination.LOSS), stored={}, shared={})
 
     def with_shared_in(self, store: ArrayStore) -> "TokenBatch":
@@ -276,7 +276,9 @@ class TokenBatch:
         )
 
     def num_valid_tokens(self) -> int:
-        """Number of tokens that count in the loss. The first token of a sequence has no prediction and never counts."""
+        """Return the number of tokens that count in the loss. The first token of a sequence has no prediction and
+        never counts.
+        """
         return int(self.token_mask[:, 1:].sum())
 
 
@@ -300,12 +302,12 @@ class GlobalBatchShard:
 
 
 def count_trained_sequences(batch: TokenBatch) -> int:
-    """Number of sequences with at least one token that counts in the loss."""
+    """Return the number of sequences with at least one token that counts in the loss."""
     return int(batch.token_mask[:, 1:].any(dim=1).sum())
 
 
 def make_shard(batch: TokenBatch, microbatches: Sequence[Sequence[int]], totals: TokenBatch) -> GlobalBatchShard:
-    """Cut one rank's microbatches out of a batch.
+    """Return the cut one rank's microbatches out of a batch.
 
     Args:
         microbatches: Sequence indices of each microbatch.
@@ -317,7 +319,7 @@ def make_shard(batch: TokenBatch, microbatches: Sequence[Sequence[int]], totals:
 def make_shards(
     batch: TokenBatch, by_rank: Sequence[Sequence[Sequence[int]]], totals: TokenBatch
 ) -> list[GlobalBatchShard]:
-    """Cut the microbatches of all ranks out of a batch, whose totals are computed once.
+    """Return the cut the microbatches of all ranks out of a batch, whose totals are computed once.
 
     Args:
         by_rank: Sequence indices of each microbatch, for each data-parallel rank.
@@ -337,7 +339,7 @@ def make_shards(
 
 
 def append_fillers(batch: TokenBatch, fillers: Sequence[int]) -> TokenBatch:
-    """Append copies of some sequences, without tokens in the loss and without stored values.
+    """Return the append copies of some sequences, without tokens in the loss and without stored values.
 
     Args:
         fillers: Sequences to repeat, as `EvaluationPlan.fillers` lists them.

@@ -23,13 +23,13 @@ JOIN_TIMEOUT_S = 10.0
 
 
 def node_resources(config: ClusterConfig) -> dict[str, float]:
-    """Resources to reserve on each machine, by Ray's names: one CPU a worker, and its GPU."""
+    """Return the resources to reserve on each machine, by Ray's names: one CPU a worker, and its GPU."""
     resources = {"CPU": float(config.workers_per_node)}
     return resources | {"GPU": float(config.gpus_per_node)} if config.gpus_per_node else resources
 
 
 def describe_shortage(config: ClusterConfig, nodes: Sequence[Mapping[str, float]]) -> list[str]:
-    """List resources that a run asks for and a cluster lacks.
+    """Return the list resources that a run asks for and a cluster lacks.
 
     Args:
         nodes: Resources of each live node, by Ray's names.

@@ -36,7 +36,7 @@ def packed_group_lengths(lengths: Sequence[int], group_size: int, sequence_multi
 
 
 def sequences_of(groups: Sequence[int], group_size: int) -> tuple[int, ...]:
-    """Indices of the sequences of these groups; a group's sequences stay neighbours and in their order."""
+    """Return the indices of the sequences of these groups; a group's sequences stay neighbours and in their order."""
     return tuple(group * group_size + member for group in groups for member in range(group_size))
 
 
@@ -184,7 +184,7 @@ def plan_evaluation(
     group_size: int = 1,
     pictures: Sequence[Pictures] = (),
 ) -> EvaluationPlan:
-    """Share a batch of any size over the ranks; where it does not divide, the shortest group is run again.
+    """Return the share a batch of any size over the ranks; where it does not divide, the shortest group is run again.
 
     The arguments are those of `plan_microbatches`.
 
@@ -217,7 +217,7 @@ def _plan_one(
     unit: int,
     batching: Batching,
 ) -> RankMicrobatches:
-    """The microbatches of the groups at `indices`, in a number that is a multiple of `unit`."""
+    """Return the microbatches of the groups at `indices`, in a number that is a multiple of `unit`."""
     if isinstance(batching, PlainBatching):
         size = batching.micro_batch_size
         microbatches = [tuple(indices[start : start + size]) for start in range(0, len(indices), size)]
@@ -247,7 +247,7 @@ def _plan_one(
 def _cheapest_by_length(
     sizes: Sequence[int], pictures: Sequence[Pictures], batching: DynamicBatching, unit: int
 ) -> list[list[int]]:
-    """Sorts by length, longest first, and cuts where it costs least."""
+    """Sort by length, longest first, and cuts where it costs least."""
     order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
     lengths = [sizes[item] for item in order]
     own = [pictures[item] for item in order] if pictures else [{}] * len(order)
@@ -262,7 +262,7 @@ def _cheapest_by_length(
 
 
 def _with_sequences(by_rank: RankMicrobatches, group_size: int) -> RankMicrobatches:
-    """Replace groups by their sequences."""
+    """Return the replace groups by their sequences."""
     return tuple(tuple(sequences_of(groups, group_size) for groups in microbatches) for microbatches in by_rank)
 
 
@@ -276,7 +276,7 @@ def _noun(group_size: int) -> str:
 
 
 def _group_lengths(lengths: Sequence[int], group_size: int, batching: Batching) -> list[int]:
-    """Tokens of each group in a microbatch, padding included; every group fits one."""
+    """Return the tokens of each group in a microbatch, padding included; every group fits one."""
     if lengths and min(lengths) < 1:
         raise ValueError(f"sequence {list(lengths).index(min(lengths))} holds no token")
     if isinstance(batching, PackedBatching):

@@ -39,11 +39,11 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, process: psutil.Process) -> "ProcessIdentity":
-        """Identity of a process that runs now."""
+        """Return the identity of a process that runs now."""
         return cls(process.pid, process.create_time())
 
     def find(self) -> psutil.Process | None:
-        """The process; None when it has ended."""
+        """Return the process; None when it has ended."""
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
             if process.create_time() == self.create_time and is_running(process):
@@ -60,12 +60,12 @@ def state_of(process: psutil.Process | None) -> str:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """False for an ended process, also before its parent has collected it."""
+    """Return False for an ended process, also before its parent has collected it."""
     return state_of(process) != ""
 
 
 def process_states(identities: Iterable[ProcessIdentity]) -> list[str]:
-    """State of each process, by `state_of`."""
+    """Return the state of each process, by `state_of`."""
     return [state_of(identity.find()) for identity in identities]
 
 
@@ -77,7 +77,9 @@ def ray_folder(pid: int) -> Path:
 
 
 def folder_of_this_process(parent: Path, purpose: str) -> Path:
-    """Make a folder whose name contains the machine and the process; remove those of processes that run no more."""
+    """Return the make a folder whose name contains the machine and the process; remove those of processes that run no
+    more.
+    """
     parent.mkdir(parents=True, exist_ok=True)
     _remove_folders_of_the_dead(parent, purpose)
     prefix = f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-{os.getpid()}-"
@@ -105,7 +107,9 @@ def _remove_folders_of_the_dead(parent: Path, purpose: str, killed: Collection[i
 
 
 def usable_cores() -> int:
-    """Number of cores that this process may use: its affinity, cut by the container's CPU quota where there is one."""
+    """Return the number of cores that this process may use: its affinity, cut by the container's CPU quota where there
+    is one.
+    """
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = CGROUP_CPU_QUOTA.read_text().split()
@@ -121,7 +125,7 @@ those that they wait for: on two cores with a load of eight, two threads took 10
 
 
 def threads_per_worker(cores: int, workers: int, chosen: int | None = None) -> int:
-    """The number of threads that the user has chosen, or an equal share of a machine's cores, at least one."""
+    """Return the number of threads that the user has chosen, or an equal share of a machine's cores, at least one."""
     return chosen or max(1, cores // workers)
 
 
@@ -145,7 +149,7 @@ def chosen_threads(environment: Mapping[str, str]) -> int | None:
 
 
 def read_tail(path: Path | None, num_lines: int) -> str:
-    """The last lines of a log file; empty when it is missing or has none."""
+    """Return the last lines of a log file; empty when it is missing or has none."""
     if path is None:
         return ""
     try:
@@ -169,7 +173,7 @@ def families(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def end_processes(processes: Sequence[psutil.Process]) -> None:
-    """Kills processes and waits until they are gone, at most for some seconds."""
+    """Kill processes and waits until they are gone, at most for some seconds."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()

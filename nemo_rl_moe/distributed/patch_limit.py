@@ -21,7 +21,7 @@ class PatchRoom:
         self._ids, self._patches = set(first), sum(first.values())
 
     def has_room_for(self, pictures: Pictures) -> bool:
-        """Whether another item may join."""
+        """Return the whether another item may join."""
         # What is like the first one adds nothing, and where that is too much by itself, nothing else is there.
         if self._most is None or pictures.keys() == self._first:
             return True
@@ -61,7 +61,7 @@ def most_neighbours(pictures: Sequence[Pictures], most: int | None) -> list[int]
 
 
 def of_groups(pictures: Sequence[Pictures], group_size: int) -> list[Pictures]:
-    """Pictures of each group of neighbours."""
+    """Return the pictures of each group of neighbours."""
     return [
         {number: size for own in pictures[start : start + group_size] for number, size in own.items()}
         for start in range(0, len(pictures), group_size)

@@ -27,7 +27,7 @@ class SharedColumn:
     arrays: tuple[tuple[SharedArray, ...], ...]
 
     def select(self, indices: Sequence[int]) -> "SharedColumn":
-        """The column of some of the sequences, in that order."""
+        """Return the column of some of the sequences, in that order."""
         return replace(self, arrays=tuple(self.arrays[index] for index in indices))
 
     def fetched(self, fetch: Fetch) -> "SharedColumn":
@@ -45,7 +45,7 @@ def num_bytes_of(array: SharedArray) -> int:
 
 
 def fetch_arrays(arrays: Iterable[SharedArray], fetch: Fetch) -> dict[int, Shaped[np.ndarray, " values"]]:
-    """Fetch arrays, each once; return them by the identity of their handles.
+    """Return the fetch arrays, each once; return them by the identity of their handles.
 
     Raises:
         ValueError: A stored array is lost.

@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 def outcome(call: Any) -> Any:
-    """Result of a call to a Ray actor, or Ray's error."""
+    """Return the result of a call to a Ray actor, or Ray's error."""
     try:
         return ray.get(call)
     except RayError as error:
@@ -48,7 +48,7 @@ def outcome(call: Any) -> Any:
 
 
 def exit_reason(error: RayActorError) -> str:
-    """Cause of a process's end out of Ray's message, in one line."""
+    """Return the cause of a process's end out of Ray's message, in one line."""
     text = " ".join(str(error).split())
     for start in ("Worker exit type:", "The actor is dead because"):
         if start in text:
@@ -174,7 +174,7 @@ class WorkerGroup(Generic[Worker]):
     def start_each(
         self, method: Callable[[Worker, *Args], Result], args_by_rank: Sequence[tuple[*Args] | None]
     ) -> Callable[[], dict[int, Result]]:
-        """Start a method with arguments for each rank, after what the rank was asked for before.
+        """Return the start a method with arguments for each rank, after what the rank was asked for before.
 
         An object for several ranks is transferred once.
 
@@ -207,7 +207,7 @@ class WorkerGroup(Generic[Worker]):
         return results
 
     def shutdown(self) -> None:
-        """Stops every worker and everything that it has started. Does nothing the second time."""
+        """Stop every worker and everything that it has started. Does nothing the second time."""
         if self._ended is None:
             self._ended = "the workers have been stopped"
         actors, self._actors = self._actors, []
@@ -278,7 +278,7 @@ class WorkerGroup(Generic[Worker]):
         on_silence: Callable[[Sequence[int]], NoReturn],
         on_result: Callable[[int, Any], None] = lambda rank, result: None,
     ) -> dict[int, Any]:
-        """Wait for a call on each rank, until the first failure or the deadline.
+        """Return the wait for a call on each rank, until the first failure or the deadline.
 
         A rank whose call is None has nothing to do, and is not in the result, which has the order of the ranks.
         """
@@ -335,7 +335,7 @@ class WorkerGroup(Generic[Worker]):
         self._stop_and_raise(f"worker {self._name(rank)} {what} {doing}:\n{details}{also}")
 
     def _fail_for_time(self, timeout_s: float, ranks: Sequence[int]) -> NoReturn:
-        """Stops all workers and raises an error with the ranks that did not start and their stacks."""
+        """Stop all workers and raise an error with the ranks that did not start and their stacks."""
         self._fail_with_stacks(
             f"{len(ranks)} of {self.world_size} workers did not start within {timeout_s:g} s"
             f" (cluster.worker_start_timeout_s): {', '.join(map(self._name, ranks))}",
@@ -389,12 +389,12 @@ class WorkerGroup(Generic[Worker]):
         return f"rank {rank} (pid {place.process.pid}{node})"
 
     def _names(self) -> dict[tuple[str, int], str]:
-        """Names of this run's processes by address of the machine and process id."""
+        """Return the names of this run's processes by address of the machine and process id."""
         names = {(place.node_ip, place.process.pid): f"rank {rank}" for rank, place in self._places.items()}
         return {(ray.util.get_node_ip_address(), os.getpid()): "main process"} | names
 
     def _tail(self, rank: int) -> str:
-        """The end of what a worker has written to stderr."""
+        """Return the end of what a worker has written to stderr."""
         place = self._places.get(rank)
         if place is None:
             return ""
@@ -402,7 +402,7 @@ class WorkerGroup(Generic[Worker]):
         return f"The end of the stderr of rank {rank}:\n{tail}" if tail else ""
 
     def _on_node(self, node_id: str, function: Callable[..., Any], *args: Any, default: Any) -> Any:
-        """Calls a function on one of the machines; returns `default` when the machine is dead."""
+        """Call a function on one of the machines; returns `default` when the machine is dead."""
         if node_id == self._driver_node:
             return function(*args)
         if not self._cluster.can_be_called:
@@ -416,7 +416,7 @@ class WorkerGroup(Generic[Worker]):
 
 
 def _put_shared(args_by_rank: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Replaces each larger object that several ranks get by a reference to one copy in the object store."""
+    """Replace each larger object that several ranks get by a reference to one copy in the object store."""
     times = Counter(id(arg) for args in args_by_rank for arg in args)
     stored: dict[int, Any] = {}
 

@@ -82,7 +82,7 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         )
 
     def find_free_port(self) -> int:
-        """A TCP port of this node that is free now."""
+        """Return a TCP port of this node that is free now."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             port: int = probe.getsockname()[1]
@@ -97,7 +97,7 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         world_size: int,
         timeout_s: float,
     ) -> WorkerFailure | None:
-        """Set the environment, and only then import and make the worker.
+        """Return the set the environment, and only then import and make the worker.
 
         A worker that hangs, as when ranks cannot reach each other, writes its stack to stderr before the driver gives
         up.
@@ -160,7 +160,7 @@ def keep_freed_memory() -> None:
 
 
 def describe_failure(error: BaseException) -> WorkerFailure:
-    """Text of an exception that the calling frame has caught."""
+    """Return the text of an exception that the calling frame has caught."""
     summary = f"raised {type(error).__name__}"
     if isinstance(error, UserError):
         return WorkerFailure(summary, str(error))

@@ -9,6 +9,6 @@ class ExactEnvironment:
     """Compare a response with the record's answer as texts, apart from blank space; reward 1 or 0."""
 
     def score(self, item: ScoringItem) -> Score:
-        """Scores a response."""
+        """Score a response."""
         is_correct = item.response.split() == str(item.record["answer"]).split()
         return Score(float(is_correct), is_correct)

@@ -58,7 +58,7 @@ class Score:
 
     @classmethod
     def named(cls, rewards: Mapping[str, float], *, is_correct: bool) -> "Score":
-        """Score of several rewards by name, which `env.reward_weights` weighs."""
+        """Return the score of several rewards by name, which `env.reward_weights` weighs."""
         return cls(0.0, is_correct, rewards=rewards)
 
 
@@ -70,7 +70,7 @@ WEIGHTS_KEY = "env.reward_weights"
 
 
 def checked_score(score: Score, weights: Mapping[str, float] | None = None) -> Score:
-    """A score with the weighted sum of its named rewards as reward; or reward 0 with the fault.
+    """Return a score with the weighted sum of its named rewards as reward; or reward 0 with the fault.
 
     A fault is a reward that is NaN, infinite or too large, a name without a weight, or a weight without its reward.
     For the driver: in the environment's own process a reward function may have changed what would check it.
@@ -93,7 +93,7 @@ def checked_score(score: Score, weights: Mapping[str, float] | None = None) -> S
 
 
 def _misnamed(rewards: Mapping[str, float], weights: Mapping[str, float] | None) -> str:
-    """Difference of the names of rewards from those of weights, in words."""
+    """Return the difference of the names of rewards from those of weights, in words."""
     if weights is None:
         return f"rewards by name ({', '.join(map(str, rewards))}) need {WEIGHTS_KEY}, which is null"
     if not rewards:
@@ -114,7 +114,7 @@ class Scorer(Protocol):
     """Scores one response at a time; made once in each environment worker, and may keep state there."""
 
     def score(self, item: ScoringItem) -> Score:
-        """Scores a response. May raise: the sample then has a fault in place of a score."""
+        """Score a response. May raise: the sample then has a fault in place of a score."""
         ...
 
 
@@ -122,7 +122,7 @@ class BatchScorer(Protocol):
     """Scorer of many responses at once; faults are reported and never raised."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """One score for each response, in their order."""
+        """Return one score for each response, in their order."""
         ...
 
 

@@ -36,7 +36,7 @@ class ReasoningGymEnvironment:
         self._partial_credit = config.partial_credit
 
     def score(self, item: ScoringItem) -> Score:
-        """Scores a response, without the blank space around it."""
+        """Score a response, without the blank space around it."""
         entry = {
             "question": item.record.get("question", item.prompt),
             "answer": item.record["answer"],
@@ -61,7 +61,8 @@ class DrawnItems:
 
 
 def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> DrawnItems:
-    """Draw items with different questions; fewer than asked for when the task hardly makes new ones any more.
+    """Return the draw items with different questions; fewer than asked for when the task hardly makes new ones any
+    more.
 
     Args:
         seed: Items of one seed are others than those of any other seed, but for chance.
@@ -90,7 +91,7 @@ def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> DrawnIt
 
 
 def make_task(config: ReasoningGymConfig, seed: int = 0, size: int = 1) -> Any:
-    """Make a data set of the library.
+    """Return the make a data set of the library.
 
     Raises:
         ConfigurationError: The library is missing, there is no such task, or it refuses its parameters.

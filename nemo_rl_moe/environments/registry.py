@@ -34,19 +34,19 @@ class AnswerEnvironment:
         self._score_truncated = score_truncated
 
     def score(self, item: ScoringItem) -> Score:
-        """Scores the answer in a response."""
+        """Score the answer in a response."""
         if item.is_truncated and not self._score_truncated:
             return Score.named(dict.fromkeys(self._reward_names, 0.0), is_correct=False)
         return self._environment.score(replace(item, response=answer_in(item.response, self._answer_after)))
 
 
 def answer_in(response: str, answer_after: str | None) -> str:
-    """The text after the last `answer_after`; the whole response where it is missing or None."""
+    """Return the text after the last `answer_after`; the whole response where it is missing or None."""
     return response if answer_after is None else response.rpartition(answer_after)[2]
 
 
 def make_scorer(config: EnvironmentConfig) -> Scorer:
-    """Make the environment that a checked configuration describes.
+    """Return the make the environment that a checked configuration describes.
 
     Raises:
         ConfigurationError: A library, a task, a parameter, a module or a function is missing or wrong.
@@ -57,7 +57,7 @@ def make_scorer(config: EnvironmentConfig) -> Scorer:
 
 
 def _make_own(config: EnvironmentConfig) -> Scorer:
-    """An environment of the user's own: what a class or a function makes of `env.parameters`."""
+    """Return an environment of the user's own: what a class or a function makes of `env.parameters`."""
     names = [str(name) for name in config.parameters]
     takes = f"env.parameters ({', '.join(names)})" if names else "no argument; env.parameters names its arguments"
     make = import_function("env.name", config.name, takes, number=0, names=names)

@@ -118,7 +118,7 @@ class EnvironmentScorer:
         self.shutdown()
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """Score each response, in their order; where the environment failed, reward 0 with the fault.
+        """Return the score each response, in their order; where the environment failed, reward 0 with the fault.
 
         Raises:
             WorkerDiedError: A worker was lost, and the environment cannot be made again; or all have been stopped.
@@ -132,7 +132,7 @@ class EnvironmentScorer:
             raise
 
     def shutdown(self) -> None:
-        """Stops all workers. Does nothing the second time."""
+        """Stop all workers. Does nothing the second time."""
         actors, self._actors = self._actors, {}
         self._calls.clear()
         for actor in actors.values():
@@ -162,7 +162,7 @@ class EnvironmentScorer:
         return [scores[index] for index in range(len(items))]
 
     def _start(self, worker: int) -> None:
-        """Starts a worker, in place of an earlier one with its number."""
+        """Start a worker, in place of an earlier one with its number."""
         if worker in self._actors:
             _kill(self._actors[worker])
         actor_class = ray.remote(WorkerProcess)
@@ -182,7 +182,7 @@ class EnvironmentScorer:
         self._calls[call] = _Call(worker, share, ping, now, now + allowed_s)
 
     def _wait(self) -> list[Any]:
-        """Waits until a call has ended, or its time has; kills the worker of a call that is overdue, which ends it."""
+        """Wait until a call has ended, or its time has; kills the worker of a call that is overdue, which ends it."""
         next_deadline = min(doing.deadline for doing in self._calls.values())
         ready, _ = ray.wait(list(self._calls), num_returns=1, timeout=max(0.0, next_deadline - time.monotonic()))
         if ready:
@@ -205,7 +205,7 @@ class EnvironmentScorer:
         raise WorkerDiedError(f"{name} died while starting:\n{_reason(result)}")
 
     def _retry_or_fail(self, doing: _Call, result: Any, waiting: deque[_Share], scores: dict[int, Score]) -> None:
-        """Queues the responses of a lost worker to be scored one by one; a retried one gets the fault."""
+        """Queue the responses of a lost worker to be scored one by one; a retried one gets the fault."""
         assert doing.share is not None
         if not doing.share.is_retry:
             waiting.extend(_Share((index,), is_retry=True) for index in doing.share.indices)
@@ -224,7 +224,9 @@ class EnvironmentScorer:
 
 
 def _shares(num_items: int, num_workers: int) -> list[_Share]:
-    """An equal share for each worker; the responses to one prompt, which take about as long, go to different ones."""
+    """Return an equal share for each worker; the responses to one prompt, which take about as long, go to different
+    ones.
+    """
     shares = (_Share(tuple(range(worker, num_items, num_workers))) for worker in range(num_workers))
     return [share for share in shares if share.indices]
 

@@ -32,7 +32,7 @@ class CallableEnvironment:
         self._function = find_function(config.function)
 
     def score(self, item: ScoringItem) -> Score:
-        """Score a response.
+        """Return the score a response.
 
         Raises:
             TypeError: The function returned something else.
@@ -53,7 +53,7 @@ class CallableEnvironment:
 
 
 def find_function(name: str) -> Callable[[ScoringItem], Any]:
-    """Imports what `package.module:function` names. The working folder is searched too, after all else.
+    """Import what `package.module:function` names. The working folder is searched too, after all else.
 
     Raises:
         ConfigurationError: There is no such module or function, or it does not take one argument.

@@ -45,7 +45,7 @@ class InspectableEngine(Protocol):
 
 @contextmanager
 def outputs_noted(model: nn.Module) -> Iterator[dict[str, Float[np.ndarray, "tokens features"]]]:
-    """Notes the first tensor that each module gives, `[tokens, features]`, of the first forward pass that comes."""
+    """Note the first tensor that each module gives, `[tokens, features]`, of the first forward pass that comes."""
     outputs: dict[str, Float[np.ndarray, "tokens features"]] = {}
 
     def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -67,7 +67,7 @@ def outputs_noted(model: nn.Module) -> Iterator[dict[str, Float[np.ndarray, "tok
 def reference_outputs(
     folder: Path, sequences: Sequence[Sequence[int]]
 ) -> dict[str, Float[np.ndarray, "tokens features"]]:
-    """The same of transformers' model in float32, from a folder of weights; in a process of its own."""
+    """Return the same of transformers' model in float32, from a folder of weights; in a process of its own."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -86,7 +86,7 @@ def disagreement(
     in_float32: bool,
     topk: int | None,
 ) -> str:
-    """The first tensors whose use in the engine is not the trainer's, in words.
+    """Return the first tensors whose use in the engine is not the trainer's, in words.
 
     Args:
         engine_outputs: Outputs of the engine's modules for a sequence.

@@ -80,7 +80,7 @@ class GenerationBatch:
 
     @staticmethod
     def of(requests: Sequence[GenerationRequest]) -> "GenerationBatch":
-        """The batch of some requests, at least one, that share their sampling parameters."""
+        """Return the batch of some requests, at least one, that share their sampling parameters."""
         inputs = tuple(request.model_inputs for request in requests)
         return GenerationBatch(
             prompts=tuple(request.token_ids for request in requests),
@@ -90,18 +90,18 @@ class GenerationBatch:
         )
 
     def share(self, rank: int, num_ranks: int) -> "GenerationBatch":
-        """Every `num_ranks`-th prompt, from number `rank` on; maybe none."""
+        """Return every `num_ranks`-th prompt, from number `rank` on; maybe none."""
         chosen = slice(rank, None, num_ranks)
         return replace(
             self, prompts=self.prompts[chosen], seeds=self.seeds[chosen], model_inputs=self.model_inputs[chosen]
         )
 
     def with_shared_in(self, store: ArrayStore) -> "GenerationBatch":
-        """The batch with the places of its shared arrays in a store."""
+        """Return the batch with the places of its shared arrays in a store."""
         return self._with_shared(store.place)
 
     def fetched(self, fetch: Fetch) -> "GenerationBatch":
-        """The batch with its shared arrays at hand.
+        """Return the batch with its shared arrays at hand.
 
         Args:
             fetch: Fetches stored arrays.
@@ -111,7 +111,7 @@ class GenerationBatch:
     def _with_shared(
         self, change: Callable[[Sequence[tuple[SharedArray, ...]]], Sequence[tuple[SharedArray, ...]]]
     ) -> "GenerationBatch":
-        """The batch with other arrays in the place of the shared ones: of all prompts at once, by input."""
+        """Return the batch with other arrays in the place of the shared ones: of all prompts at once, by input."""
         model_inputs = [dict(inputs) for inputs in self.model_inputs]
         shared = (name for inputs in model_inputs for name, each in inputs.items() if each.axis is Axis.SHARED)
         for name in dict.fromkeys(shared):
@@ -150,7 +150,7 @@ class GeneratedSequence:
 def store_routes(
     sequences: Sequence[GeneratedSequence], put: Callable[[Shaped[np.ndarray, "rows ..."]], Any]
 ) -> list[GeneratedSequence]:
-    """Sequences whose routed experts lie in a store, as one array, instead of travelling with them.
+    """Return the sequences whose routed experts lie in a store, as one array, instead of travelling with them.
 
     Args:
         sequences: All with routed experts at hand, or all without.
@@ -176,7 +176,7 @@ class GenerationEngine(Protocol):
     shares_weights: bool
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence.
+        """Return the continue one sequence.
 
         Many calls wait at the same time, in one event loop, whose thread none of them may block. A call that is
         cancelled is no longer waited for. An error ends the run.
@@ -184,7 +184,7 @@ class GenerationEngine(Protocol):
         ...
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """Replaces the engine's weights by the trainer's; returns when all of them have arrived.
+        """Replace the engine's weights by the trainer's; returns when all of them have arrived.
 
         Args:
             transport: Brings the tensors, by Hugging Face names, from the trainer's ranks to the engine's workers.
@@ -196,16 +196,16 @@ class GenerationEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Frees what only generation needs, when a step's responses are there; nothing where there is nothing to free.
+        """Free what only generation needs, when a step's responses are there; nothing where there is nothing to free.
 
         What weights are freed too, `update_weights` brings again: it follows before the next step's responses.
         """
         ...
 
     def wake(self) -> None:
-        """Ends `sleep`; nothing where the engine does not sleep. `update_weights` may come before it."""
+        """End `sleep`; nothing where the engine does not sleep. `update_weights` may come before it."""
         ...
 
     def shutdown(self) -> None:
-        """Stops whatever the engine has started."""
+        """Stop whatever the engine has started."""
         ...

@@ -46,13 +46,13 @@ class Lockstep(Generic[Request, Result]):
         self.most_at_a_time: int | None = None
 
     def queued(self, request: Request) -> "asyncio.Future[Result]":
-        """Queue a request; return its future result."""
+        """Return the queue a request; return its future result."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._queued.append((request, future))
         return future
 
     async def ask(self, request: Request) -> Result:
-        """Wait for the result of a request."""
+        """Return the wait for the result of a request."""
         return await self.queued(request)
 
     @property
@@ -61,7 +61,7 @@ class Lockstep(Generic[Request, Result]):
         return any(not future.done() for _, future in self._queued)
 
     def answer_all(self) -> Iterator[Result]:
-        """Answer what is queued; hand each result to the task that waits for it, and yield it."""
+        """Yield the answer what is queued; hand each result to the task that waits for it, and yield it."""
         queued = [(request, future) for request, future in self._queued if not future.done()]
         self._queued = []
         size = self.most_at_a_time or len(queued) or 1
@@ -84,7 +84,7 @@ class LockstepEngine(Lockstep[GenerationRequest, GeneratedSequence]):
     shares_weights: bool = True
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence, together with those of all other tasks."""
+        """Return the continue one sequence, together with those of all other tasks."""
         return await self.queued(request)
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
@@ -104,7 +104,7 @@ class LockstepEngine(Lockstep[GenerationRequest, GeneratedSequence]):
 def generate_batches(
     generate: Callable[[GenerationBatch], Sequence[GeneratedSequence]], requests: Sequence[GenerationRequest]
 ) -> Iterator[tuple[int, GeneratedSequence]]:
-    """Generate a batch of the requests of each kind of sampling; yield index and sequence, kind by kind."""
+    """Yield the generate a batch of the requests of each kind of sampling; yield index and sequence, kind by kind."""
     by_sampling: dict[SamplingParameters, list[int]] = {}
     for index, request in enumerate(requests):
         by_sampling.setdefault(request.sampling, []).append(index)
@@ -121,7 +121,7 @@ def make_trainer_engine(setup: "EngineSetup") -> LockstepEngine:
 def generate_all(
     engine: GenerationEngine, requests: Sequence[GenerationRequest]
 ) -> Iterator[tuple[int, GeneratedSequence]]:
-    """Generate outside of an event loop; yield the index of each request and its sequence, as they finish."""
+    """Yield the generate outside of an event loop; yield the index of each request and its sequence, as they finish."""
     loop = asyncio.new_event_loop()
     tasks = {loop.create_task(engine.generate(request)): index for index, request in enumerate(requests)}
     try:

@@ -27,7 +27,7 @@ class WeightSource(Protocol):
     def weight_transport(
         self, *, altered: bool = False, then: Callable[[], object] = ...
     ) -> AbstractContextManager[WeightTransport]:
-        """A transfer of the weights as they are now.
+        """Return a transfer of the weights as they are now.
 
         Args:
             altered: Of others, of which every tensor differs.
@@ -47,7 +47,7 @@ class WeightTarget(Protocol):
 def refit(
     engine: WeightTarget, policy: WeightSource, *, altered: bool = False, then: Callable[[], object] = lambda: None
 ) -> int:
-    """Sends the policy's weights to an engine; once more, through a new transfer, where a copy is lost meanwhile.
+    """Send the policy's weights to an engine; once more, through a new transfer, where a copy is lost meanwhile.
 
     Args:
         engine: Gets them, and replaces the copies that were lost before it does.
@@ -119,7 +119,7 @@ class ActorReceivers:
         return not self._pending
 
     def wait(self) -> None:
-        """Waits until all of them have received.
+        """Wait until all of them have received.
 
         Raises:
             WeightSyncError: One has not, also not within the patience after all before it.
@@ -134,7 +134,7 @@ class ActorReceivers:
 
 
 def reason_of(error: RayError) -> str:
-    """End of an actor whose call has failed, in words that follow its name."""
+    """Return the end of an actor whose call has failed, in words that follow its name."""
     if isinstance(error, GetTimeoutError):
         return "does not answer"
     return "died" if isinstance(error, RayActorError) else f"failed: {str(error).strip().splitlines()[-1]}"

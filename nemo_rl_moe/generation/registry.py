@@ -25,7 +25,7 @@ class GeneratingPolicy(WeightSource, Protocol):
     model_files: Mapping[str, bytes]
 
     def generate(self, batch: GenerationBatch) -> Sequence[GeneratedSequence]:
-        """One continuation of each prompt, in the order of the prompts."""
+        """Return one continuation of each prompt, in the order of the prompts."""
         ...
 
 
@@ -55,6 +55,6 @@ class EngineSetup:
 
 
 def make_engine(setup: EngineSetup) -> GenerationEngine:
-    """Start the engine that the configuration names."""
+    """Return the start the engine that the configuration names."""
     engine: GenerationEngine = setup.config.policy.generation.engine.factory()(setup)
     return engine

@@ -82,12 +82,12 @@ class RouteRecorder(ForwardWatcher):
         watch_model(_entry(model, routers[0][1]), routers, self)
 
     def take(self) -> list[RoutedPass]:
-        """The passes recorded since they were last taken, in their order."""
+        """Return the passes recorded since they were last taken, in their order."""
         passes, self._passes = self._passes, []
         return passes
 
     def enter_model(self, arguments: Mapping[str, Any]) -> None:
-        """Notes the start of the model's forward."""
+        """Note the start of the model's forward."""
         super().enter_model(arguments)
         if self.is_recomputed():
             return
@@ -96,7 +96,7 @@ class RouteRecorder(ForwardWatcher):
         self._num_cached = 0 if cache is None else int(cache.get_seq_length())
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Takes one call of a router, unless it is repeated, or runs without its model."""
+        """Take one call of a router, unless it is repeated, or runs without its model."""
         if self.is_recomputed() or self._gradients_at_entry is None:
             return
         if self._kind is None:
@@ -111,7 +111,7 @@ class RouteRecorder(ForwardWatcher):
             self._padding = padding_mask_of_call(args, kwargs)
 
     def leave_model(self) -> None:
-        """Keeps the pass, unless it has failed on its way."""
+        """Keep the pass, unless it has failed on its way."""
         if self._kind is not None and len(self._seen) == len(self.layers):
             self._passes.append(self._finished(self._kind))
         if not self.is_recomputed():
@@ -151,7 +151,7 @@ class RouteRecorder(ForwardWatcher):
 
 
 def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> Bool[Tensor, "batch tokens"]:
-    """Tokens of a causal pass that see themselves, by masks of who sees whom; all where none is known.
+    """Return the tokens of a causal pass that see themselves, by masks of who sees whom; all where none is known.
 
     A cache of fixed size gets such masks, prepared before the model is entered, and a padded token is seen by none.
     Some kernels cannot have a row that sees nothing, and open it to every key: to later ones too, which no token sees.
@@ -173,12 +173,14 @@ def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> 
 
 
 def _by_sequence(rows: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Rows sequence by sequence, of Megatron-Core's, which has the token axis first."""
+    """Return the rows sequence by sequence, of Megatron-Core's, which has the token axis first."""
     return rows.unflatten(0, shape[::-1]).transpose(0, 1).flatten(0, 1)
 
 
 def _entry(model: nn.Module, router: nn.Module) -> nn.Module:
-    """Innermost module around a router that is given token ids: some losses call it without what is around it."""
+    """Return the innermost module around a router that is given token ids: some losses call it without what is around
+    it.
+    """
     modules = dict(model.named_modules())
     path = next(name for name, module in modules.items() if module is router)
     while path:
@@ -189,7 +191,7 @@ def _entry(model: nn.Module, router: nn.Module) -> nn.Module:
 
 
 def as_numbers(routed: Tensor, topk: int) -> Int[Tensor, "tokens topk"]:
-    """Numbers of the experts of each token, from these or a map of the assignments."""
+    """Return the numbers of the experts of each token, from these or a map of the assignments."""
     if routed.dtype != torch.bool:
         return routed
     chosen, experts = routed.int().topk(topk, dim=-1)
@@ -197,7 +199,7 @@ def as_numbers(routed: Tensor, topk: int) -> Int[Tensor, "tokens topk"]:
 
 
 def _margins(layer: RouterLayer, outputs: Any, experts: Int[Tensor, "tokens topk"]) -> Float[Tensor, " tokens"] | None:
-    """Margins of a router of transformers by the logits in its output; negative where it chose otherwise."""
+    """Return the margins of a router of transformers by the logits in its output; negative where it chose otherwise."""
     if layer.kind is not RouterKind.TRANSFORMERS or layer.topk >= layer.num_experts or not isinstance(outputs, tuple):
         return None
     logits = outputs[0]

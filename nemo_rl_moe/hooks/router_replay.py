@@ -78,12 +78,12 @@ class RouterReplayAudit:
         self._watchers = [_ChunkWatcher(self, chunk) for chunk in chunks]
 
     def close(self) -> None:
-        """Takes the hooks off the model."""
+        """Take the hooks off the model."""
         for watcher in self._watchers:
             watcher.remove()
 
     def end_step(self, step: int) -> AuditedStep:
-        """The audit of the passes since the last step, over all ranks; a collective operation.
+        """Return the audit of the passes since the last step, over all ranks; a collective operation.
 
         `metrics` are those of `nemo-rl-moe audit`. `rollout_load` counts the targets, `training_load` what the routers
         would choose for the same tokens. Anomalies of all ranks are reported, each kind once for a layer.
@@ -119,7 +119,7 @@ class RouterReplayAudit:
         return audited
 
     def fed_tokens(self, arguments: Mapping[str, Any], num_rows: int) -> Bool[Tensor, " tokens"]:
-        """Tokens of a pass that count, in the order of the routers'."""
+        """Return the tokens of a pass that count, in the order of the routers'."""
         if self._unfed is None:
             return torch.ones(num_rows, dtype=torch.bool, device=self._recomputed.device)
         by_column = ~self._unfed(arguments).transpose(0, 1)
@@ -153,12 +153,12 @@ class RouterReplayAudit:
         self._sample(number, layers, torch.stack([targets, live]), fed, num_sequences)
 
     def add_recomputed(self, layer: int, wrong: Int[Tensor, ""], num_rows: int) -> None:
-        """Adds the repeated pass of one layer: its rows, and those that took other experts than the first pass."""
+        """Add the repeated pass of one layer: its rows, and those that took other experts than the first pass."""
         self._recomputed[self._position[layer], _RECOMPUTED] += num_rows
         self._recomputed[self._position[layer], _RECOMPUTED_WRONG] += wrong
 
     def rows_of_batch(self, token_ids: Tensor) -> int:
-        """Tokens of a batch that routers of this rank would see."""
+        """Return the tokens of a batch that routers of this rank would see."""
         parts = self._place.tensor_size if self._config.sequence_parallel else 1
         return token_ids.numel() // parts
 
@@ -170,7 +170,7 @@ class RouterReplayAudit:
         fed: Bool[Tensor, " tokens"],
         num_sequences: int,
     ) -> None:
-        """Keeps targets and live choices of the last tokens of a few sequences."""
+        """Keep targets and live choices of the last tokens of a few sequences."""
         if len(fed) % num_sequences:
             return
         places = [self._position[layer] for layer in layers]
@@ -185,7 +185,7 @@ class RouterReplayAudit:
             self._sampled[key][:, : len(rows), places] = both[:, rows].to(torch.int16).cpu().numpy()
 
     def _anomalies(self, totals: LedgerTotals, recomputed: Int[Tensor, "layers 2"]) -> list[TapeAnomaly]:
-        """Anomalies of all ranks; a collective operation."""
+        """Return the anomalies of all ranks; a collective operation."""
         found = row_anomalies(totals, self._layers) + _not_taken(totals, self._layers)
         found += _other_recomputed(recomputed, self._layers)
         mine = self._identity(totals)
@@ -247,7 +247,7 @@ class _ChunkWatcher(ForwardWatcher):
         watch_model(self._chunk, routers, self)
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Take the hooks off."""
         self.remove_hooks()
         for replay, own in self._replays:
             if own is None:
@@ -256,18 +256,18 @@ class _ChunkWatcher(ForwardWatcher):
                 replay.get_replay_topk = own
 
     def start_step(self) -> None:
-        """Forgets the passes of the step."""
+        """Forget the passes of the step."""
         self._num_passes = 0
         self._taken.clear()
 
     def enter_model(self, arguments: Mapping[str, Any]) -> None:
-        """Notes the start of the chunk's forward."""
+        """Note the start of the chunk's forward."""
         super().enter_model(arguments)
         if not self.is_recomputed():
             self._arguments, self._seen, self._num_rows, self._num_sequences = arguments, {}, 0, None
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Takes a router's output: a fused router has chosen without asking its RouterReplay."""
+        """Take a router's output: a fused router has chosen without asking its RouterReplay."""
         replay: Any = router.router_replay
         number = int(layer.key)
         if self._num_sequences is None and args and args[0].ndim == 3:  # [tokens, sequences, hidden]
@@ -280,7 +280,7 @@ class _ChunkWatcher(ForwardWatcher):
         self._note(number, replay.target_topk_idx, RoutedTokens(taken, taken, None))
 
     def leave_model(self) -> None:
-        """Adds the pass to the ledger."""
+        """Add the pass to the ledger."""
         if self._gradients_at_entry is not None and not self.is_recomputed():
             num_rows, num_sequences = self._size_of_pass()
             if num_rows:
@@ -291,7 +291,8 @@ class _ChunkWatcher(ForwardWatcher):
         super().leave_model()
 
     def _size_of_pass(self) -> tuple[int, int]:
-        """Rows that this rank's routers see, and sequences; a stage behind the first one may be given no tokens.
+        """Return the rows that this rank's routers see, and sequences; a stage behind the first one may be given no
+        tokens.
 
         Stages share the marks of all tokens, those without a router too.
         """
@@ -314,7 +315,7 @@ class _ChunkWatcher(ForwardWatcher):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The choice in RouterReplay's place, which it makes itself."""
+        """Return the choice in RouterReplay's place, which it makes itself."""
         is_replaying, target, number = _is_replaying(replay), replay.target_topk_idx, int(layer.key)
         values, taken = choose(scores, topk, num_groups, group_topk, default_compute_topk)
         if self.is_recomputed():
@@ -355,7 +356,9 @@ def _is_replaying(replay: Any) -> bool:
 
 
 def _decoder_routers(chunk: nn.Module) -> list[tuple[RouterLayer, Any]]:
-    """Routers of the decoder's layers; those that predict further tokens (MTP) are no layers of a rollout's routes."""
+    """Return the routers of the decoder's layers; those that predict further tokens (MTP) are no layers of a rollout's
+    routes.
+    """
     return [
         (RouterLayer(module.layer_number - 1, RouterKind.MEGATRON, int(module.num_experts), int(module.topk)), module)
         for name, module in chunk.named_modules()
@@ -364,7 +367,7 @@ def _decoder_routers(chunk: nn.Module) -> list[tuple[RouterLayer, Any]]:
 
 
 def _entry(chunk: nn.Module) -> nn.Module:
-    """The model inside its wrappers, whose forward has named parameters."""
+    """Return the model inside its wrappers, whose forward has named parameters."""
     while isinstance(inner := getattr(chunk, "module", None), nn.Module):
         chunk = inner
     return chunk
@@ -384,7 +387,7 @@ def _place() -> _Place:
 
 
 def _not_taken(totals: LedgerTotals, layers: Sequence[int]) -> list[TapeAnomaly]:
-    """Targets that a router has not taken: it does not ask for them, as a fused one."""
+    """Return the targets that a router has not taken: it does not ask for them, as a fused one."""
     missed = totals.rows[:, Row.USABLE] - totals.rows[:, Row.TAKEN_SAME]
     compared = int(totals.tokens[0]) > 0
     return [
@@ -395,7 +398,9 @@ def _not_taken(totals: LedgerTotals, layers: Sequence[int]) -> list[TapeAnomaly]
 
 
 def _other_recomputed(recomputed: Int[Tensor, "layers 2"], layers: Sequence[int]) -> list[TapeAnomaly]:
-    """Layers whose repeated pass took other experts than the first one: its gradient is of another function."""
+    """Return the layers whose repeated pass took other experts than the first one: its gradient is of another
+    function.
+    """
     return [
         TapeAnomaly(
             "rows", f"the repeated forward of layer {layer} took other experts in {wrong:,} of {rows:,} rows", layer

@@ -49,7 +49,7 @@ class Routes:
         self.description: TapeDescription = tape_description(recorder.layers, "record_routes")
 
     def expert_load(self) -> ExpertLoad:
-        """Tokens of each expert in each layer, padding left out."""
+        """Return the tokens of each expert in each layer, padding left out."""
         counts = torch.zeros(len(self.description.layers), self.description.num_experts, dtype=torch.long)
         for routed in self.passes:
             for layer, experts in enumerate(routed.experts.unbind(1)):
@@ -57,15 +57,15 @@ class Routes:
         return ExpertLoad(self.description.layers, counts)
 
     def load_balance_metrics(self, *, detailed: bool = False) -> dict[str, float]:
-        """Load balance metrics of all passes together, as `moe.load_balance_metrics` has them."""
+        """Return the load balance metrics of all passes together, as `moe.load_balance_metrics` has them."""
         return load_balance_metrics(self.expert_load(), router_topk=self.description.topk, detailed=detailed)
 
     def sequences(self) -> list[RoutedSequence]:
-        """Sequences of the passes; those of a generation go on through its passes."""
+        """Return the sequences of the passes; those of a generation go on through its passes."""
         return sequences_of(self.passes)
 
     def tape(self, rollout: "Routes | None" = None) -> list[TapeSequence]:
-        """Sequences as a tape has them, these routes as the training's side.
+        """Return the sequences as a tape has them, these routes as the training's side.
 
         Args:
             rollout: Routes of the rollout that sampled them; other sequences are left out.
@@ -75,11 +75,13 @@ class Routes:
         return paired_sequences(rollout.sequences(), self.sequences())
 
     def audit(self, rollout: "Routes", step: int = 0) -> AuditedStep:
-        """Agreement of these routes with those of a rollout of the same tokens, load balance of both, and findings."""
+        """Return the agreement of these routes with those of a rollout of the same tokens, load balance of both, and
+        findings.
+        """
         return audit_sequences(self.description, step, self.tape(rollout))
 
     def write_tape(self, folder: Path, step: int, rollout: "Routes | None" = None) -> Path | None:
-        """Write the sequences into a tape folder; return the file, or None without any sequence.
+        """Return the write the sequences into a tape folder; return the file, or None without any sequence.
 
         The writer is the same at every step, so that findings can name it: the rank of the process in its job.
 
@@ -93,7 +95,7 @@ class Routes:
 
 
 def _writer() -> str:
-    """Name of this process among those that write a tape."""
+    """Return the name of this process among those that write a tape."""
     return f"rank-{dist.get_rank()}" if dist.is_initialized() else _ALONE
 
 
@@ -134,6 +136,6 @@ def audit_sequences(description: TapeDescription, step: int, sequences: Sequence
 
 
 def anomalies_of(audited: AuditedStep) -> tuple[TapeAnomaly, ...]:
-    """Anomalies of a step's routes, a rollout of other tokens or weights altogether included."""
+    """Return the anomalies of a step's routes, a rollout of other tokens or weights altogether included."""
     found = () if audited.report is None else audited.report.anomalies
     return found or tuple(foreign_tape(audited.metrics.get("moe/routing/slot_kappa")))

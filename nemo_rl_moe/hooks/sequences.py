@@ -33,7 +33,7 @@ class RoutedSequence:
 
 
 def sequences_of(passes: Sequence[RoutedPass]) -> list[RoutedSequence]:
-    """The sequences of some passes.
+    """Return the sequences of some passes.
 
     Passes with a cache continue the one before where they begin at its end. What a pass continues that was not
     recorded, and passes without token ids, are left out.
@@ -59,7 +59,7 @@ def _continues(parts: Sequence[RoutedPass], routed: RoutedPass) -> bool:
 
 
 def _joined(parts: Sequence[RoutedPass]) -> Iterator[RoutedSequence]:
-    """Sequences of successive passes over the same rows of a batch."""
+    """Yield the sequences of successive passes over the same rows of a batch."""
     if not parts:
         return
     by_row: dict[str, list[torch.Tensor]] = {"token_ids": [], "real": [], "experts": [], "margins": []}
@@ -79,7 +79,7 @@ def _joined(parts: Sequence[RoutedPass]) -> Iterator[RoutedSequence]:
 
 
 def tape_description(layers: Sequence[RouterLayer], made_by: str) -> TapeDescription:
-    """Description of a tape of a model whose layers all have as many experts."""
+    """Return the description of a tape of a model whose layers all have as many experts."""
     indices = indices_of_layers([layer.key for layer in layers])
     return TapeDescription(tuple(indices.values()), layers[0].num_experts, layers[0].topk, made_by)
 

@@ -81,13 +81,13 @@ class RoutingCallback(TrainerCallback):
         self._tracker = FindingTracker(self._thresholds, self._recorder.topk)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Drops what an evaluation generated."""
+        """Drop what an evaluation generated."""
         if self._recorder is not None:
             self._recorder.take()
             self._has_generated = bool(self._rollout)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Takes the routes of the step."""
+        """Take the routes of the step."""
         if self._recorder is not None:
             self._compare_passes(self._recorder.take())
 
@@ -100,7 +100,7 @@ class RoutingCallback(TrainerCallback):
         state.log_history[-1].update(metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Takes the hooks off the model."""
+        """Take the hooks off the model."""
         if self._model is not None and self._recorder is not None:
             self._recorder.remove_hooks()
             disable_load_balance_tracking(self._model)
@@ -108,7 +108,7 @@ class RoutingCallback(TrainerCallback):
         self._rollout, self._compared = [], []
 
     def _wants(self, kind: PassKind) -> bool:
-        """Passes of a generation; those of training where there was one to compare them with."""
+        """Pass of a generation; those of training where there was one to compare them with."""
         if kind.is_training:
             return self._has_generated and len(self._compared) < self._max_sequences
         self._has_generated |= kind.has_cache
@@ -148,7 +148,9 @@ class RoutingCallback(TrainerCallback):
 
 
 def _matrix(loads: dict[int, LayerLoad] | dict[str, LayerLoad]) -> tuple[tuple[int, ...], Any]:
-    """Indices of the layers, and their counts as one matrix; None where layers have different numbers of experts."""
+    """Return the indices of the layers, and their counts as one matrix; None where layers have different numbers of
+    experts.
+    """
     indices = indices_of_layers(loads)
     counts = [loads[key]["expert_load"] for key in indices]  # type: ignore[index]
     alike = len({len(row) for row in counts}) == 1
@@ -156,7 +158,7 @@ def _matrix(loads: dict[int, LayerLoad] | dict[str, LayerLoad]) -> tuple[tuple[i
 
 
 def _adds_up_on_the_host() -> bool:
-    """True where there is one process, or its group adds up tensors of the host, as gloo does."""
+    """Return True where there is one process, or its group adds up tensors of the host, as gloo does."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True
     return "gloo" in dist.get_backend_config()

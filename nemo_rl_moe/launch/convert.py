@@ -116,7 +116,7 @@ def _check_folders(conversion: Conversion) -> None:
 
 
 def _hint(source: Path, found: WeightsFormat) -> str:
-    """The probable intention, in words; empty where there is none."""
+    """Return the probable intention, in words; empty where there is none."""
     if found == "megatron":
         return "; did you mean --from megatron?"
     if holds_megatron_weights(source.parent) and source.name == MEGATRON_WEIGHTS_FOLDER:
@@ -182,7 +182,7 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
 
 
 def _check_size(held: SafetensorsFolder, num_parameters: int) -> None:
-    """Refuses a model many times as large as its files, before memory is taken for it."""
+    """Refuse a model many times as large as its files, before memory is taken for it."""
     num_stored = sum(math.prod(tensor.shape) for tensor in held.tensors.values())
     if num_parameters > MOST_TIMES * num_stored:
         raise ConfigurationError(
@@ -209,7 +209,9 @@ def _next_step(target_format: WeightsFormat, target: Path, *, has_vision: bool) 
 
 
 def _dtype_of(config_json: Mapping[str, Any], held: SafetensorsFolder | None, console: ConsoleLogger) -> NumberFormat:
-    """Number format of the input: that of its files, whatever `config.json` says, since nothing is rounded unasked."""
+    """Return the number format of the input: that of its files, whatever `config.json` says, since nothing is rounded
+    unasked.
+    """
     stated = config_json.get("dtype", config_json.get("torch_dtype"))
     if held is None:
         return _writable(stated or "float32", "config.json: dtype")
@@ -244,7 +246,7 @@ def _writable(found: Any, what: str) -> NumberFormat:
 
 
 def _policy(source: Path, dtype: NumberFormat) -> PolicyConfig:
-    """Policy of one worker with the model's own settings."""
+    """Return the policy of one worker with the model's own settings."""
     overrides = [
         "policy.init=pretrained",
         f"policy.precision={dtype}",

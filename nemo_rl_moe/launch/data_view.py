@@ -69,19 +69,19 @@ class ShownSequence:
     max_length: int
 
     def kinds(self) -> list[Kind]:
-        """Kind of each token."""
+        """Return the kind of each token."""
         mask = self.example.token_mask
         return [CUT if i >= self.max_length else TRAINED if mask[i] else CONTEXT for i in range(len(mask))]
 
     def image_numbers(self) -> list[int | None]:
-        """Number of the image that each token stands for."""
+        """Return the number of the image that each token stands for."""
         numbers: list[int | None] = [None] * len(self.example)
         for number, (first, count) in enumerate(self.example.images.runs if self.example.images is not None else ()):
             numbers[first : first + count] = [number] * count
         return numbers
 
     def images(self) -> list[str]:
-        """Words for each image: its sizes in the file, height first, and its tokens."""
+        """Return the words for each image: its sizes in the file, height first, and its tokens."""
         images = self.example.images
         if images is None:
             return []
@@ -91,7 +91,7 @@ class ShownSequence:
         ]
 
     def title(self) -> str:
-        """Source and numbers of tokens of the sample."""
+        """Return the source and numbers of tokens of the sample."""
         kinds = self.kinds()
         num_cut, more = kinds.count(CUT), "more than " if self.example.truncated else ""
         parts = [counted(len(kinds) - num_cut, "token")]
@@ -148,7 +148,7 @@ def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -
 
 
 def _picture_rule(config: MasterConfig) -> PictureRule | None:
-    """Rule by which the model takes images; None for a model of text alone."""
+    """Return the rule by which the model takes images; None for a model of text alone."""
     name = config.policy.model_name
     # What else is wrong with the model is told by a run.
     return load_picture_rule(name, load_hf_config(name)) if "vision_config" in load_config_json(name) else None
@@ -232,7 +232,9 @@ def _with_what_was_cut(
     originals: Iterator[Example],
     pictures: PictureRule | None,
 ) -> list[ShownSequence]:
-    """The examples with the first tokens behind the cut, for which the data is read once more as far as needed."""
+    """Return the examples with the first tokens behind the cut, for which the data is read once more as far as
+    needed.
+    """
     max_length, data = config.policy.max_total_sequence_length, config.data
     cut = {example.sample_id for example in examples if example.truncated}
     run_wide = run_wide_inputs(data.tools, data.chat_template_kwargs)
@@ -252,7 +254,7 @@ def _with_what_was_cut(
 
 
 def sequence_text(sequence: ShownSequence, decode: Callable[[Sequence[int]], str], in_colour: bool) -> Text:
-    """Show a sequence as text, its kinds of tokens marked by colours or by signs."""
+    """Return the show a sequence as text, its kinds of tokens marked by colours or by signs."""
     ids = sequence.example.input_ids.tolist()
     text, place, told = Text(), 0, ""
     shown = sequence.images()
@@ -273,7 +275,7 @@ def sequence_text(sequence: ShownSequence, decode: Callable[[Sequence[int]], str
 
 
 def _piece(text: str, kind: Kind, in_colour: bool) -> Text:
-    """Text from outside, with its control characters written out."""
+    """Return the text from outside, with its control characters written out."""
     shown = printable(text)
     if in_colour:
         return Text(shown, style=kind.style)

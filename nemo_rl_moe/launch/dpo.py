@@ -38,7 +38,7 @@ class Pairs:
     validation: PreferenceDataset | None
 
     def loader(self) -> GlobalBatchLoader:
-        """The training batches.
+        """Return the training batches.
 
         Raises:
             DataError: The pairs do not fill one.
@@ -49,7 +49,7 @@ class Pairs:
         )
 
     def validation_batches(self) -> Callable[[], Iterator[TokenBatch]] | None:
-        """Makes one pass over the held-out batches; None without validation data."""
+        """Make one pass over the held-out batches; None without validation data."""
         if self.validation is None:
             return None
         size = self.config.policy.train_global_batch_size
@@ -58,7 +58,7 @@ class Pairs:
         )
 
     def measured(self, policy: PolicyInterface, steps: range, console: ConsoleLogger) -> "Pairs":
-        """The same pairs with the reference model's log-probabilities of those that are going to be used.
+        """Return the same pairs with the reference model's log-probabilities of those that are going to be used.
 
         Args:
             policy: With the weights that the run began with.
@@ -77,7 +77,7 @@ class Pairs:
 
 
 def run_dpo(config: DPOMasterConfig, run: TrainingRun) -> None:
-    """Runs direct preference optimization from start to end.
+    """Run direct preference optimization from start to end.
 
     Raises:
         UserError: The model, the tokenizer or the data cannot be used.

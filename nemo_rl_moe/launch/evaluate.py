@@ -67,7 +67,7 @@ def evaluate(config: GRPOMasterConfig, output: Path | None, threshold: float | N
 
 
 def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | None) -> Evaluation:
-    """Has the model answer and the environment score."""
+    """Have the model answer and the environment score."""
     prepared = prepare_rollouts(config, run)
     policy = run.start_policy()
     announce_moe(run.console, policy.moe_configuration, policy.moe_configuration_sources)
@@ -108,7 +108,7 @@ def result_lines(config: GRPOMasterConfig, evaluation: Evaluation, threshold: fl
 
 
 def pass_rule(threshold: float | None) -> str:
-    """Rule of what counts as passed, in words."""
+    """Return the rule of what counts as passed, in words."""
     if threshold is None:
         return "a response passes where the environment calls it right"
     return f"a response passes with a reward of at least {threshold:g}"
@@ -131,7 +131,7 @@ def _write(
 
 
 def results_of(config: GRPOMasterConfig, evaluation: Evaluation, threshold: float | None) -> dict[str, Any]:
-    """Content of `results.json`."""
+    """Return the content of `results.json`."""
     source, loop = config.data.validation, config.grpo
     assert source is not None  # the command asks for it
     summary = evaluation.summary

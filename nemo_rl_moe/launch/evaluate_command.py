@@ -41,7 +41,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser.add_argument(
         "--config", metavar="FILE", help="a YAML file of GRPO, or the name of a shipped one such as grpo_tiny_moe.yaml"
     )
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
-    """Load the configuration, and check that it can be evaluated and written.
+    """Return the load the configuration, and check that it can be evaluated and written.
 
     Raises:
         ConfigurationError: It cannot.

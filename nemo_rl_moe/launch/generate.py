@@ -60,7 +60,7 @@ def generate(config: GRPOMasterConfig, output: Path | None, *, with_logprobs: bo
 
 
 def _with_positions_of_the_model(config: GRPOMasterConfig) -> GRPOMasterConfig:
-    """The configuration with sequences no longer than the model has positions."""
+    """Return the configuration with sequences no longer than the model has positions."""
     policy = config.policy
     limit = position_limit(load_config_json(policy.model_name))
     if limit is None or limit >= policy.max_total_sequence_length:
@@ -74,7 +74,7 @@ def _with_positions_of_the_model(config: GRPOMasterConfig) -> GRPOMasterConfig:
 
 
 def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
-    """One record for each response, prompt after prompt."""
+    """Yield one record for each response, prompt after prompt."""
     config = run.config
     assert isinstance(config, GRPOMasterConfig)
     generation, samples = config.policy.generation, config.grpo.val_num_generations
@@ -117,7 +117,7 @@ def responses(
     chunk: int | None = None,
     report_progress: Callable[[int], object] = lambda num_responses: None,
 ) -> Iterator[tuple[Prompt, int, GeneratedSequence]]:
-    """Generate responses in the order of the prompts, each as soon as those before it are there.
+    """Yield the generate responses in the order of the prompts, each as soon as those before it are there.
 
     Args:
         prompts: At least one.
@@ -148,7 +148,9 @@ def responses(
 def requests_of(
     prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingParameters
 ) -> list[GenerationRequest]:
-    """Make a request of each prompt; responses to one prompt share the arrays of its images, which are read here."""
+    """Return the make a request of each prompt; responses to one prompt share the arrays of its images, which are read
+    here.
+    """
     distinct = {id(prompt): prompt for prompt in prompts}
     inputs = dict(zip(distinct, prompt_inputs(list(distinct.values())), strict=True))
     return [
@@ -165,7 +167,7 @@ def record_of(
     decode: Decode,
     with_logprobs: bool,
 ) -> dict[str, Any]:
-    """A response as it is written."""
+    """Return a response as it is written."""
     token_ids = tuple(sequence.token_ids.tolist())
     record = {
         "sample_id": prompt.sample_id,

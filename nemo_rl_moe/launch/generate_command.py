@@ -50,7 +50,7 @@ class _Option:
         self.key, self.metavar, self.text, self.is_text = key, metavar, text, is_text
 
     def override(self, value: str) -> str:
-        """The option as an override of the configuration."""
+        """Return the option as an override of the configuration."""
         return f"{self.key}={json.dumps(value) if self.is_text else value}"
 
 
@@ -77,7 +77,7 @@ _REQUIRED = ("--model", "--prompts")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     for name, option in OPTIONS.items():
         parser.add_argument(name, metavar=option.metavar, help=option.text, required=name in _REQUIRED)
     parser.add_argument("--logprobs", action="store_true", help="write the tokens and their log-probabilities too")
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
-    """Load the configuration, and check that the output can be written.
+    """Return the load the configuration, and check that the output can be written.
 
     Raises:
         ConfigurationError: One of them is wrong.
@@ -99,7 +99,7 @@ def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterCon
 
 
 def overrides_of(options: argparse.Namespace) -> list[str]:
-    """The options that were given as overrides of `BASE_CONFIG`."""
+    """Return the options that were given as overrides of `BASE_CONFIG`."""
     return [OPTIONS[name].override(value) for name, value in _given(options).items()]
 
 

@@ -64,7 +64,7 @@ class PreparedRollouts:
     held_out: Sequence[Prompt]
 
     def loader(self, config: GRPOMasterConfig) -> PromptLoader:
-        """The prompts to train on in the order of the steps.
+        """Return the prompts to train on in the order of the steps.
 
         Raises:
             DataError: They do not fill one step.
@@ -72,7 +72,9 @@ class PreparedRollouts:
         return PromptLoader(self.training, config.grpo.num_prompts_per_step, config.grpo.seed, config.data.shuffle)
 
     def fingerprints(self, config: GRPOMasterConfig) -> dict[str, str]:
-        """Fingerprints of a resumed run's inputs: the prompts, and the model where a reference is read from it."""
+        """Return the fingerprints of a resumed run's inputs: the prompts, and the model where a reference is read from
+        it.
+        """
         prompts = samples_fingerprint(config.data.train.path or "drawn", _token_ids_and_images(self.training))
         if not algorithm_of(config).needs_reference(config):
             return {TRAINING_DATA: prompts}
@@ -80,7 +82,7 @@ class PreparedRollouts:
 
 
 def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
-    """Runs GRPO from start to end.
+    """Run GRPO from start to end.
 
     Raises:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
@@ -110,7 +112,7 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
 
 
 def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollouts:
-    """Checks environment, engine and model, and reads the prompts; starts nothing.
+    """Check environment, engine and model, and read the prompts; starts nothing.
 
     Raises:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
@@ -140,7 +142,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
 def start_engine(
     config: GRPOMasterConfig, run: ModelRun, policy: MegatronPolicy, model: PreparedModel
 ) -> GenerationEngine:
-    """Starts the generation engine for the rest of the run; one that keeps a copy of the weights has none yet.
+    """Start the generation engine for the rest of the run; one that keeps a copy of the weights has none yet.
 
     The policy makes room before, as an engine wants its whole share of a GPU when it starts; then it sleeps until it
     gets weights.
@@ -170,7 +172,7 @@ def make_run_observers(
 def make_routing_measurements(
     config: GRPOMasterConfig, policy: MegatronPolicy, engine: GenerationEngine, run: TrainingRun
 ) -> RoutingMeasurements | None:
-    """The measurements that a configuration asks for; None without a tape, which says what routers choose."""
+    """Return the measurements that a configuration asks for; None without a tape, which says what routers choose."""
     megatron, moe = config.policy.megatron_cfg, policy.moe_configuration
     has_tape = megatron.routing_tape or megatron.routing_replay != "none"
     if not has_tape or not moe or moe.get("moe_router_fusion"):
@@ -202,7 +204,7 @@ def make_routing_measurements(
 def start_rollouts(
     config: GRPOMasterConfig, run: ModelRun, policy: MegatronPolicy, prepared: PreparedRollouts
 ) -> RolloutWorker:
-    """Starts the environment's workers and the generation engine for the rest of the run."""
+    """Start the environment's workers and the generation engine for the rest of the run."""
     scorer = run.use(running_scorer(config, run.console))
     tokenizer = prepared.model.tokenizer
     notices = Notices(run.console.message, run.console.warn)
@@ -273,7 +275,7 @@ def read_prompts(
     pictures: PictureRule | None,
     is_scored: bool = True,
 ) -> PromptDataset:
-    """Reads, or draws, and tokenises one set of prompts, without the training prompts, and tells what was left out.
+    """Read, or draws, and tokenise one set of prompts, without the training prompts, and tell what was left out.
 
     Args:
         config: The whole configuration.
@@ -298,7 +300,7 @@ def read_prompts(
 
 
 def is_same_file(training: PromptSourceConfig, validation: PromptSourceConfig) -> bool:
-    """True where validation names the training prompts themselves, to see whether a run learns them by heart.
+    """Return True where validation names the training prompts themselves, to see whether a run learns them by heart.
 
     Otherwise held-out prompts that are training prompts too are an accident, and are left out.
     """
@@ -309,7 +311,7 @@ def is_same_file(training: PromptSourceConfig, validation: PromptSourceConfig) -
 
 
 def _token_ids_and_images(prompts: Iterable[Prompt]) -> Iterator[Any]:
-    """Token ids of each prompt, and behind them digests of its images."""
+    """Yield the token ids of each prompt, and behind them digests of its images."""
     for prompt in prompts:
         digests = prompt.images.digests() if prompt.images is not None else ()
         yield (*prompt.token_ids, *b"".join(digests))
@@ -317,7 +319,7 @@ def _token_ids_and_images(prompts: Iterable[Prompt]) -> Iterator[Any]:
 
 @contextmanager
 def running_scorer(config: GRPOMasterConfig, console: ConsoleLogger) -> Iterator[EnvironmentScorer]:
-    """Starts the environment's workers, and stops them whatever happens."""
+    """Start the environment's workers, and stop them whatever happens."""
     with console.phase(f"starting the environment ({config.env.name})"):
         scorer = EnvironmentScorer(config.env)
     try:
@@ -328,7 +330,7 @@ def running_scorer(config: GRPOMasterConfig, console: ConsoleLogger) -> Iterator
 
 @contextmanager
 def running_engine(setup: EngineSetup, console: ConsoleLogger) -> Iterator[GenerationEngine]:
-    """Starts the generation engine, and stops it whatever happens."""
+    """Start the generation engine, and stop it whatever happens."""
     with console.phase(f"starting the generation engine ({setup.config.policy.generation.backend})"):
         engine = make_engine(setup)
     try:

@@ -13,7 +13,7 @@ from nemo_rl_moe.errors import ConfigurationError
 
 
 def is_free(target: Path) -> bool:
-    """True where nothing is, or a folder with nothing in it, such as `mktemp -d` makes."""
+    """Return True where nothing is, or a folder with nothing in it, such as `mktemp -d` makes."""
     if target.is_symlink() or not target.is_dir():
         return not target.exists() and not target.is_symlink()
     return next(target.iterdir(), None) is None
@@ -30,7 +30,7 @@ def require_free(target: Path) -> None:
 
 
 def next_free(parent: Path, name: str) -> Path:
-    """The first of `NAME_001`, `NAME_002`, ... that is not there."""
+    """Return the first of `NAME_001`, `NAME_002`, ... that is not there."""
     number = 1
     while not is_free(folder := parent / f"{name}_{number:03d}"):
         number += 1

@@ -89,7 +89,7 @@ def print_plan(config: MasterConfig, target: Target | None = None) -> None:
 
 
 def layout_lines(config: MasterConfig, transformer: TransformerConfig) -> list[str]:
-    """Lines on the workers of the run and the part of the model that each holds."""
+    """Return the lines on the workers of the run and the part of the model that each holds."""
     megatron, cluster = config.policy.megatron_cfg, config.cluster
     kind = "GPUs" if cluster.gpus_per_node else "CPU workers"
     nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
@@ -121,7 +121,7 @@ def layout_lines(config: MasterConfig, transformer: TransformerConfig) -> list[s
 
 
 def parameter_lines(config: MasterConfig, transformer: TransformerConfig, hf_config: Any) -> list[str]:
-    """Lines on the parameters of the model and of each kind of worker."""
+    """Return the lines on the parameters of the model and of each kind of worker."""
     rows = [
         ("whole model", _billions(whole_model_parameters(transformer, hf_config))),
         ("active for each token", _billions(active_parameters(transformer, hf_config))),
@@ -136,7 +136,7 @@ def parameter_lines(config: MasterConfig, transformer: TransformerConfig, hf_con
 
 
 def memory_lines(config: MasterConfig, transformer: TransformerConfig, hf_config: Any) -> list[str]:
-    """Table of the memory of each worker, a column for each pipeline stage."""
+    """Return the table of the memory of each worker, a column for each pipeline stage."""
     stages = range(transformer.pipeline_model_parallel_size)
     workers = [worker_memory(config, transformer, hf_config, stage) for stage in stages]
     rows = _memory_rows(config, workers, microbatch_patches(config, hf_config))
@@ -195,7 +195,7 @@ def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory], patches:
 
 
 def _optimizer_label(config: MasterConfig) -> str:
-    """Name of the row of what the optimizer holds on the device."""
+    """Return the name of the row of what the optimizer holds on the device."""
     megatron = config.policy.megatron_cfg
     chosen = megatron.optimizer
     sharded = ", sharded" if megatron.distributed_data_parallel_config.use_distributed_optimizer else ""

@@ -35,7 +35,9 @@ PROBE_OF_TEXT = 16
 def make_refit_check(
     config: GRPOMasterConfig, policy: MegatronPolicy, engine: GenerationEngine, hf_config: Any, console: ConsoleLogger
 ) -> RefitCheck | None:
-    """The check of an engine's weights; None where it shares the trainer's, or is not to be checked or cannot be."""
+    """Return the check of an engine's weights; None where it shares the trainer's, or is not to be checked or cannot
+    be.
+    """
     generation = config.policy.generation
     chosen = generation.refit_check
     if engine.shares_weights or not chosen.enabled:
@@ -90,7 +92,8 @@ def make_refit_check(
 def picture_probe(
     sequence: Sequence[int], hf_config: Any, longest: int, seed: int
 ) -> tuple[Sequence[int], dict[str, ModelInput]]:
-    """A sequence of the check with a picture of noise behind its first token, so that tower and projector are checked.
+    """Return a sequence of the check with a picture of noise behind its first token, so that tower and projector are
+    checked.
 
     Args:
         sequence: Tokens.
@@ -116,7 +119,7 @@ def picture_probe(
 def explain_by_text(
     policy: MegatronPolicy, engine: ScoringEngine, copy: int, temperature: float, count: int, hf_config: Any
 ) -> str:
-    """The side of a model of images whose weights differ, by sequences without pictures."""
+    """Return the side of a model of images whose weights differ, by sequences without pictures."""
     sequences = probe_sequences(count, PROBE_OF_TEXT, hf_config.vocab_size)
     none = image_inputs([], np.zeros(PROBE_OF_TEXT, dtype=np.bool_))
     expected = start_scores(policy, sequences, model_inputs=[none] * count)()
@@ -129,13 +132,17 @@ def explain_by_text(
 def start_scores(
     policy: MegatronPolicy, sequences: Sequence[Sequence[int]], *, model_inputs: Sequence[Mapping[str, ModelInput]] = ()
 ) -> Callable[[], Scores]:
-    """Has the trainer begin to score sequences of one length; the log-probs of all tokens but the first, waited for."""
+    """Have the trainer begin to score sequences of one length; the log-probs of all tokens but the first, waited
+    for.
+    """
     logprobs = policy.start_logprobs(batch_of(sequences, model_inputs), by_one_copy=True)
     return lambda: [row[1:].numpy() for row in logprobs()]
 
 
 def batch_of(sequences: Sequence[Sequence[int]], model_inputs: Sequence[Mapping[str, ModelInput]] = ()) -> TokenBatch:
-    """Sequences of one length, as the trainer scores them; with their pictures, where the model takes some."""
+    """Return the sequences of one length, as the trainer scores them; with their pictures, where the model takes
+    some.
+    """
     input_ids = torch.tensor(sequences)
     batch = TokenBatch(
         input_ids=input_ids,

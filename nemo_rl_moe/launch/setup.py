@@ -78,7 +78,7 @@ class PreparedModel:
 
 
 def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel:
-    """Fetches and checks the model, so that what is wrong with it is told before Ray starts; loads the tokenizer.
+    """Fetch and check the model, so that what is wrong with it is told before Ray starts; load the tokenizer.
 
     Raises:
         ConfigurationError: The model cannot be had, it, one of its fields or the layout is not supported, its folder
@@ -109,7 +109,7 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel
 def use_corrected_template(
     tokenizer: "PreTrainedTokenizerBase", settings: TokenizerConfig, console: ConsoleLogger
 ) -> None:
-    """Takes a chat template of ours where the tokenizer's own loses parts of a conversation, and tells of it."""
+    """Take a chat template of ours where the tokenizer's own loses parts of a conversation, and tells of it."""
     if settings.chat_template is None and (line := correct_template(tokenizer, settings.corrected_template)):
         console.message(line)
 
@@ -117,7 +117,7 @@ def use_corrected_template(
 def model_warnings(
     policy: PolicyConfig, hf_config: Any, config_json: Mapping[str, Any], transformer: "TransformerConfig"
 ) -> list[str]:
-    """Warnings about the model's settings before a run, a line each.
+    """Return the warnings about the model's settings before a run, a line each.
 
     Args:
         policy: The `policy` section of the configuration.
@@ -136,7 +136,7 @@ def model_warnings(
 
 
 def _fetched(policy: PolicyConfig, console: ConsoleLogger) -> tuple[ModelSource, Path]:
-    """Source of the model, and its folder on this machine."""
+    """Return the source of the model, and its folder on this machine."""
     if Path(policy.model_name).is_dir():
         source = find_model(policy)
     else:
@@ -158,7 +158,7 @@ def read_samples(
     console: ConsoleLogger,
     pictures: PictureRule | None,
 ) -> Samples:
-    """Reads and tokenises one set of samples, and tells what was cut, dropped or skipped.
+    """Read and tokenise one set of samples, and tell what was cut, dropped or skipped.
 
     Args:
         load: `load_sft_dataset` or `load_preferences`.
@@ -189,7 +189,7 @@ def read_samples(
 def images_of_data(
     data: DataConfig | PromptDataConfig, path: str | None, tokenizer: Any, pictures: PictureRule | None
 ) -> ImageTokenizer | None:
-    """Treatment of a data set's images; None: the model takes text alone.
+    """Return the treatment of a data set's images; None: the model takes text alone.
 
     Raises:
         DataError: The tokenizer lacks a token that the model needs.
@@ -201,7 +201,7 @@ def images_of_data(
 
 
 def fetch_on_machines(cluster: RayCluster, model: HubModel) -> None:
-    """Brings a hub's model onto every machine of the run; nothing is fetched where the cache (HF_HOME) is shared.
+    """Bring a hub's model onto every machine of the run; nothing is fetched where the cache (HF_HOME) is shared.
 
     Raises:
         ConfigurationError: A machine cannot get it.
@@ -221,7 +221,7 @@ def running_policy(
     num_steps: int | None,
     keep_reference: bool = False,
 ) -> Iterator[MegatronPolicy]:
-    """Starts the workers, for forward passes alone where there are no optimizer steps; stops them whatever happens.
+    """Start the workers, for forward passes alone where there are no optimizer steps; stop them whatever happens.
 
     Raises:
         ConfigurationError: The model's weights cannot be used.
@@ -316,11 +316,11 @@ class ModelRun:
         self._opened.__exit__(kind, error, traceback)
 
     def use(self, context: AbstractContextManager[Opened]) -> Opened:
-        """Opens something for the rest of the run."""
+        """Open something for the rest of the run."""
         return self._opened.enter_context(context)
 
     def prepare_model(self) -> PreparedModel:
-        """Fetch and check the model, load the tokenizer, and let Ray start.
+        """Return the fetch and check the model, load the tokenizer, and let Ray start.
 
         Raises:
             ConfigurationError: One of them cannot be had or used.
@@ -344,7 +344,7 @@ class ModelRun:
         return self._cluster
 
     def start_policy(self) -> MegatronPolicy:
-        """Starts Ray and the workers, for forward passes alone.
+        """Start Ray and the workers, for forward passes alone.
 
         Raises:
             ConfigurationError: The machines are not there, or the model's weights cannot be used.
@@ -352,7 +352,7 @@ class ModelRun:
         return self._start_workers(seed=0, num_steps=None, keep_reference=False)
 
     def start_places(self, role: str) -> RayCluster:
-        """Reserves the places of a role that has no model workers, until the run ends.
+        """Reserve the places of a role that has no model workers, until the run ends.
 
         Raises:
             ConfigurationError: There is no room for them.
@@ -387,7 +387,7 @@ class ModelRun:
 
 
 def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Shows the router settings that are really in force.
+    """Show the router settings that are really in force.
 
     Args:
         console: Where to.
@@ -414,7 +414,7 @@ def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any], s
 
 
 def _has_effect(name: str, moe_configuration: Mapping[str, Any]) -> bool:
-    """False for defaults of what is switched off."""
+    """Return False for defaults of what is switched off."""
     if name.startswith(("moe_deepep_", "moe_flex_", "moe_hybridep_", "moe_ncclep_")):
         return bool(moe_configuration.get("moe_token_dispatcher_type") == "flex")
     if name == "moe_router_bias_update_rate":
@@ -423,7 +423,7 @@ def _has_effect(name: str, moe_configuration: Mapping[str, Any]) -> bool:
 
 
 def _short(value: Any) -> Any:
-    """A long list as its runs of equal entries: `3 x 0, 58 x 1`."""
+    """Return a long list as its runs of equal entries: `3 x 0, 58 x 1`."""
     if not isinstance(value, list) or len(value) <= _LONGEST_LIST_SHOWN:
         return value
     return ", ".join(f"{len(list(run))} x {entry}" for entry, run in itertools.groupby(value))
@@ -432,7 +432,7 @@ def _short(value: Any) -> Any:
 def summarise(
     config: MasterConfig, summary: RunSummary, run_folder: Path, weights: Path | None, scoring: Sequence[str] = ()
 ) -> str:
-    """A few lines: what was learned, what was wrong with the rewards, and where to look."""
+    """Return a few lines: what was learned, what was wrong with the rewards, and where to look."""
     lines = [f"\n{summary.num_steps} steps done."]
     for name in ("loss", "accuracy"):
         if f"val/{name}" in summary.last_validation:

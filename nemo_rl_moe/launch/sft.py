@@ -17,7 +17,7 @@ from nemo_rl_moe.launch.training_run import TrainingRun
 
 
 def run_sft(config: SFTMasterConfig, run: TrainingRun) -> None:
-    """Runs supervised fine-tuning from start to end.
+    """Run supervised fine-tuning from start to end.
 
     Raises:
         UserError: The model, the tokenizer or the data cannot be used.

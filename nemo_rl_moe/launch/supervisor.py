@@ -138,7 +138,8 @@ def _passed_on(number: int) -> signal.Signals:
 
 
 def _collect(process: int) -> int | None:
-    """Collect the exit codes of children that have ended, adopted orphans too, which stay as zombies until then.
+    """Return the collect the exit codes of children that have ended, adopted orphans too, which stay as zombies until
+    then.
 
     Returns:
         The exit code of the run's process, negative where a signal has killed it; None while it runs.

@@ -131,7 +131,7 @@ class TrainingRun(ModelRun):
         return self._stop_signals.reason()
 
     def prepare_role(self, role: str) -> PreparedModel:
-        """Fetches and checks the model of a role beside the policy; after `prepare_model`.
+        """Fetch and check the model of a role beside the policy; after `prepare_model`.
 
         Raises:
             ConfigurationError: It cannot be had or used, does not take the policy's images, or has no embedding for
@@ -157,7 +157,7 @@ class TrainingRun(ModelRun):
         return model
 
     def start_role(self, role: str, model: PreparedModel) -> ModelWorkers:
-        """Starts the workers of a role beside the policy, after those of the policy.
+        """Start the workers of a role beside the policy, after those of the policy.
 
         Raises:
             ConfigurationError: There is no room for them, or the model's weights cannot be used.
@@ -167,7 +167,8 @@ class TrainingRun(ModelRun):
     def start_trainable_role(
         self, role: str, model: PreparedModel, heads: Collection[Head] = (Head.LOGPROBS,)
     ) -> TrainableModel:
-        """Start the workers of a role that is trained beside the policy, after those of the policy, before `restore`.
+        """Return the start the workers of a role that is trained beside the policy, after those of the policy, before
+        `restore`.
 
         It takes as many optimizer steps as the policy, and is saved and resumed with it.
 
@@ -190,7 +191,7 @@ class TrainingRun(ModelRun):
         return self._trained[role]
 
     def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
-        """Tells where the run begins, and what its settings come to. Writes nothing of the run's own.
+        """Tell where the run begins, and what its settings come to. Writes nothing of the run's own.
 
         Args:
             num_steps: Steps of the whole run.
@@ -212,7 +213,7 @@ class TrainingRun(ModelRun):
         self.console.begin(num_steps)
 
     def _claim_checkpoints(self) -> None:
-        """Finds the checkpoint to resume from, and locks the folder of checkpoints where it is known."""
+        """Find the checkpoint to resume from, and locks the folder of checkpoints where it is known."""
         run_id, restart_number = self._launch.run_id, self._launch.restart_number
         self.resume = find_resume_point(self.config, run_id, restart_number, self.console.warn)
         self._store = _known_store(self.config, self.resume, self.console)
@@ -241,7 +242,7 @@ class TrainingRun(ModelRun):
         return range(self.resume.step if self.resume is not None else 0, self.num_steps)
 
     def start_policy(self) -> MegatronPolicy:
-        """Starts Ray and the workers of the policy.
+        """Start Ray and the workers of the policy.
 
         Raises:
             ConfigurationError: The machines are not there, or the model's weights cannot be used.
@@ -280,7 +281,7 @@ class TrainingRun(ModelRun):
                 self.resume = self._before_damage(damaged, error)
 
     def _before_damage(self, damaged: Sequence[Path], error: DamagedCheckpointError) -> ResumePoint:
-        """The newest checkpoint of the same training that has not been found damaged."""
+        """Return the newest checkpoint of the same training that has not been found damaged."""
         older = older_resume_point(self.config, damaged, self.console.warn)
         if older is None:
             raise error
@@ -290,7 +291,7 @@ class TrainingRun(ModelRun):
         return older
 
     def open(self) -> StepRecorder:
-        """Opens the run's folder, its loggers and its checkpoints, and tells what is in force.
+        """Open the run's folder, its loggers and its checkpoints, and tell what is in force.
 
         A resumed run goes on in its folder: what that holds of later steps is cut off, and the loggers continue.
 
@@ -317,7 +318,7 @@ class TrainingRun(ModelRun):
         return self._folder
 
     def end(self, summary: RunSummary) -> None:
-        """Writes the final weights of a run that is complete; prepares what is told when everything is closed.
+        """Write the final weights of a run that is complete; prepares what is told when everything is closed.
 
         Raises:
             CheckpointError: They cannot be written.
@@ -347,7 +348,7 @@ class TrainingRun(ModelRun):
         self._ending = summarise(config, summary, self._folder, weights, scoring)
 
     def _sign(self, weights: Path, step: int) -> None:
-        """Writes beside the final weights whose they are.
+        """Write beside the final weights whose they are.
 
         Survives a disk that is full, and a folder that somebody removes, between the weights and this.
         """
@@ -358,7 +359,7 @@ class TrainingRun(ModelRun):
             raise CheckpointError(f"{weights}: cannot be written: {one_line(error)}") from None
 
     def origin_of_weights(self, step: int) -> dict[str, Any]:
-        """Origin of the final weights: those of another training may stand in the same folder."""
+        """Return the origin of the final weights: those of another training may stand in the same folder."""
         return {"first_run_id": self._first_run_id, "step": step, "num_steps": self.num_steps}
 
     @property
@@ -484,7 +485,9 @@ class TrainingRun(ModelRun):
 
 
 def _known_store(config: MasterConfig, resume: ResumePoint | None, console: ConsoleLogger) -> CheckpointStore | None:
-    """The folder of checkpoints; None where there are none, or where the run's own folder, not made yet, has it."""
+    """Return the folder of checkpoints; None where there are none, or where the run's own folder, not made yet, has
+    it.
+    """
     if not config.checkpointing.enabled:
         return None
     known = resume.folder.parent if resume is not None else config.checkpointing.checkpoint_dir
@@ -492,7 +495,7 @@ def _known_store(config: MasterConfig, resume: ResumePoint | None, console: Cons
 
 
 def _all_samples(error: TrainingDivergedError, run_folder: Path) -> str:
-    """Writes the samples of the step to a file, and says where."""
+    """Write the samples of the step to a file, and says where."""
     path = run_folder / DIVERGED_SAMPLES_FILE
     try:
         path.write_text(json.dumps({"sample_ids": error.sample_ids}, indent=1) + "\n", encoding="utf-8")

@@ -22,14 +22,14 @@ _LEAST_SPAN = 4.0
 def advantage_pictures(
     step: int, layers: Sequence[int], scores: Float[np.ndarray, "layers experts"]
 ) -> dict[str, bytes]:
-    """The picture as a PNG file, by the key under which it is logged; none without a score."""
+    """Return the picture as a PNG file, by the key under which it is logged; none without a score."""
     if np.isnan(scores).all():
         return {}
     return {ADVANTAGE_KEY: as_png(draw_advantages(step, layers, scores))}
 
 
 def draw_advantages(step: int, layers: Sequence[int], scores: Float[np.ndarray, "layers experts"]) -> "Figure":
-    """Score of each expert: red where it serves responses of high advantage beyond chance, blue of low."""
+    """Return the score of each expert: red where it serves responses of high advantage beyond chance, blue of low."""
     num_layers, num_experts = scores.shape
     height = min(max(_HEIGHT_OF_LAYER * num_layers, _LEAST_HEIGHT), _MOST_HEIGHT)
     figure = new_figure((LEFT + _WIDTH + RIGHT, TOP + height + BOTTOM))

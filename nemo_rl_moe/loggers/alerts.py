@@ -68,7 +68,8 @@ class AlertWatch:
         counts: Int[np.ndarray, "layers experts"] | None = None,
         failed: Sequence[FailedResponses] = (),
     ) -> list[Alert]:
-        """Alerts that begin with the next step; without training metrics, as of a validation, those of failures.
+        """Return the alerts that begin with the next step; without training metrics, as of a validation, those of
+        failures.
 
         Without counts, those that `observe_load` was given for this step are used.
         """
@@ -83,11 +84,11 @@ class AlertWatch:
         self._load = step, layers, counts
 
     def observe_tape(self, step: int, anomalies: Sequence[TapeAnomaly]) -> list[Alert]:
-        """Alerts about the tape of the next step, before its metrics are there: a run may end by it."""
+        """Return the alerts about the tape of the next step, before its metrics are there: a run may end by it."""
         return alerts_of(step, self._tracker.observe_tape(step, anomalies))
 
     def replay(self, run_folder: Path, last_step: int) -> None:
-        """Observes the last steps before a resume without alerts, since the user has had them.
+        """Observe the last steps before a resume without alerts, since the user has had them.
 
         Survives damaged files: the steps in them are skipped, and an episode that goes on may be reported again.
         """
@@ -113,7 +114,7 @@ class AlertWatch:
 
 
 def alerts_of(step: int, begun: Iterable[Finding]) -> list[Alert]:
-    """One alert for each kind of the findings that begin at a step, however many layers have one."""
+    """Return one alert for each kind of the findings that begin at a step, however many layers have one."""
     by_kind = itertools.groupby(sorted(begun, key=lambda finding: finding.kind), key=lambda finding: finding.kind)
     return [_alert(step, kind.replace("_", " "), list(findings)) for kind, findings in by_kind]
 

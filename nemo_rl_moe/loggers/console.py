@@ -44,7 +44,7 @@ _STEPS_REMEMBERED = 20
 
 
 def train_line(step: int, total_steps: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:
-    """Format, for example, `step 12/200  loss 1.2345  grad_norm 0.93  lr 3.0e-03  9,812 tok/s  eta 1:03`.
+    """Return the format, for example, `step 12/200  loss 1.2345  grad_norm 0.93  lr 3.0e-03  9,812 tok/s  eta 1:03`.
 
     Empty when the step holds no training metrics.
     """
@@ -82,7 +82,7 @@ class TimeLeft:
         self._seen: deque[tuple[int, float]] = deque(maxlen=_STEPS_REMEMBERED + 1)
 
     def update(self, step: int, now: float) -> float | None:
-        """Seconds left after a step has ended; None while only one step is known.
+        """Return the seconds left after a step has ended; None while only one step is known.
 
         Args:
             now: Seconds on any clock that only goes forward.
@@ -140,12 +140,12 @@ class ConsoleLogger:
         self._step_line = ""
 
     def begin(self, total_steps: int) -> None:
-        """Sets the step at which training will end, which the length of the data set may decide."""
+        """Set the step at which training will end, which the length of the data set may decide."""
         self._total_steps = total_steps
         self._time_left = TimeLeft(total_steps)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the step, as `train_line` and `validation_line` write it."""
+        """Show the step, as `train_line` and `validation_line` write it."""
         line = train_line(step, self._total_steps, metrics, None)
         if line:
             line = train_line(step, self._total_steps, metrics, self._time_left.update(step, self._clock()))
@@ -158,10 +158,10 @@ class ConsoleLogger:
             self._print(validation, "bold")
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Does nothing: a whole configuration would push everything else off the screen."""
+        """Do nothing: a whole configuration would push everything else off the screen."""
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Ends the live line and leaves the last step standing; messages still work afterwards."""
+        """End the live line and leave the last step standing; messages still work afterwards."""
         if self._is_live and self._step_line:
             last, self._step_line = self._step_line, ""
             self._print(last)
@@ -169,11 +169,11 @@ class ConsoleLogger:
         self._refresh()
 
     def message(self, text: str) -> None:
-        """Shows text."""
+        """Show text."""
         self._print(text)
 
     def warn(self, text: str) -> None:
-        """Shows a warning."""
+        """Show a warning."""
         self._print(f"warning: {text}", "yellow")
 
     @contextmanager
@@ -213,7 +213,7 @@ class ConsoleLogger:
         self._console.print(Text(printable(text), style=style), soft_wrap=True)
 
     def _refresh(self) -> None:
-        """Starts, renews or removes the live display, depending on whether there is a phase or a step to show."""
+        """Start, renews or removes the live display, depending on whether there is a phase or a step to show."""
         if self._phases or (self._step_line and self._is_live):
             if self._display is None:
                 # Transient: what should stay is printed, so nothing is left half drawn.
@@ -241,7 +241,7 @@ class ConsoleLogger:
 
 @contextmanager
 def quiet(*logger_names: str, least: int = logging.ERROR) -> Iterator[None]:
-    """Silences loggers of Python's `logging` below a level: packages' own lines would mix with the console's."""
+    """Silence loggers of Python's `logging` below a level: packages' own lines would mix with the console's."""
     loggers = [logging.getLogger(name) for name in logger_names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -263,11 +263,11 @@ class Notices:
         self._message, self._warn = message, warn
 
     def message(self, text: str) -> None:
-        """Shows a line."""
+        """Show a line."""
         self._show(self._message, text, text)
 
     def warn(self, text: str) -> None:
-        """Shows a warning."""
+        """Show a warning."""
         self._show(self._warn, text, f"warning: {text}")
 
     def _show(self, show: Callable[[str], None], text: str, line: str) -> None:
@@ -279,7 +279,7 @@ class Notices:
 
 
 def reason_of(error: BaseException) -> str:
-    """Error as one line of text."""
+    """Return the error as one line of text."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"the package {error.name} is not installed"
     text = " ".join(str(error).split())

@@ -46,7 +46,7 @@ def build_loggers(
     patience: Patience | None = None,
     topk: int | None = None,
 ) -> FanOutLogger:
-    """Opens the loggers that the configuration asks for; the console and `metrics.jsonl` always take part.
+    """Open the loggers that the configuration asks for; the console and `metrics.jsonl` always take part.
 
     Survives a run that was killed and resumed: steps that TensorBoard or a service lacks, such as those that waited in
     a queue at the kill, are sent again from `metrics.jsonl`.
@@ -135,7 +135,7 @@ def find_own_backends(logger_config: LoggerConfig) -> dict[str, Callable[[Path],
 
 
 def mlflow_tracking_uri(logger_config: LoggerConfig) -> str:
-    """MLflow store: `logger.mlflow.tracking_uri`, or `mlflow.db` beside the log folder.
+    """Return the MLflow store: `logger.mlflow.tracking_uri`, or `mlflow.db` beside the log folder.
 
     Beside it and not inside, so that runs with different log folders share one store.
     """

@@ -66,7 +66,7 @@ class FanOutLogger:
         return self._earlier_run_ids | {logger.name: logger.run_id for logger in self._isolated if logger.run_id}
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs one step to every logger that still takes part; the direct ones have it when this returns."""
+        """Log one step to every logger that still takes part; the direct ones have it when this returns."""
         numbers = self._numbers(step, metrics)
         self._for_each(f"failed at step {step}", lambda logger: logger.log_step(step, numbers))
         for isolated in self._isolated:
@@ -92,13 +92,13 @@ class FanOutLogger:
         self._failed.append(failed)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Logs the configuration to every logger that still takes part."""
+        """Log the configuration to every logger that still takes part."""
         self._for_each("failed to store the configuration", lambda logger: logger.log_config(config))
         for isolated in self._isolated:
             isolated.log_config(config)
 
     def flush_to_disk(self) -> bool:
-        """Wait until the disk has every logged step; may be called from any thread.
+        """Return the wait until the disk has every logged step; may be called from any thread.
 
         Returns:
             False where some steps cannot be written yet.
@@ -107,7 +107,7 @@ class FanOutLogger:
         return all(logger.flush_to_disk() for logger in files)
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Closes every logger, in bounded time; a second call does nothing."""
+        """Close every logger, in bounded time; a second call does nothing."""
         isolated, self._isolated = self._isolated, []
         self._earlier_run_ids |= {logger.name: logger.run_id for logger in isolated if logger.run_id}
         for logger in isolated:

@@ -27,7 +27,7 @@ class MetricLogger(Protocol):
         ...
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Logs the resolved, nested configuration; called once, before the first step."""
+        """Log the resolved, nested configuration; called once, before the first step."""
         ...
 
     def close(self, outcome: RunOutcome = "finished") -> None:
@@ -44,7 +44,7 @@ class FlushesToDisk(Protocol):
     """Logger whose steps have to be on the disk before a checkpoint of them is."""
 
     def flush_to_disk(self) -> bool:
-        """Waits until the disk has all steps; False where some cannot be written. May be called from any thread."""
+        """Wait until the disk has all steps; False where some cannot be written. May be called from any thread."""
         ...
 
 
@@ -86,5 +86,5 @@ class SendsAlerts(Protocol):
     """Backend that reaches the user outside of the console."""
 
     def send_alert(self, title: str, text: str) -> None:
-        """Sends plain text; of one title, the service may hold back all but one within a minute."""
+        """Send plain text; of one title, the service may hold back all but one within a minute."""
         ...

@@ -102,7 +102,7 @@ class IsolatedLogger:
         self._thread.start()
 
     def wait_until_open(self) -> None:
-        """Waits for the backend to open or to fail, up to `opening_s`."""
+        """Wait for the backend to open or to fail, up to `opening_s`."""
         if not self._is_open.wait(self._patience.opening_s):
             self._is_silent = True
             self._notices.warn(
@@ -111,11 +111,11 @@ class IsolatedLogger:
             )
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queues one step; the mapping must not be changed afterwards."""
+        """Queue one step; the mapping must not be changed afterwards."""
         self._put(_step_job(step, metrics))
 
     def log_pictures(self, step: int, draw: DrawPictures) -> None:
-        """Queues the pictures of a step, which are drawn in the thread; called before the step itself."""
+        """Queue the pictures of a step, which are drawn in the thread; called before the step itself."""
 
         def log(backend: Backend) -> None:
             if pictures := draw():
@@ -124,7 +124,7 @@ class IsolatedLogger:
         self._put(_Job("pictures", f"the pictures of step {step}", log))
 
     def send_alert(self, title: str, text: str) -> None:
-        """Queues an alert, for a backend that sends any."""
+        """Queue an alert, for a backend that sends any."""
 
         def send(backend: Backend) -> None:
             if isinstance(backend, SendsAlerts):
@@ -133,16 +133,16 @@ class IsolatedLogger:
         self._put(_Job("alert", "an alert", send))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Queues the configuration."""
+        """Queue the configuration."""
         self._put(_Job("config", "the configuration", lambda backend: backend.log_config(config)))
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Asks the backend to close and waits for it."""
+        """Ask the backend to close and waits for it."""
         self.ask_to_close(outcome)
         self.wait_until_closed(time.monotonic() + self._patience.closing_s)
 
     def ask_to_close(self, outcome: RunOutcome) -> None:
-        """Lets the backend close when it has all steps; returns at once."""
+        """Let the backend close when it has all steps; returns at once."""
         with self._changed:
             self._outcome = outcome
             self._asked_at = time.monotonic()
@@ -171,7 +171,7 @@ class IsolatedLogger:
                     self._notices.warn(f"logger {self.name}: {number} {lost} were dropped while it was silent")
 
     def let_go(self) -> None:
-        """Leaves a backend behind that has not ended, so that the process can end."""
+        """Leave a backend behind that has not ended, so that the process can end."""
         with self._changed:
             if not self._thread.is_alive() or not self.is_active:
                 return

@@ -64,7 +64,7 @@ class MlflowLogger:
         self.last_step = self._last_before - 1
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics of the step, up to 1,000 in one request; those that the run has are skipped."""
+        """Log the metrics of the step, up to 1,000 in one request; those that the run has are skipped."""
         milliseconds = int(time.time() * 1000)
         new = {key: value for key, value in metrics.items() if step > self._last_steps.get(key, -1)}
         entries = [self._metric_type(key, float(value), milliseconds, step) for key, value in new.items()]
@@ -73,7 +73,7 @@ class MlflowLogger:
             self._last_steps.update((entry.key, step) for entry in batch)
 
     def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
-        """Stores each picture as the step's image; those of steps from before the resume are there."""
+        """Store each picture as the step's image; those of steps from before the resume are there."""
         import PIL.Image
 
         if step > self._last_before:
@@ -81,7 +81,7 @@ class MlflowLogger:
                 self._client.log_image(self.run_id, PIL.Image.open(BytesIO(content)), key=key, step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Logs the configuration as parameters, such as `policy.megatron_cfg.track_moe_metrics`.
+        """Log the configuration as parameters, such as `policy.megatron_cfg.track_moe_metrics`.
 
         MLflow refuses to change a parameter: those of a resumed run stay as they are.
         """
@@ -91,11 +91,11 @@ class MlflowLogger:
             self._client.log_batch(self.run_id, params=batch)
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Marks the run as finished, failed or killed."""
+        """Mark the run as finished, failed or killed."""
         self._client.set_terminated(self.run_id, status=outcome.upper())
 
     def _resumed(self, run_id: str) -> Any:
-        """The run to continue, marked as running again; None where the store does not have it."""
+        """Return the run to continue, marked as running again; None where the store does not have it."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -133,7 +133,7 @@ def local_store_uri(folder: Path) -> str:
 
 
 def flatten_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """Nested configuration as flat strings: `a.b.c` to value, cut to the lengths that MLflow accepts."""
+    """Return the nested configuration as flat strings: `a.b.c` to value, cut to the lengths that MLflow accepts."""
     return {key[:_LONGEST_KEY]: str(value)[:_LONGEST_VALUE] for key, value in flattened(config)}
 
 
@@ -142,14 +142,14 @@ def _batches(entries: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 def _local_artifact_folder(tracking_uri: str) -> Path | None:
-    """Folder for the artifacts of a SQLite store: beside it; MLflow's default is the working directory."""
+    """Return the folder for the artifacts of a SQLite store: beside it; MLflow's default is the working directory."""
     if not tracking_uri.startswith(_SQLITE_PREFIX):
         return None
     return Path(tracking_uri.removeprefix(_SQLITE_PREFIX)).resolve().parent / "mlartifacts"
 
 
 def _set_environment_defaults() -> None:
-    """Sets the defaults that MLflow reads from the environment; variables that the user has set stay."""
+    """Set the defaults that MLflow reads from the environment; variables that the user has set stay."""
     # Metrics go to the store that the user chose and nowhere else.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     # Its bars would mix with the lines of the console.

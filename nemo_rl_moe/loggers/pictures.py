@@ -59,7 +59,7 @@ class HeatmapGeometry:
         return LEFT + max(640, width * self.num_experts) + RIGHT, TOP + max(200, height * self.num_layers) + BOTTOM
 
     def center(self, row: int, expert: int) -> tuple[int, int]:
-        """Pixel in the middle of a cell."""
+        """Return the pixel in the middle of a cell."""
         width, height = self.cell
         return LEFT + width * expert + width // 2, TOP + height * row + height // 2
 
@@ -67,7 +67,7 @@ class HeatmapGeometry:
 def expert_load_pictures(
     step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]
 ) -> dict[str, bytes]:
-    """Both pictures as PNG files, by the key under which they are logged."""
+    """Return both pictures as PNG files, by the key under which they are logged."""
     return {
         HEATMAP_KEY: as_png(draw_heatmap(step, layers, counts)),
         SORTED_LOAD_KEY: as_png(draw_sorted_load(step, layers, counts)),
@@ -75,7 +75,9 @@ def expert_load_pictures(
 
 
 def cell_colors(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, "layers experts rgb"]:
-    """RGB colour of each cell, 0 to 1: half of the fair share is as blue as twice is red, 1 is white, dead is black."""
+    """Return the RGB colour of each cell, 0 to 1: half of the fair share is as blue as twice is red, 1 is white, dead
+    is black.
+    """
     log_utilization = np.log2(np.clip(utilization(counts), 2.0**-MOST_DOUBLINGS, 2.0**MOST_DOUBLINGS))
     places = (log_utilization + MOST_DOUBLINGS) / (2 * MOST_DOUBLINGS)
     colors: Float[np.ndarray, "layers experts rgb"] = _colormap()(places)[..., :3]
@@ -85,7 +87,7 @@ def cell_colors(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, 
 
 
 def draw_heatmap(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> "Figure":
-    """Heatmap of layers x experts; the colour is load over fair share."""
+    """Return the heatmap of layers x experts; the colour is load over fair share."""
     geometry = HeatmapGeometry(*counts.shape)
     figure = new_figure(geometry.size)
     cell_width, cell_height = geometry.cell
@@ -105,7 +107,7 @@ def draw_heatmap(step: int, layers: Sequence[int], counts: Int[np.ndarray, "laye
 
 
 def draw_sorted_load(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> "Figure":
-    """Loads of each layer's experts in descending order; for many layers, their quantiles."""
+    """Return the loads of each layer's experts in descending order; for many layers, their quantiles."""
     num_experts = counts.shape[1]
     figure = new_figure((1000, 560))
     axes = axes_at(figure, 80, TOP, 880, 560 - TOP - BOTTOM)
@@ -148,7 +150,7 @@ def _colormap() -> "LinearSegmentedColormap":
 
 
 def _summary(layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> str:
-    """Busiest expert and number of dead experts, in one line."""
+    """Return the busiest expert and number of dead experts, in one line."""
     loads = utilization(counts)
     row, expert = divmod(int(loads.argmax()), loads.shape[1])
     is_dead = dead(counts)
@@ -186,7 +188,7 @@ def _write_values(
 
 
 def _ticks(number: int, pixels: int, least: int) -> range:
-    """Every n-th of `number` positions, n a power of two, at least `least` pixels apart."""
+    """Return every n-th of `number` positions, n a power of two, at least `least` pixels apart."""
     distance = 1
     while distance * pixels < least:
         distance *= 2
@@ -202,7 +204,9 @@ def _draw_bands(axes: "Axes", ranks: Int[np.ndarray, " experts"], loads: Float[n
 
 
 def _by_chance(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, " experts"]:
-    """Sorted utilization of random routing at the median load of the layers, with Poisson approximated as normal."""
+    """Return the sorted utilization of random routing at the median load of the layers, with Poisson approximated as
+    normal.
+    """
     num_experts = counts.shape[1]
     deviation = math.sqrt(num_experts / float(np.median(counts.sum(-1)))) if len(counts) else 0.0
     normal = NormalDist()

@@ -20,14 +20,16 @@ _LEAST_SPAN = 0.01
 
 
 def routing_pictures(step: int, layers: Sequence[int], rows: Int[np.ndarray, "layers kinds"]) -> dict[str, bytes]:
-    """The picture as a PNG file, by the key under which it is logged; none without usable rows."""
+    """Return the picture as a PNG file, by the key under which it is logged; none without usable rows."""
     if not rows[:, Row.USABLE].any():
         return {}
     return {AGREEMENT_KEY: as_png(draw_agreement(step, layers, rows))}
 
 
 def draw_agreement(step: int, layers: Sequence[int], rows: Int[np.ndarray, "layers kinds"]) -> "Figure":
-    """Agreement of each layer: with the experts that it took, and with those that it would choose by itself."""
+    """Return the agreement of each layer: with the experts that it took, and with those that it would choose by
+    itself.
+    """
     figure = new_figure((1000, 560))
     axes = axes_at(figure, 80, TOP, 880, 560 - TOP - BOTTOM)
     known = np.flatnonzero(rows[:, Row.USABLE])

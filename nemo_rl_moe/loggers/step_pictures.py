@@ -10,7 +10,7 @@ from nemo_rl_moe.loggers.interface import DrawPictures
 
 
 def is_picture_step(step: int, every_steps: int | None) -> bool:
-    """True for steps with pictures: the first one and each multiple of `every_steps`; None or 0: never."""
+    """Return True for steps with pictures: the first one and each multiple of `every_steps`; None or 0: never."""
     return bool(every_steps) and (step == 1 or step % (every_steps or 1) == 0)
 
 

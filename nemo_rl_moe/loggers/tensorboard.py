@@ -54,13 +54,13 @@ class TensorBoardLogger:
             self._write(self._event_type(wall_time=time.time(), step=resumed_after + 1, session_log=start))
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one event that holds all metrics of the step."""
+        """Write one event that holds all metrics of the step."""
         value_type = self._summary_type.Value
         values = [value_type(tag=key, simple_value=float(value)) for key, value in metrics.items()]
         self._write(self._event_type(wall_time=time.time(), step=step, summary=self._summary_type(value=values)))
 
     def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
-        """Writes one event that holds the pictures of the step, for TensorBoard's image view."""
+        """Write one event that holds the pictures of the step, for TensorBoard's image view."""
         import PIL.Image
 
         summary = self._summary_type()
@@ -76,7 +76,7 @@ class TensorBoardLogger:
         self._write(self._event_type(wall_time=time.time(), step=step, summary=summary))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Writes the configuration as YAML under the tag `config`, in TensorBoard's text view."""
+        """Write the configuration as YAML under the tag `config`, in TensorBoard's text view."""
         from tensorboard.plugins.text.summary_v2 import text_pb
 
         text = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
@@ -86,7 +86,7 @@ class TensorBoardLogger:
         self._write(self._event_type(wall_time=time.time(), step=step, summary=text_pb("config", block)))
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
     def _write(self, event: Any) -> None:
@@ -102,7 +102,9 @@ def _seconds_in_names(folder: Path) -> list[int]:
 
 
 def _last_step(folder: Path) -> int:
-    """Last step that TensorBoard shows of a folder; -1 for none. A torn last event, which a kill leaves, is skipped."""
+    """Return the last step that TensorBoard shows of a folder; -1 for none. A torn last event, which a kill leaves, is
+    skipped.
+    """
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto import event_pb2
 

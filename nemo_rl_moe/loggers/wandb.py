@@ -51,7 +51,7 @@ _BEST_AND_LAST = {
 
 
 def define_charts(run: Any, has_outlier_chart: bool) -> None:
-    """Sets up the charts of a W&B run.
+    """Set up the charts of a W&B run.
 
     Args:
         has_outlier_chart: Whether the outliers get a chart together, in place of one for each expert.
@@ -76,13 +76,13 @@ class OutlierChart:
         self.rows: deque[tuple[int, float, str]] = deque(maxlen=_MOST_ROWS)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds the outliers of a step."""
+        """Add the outliers of a step."""
         for key, value in metrics.items():
             if key.startswith(_OUTLIERS):
                 self.rows.append((step, value, key.removeprefix(_OUTLIERS)))
 
     def draw(self) -> Mapping[str, Any]:
-        """Chart as W&B takes it, by its key; empty while there are no outliers."""
+        """Return the chart as W&B takes it, by its key; empty while there are no outliers."""
         if not self.rows:
             return {}
         import wandb
@@ -170,7 +170,7 @@ class WandbLogger:
                 self._outliers.add(record.step, record.metrics)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the step as one row of the run's history; a step that the server has is skipped."""
+        """Log the step as one row of the run's history; a step that the server has is skipped."""
         if step < self._first_step:
             return
         self._outliers.add(step, metrics)
@@ -187,7 +187,7 @@ class WandbLogger:
                 self._run.log(chart, step=step, commit=False)
 
     def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
-        """Puts the pictures into the step's row."""
+        """Put the pictures into the step's row."""
         if step < self._first_step:
             return
         import PIL.Image
@@ -198,15 +198,15 @@ class WandbLogger:
         self._run.log(images, step=step, commit=False)
 
     def send_alert(self, title: str, text: str) -> None:
-        """Sends an alert through W&B: by mail or Slack, as set up there."""
+        """Send an alert through W&B: by mail or Slack, as set up there."""
         self._run.alert(title, text, level="WARN")
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Stores the configuration as the run's config."""
+        """Store the configuration as the run's config."""
         self._run.config.update(to_plain(config), allow_val_change=True)
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Ends the run and W&B's service process; online, waits until all is uploaded."""
+        """End the run and W&B's service process; online, waits until all is uploaded."""
         import wandb
 
         try:
@@ -220,7 +220,7 @@ _TEMPORARY = ("tmp*wandb-artifacts", "tmp*wandb-media")
 
 
 def _import_beside(folder: Path) -> None:
-    """Imports W&B, whose temporary folders, made while it is imported, come to lie in a folder of the run.
+    """Import W&B, whose temporary folders, made while it is imported, come to lie in a folder of the run.
 
     A killed process leaves them: there the run that goes on removes them, and nothing is left elsewhere.
     """
@@ -237,7 +237,7 @@ def _import_beside(folder: Path) -> None:
 
 
 def abandon_service() -> None:
-    """Lets the process end although W&B's service process hangs, for which W&B would wait without a limit."""
+    """Let the process end although W&B's service process hangs, for which W&B would wait without a limit."""
     import wandb
 
     # Teardown first removes W&B's own exit hook, then waits for the service: in a thread that may be left behind.
@@ -247,12 +247,12 @@ def abandon_service() -> None:
 
 
 def choose_run_id(environment: Mapping[str, str]) -> str:
-    """Id of a new run: the user's `WANDB_RUN_ID`, or a random one."""
+    """Return the id of a new run: the user's `WANDB_RUN_ID`, or a random one."""
     return environment.get("WANDB_RUN_ID") or uuid.uuid4().hex
 
 
 def choose_mode(environment: Mapping[str, str]) -> Literal["offline"] | None:
-    """Mode of a W&B run: None where the user's own settings decide, `offline` where nobody is logged in.
+    """Return the mode of a W&B run: None where the user's own settings decide, `offline` where nobody is logged in.
 
     Raises:
         RuntimeError: `WANDB_MODE` asks for an online run and nobody is logged in: W&B would stop and ask for a key.

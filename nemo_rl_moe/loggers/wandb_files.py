@@ -21,14 +21,15 @@ _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def wandb_files(folder: Path, run_id: str = "*") -> list[Path]:
-    """The run files below a folder, those of earlier attempts first."""
+    """Return the run files below a folder, those of earlier attempts first."""
     files = {path.resolve() for path in folder.rglob(f"run-{run_id}.wandb")}
     # W&B names the folder of a file `run-<time>-<id>` or `offline-run-<time>-<id>`.
     return sorted(files, key=lambda path: (path.parent.name.removeprefix("offline-"), path))
 
 
 def wandb_history(path: Path) -> Iterator[tuple[int, dict[tuple[str, ...], Any]]]:
-    """The history in a run file: step, and the path to each value of a row: the key, or the key and a part's name.
+    """Yield the history in a run file: step, and the path to each value of a row: the key, or the key and a part's
+    name.
 
     Raises:
         DataError: The file is damaged before its end.
@@ -39,7 +40,7 @@ def wandb_history(path: Path) -> Iterator[tuple[int, dict[tuple[str, ...], Any]]
 
 
 def last_wandb_step(folder: Path, run_id: str) -> int:
-    """The last step in the newest file of a run that holds any; -1 where none does.
+    """Return the last step in the newest file of a run that holds any; -1 where none does.
 
     A damaged file counts up to the damage: what is after it cannot be read by W&B either.
     """
@@ -56,7 +57,7 @@ def last_wandb_step(folder: Path, run_id: str) -> int:
 
 
 def wandb_records(path: Path, kind: str) -> Iterator[Any]:
-    """The records of one kind in a run file, such as `history`, `metric` or `alert`.
+    """Yield the records of one kind in a run file, such as `history`, `metric` or `alert`.
 
     Raises:
         DataError: The file is damaged before its end.
@@ -70,7 +71,9 @@ def wandb_records(path: Path, kind: str) -> Iterator[Any]:
 
 
 def _wandb_records(path: Path) -> Iterator[bytes]:
-    """The records of a W&B run file, put together again where a block's end cut them; a cut last one is left out."""
+    """Yield the records of a W&B run file, put together again where a block's end cut them; a cut last one is left
+    out.
+    """
     content = path.read_bytes()
     if not content.startswith(_WANDB_HEADER):
         raise DataError(f"{path}: not a W&B run file of a known version")

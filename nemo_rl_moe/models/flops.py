@@ -41,7 +41,7 @@ class ForwardFlops:
         )
 
     def training(self, lengths: Iterable[int]) -> int:
-        """Operations of a forward and a backward pass over sequences."""
+        """Return the operations of a forward and a backward pass over sequences."""
         return _PASSES_OF_TRAINING * self.forward(lengths)
 
 
@@ -75,14 +75,16 @@ def forward_flops(config: Any, vocabulary_size: int, windows: Iterable[int | Non
 
 
 def _head_dims(config: Any) -> tuple[int, int]:
-    """Width of a query or key, and of a value."""
+    """Return the width of a query or key, and of a value."""
     if config.multi_latent_attention:
         return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
     return config.kv_channels, config.kv_channels
 
 
 def _projections(config: Any) -> int:
-    """Multiplications of a token in the projections of queries, of the groups' keys and values, and of the output."""
+    """Return the multiplications of a token in the projections of queries, of the groups' keys and values, and of the
+    output.
+    """
     heads, groups = config.num_attention_heads, config.num_query_groups
     return int(config.hidden_size * config.kv_channels * (2 * heads + 2 * groups))
 
@@ -99,7 +101,7 @@ def _latent_projections(config: Any) -> int:
 
 
 def _moe(config: Any) -> int:
-    """Multiplications of a token in the router, the experts that it is sent to and the shared ones."""
+    """Return the multiplications of a token in the router, the experts that it is sent to and the shared ones."""
     hidden, latent = config.hidden_size, config.moe_latent_size
     router = hidden * config.num_moe_experts
     experts = config.moe_router_topk * _mlp(config, latent or hidden, config.moe_ffn_hidden_size)
@@ -110,5 +112,5 @@ def _moe(config: Any) -> int:
 
 
 def _mlp(config: Any, size: int, intermediate_size: int) -> int:
-    """Multiplications of a token in an MLP; a gated one has a third matrix."""
+    """Return the multiplications of a token in an MLP; a gated one has a third matrix."""
     return (3 if config.gated_linear_unit else 2) * size * intermediate_size

@@ -178,7 +178,9 @@ class RouteComparison:
     totals: LedgerTotals
 
     def differences(self, name: str) -> dict[str, float]:
-        """Metrics `rows_differing_{name}` and `tokens_differing_{name}`; empty where no row could be compared."""
+        """Return the metrics `rows_differing_{name}` and `tokens_differing_{name}`; empty where no row could be
+        compared.
+        """
         if not self.totals.tokens[0]:
             return {}
         return {
@@ -202,15 +204,17 @@ class PolicyInterface(Protocol):
     """The model that an algorithm trains."""
 
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
-        """One optimizer step for each global batch in `batch`."""
+        """Return one optimizer step for each global batch in `batch`."""
         ...
 
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
-        """Forward passes only; nothing of the model changes."""
+        """Return the forward passes only; nothing of the model changes."""
         ...
 
     def logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
-        """Log-probability of each token given those before it, in nats; 0 for the first token and on padding."""
+        """Return the log-probability of each token given those before it, in nats; 0 for the first token and on
+        padding.
+        """
         ...
 
     def logprobs_and_routes(
@@ -258,7 +262,7 @@ class PolicyInterface(Protocol):
     def weight_transport(
         self, *, altered: bool = False, then: Callable[[], object] = ...
     ) -> AbstractContextManager[WeightTransport]:
-        """Open a transfer of the present weights to engines with copies; it closes when all have them.
+        """Return the open a transfer of the present weights to engines with copies; it closes when all have them.
 
         Args:
             altered: Send weights that differ in every tensor, for a check of the engine.
@@ -267,7 +271,7 @@ class PolicyInterface(Protocol):
         ...
 
     def save_weights(self, directory: Path) -> Sequence[str]:
-        """Writes the weights as a Hugging Face folder; returns the names of parameters that had to be left out."""
+        """Write the weights as a Hugging Face folder; returns the names of parameters that had to be left out."""
         ...
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
@@ -280,7 +284,7 @@ class PolicyInterface(Protocol):
         ...
 
     def poll_checkpoint(self, *, wait: bool) -> WriteOutcome | None:
-        """Outcome of the writing; None while it goes on. With `wait`, returns when it has ended."""
+        """Return the outcome of the writing; None while it goes on. With `wait`, returns when it has ended."""
         ...
 
     def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
@@ -288,5 +292,5 @@ class PolicyInterface(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Stops every worker."""
+        """Stop every worker."""
         ...

@@ -43,7 +43,7 @@ _LARGEST_COPIED_BYTES = 100 << 20
 def collect_model_files(
     config_json: Mapping[str, Any], hf_config: Any, model_folder: Path, tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, bytes]:
-    """Collect configuration, generation configuration, tokenizer and image processor for exported weights.
+    """Return the collect configuration, generation configuration, tokenizer and image processor for exported weights.
 
     Args:
         model_folder: Source of the generation configuration and image processor.
@@ -83,7 +83,7 @@ def copied_model_files(source: Path, config_json: Mapping[str, Any], hf_config: 
 
 
 def tokenizer_code(files: Mapping[str, bytes]) -> list[str]:
-    """List code files that a tokenizer needs (`auto_map`); they are never copied or run.
+    """Return the list code files that a tokenizer needs (`auto_map`); they are never copied or run.
 
     Returns:
         Such as `["tokenization_moonshot.py"]`.
@@ -99,7 +99,7 @@ def tokenizer_code(files: Mapping[str, bytes]) -> list[str]:
 
 
 def left_out_line(name: str) -> str:
-    """Message about parameters that are not in an exported folder."""
+    """Return the message about parameters that are not in an exported folder."""
     return f"{name} is left out of the exported weights: the family has no tensor for it"
 
 
@@ -108,7 +108,7 @@ def _as_json(content: Mapping[str, Any]) -> bytes:
 
 
 def write_model_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Writes what `collect_model_files` has collected.
+    """Write what `collect_model_files` has collected.
 
     Raises:
         OSError: The disk did not take it.

@@ -34,7 +34,7 @@ def position_limit(config_json: Mapping[str, Any]) -> int | None:
 
 
 def too_long_sequences(policy: PolicyConfig, config_json: Mapping[str, Any]) -> list[str]:
-    """A line where sequences may be longer than the model has positions; otherwise none."""
+    """Return a line where sequences may be longer than the model has positions; otherwise none."""
     limit, longest = position_limit(config_json), policy.max_total_sequence_length
     if limit is None or longest <= limit:
         return []

@@ -61,7 +61,7 @@ class SliceReader:
         self._close()
 
     def dtype(self, name: str) -> torch.dtype:
-        """A tensor's type in its file."""
+        """Return a tensor's type in its file."""
         return TYPES[self._folder.tensors[name].dtype]
 
     def read_into(self, target: Tensor, name: str, ranges: Sequence[tuple[int, int]]) -> None:
@@ -127,7 +127,7 @@ class SliceReader:
 
 
 def _fill(target: Tensor, reader: HashingReader) -> None:
-    """Fills a contiguous tensor on the host with the next bytes."""
+    """Fill a contiguous tensor on the host with the next bytes."""
     content = target.detach().view(-1).view(torch.uint8).numpy()
     if reader.readinto(content.data) < content.nbytes:
         raise OSError("a file ends before its last tensor does")
@@ -169,7 +169,7 @@ class TensorHeader:
 
 
 def split_into_files(tensors: Iterable[TensorHeader], max_bytes: int) -> list[list[TensorHeader]]:
-    """Distribute tensors over files of a maximum size; a larger tensor has a file of its own."""
+    """Return the distribute tensors over files of a maximum size; a larger tensor has a file of its own."""
     files: list[list[TensorHeader]] = []
     held_bytes = 0
     for tensor in tensors:
@@ -182,7 +182,7 @@ def split_into_files(tensors: Iterable[TensorHeader], max_bytes: int) -> list[li
 
 
 def file_names(count: int) -> list[str]:
-    """Names of a folder's files as transformers has them."""
+    """Return the names of a folder's files as transformers has them."""
     return (
         [ONE_FILE]
         if count == 1
@@ -191,7 +191,7 @@ def file_names(count: int) -> list[str]:
 
 
 def index_of(files: Mapping[str, Sequence[TensorHeader]]) -> dict[str, Any]:
-    """The index of several files."""
+    """Return the index of several files."""
     tensors = [tensor for held in files.values() for tensor in held]
     file_of = {tensor.name: name for name, held in files.items() for tensor in held}
     return {
@@ -237,7 +237,7 @@ class SafetensorsWriter:
         self._end_tensors()
 
     def close(self) -> None:
-        """Ends the writing; a file that is not complete stays so."""
+        """End the writing; a file that is not complete stays so."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None

@@ -83,7 +83,7 @@ class SafetensorsFolder:
         return hashlib.sha256(repr(sorted(self.tensors.items())).encode()).hexdigest()
 
     def _single_file(self) -> str:
-        """The file of a folder without an index."""
+        """Return the file of a folder without an index."""
         try:
             names = sorted(path.name for path in self.folder.iterdir())
         except OSError as error:
@@ -116,7 +116,7 @@ class SafetensorsFolder:
         return held
 
     def _header(self, name: str) -> dict[str, StoredTensor]:
-        """The tensors of one file, which is checked to be as long as its header says."""
+        """Return the tensors of one file, which is checked to be as long as its header says."""
         path = self.folder / name
         try:
             if not stat.S_ISREG(path.stat().st_mode):
@@ -184,24 +184,24 @@ def _error(folder: Path, problem: str) -> ConfigurationError:
 
 
 def listed(names: list[str]) -> str:
-    """The first few names, and how many there are besides."""
+    """Return the first few names, and how many there are besides."""
     more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
     return ", ".join(shown(name) for name in names[:MOST_LISTED]) + more
 
 
 def shown(value: Any) -> str:
-    """Show a value from a file on one line: names of tensors as they are, all else quoted and truncated."""
+    """Return the show a value from a file on one line: names of tensors as they are, all else quoted and truncated."""
     text = str(value)
     return text if isinstance(value, str) and text.isprintable() and 0 < len(text) <= 200 else repr(value)[:200]
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text on one line."""
+    """Return an error's text on one line."""
     return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of distinct keys: readers differ in which of two equal ones they take."""
+    """Return the make an object of distinct keys: readers differ in which of two equal ones they take."""
     if len(pairs) != len(dict(pairs)):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"{shown(twice)} stands there twice")

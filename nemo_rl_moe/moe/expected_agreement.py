@@ -49,7 +49,9 @@ def unexplained_disagreement(totals: LedgerTotals, layers: Sequence[int]) -> lis
 
 
 def _ties_alone(totals: LedgerTotals) -> Bool[np.ndarray, " layers"]:
-    """True for layers that differ where margins are narrowest alone: of experts with equal scores either is right."""
+    """Return True for layers that differ where margins are narrowest alone: of experts with equal scores either is
+    right.
+    """
     margins = totals.margins.numpy()
     usable, differing = margins.sum(1).T
     of_others, differing_of_others = margins[:, 1:].sum(1).T

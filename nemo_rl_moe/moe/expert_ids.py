@@ -200,7 +200,7 @@ class _Renumbered(NamedTuple):
 
 
 def _overlap(both: np.ndarray, some: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Rows that both have over rows that either has."""
+    """Return the rows that both have over rows that either has."""
     overlap: np.ndarray = both / np.maximum(some + others - both, 1)
     return overlap
 
@@ -243,13 +243,13 @@ def _closed(router_ids: Mapping[int, int], counts: ExpertCounts) -> dict[int, in
 
 
 def _agreed_share(router_ids: Mapping[int, int], counts: ExpertCounts) -> float:
-    """Share of the rows of ids and of their partners, of all rows of the step, that agree as they stand."""
+    """Return the share of the rows of ids and of their partners, of all rows of the step, that agree as they stand."""
     ids = sorted(router_ids.keys() | set(router_ids.values()))
     return float(counts.agreed[ids].sum() / max(counts.captured[ids].sum(), 1))
 
 
 def _lead(rows: float) -> float:
-    """Difference of two shares of so many rows that counts, at least six standard errors of a share."""
+    """Return the difference of two shares of so many rows that counts, at least six standard errors of a share."""
     return max(_LEAST_LEAD, _SIGMAS * 0.5 / rows**0.5)
 
 
@@ -270,7 +270,7 @@ def _chains(router_ids: Mapping[int, int]) -> Iterator[dict[int, int]]:
 def _agreement(
     captured: Float[np.ndarray, "rows experts"], live: Float[np.ndarray, "rows experts"], router_ids: Mapping[int, int]
 ) -> tuple[float, float]:
-    """Share of the captured experts that the router would choose, as they stand and renumbered."""
+    """Return the share of the captured experts that the router would choose, as they stand and renumbered."""
     renumbered = captured.copy()
     moved = list(router_ids)
     renumbered[:, sorted({*moved, *router_ids.values()})] = 0

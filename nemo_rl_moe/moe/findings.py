@@ -101,7 +101,9 @@ class Finding:
 
 
 def likewise(others: Sequence[Finding]) -> str:
-    """End of a line about one finding that names further layers with the same one; empty where there are none."""
+    """Return the end of a line about one finding that names further layers with the same one; empty where there are
+    none.
+    """
     if not others:
         return ""
     named = [str(finding.layer) for finding in others[:_MOST_LAYERS_NAMED]]
@@ -164,7 +166,7 @@ class FindingTracker:
         return self._continue({key for key in self._latest if key[0] in WRONG_ROUTES.values()}, found)
 
     def _continue(self, known: Set[tuple[str, int | None]], found: Sequence[Finding]) -> list[Finding]:
-        """Continues and ends episodes, those of the known keys alone; those that begin."""
+        """Continue and ends episodes, those of the known keys alone; those that begin."""
         present = {finding.key: finding for finding in found}
         begun = []
         for key in known - present.keys():
@@ -234,7 +236,7 @@ class FindingTracker:
             yield Finding("missing_routes", None, since, step, False, text)
 
     def _since(self, kind: FindingKind, layer: int | None, step: int) -> int:
-        """First step of the episode to which a condition belongs that holds at a step."""
+        """Return the first step of the episode to which a condition belongs that holds at a step."""
         latest = self._latest.get((kind, layer))
         return step if latest is None or not _is_same_episode(latest, step) else latest.first_step
 
@@ -299,7 +301,7 @@ class _Streaks:
         self.since = np.zeros(num_places, dtype=np.int64)
 
     def observe(self, step: int, is_so: Bool[np.ndarray, " places"]) -> None:
-        """Extends or ends the streaks with the next step."""
+        """Extend or ends the streaks with the next step."""
         self.since = np.where(is_so & (self.length == 0), step, self.since)
         self.length = np.where(is_so, self.length + 1, 0)
 
@@ -315,7 +317,7 @@ class _IdleExperts:
         self._total = np.zeros(shape, dtype=np.int64)
 
     def observe(self, step: int, counts: Int[np.ndarray, "layers experts"]) -> None:
-        """Counts the next step; a layer without any load neither extends nor ends a streak."""
+        """Count the next step; a layer without any load neither extends nor ends a streak."""
         fair_share = counts.sum(1, keepdims=True) / counts.shape[1]
         is_dead, has_load = dead(counts), counts > 0
         self.since = np.where(is_dead & (self._steps == 0), step, self.since)

@@ -17,7 +17,7 @@ POLICY, AUXILIARY, Z = "policy", "aux", "z"
 
 
 def inner_products(parts: Float[Tensor, "parts layers weights"]) -> Float[Tensor, "layers parts parts"]:
-    """Inner products of the parts in each layer, in float64."""
+    """Return the inner products of the parts in each layer, in float64."""
     # A layer at a time: a copy of all of them in float64 would be twice the gradients' memory.
     of_layers = [parts[:, layer].double() for layer in range(parts.shape[1])]
     return torch.stack([part @ part.T for part in of_layers])
@@ -26,7 +26,7 @@ def inner_products(parts: Float[Tensor, "parts layers weights"]) -> Float[Tensor
 def gradient_metrics(
     products: Float[Tensor, "layers parts parts"], names: Sequence[str], layers: Sequence[int], *, per_layer: bool
 ) -> dict[str, float]:
-    """Metrics of the parts of a gradient, under `router_gradient/`.
+    """Return the metrics of the parts of a gradient, under `router_gradient/`.
 
     With parts `g_p`, whose sum is the gradient `g`: `norm_{p}` is `|g_p|`; `share_{p}` is `<g_p, g> / <g, g>`, what the
     part contributes along the gradient (shares add up to 1; one that pulls against the others is negative); and
@@ -42,7 +42,7 @@ def gradient_metrics(
 def last_layer_metrics(
     products: Float[Tensor, "layers parts parts"], names: Sequence[str], layers: Sequence[int], *, per_layer: bool
 ) -> dict[str, float]:
-    """Metrics of parts that are exact in the last layer alone, under `router_gradient_exact_in_last_layer/`.
+    """Return the metrics of parts that are exact in the last layer alone, under `router_gradient_exact_in_last_layer/`.
 
     Norms, shares and cosines as in `gradient_metrics`, of the last layer. `per_layer` adds norms and cosines of each
     layer, where the policy's part holds what later layers' auxiliary losses send back through the hidden states.

@@ -16,7 +16,8 @@ from nemo_rl_moe.shapes import Bool, Float, Int, Num
 def utilization(
     counts: Num[np.ndarray, "*steps layers experts"],
 ) -> Float[np.ndarray, "*steps layers experts"]:
-    """Load over fair share `[..., layers, experts]`, `E * c / sum c`: 1 is fair, 0 dead; 0 in a layer without load.
+    """Return the load over fair share `[..., layers, experts]`, `E * c / sum c`: 1 is fair, 0 dead; 0 in a layer
+    without load.
 
     Both steps round once at most, so equal loads have equal bits in any layout.
     """
@@ -44,7 +45,8 @@ def deviation_of_utilization(
 def null_variance(
     counts: Num[np.ndarray, "*steps layers experts"], topk: float | Float[np.ndarray, " layers"]
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Mean square of the coefficient of variation under random routing of the same tokens, `(1 - k / E) * E / (T * k)`.
+    """Return the mean square of the coefficient of variation under random routing of the same tokens, `(1 - k / E) * E
+    / (T * k)`.
 
     Args:
         counts: Assignments, `T * k` in each layer, where nothing is dropped.
@@ -58,7 +60,7 @@ def null_variance(
 def excess_coefficient_of_variation(
     cv: Float[np.ndarray, "*steps layers"], null_variance: Float[np.ndarray, "*steps layers"]
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Imbalance beyond sampling noise, `sqrt(max(0, cv^2 - null_variance))`."""
+    """Return the imbalance beyond sampling noise, `sqrt(max(0, cv^2 - null_variance))`."""
     excess: Float[np.ndarray, "*steps layers"] = np.sqrt(np.maximum(cv * cv - null_variance, 0))
     return excess
 
@@ -66,7 +68,7 @@ def excess_coefficient_of_variation(
 def load_distance(
     counts: Int[np.ndarray, "*steps layers experts"], others: Int[np.ndarray, "*steps layers experts"], topk: int
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Distance of two loads beyond sampling noise: spread of the difference of their utilizations.
+    """Return the distance of two loads beyond sampling noise: spread of the difference of their utilizations.
 
     `sqrt(max(0, sum_e (u_e - v_e)^2 / (E - 1) - null_u - null_v))`: the null variances of independent tokens add up.
     A layer without load has the distance 0.
@@ -81,7 +83,8 @@ def load_distance(
 def highest_coefficient_of_variation_by_chance(
     counts: Int[np.ndarray, "*steps layers experts"], topk: int, probability: float
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Quantile of the coefficient of variation under random routing: it is exceeded with about this probability.
+    """Return the quantile of the coefficient of variation under random routing: it is exceeded with about this
+    probability.
 
     The sum of squared deviations over its expectation follows chi-square with `E - 1` degrees of freedom over `E - 1`;
     its quantile is approximated as by Wilson and Hilferty (1931).
@@ -98,7 +101,7 @@ def highest_coefficient_of_variation_by_chance(
 
 
 def dead(counts: Int[np.ndarray, "*steps layers experts"]) -> Bool[np.ndarray, "*steps layers experts"]:
-    """Experts without any token, in layers with tokens."""
+    """Return the experts without any token, in layers with tokens."""
     found: Bool[np.ndarray, "*steps layers experts"] = (counts == 0) & (counts.sum(-1, keepdims=True) > 0)
     return found
 
@@ -106,7 +109,8 @@ def dead(counts: Int[np.ndarray, "*steps layers experts"]) -> Bool[np.ndarray, "
 def overload_of_steps(
     counts: Int[np.ndarray, "*steps layers experts"], expert_parallel_size: int
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Load of the busiest expert-parallel rank over that of the mean one, for the tokens of a whole step together.
+    """Return the load of the busiest expert-parallel rank over that of the mean one, for the tokens of a whole step
+    together.
 
     The metric `avg_overload_factor` is the mean over microbatches, where chance weighs more, and is higher.
 

@@ -51,7 +51,7 @@ __all__ = [
 def compute_brief_metrics(
     layer_loads: Mapping[int, LayerLoad] | Mapping[str, LayerLoad], top_k: int = 5, *, router_topk: int | None = None
 ) -> dict[str, float]:
-    """Brief load balance metrics: summary over the whole model, at most 60 keys whatever its size.
+    """Return the brief load balance metrics: summary over the whole model, at most 60 keys whatever its size.
 
     Args:
         layer_loads: The loads of each MoE layer by its global index or module name; `indices_of_layers` says which `i`
@@ -70,7 +70,9 @@ def compute_brief_metrics(
 def compute_detailed_metrics(
     layer_loads: Mapping[int, LayerLoad] | Mapping[str, LayerLoad], top_k: int = 5, *, router_topk: int | None = None
 ) -> dict[str, float]:
-    """Detailed load balance metrics: the brief ones and `layer_{i}/...` of each layer. Arguments as there."""
+    """Return the detailed load balance metrics: the brief ones and `layer_{i}/...` of each layer. Arguments as
+    there.
+    """
     return _compute(layer_loads, top_k, router_topk, detailed=True)
 
 
@@ -82,7 +84,7 @@ def load_balance_metrics(
     top_k_experts: int = 5,
     detailed: bool = False,
 ) -> dict[str, float]:
-    """Brief or detailed metrics of a load matrix: of layers that all have the same number of experts.
+    """Return the brief or detailed metrics of a load matrix: of layers that all have the same number of experts.
 
     Args:
         load: The load matrix; its layers are the `i` in the keys, and may come in any order.
@@ -181,7 +183,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _utilization_in_order(layers: LayerStatistics, indices: Sequence[int], top_k: int) -> dict[str, float]:
-    """Quantiles of all utilizations, and the highest and lowest of them by layer and expert."""
+    """Return the quantiles of all utilizations, and the highest and lowest of them by layer and expert."""
     count = len(layers.utilization)
     # The median of an even number of values is the mean of the middle two; the quartiles are values that occur.
     ranks = [0, count // 4, (count - 1) // 2, count // 2, 3 * count // 4, count - 1]

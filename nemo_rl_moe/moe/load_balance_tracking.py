@@ -43,30 +43,30 @@ class ForwardWatcher:
         self._attention_mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
     def leave_model(self) -> None:
-        """Notes the end of the model's forward, also of one that failed."""
+        """Note the end of the model's forward, also of one that failed."""
         self._gradients_at_entry = self._attention_mask = None
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Takes one call of a router."""
+        """Take one call of a router."""
         raise NotImplementedError
 
     def keep(self, handle: RemovableHandle) -> None:
-        """Registers a hook for `remove_hooks`."""
+        """Register a hook for `remove_hooks`."""
         self._handles.append(handle)
 
     def remove_hooks(self) -> None:
-        """Removes all hooks from the model."""
+        """Remove all hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     @staticmethod
     def is_recomputed() -> bool:
-        """True inside of a backward pass, where runs only what activation checkpointing repeats."""
+        """Return True inside of a backward pass, where runs only what activation checkpointing repeats."""
         return bool(torch._C._current_graph_task_id() != -1)
 
     def is_training_forward(self, router: nn.Module) -> bool:
-        """True in the first pass of a router in training, not in one that is repeated."""
+        """Return True in the first pass of a router in training, not in one that is repeated."""
         if not router.training or self.is_recomputed():
             return False
         # Checkpointing may run the first pass of a layer without gradients: what counts is how the model was entered.
@@ -81,7 +81,7 @@ class LoadCounter(ForwardWatcher):
         self._counts: dict[RouterLayer, Int[Tensor, " experts"]] = {}
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Adds one call of a router, unless it is none of a training forward."""
+        """Add one call of a router, unless it is none of a training forward."""
         if not self.is_training_forward(router):
             return
         routed = routed_experts(layer, router, outputs)
@@ -96,7 +96,7 @@ class LoadCounter(ForwardWatcher):
         add_assignments(counts, routed, valid)
 
     def take_counts(self, device: torch.device) -> Int[Tensor, " all_experts"]:
-        """The counts of all layers one after the other, zero where nothing ran; they start again at zero."""
+        """Return the counts of all layers one after the other, zero where nothing ran; they start again at zero."""
         counts, self._counts = self._counts, {}
 
         def of_layer(layer: RouterLayer) -> Tensor:
@@ -164,7 +164,7 @@ _COUNTERS: WeakKeyDictionary[nn.Module, LoadCounter] = WeakKeyDictionary()
 
 
 def known_routers(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
-    """The MoE layers of a model with their routers.
+    """Return the MoE layers of a model with their routers.
 
     Raises:
         ValueError: The model has no MoE layer whose router is known.
@@ -180,7 +180,7 @@ def known_routers(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
 
 
 def enable_load_balance_tracking(model: nn.Module) -> int:
-    """Starts counting the routed experts of a model. Calling it again changes nothing.
+    """Start counting the routed experts of a model. Calling it again changes nothing.
 
     Args:
         model: The module that the training loop calls, or a wrapper of it. Of a model in several chunks (virtual
@@ -201,7 +201,7 @@ def enable_load_balance_tracking(model: nn.Module) -> int:
 
 
 def disable_load_balance_tracking(model: nn.Module) -> None:
-    """Stops counting and drops the counts. Does nothing for a model that is not tracked."""
+    """Stop counting and drop the counts. Does nothing for a model that is not tracked."""
     for module in model.modules():
         counter = _COUNTERS.pop(module, None)
         if counter is not None:
@@ -211,7 +211,7 @@ def disable_load_balance_tracking(model: nn.Module) -> None:
 def collect_expert_loads(
     model: nn.Module, dp_group: dist.ProcessGroup | None = None
 ) -> dict[int, LayerLoad] | dict[str, LayerLoad]:
-    """Expert loads since the last collection, all microbatches added up; counting starts again at zero.
+    """Return the expert loads since the last collection, all microbatches added up; counting starts again at zero.
 
     Args:
         model: What `enable_load_balance_tracking` was given, or a wrapper around it.

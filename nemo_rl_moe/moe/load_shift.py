@@ -26,7 +26,7 @@ class SuddenlyIdle:
         """Steps in a row that each has been so."""
 
     def observe(self, counts: Int[np.ndarray, "layers experts"]) -> None:
-        """Takes the next step. The share before is the median, which the first idle steps do not move."""
+        """Take the next step. The share before is the median, which the first idle steps do not move."""
         used = np.zeros(counts.shape, dtype=bool)
         if len(self._earlier) >= LEAST_VALUES:
             used = np.median(np.stack(self._earlier), 0) >= LEAST_SHARE

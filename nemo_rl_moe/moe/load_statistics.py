@@ -61,7 +61,7 @@ _MOST_SORTED = 1024
 
 
 def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int[Tensor, " ranks"]:
-    """Positions of order statistics: `sorted(range(n), key=lambda i: (values[i], i))[rank]` for each rank.
+    """Return the positions of order statistics: `sorted(range(n), key=lambda i: (values[i], i))[rank]` for each rank.
 
     The order is total, so equal values cannot be picked differently from one run to the next.
 
@@ -126,7 +126,7 @@ class LayerStatistics:
 def layer_statistics(
     counts_LE: Num[Tensor, "layers experts"], topk: float | Float[np.ndarray, " layers"] | None
 ) -> LayerStatistics:
-    """Statistics of each row.
+    """Return the statistics of each row.
 
     Args:
         counts_LE: Assignments of each layer's experts, not negative, on the host.
@@ -164,7 +164,7 @@ def layer_statistics(
 
 
 def joined(parts: Sequence[LayerStatistics], rows: Sequence[int]) -> LayerStatistics:
-    """Statistics of several groups of layers as one, in the order of the model.
+    """Return the statistics of several groups of layers as one, in the order of the model.
 
     Args:
         rows: For each layer of the first part, then the second and so on, its row in the result.

@@ -13,12 +13,12 @@ _INTEGER = re.compile(r"\d+")
 
 
 def outlier_key(layer: int, expert: int) -> str:
-    """Metric key of the utilization of one of the most or least loaded experts."""
+    """Return the metric key of the utilization of one of the most or least loaded experts."""
     return f"{OUTLIER_PREFIX}layer_{layer}_expert_{expert}"
 
 
 def with_moe_prefix(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics under their logged keys, `moe/{key}`.
+    """Return the metrics under their logged keys, `moe/{key}`.
 
     The outlier family keeps the prefix that it has, so that all of it lands on one chart.
     """
@@ -31,7 +31,9 @@ def natural_order(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def number_in_name(name: str) -> int | None:
-    """The layer's number in a module path: the first component that is a number, else the first number; or None."""
+    """Return the layer's number in a module path: the first component that is a number, else the first number; or
+    None.
+    """
     component = next((part for part in name.split(".") if part.isdecimal()), None)
     if component is not None:
         return int(component)
@@ -40,7 +42,7 @@ def number_in_name(name: str) -> int | None:
 
 
 def indices_of_layers(layers: Iterable[int | str]) -> dict[int | str, int]:
-    """Index `i` of each layer in the metrics' keys, in the order of the indices.
+    """Return the index `i` of each layer in the metrics' keys, in the order of the indices.
 
     A number is the index. A module name has it in itself, dense layers counted; where numbers are missing or repeated,
     all names get their position in natural order.

@@ -36,7 +36,7 @@ class RatioLimits:
 def split_gap(
     generation: PerToken, replayed_before: PerToken, own: PerToken, replayed: PerToken | None = None
 ) -> dict[str, PerToken]:
-    """Parts of the gap of each token, in nats; float64.
+    """Return the parts of the gap of each token, in nats; float64.
 
     Args:
         generation: Log-probabilities by the engine that sampled the tokens.
@@ -56,7 +56,7 @@ def split_gap(
 
 
 def gap_metrics(gap: PerToken, limits: RatioLimits | None = None) -> dict[str, float]:
-    """Compute the size of a gap, or of a part of one.
+    """Return the compute the size of a gap, or of a part of one.
 
     - `mean_abs`, `max_abs`: of its absolute value, nats
     - `kl`: mean of `exp(d) - 1 - d`, the k3 estimate of the divergence of two distributions whose log-probabilities
@@ -85,7 +85,8 @@ def gap_metrics(gap: PerToken, limits: RatioLimits | None = None) -> dict[str, f
 
 
 def variance_shares(parts: Mapping[str, PerToken]) -> dict[str, float]:
-    """Share of each part in the variance of the total: its covariance with it over that variance; they sum to 1.
+    """Return the share of each part in the variance of the total: its covariance with it over that variance; they sum
+    to 1.
 
     Returns:
         Empty where all tokens have the same gap.
@@ -99,7 +100,7 @@ def variance_shares(parts: Mapping[str, PerToken]) -> dict[str, float]:
 
 
 def split_metrics(parts: Mapping[str, PerToken], limits: RatioLimits | None = None) -> dict[str, float]:
-    """Metrics of all parts, `{metric}_{part}` each: those of `gap_metrics`, and `variance_share`."""
+    """Return the metrics of all parts, `{metric}_{part}` each: those of `gap_metrics`, and `variance_share`."""
     metrics = {
         f"{name}_{part}": value for part, gap in parts.items() for name, value in gap_metrics(gap, limits).items()
     }

@@ -16,7 +16,7 @@ from nemo_rl_moe.shapes import Float, Int
 def image_share_of_layers(
     counts: Int[np.ndarray, "*steps layers experts"], image_counts: Int[np.ndarray, "*steps layers experts"]
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Share `s` of each layer's assignments that image tokens made; NaN in a layer without load."""
+    """Return the share `s` of each layer's assignments that image tokens made; NaN in a layer without load."""
     return _ratio(image_counts.sum(-1), counts.sum(-1))
 
 
@@ -54,7 +54,8 @@ def modality_separation(
     image_counts: Int[np.ndarray, "*steps layers experts"],
     topk: int | None,
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Separation of image tokens from text tokens by a layer's experts, beyond chance: 0 not at all, 1 wholly.
+    """Return the separation of image tokens from text tokens by a layer's experts, beyond chance: 0 not at all, 1
+    wholly.
 
     Cramer's V of modality and expert, `V^2 = sum_e c_e (q_e - s)^2 / (s (1 - s) sum_e c_e)`, corrected for its mean by
     chance `V0^2 = (E' - k) / ((T - 1) k)`, with `E'` the experts that have tokens: `sqrt(max(0, V^2 - V0^2) / (1 -
@@ -79,7 +80,8 @@ def modality_separation(
 def modality_overlap(
     counts: Int[np.ndarray, "*steps layers experts"], image_counts: Int[np.ndarray, "*steps layers experts"]
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Overlap of the experts of image tokens and of text tokens: 1 for the same load, 0 where they share no expert.
+    """Return the overlap of the experts of image tokens and of text tokens: 1 for the same load, 0 where they share no
+    expert.
 
     Weitzman's coefficient `sum_e min(i_e / sum i, t_e / sum t)` of the loads `i` of image and `t` of text tokens: what
     of one kind's load stays in place if the other's routes were taken for it. Chance leaves it a little below 1.
@@ -104,6 +106,6 @@ def _is_mixed(shares: Float[np.ndarray, "..."]) -> np.ndarray:
 
 
 def _ratio(values: np.ndarray, others: np.ndarray) -> Float[np.ndarray, "..."]:
-    """Quotient; NaN where the divisor is 0."""
+    """Return the quotient; NaN where the divisor is 0."""
     values, others = np.broadcast_arrays(np.asarray(values, dtype=np.float64), np.asarray(others, dtype=np.float64))
     return np.divide(values, others, out=np.full(values.shape, np.nan), where=others > 0)

@@ -15,7 +15,7 @@ _OF_EACH = ("max_violation", "expert_diversity", "dead_expert_frac")
 
 
 def modality_metrics(load: ExpertLoad, *, detailed: bool = False) -> dict[str, float]:
-    """Load balance of image tokens and of text tokens by themselves, and how far experts part them.
+    """Return the load balance of image tokens and of text tokens by themselves, and how far experts part them.
 
     Returns:
         Key to value, without the `moe/` prefix; empty where image tokens are not counted apart. Where all tokens

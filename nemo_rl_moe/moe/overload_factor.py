@@ -51,7 +51,7 @@ def check_split(num_experts: int, expert_parallel_size: int) -> None:
 def rank_loads(
     counts_DMLE: Num[Tensor, "slices *events experts"], expert_parallel_size: int
 ) -> Num[Tensor, "slices *events ranks"]:
-    """Assignments that each rank of a slice computes: the sum over its block of experts.
+    """Return the assignments that each rank of a slice computes: the sum over its block of experts.
 
     Raises:
         ValueError: The experts cannot be split evenly over so many ranks.
@@ -64,7 +64,7 @@ def rank_loads(
 def overload_factors(
     loads_DMLR: Num[Tensor, "slices *events ranks"], *, of_nothing: float = 1.0
 ) -> Float[Tensor, "slices *events"]:
-    """Highest load over mean load; `of_nothing` where a slice routed nothing.
+    """Return the highest load over mean load; `of_nothing` where a slice routed nothing.
 
     Counts are integers, so balanced loads give exactly 1, all tokens on one rank exactly R, and one rank exactly 1.
     """
@@ -77,7 +77,7 @@ def overload_factors(
 def cumulative_peak_ratios(
     loads_DMLR: Num[Tensor, "slices microbatches layers ranks"], stage: StageEvents
 ) -> Float[Tensor, "slices ranks"]:
-    """Peak of the assignments that each rank of a stage holds for backward, over the peak of balanced loads.
+    """Return the peak of the assignments that each rank of a stage holds for backward, over the peak of balanced loads.
 
     A microbatch's load is added at its forward and subtracted at its backward. The peak of a rank's running sum is
     divided by that of the mean rank; 1 where nothing was routed.
@@ -101,7 +101,7 @@ def cumulative_peak_ratios(
 
 @lru_cache(maxsize=64)
 def numbers_on(device: torch.device, numbers: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Int[Tensor, "*shape"]:
-    """A tensor of numbers that the layout alone decides, on a device; made once, and not to be changed."""
+    """Return a tensor of numbers that the layout alone decides, on a device; made once, and not to be changed."""
     with torch.inference_mode(False):  # it may be needed for a backward pass, whoever asks first
         return torch.tensor(numbers, dtype=torch.long, device=device)
 
@@ -173,7 +173,7 @@ def overload_sums(
 def overload_metrics(
     sums: OverloadSums, layer_indices: Sequence[int], peak_ratio: float | None = None, *, per_layer: bool = False
 ) -> dict[str, float]:
-    """Overload metrics of one step.
+    """Return the overload metrics of one step.
 
     Returns:
         `avg_overload_factor` and `max_overload_factor` over all layers, microbatches and slices that routed anything,
@@ -192,7 +192,7 @@ def overload_metrics(
 
 
 def predictions(sums: OverloadSums) -> list[PredictedOverload]:
-    """Mean and maximum over all layers, for each size; 1 where nothing was routed."""
+    """Return the mean and maximum over all layers, for each size; 1 where nothing was routed."""
     by_size = zip(*torch.stack([sums.factors, sums.routed, sums.maxima]).tolist(), strict=True)
     return [PredictedOverload(_average(fsum(factors), sum(routed)), max(maxima)) for factors, routed, maxima in by_size]
 
@@ -202,7 +202,7 @@ def _average(factors: float, routed: float) -> float:
 
 
 def what_if_metrics(predictions: Mapping[int, PredictedOverload]) -> dict[str, float]:
-    """Predictions as `what_if/{avg,max}_overload_factor_ep_{size}`."""
+    """Return the predictions as `what_if/{avg,max}_overload_factor_ep_{size}`."""
     metrics = {}
     for size, predicted in predictions.items():
         metrics[f"{WHAT_IF_PREFIX}avg_overload_factor_ep_{size}"] = predicted.average

@@ -19,7 +19,7 @@ def add_assignments(
     routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
     valid: Bool[Tensor, " tokens"] | None,
 ) -> None:
-    """Adds one router call to the counts, in place.
+    """Add one router call to the counts, in place.
 
     Args:
         routed: A map of the assignments, or the indices of the experts that each token is routed to.
@@ -118,7 +118,7 @@ class ExpertLoadRecorder:
         return self._microbatch is not None
 
     def watch_backward(self, output: Tensor, chunk: int, microbatch: int) -> None:
-        """Notes when the backward pass of this forward begins. `output` is what the chunk returned."""
+        """Note when the backward pass of this forward begins. `output` is what the chunk returned."""
         if output.requires_grad:
             output.register_hook(lambda _: self.events.append(StepEvent(BACKWARD, chunk, microbatch)))
 
@@ -174,7 +174,7 @@ class ExpertLoadRecorder:
 
 
 def _counted(padding: Bool[Tensor, "..."] | None, only: Bool[Tensor, " tokens"] | None) -> Tensor | None:
-    """True on tokens that count; None: all of them."""
+    """Return True on tokens that count; None: all of them."""
     if padding is None:
         return only
     counted = ~padding.reshape(-1).bool()
@@ -182,14 +182,15 @@ def _counted(padding: Bool[Tensor, "..."] | None, only: Bool[Tensor, " tokens"] 
 
 
 def sum_over_ranks(parts: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Sums of tensors over all ranks of the job; `reduce_over_ranks` without maxima."""
+    """Return the sums of tensors over all ranks of the job; `reduce_over_ranks` without maxima."""
     return reduce_over_ranks(parts, [], device)[0]
 
 
 def reduce_over_ranks(
     sums: list[Tensor], maxima: list[Tensor], device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Sums and maxima of tensors over all ranks of the job: a collective for each kind that there is, one copy.
+    """Return the sums and maxima of tensors over all ranks of the job: a collective for each kind that there is, one
+    copy.
 
     A rank without some part gives zeros of its shape, or numbers that are no maximum. Numbers travel as float64, in
     which counts below 2^53 are exact.

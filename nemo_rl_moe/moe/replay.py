@@ -29,17 +29,18 @@ class Choice(Protocol):
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk: ComputeTopk
     ) -> tuple[Tensor, Tensor]:
-        """Values and experts of each token, in place of `default_compute_topk`."""
+        """Return the values and experts of each token, in place of `default_compute_topk`."""
         ...
 
 
 def in_order(routes: Int[Tensor, "... topk"]) -> Int[Tensor, "... topk"]:
-    """Rows with their experts in ascending order, so that equal sets are equal rows."""
+    """Return the rows with their experts in ascending order, so that equal sets are equal rows."""
     return routes.sort(-1).values
 
 
 def plane_type(num_experts: int) -> torch.dtype:
-    """Type of planes: 8 bits where they name all experts, which a CPU compares in a tenth of the time of 16 or 64.
+    """Return the type of planes: 8 bits where they name all experts, which a CPU compares in a tenth of the time of 16
+    or 64.
 
     `UNKNOWN` is the highest number in 8 bits.
     """
@@ -47,7 +48,7 @@ def plane_type(num_experts: int) -> torch.dtype:
 
 
 def in_planes(routes: Int[Tensor, "tokens *layers topk"], num_experts: int) -> Int[Tensor, "topk *layers tokens"]:
-    """Routers' choices with the tokens innermost: what is compared at once then lies side by side."""
+    """Return the routers' choices with the tokens innermost: what is compared at once then lies side by side."""
     return routes.to(plane_type(num_experts)).permute(*reversed(range(routes.ndim))).contiguous()
 
 
@@ -66,7 +67,9 @@ def named_too(
 def num_in_common(
     some: Int[Tensor, "topk *layers tokens"], others: Int[Tensor, "topk *layers tokens"]
 ) -> Int[Tensor, "*layers tokens"]:
-    """Experts of each of some rows that another row names too; all of them where usable rows are the same set."""
+    """Return the experts of each of some rows that another row names too; all of them where usable rows are the same
+    set.
+    """
     return named_too(some, others).sum(0, dtype=torch.uint8)
 
 
@@ -103,7 +106,7 @@ class TapeRoutes(NamedTuple):
 
     @classmethod
     def of(cls, routes: Int[Tensor, "tokens *layers topk"], num_experts: int) -> "TapeRoutes":
-        """Routes of one layer or several, `UNKNOWN` where there are none."""
+        """Return the routes of one layer or several, `UNKNOWN` where there are none."""
         wide = routes.permute(*reversed(range(routes.ndim))).contiguous()
         is_expert = wide.clamp(0, num_experts - 1) == wide
         unknown, in_range = all_of(wide == UNKNOWN), all_of(is_expert)
@@ -116,14 +119,14 @@ class TapeRoutes(NamedTuple):
         return cls(planes, unknown, in_range, usable, usable.view(torch.uint8) * len(planes))
 
     def by_layer(self) -> list[LayerRoutes]:
-        """Rows of each layer, of several."""
+        """Return the rows of each layer, of several."""
         experts = self.planes.permute(1, 2, 0).to(torch.long, memory_format=torch.contiguous_format)
         parts = zip(self.planes.unbind(1), self.num_usable.unbind(), experts.unbind(), strict=True)
         return [LayerRoutes(*of_layer) for of_layer in parts]
 
 
 def replayed(live: Int[Tensor, "tokens topk"], routes: LayerRoutes) -> Int[Tensor, "tokens topk"]:
-    """The experts that a router takes: those of the tape where it has a usable row, its own otherwise.
+    """Return the experts that a router takes: those of the tape where it has a usable row, its own otherwise.
 
     Where both are the same set the router's order stays, so that the replay of its own choice changes no bit.
     """
@@ -181,7 +184,7 @@ class RouterTap:
         group_topk: int | None = None,
         default_compute_topk: ComputeTopk | None = None,
     ) -> tuple[Float[Tensor, "tokens topk"], Int[Tensor, "tokens topk"]]:
-        """Scores and numbers of the experts that are taken.
+        """Return the scores and numbers of the experts that are taken.
 
         Raises:
             ValueError: There are routes of another number of tokens or experts.
@@ -209,7 +212,7 @@ class RouterTap:
         return values, taken
 
     def take(self) -> list[RoutedTokens]:
-        """Choices shown since they were last taken."""
+        """Return the choices shown since they were last taken."""
         seen, self.seen = self.seen, []
         return seen
 
@@ -219,7 +222,7 @@ def margins(
     topk: int,
     highest: tuple[Float[Tensor, "tokens topk"], Int[Tensor, "tokens topk"]] | None = None,
 ) -> Float[Tensor, " tokens"]:
-    """Score of the last expert chosen less that of the first one left out; infinite where none is left out.
+    """Return the score of the last expert chosen less that of the first one left out; infinite where none is left out.
 
     Args:
         highest: The highest scores, in descending order, and their experts, where they are known.
@@ -235,6 +238,6 @@ def margins(
 
 
 def experts_as_map(experts: Int[Tensor, "tokens topk"], num_experts: int) -> Bool[Tensor, "tokens experts"]:
-    """A map of assignments from the experts' numbers."""
+    """Return a map of assignments from the experts' numbers."""
     of_tokens = torch.zeros(len(experts), num_experts, dtype=torch.bool, device=experts.device)
     return of_tokens.scatter_(1, experts, True)

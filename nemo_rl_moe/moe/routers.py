@@ -40,7 +40,9 @@ class RouterLayer:
 
 
 def router_kind(module: nn.Module) -> RouterKind | None:
-    """Library that a module is a router of; None when it is no router. Classes derived from a router are routers."""
+    """Return the library that a module is a router of; None when it is no router. Classes derived from a router are
+    routers.
+    """
     names = {cls.__name__.lower() for cls in type(module).__mro__}
     if "topkrouter" in names and hasattr(module, "layer_number"):
         return RouterKind.MEGATRON
@@ -50,7 +52,7 @@ def router_kind(module: nn.Module) -> RouterKind | None:
 
 
 def routers_of(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
-    """All MoE layers of a model with their routers, in the order of their keys.
+    """Return all MoE layers of a model with their routers, in the order of their keys.
 
     Keys are the layers' indices if every layer has one of its own, otherwise the module paths in natural order.
     """
@@ -71,7 +73,7 @@ def routers_of(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
 def routed_experts(
     layer: RouterLayer, router: nn.Module, outputs: Any
 ) -> Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"]:
-    """The experts that each token is routed to, read from a router's output.
+    """Return the experts that each token is routed to, read from a router's output.
 
     Args:
         outputs: Return value of the router's forward.
@@ -110,7 +112,7 @@ def padding_mask_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bo
 
 
 def moe_layer_indices(config: Any) -> list[int]:
-    """Global 0-based indices of the decoder layers that have experts, the same on every pipeline stage."""
+    """Return the global 0-based indices of the decoder layers that have experts, the same on every pipeline stage."""
     if config.num_moe_experts is None:
         return []
     frequency = config.moe_layer_freq

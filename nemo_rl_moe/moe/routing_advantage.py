@@ -40,7 +40,7 @@ def add_sequence_assignments(
     routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"] | Int[Tensor, "layers tokens topk"],
     rows: Int[Tensor, " tokens"],
 ) -> None:
-    """Adds one router call, or those of several layers, to the counts, in place, without a host synchronisation.
+    """Add one router call, or those of several layers, to the counts, in place, without a host synchronisation.
 
     Args:
         counts: Assignments of each row, a sequence, so far.
@@ -71,7 +71,7 @@ class CentredAdvantages(NamedTuple):
 
 
 def centred(advantages: Float[Tensor, " sequences"], groups: Int[Tensor, " sequences"]) -> CentredAdvantages:
-    """Advantages less the means of their groups, in float64."""
+    """Return the advantages less the means of their groups, in float64."""
     values, numbers = advantages.double().numpy(), groups.numpy()
     sizes = np.bincount(numbers)
     # Off one of the group first: a mean of equal numbers can be off by their last bit, and no spread be a tiny one.
@@ -94,7 +94,8 @@ def sums_of_groups(
 def beyond_length(
     counts: Float[Tensor, "sequences *layers experts"], of_groups: Float[Tensor, "sequences *layers experts"]
 ) -> Float[Tensor, "sequences *layers experts"]:
-    """Excess of a sequence's assignments over its length's share: `n[s,e] - T[s] p[g,e]`, exactly 0 where it has none.
+    """Return the excess of a sequence's assignments over its length's share: `n[s,e] - T[s] p[g,e]`, exactly 0 where
+    it has none.
 
     `T[s] = sum_e n[s,e]`, and `p[g,e]` is the expert's share of all tokens of the sequence's group. Both add up to 0:
     over the experts of a sequence, and over the sequences of a group.
@@ -157,7 +158,7 @@ def advantage_scores(
 def advantage_metrics(
     scores: Float[Tensor, "layers experts"], layers: Sequence[int], *, per_layer: bool, of_shares: bool = False
 ) -> dict[str, float]:
-    """Metrics of the scores, under `routing_advantage/`; empty where every score is NaN.
+    """Return the metrics of the scores, under `routing_advantage/`; empty where every score is NaN.
 
     `excess` is the mean of `z^2 - 1`, which is 0 by chance, and `max_abs_z` the largest size of a score, of all layers
     and experts and of each layer's.

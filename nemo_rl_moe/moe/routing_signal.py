@@ -61,7 +61,7 @@ class RoutingSignal:
                 yield kind, first, text.format(first)
 
     def _conditions(self, metrics: Mapping[str, float]) -> dict[RoutingKind, str]:
-        """The conditions of a step that hold, with their descriptions."""
+        """Return the conditions of a step that hold, with their descriptions."""
         found: dict[RoutingKind, str] = {}
         agreement = metrics.get(LIVE_AGREEMENT)
         if agreement is not None:

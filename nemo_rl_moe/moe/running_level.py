@@ -32,7 +32,7 @@ class RunningLevel:
         return median(self._values) if len(self._values) >= LEAST_VALUES else float("nan")
 
     def leaves(self, value: float, *, upwards: bool) -> bool:
-        """True for a value beyond the median by six spreads and by the least distance, in one direction.
+        """Return True for a value beyond the median by six spreads and by the least distance, in one direction.
 
         The spread is the standard deviation of the level, more by a factor of 1 + 5 / n for its n values: it is
         uncertain itself. With five values a drop must be twelve of them.

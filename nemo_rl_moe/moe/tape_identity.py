@@ -84,7 +84,7 @@ class OneHot:
         self.num_named, self.has_live = usable[0] * np.float32(self.topk), usable[1]
 
     def forget(self, layers: Sequence[int]) -> None:
-        """Makes the tape's rows of some layers unknown."""
+        """Make the tape's rows of some layers unknown."""
         self.tape[:, :, layers] = 0
         self.num_named[:, :, layers] = 0
 
@@ -102,14 +102,15 @@ class Overlap(NamedTuple):
 
 
 def _may_belong_elsewhere(hot: OneHot) -> bool:
-    """False where every layer and every sequence agrees with its own routes so far that no partner can win."""
+    """Return False where every layer and every sequence agrees with its own routes so far that no partner can win."""
     counts = np.stack([np.einsum("stle,stle->stl", hot.tape, hot.live), hot.num_named * hot.has_live])
     matches, known = np.concatenate([counts.sum((1, 2)), counts.sum((2, 3))], 1)
     return bool((_share(matches, known) <= 1 - _LEAST_LEAD).any())
 
 
 def layer_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "layers layers"]:
-    """Share of the tape's experts in layer `i` that the routers of layer `j` would choose for the same token.
+    """Return the share of the tape's experts in layer `i` that the routers of layer `j` would choose for the same
+    token.
 
     NaN in rows of layers whose routes are not known.
     """
@@ -127,7 +128,8 @@ def _layer_overlap(hot: OneHot) -> Overlap:
 
 
 def shift_overlap(hot: OneHot) -> Overlap:
-    """Share of the tape's experts that the routers would choose for the token `SHIFTS` places further, by sequence.
+    """Return the share of the tape's experts that the routers would choose for the token `SHIFTS` places further, by
+    sequence.
 
     A tape whose routes are one token late has those of the token before: the shift -1 wins.
     """
@@ -143,7 +145,9 @@ def shift_overlap(hot: OneHot) -> Overlap:
 
 
 def sequence_overlap(hot: OneHot) -> Overlap:
-    """Share of the tape's experts in sequence `i` that the routers would choose for sequence `j` at the same place."""
+    """Return the share of the tape's experts in sequence `i` that the routers would choose for sequence `j` at the
+    same place.
+    """
     number = len(hot.tape)
     matches = hot.tape.reshape(number, -1) @ hot.live.reshape(number, -1).T
     known = hot.num_named.reshape(number, -1) @ hot.has_live.reshape(number, -1).T
@@ -154,7 +158,8 @@ def sequence_overlap(hot: OneHot) -> Overlap:
 
 
 def ownership(hot: OneHot) -> tuple[Float[np.ndarray, " sequences"], Int[np.ndarray, " sequences"]]:
-    """Share by which each sequence's tape prefers its own live routes to those of others: 1 for its own, near 0 else.
+    """Return the share by which each sequence's tape prefers its own live routes to those of others: 1 for its own,
+    near 0 else.
 
     Routes of another step or of an earlier response agree with every sequence a little: texts begin alike, and experts
     differ in popularity. So only rows count in which the routers choose otherwise for this sequence than for another
@@ -189,7 +194,7 @@ def find_anomalies(
     sequences: Sequence[str] = (),
     counts: Int[np.ndarray, "kinds layers experts"] | None = None,
 ) -> list[TapeAnomaly]:
-    """Rows of the tape that belong to another layer, token or sequence, or whose ids mean other experts.
+    """Return the rows of the tape that belong to another layer, token or sequence, or whose ids mean other experts.
 
     A partner wins when its overlap is above that of the right one by 0.1 and by 6 standard errors of a share, and
     beyond chance above 0.5.
@@ -219,7 +224,7 @@ def find_anomalies(
 
 
 def _renumbered(hot: OneHot, counts: Int[np.ndarray, "kinds layers experts"] | None) -> dict[int, Renumbering]:
-    """Places of the layers whose expert ids are renumbered, with how."""
+    """Return the places of the layers whose expert ids are renumbered, with how."""
     if counts is None:
         both = (hot.tape * hot.has_live[..., None], hot.live * (hot.num_named > 0)[..., None])
         counts = np.stack([of.sum((0, 1)) for of in (*both, hot.tape * hot.live)]).round().astype(np.int64)
@@ -232,7 +237,7 @@ def _renumbered(hot: OneHot, counts: Int[np.ndarray, "kinds layers experts"] | N
 
 
 def _of_ids(renumbered: Mapping[int, Renumbering], layers: Sequence[int]) -> list[TapeAnomaly]:
-    """One anomaly for all layers whose ids are renumbered: the cause is one."""
+    """Return one anomaly for all layers whose ids are renumbered: the cause is one."""
     texts = [f"layer {layers[place]}: {of_layer.text}" for place, of_layer in renumbered.items()]
     if len(texts) == 1:
         return [TapeAnomaly("ids", texts[0], int(layers[next(iter(renumbered))]))]
@@ -267,7 +272,7 @@ def _of_tokens_and_sequences(hot: OneHot, names: Sequence[str]) -> list[TapeAnom
 
 
 def _strangers(hot: OneHot, names: Sequence[str], named: AbstractSet[int]) -> list[TapeAnomaly]:
-    """Sequences, but those that are named already, whose routes belong to none that was sampled."""
+    """Return the sequences, but those that are named already, whose routes belong to none that was sampled."""
     values, rows = ownership(hot)
     with np.errstate(invalid="ignore"):
         strange = np.flatnonzero(values < _OWN - least_lead(rows))
@@ -281,7 +286,9 @@ def _strangers(hot: OneHot, names: Sequence[str], named: AbstractSet[int]) -> li
 
 
 def _agreement_of(hot: OneHot, places: Sequence[int]) -> tuple[str, str]:
-    """Mean agreement of some sequences' tapes with their own live routes, and with those of all other sequences."""
+    """Return the mean agreement of some sequences' tapes with their own live routes, and with those of all other
+    sequences.
+    """
     overlap = sequence_overlap(hot).share[places]
     is_own = np.zeros(overlap.shape, dtype=bool)
     is_own[np.arange(len(places)), places] = True
@@ -289,14 +296,14 @@ def _agreement_of(hot: OneHot, places: Sequence[int]) -> tuple[str, str]:
 
 
 def least_lead(counts: Int[np.ndarray, "*rows"]) -> Float[np.ndarray, "*rows"]:
-    """Difference of two shares of so many rows that counts: 0.1, and six standard errors of a share."""
+    """Return the difference of two shares of so many rows that counts: 0.1, and six standard errors of a share."""
     lead: Float[np.ndarray, "*rows"] = np.maximum(_LEAST_LEAD, _SIGMAS * 0.5 / np.sqrt(np.maximum(counts, 1)))
     return lead
 
 
 def foreign_tape(slot_kappa: float | None) -> list[TapeAnomaly]:
-    """Report routes of other tokens altogether, such as those of the step before: they agree with the routers by chance
-    alone.
+    """Return the report routes of other tokens altogether, such as those of the step before: they agree with the
+    routers by chance alone.
 
     Args:
         slot_kappa: Kappa of all rows of the step; None where none is usable.
@@ -310,7 +317,7 @@ def foreign_tape(slot_kappa: float | None) -> list[TapeAnomaly]:
 def _winners(
     overlap: Overlap, right: Int[np.ndarray, " rows"], counts: Int[np.ndarray, " rows"]
 ) -> list[tuple[int, int]]:
-    """Rows that another partner than the right one wins, with this partner."""
+    """Return the rows that another partner than the right one wins, with this partner."""
     share, chance = overlap
     rows = np.arange(len(share))
     # Where nothing is known no partner wins.

@@ -29,7 +29,7 @@ _NARROW = MARGIN_EDGES.index(1e-2)
 
 
 def classify_rows(routes: TapeRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Row, Bool[Tensor, "*layers tokens"]]:
-    """Kinds of a tape's rows, as masks.
+    """Return the kinds of a tape's rows, as masks.
 
     Args:
         fed: Tokens that were fed to the model that chose these routes.
@@ -76,7 +76,7 @@ class TapeLedger:
         self._last_layers: Int[Tensor, " layers"] | None = None
 
     def clear(self) -> None:
-        """Starts anew."""
+        """Start anew."""
         for counts in (self.rows, self._experts, self.margins):
             counts.zero_()
         self.tokens.clear()
@@ -138,7 +138,7 @@ class TapeLedger:
         usable: Bool[Tensor, "layers tokens"],
         seen: Sequence[RoutedTokens],
     ) -> dict[Row, Tensor]:
-        """Rows, and slots of each row, in which routers and tape agree; counts margins and tokens."""
+        """Return the rows, and slots of each row, in which routers and tape agree; counts margins and tokens."""
         live_same = taken_same = slots == len(live)
         if any(of_layer.taken is not of_layer.live for of_layer in seen):
             taken = in_planes(torch.stack([of_layer.taken for of_layer in seen]).transpose(0, 1), self._num_experts)
@@ -156,13 +156,13 @@ class TapeLedger:
     def _classes(
         self, margin: Float[Tensor, "layers tokens"], of_kinds: Bool[Tensor, "2 layers tokens"]
     ) -> Int[Tensor, "classes 2 layers"]:
-        """Numbers of tokens by class of their margin: those above one edge less those above the next."""
+        """Return the numbers of tokens by class of their margin: those above one edge less those above the next."""
         above = ((margin > self._edges)[:, None] & of_kinds).sum(-1, dtype=torch.int32)
         everywhere = of_kinds.sum(-1, dtype=torch.int32)[None]
         return torch.cat([everywhere, above, torch.zeros_like(everywhere)]).diff(dim=0).neg_().long()
 
     def _find_places(self, layers: Int[Tensor, " layers"]) -> None:
-        """Finds where the counts of some layers' experts lie; those of the layers asked for last are known."""
+        """Find where the counts of some layers' experts lie; those of the layers asked for last are known."""
         if layers is self._last_layers:
             return
         self._last_layers = layers
@@ -242,7 +242,8 @@ class TapeReport:
 
 
 def slot_chance(totals: LedgerTotals) -> Float[Tensor, " layers"]:
-    """Share of a token's experts on which tape and router would agree if either chose for a token of its own.
+    """Return the share of a token's experts on which tape and router would agree if either chose for a token of its
+    own.
 
     `sum_e a_e b_e / k`, with `a_e` and `b_e` the shares of tokens that have expert `e` on the tape and by the router:
     what the experts' popularity alone makes them agree on. NaN in a layer without usable rows.
@@ -253,7 +254,7 @@ def slot_chance(totals: LedgerTotals) -> Float[Tensor, " layers"]:
 
 
 def agreement_metrics(totals: LedgerTotals, layers: tuple[int, ...], *, per_layer: bool) -> dict[str, float]:
-    """Metrics of the ledger, under `routing/`; empty where no row was expected.
+    """Return the metrics of the ledger, under `routing/`; empty where no row was expected.
 
     `rows_*_share` are shares of the rows that were expected. `agreement` is the share of usable rows whose set of
     experts the routers took, `live_agreement` of those that they would choose by themselves, `slot_agreement` the share
@@ -307,7 +308,9 @@ _WRONG_ROWS = {
 
 
 def row_anomalies(totals: LedgerTotals, layers: Sequence[int]) -> list[TapeAnomaly]:
-    """Rows that hold what no router chooses; rows that are missing are none, as an engine may have been lost."""
+    """Return the rows that hold what no router chooses; rows that are missing are none, as an engine may have been
+    lost.
+    """
     found = []
     by_kind = totals.rows.T.tolist()
     for kind, words in _WRONG_ROWS.items():

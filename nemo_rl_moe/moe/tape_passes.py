@@ -40,7 +40,7 @@ class TapePass:
 
 
 def join_passes(passes: Sequence[TapePass]) -> TapePass:
-    """One pass over the tokens of several, which are of the same layers and distance."""
+    """Return one pass over the tokens of several, which are of the same layers and distance."""
     if len(passes) == 1:
         return passes[0]
     routes = TapeRoutes(*(torch.cat(parts, -1) for parts in zip(*(each.routes for each in passes), strict=True)))

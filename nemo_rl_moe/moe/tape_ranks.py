@@ -37,14 +37,16 @@ class RankShare:
 
 
 def rows_by_rank(rows: Int[Tensor, "layers kinds"], data_parallel_rank: int) -> Int[Tensor, "slots kinds"]:
-    """A rank's rows in its slot; over all ranks they add up to the rows of each slot."""
+    """Return a rank's rows in its slot; over all ranks they add up to the rows of each slot."""
     slots = rows.new_zeros(SLOTS, rows.shape[1])
     slots[data_parallel_rank % SLOTS] = rows.sum(0)
     return slots
 
 
 def missing_in_one_rank(by_slot: Int[Tensor, "slots kinds"]) -> RankShare | None:
-    """The rank that alone lacks rows: at least 5% of its own, and four times what the others lack; None without one."""
+    """Return the rank that alone lacks rows: at least 5% of its own, and four times what the others lack; None without
+    one.
+    """
     rows = by_slot.numpy()
     found = _furthest(rows[:, Row.MISSING], rows[:, Row.EXPECTED])
     if found is None or found.share < _LEAST_MISSING or found.of_others > _OTHERS_AT_MOST * found.share:
@@ -55,7 +57,8 @@ def missing_in_one_rank(by_slot: Int[Tensor, "slots kinds"]) -> RankShare | None
 def rank_anomalies(
     by_slot: Int[Tensor, "slots kinds"], num_layers: int, name_of: Callable[[int], str]
 ) -> list[TapeAnomaly]:
-    """The rank whose routers would choose other experts than its tape has, while those of the others agree with theirs.
+    """Return the rank whose routers would choose other experts than its tape has, while those of the others agree with
+    theirs.
 
     Its agreement is lower by 0.2 and by six standard errors, a token counting once for all layers.
     """
@@ -75,14 +78,14 @@ def rank_anomalies(
 
 
 def rank_name(slot: int, num_ranks: int) -> str:
-    """Name of the data-parallel rank of a slot; of all that share it in a larger job."""
+    """Return the name of the data-parallel rank of a slot; of all that share it in a larger job."""
     if num_ranks <= SLOTS:
         return f"data-parallel rank {slot}"
     return f"one of the data-parallel ranks {', '.join(map(str, range(slot, num_ranks, SLOTS)))}"
 
 
 def _furthest(part: Int[np.ndarray, " slots"], whole: Int[np.ndarray, " slots"]) -> RankShare | None:
-    """The slot with the highest share; None where there are no others."""
+    """Return the slot with the highest share; None where there are no others."""
     has_rows = np.flatnonzero(whole)
     if len(has_rows) < 2:
         return None

@@ -49,7 +49,7 @@ class RepeatedRows:
         distance: int,
         follows: Bool[Tensor, " tokens"],
     ) -> None:
-        """Adds the forward pass of some layers over a microbatch.
+        """Add the forward pass of some layers over a microbatch.
 
         Args:
             live: The routers' own choices, `in_planes`.
@@ -70,7 +70,7 @@ class RepeatedRows:
 
 
 def repeat_anomalies(counts: Int[Tensor, " kinds"]) -> list[TapeAnomaly]:
-    """Rows that stand more than once.
+    """Return the rows that stand more than once.
 
     Routes of other tokens repeat as often as those of these tokens: then either kind of token is as frequent, and the
     difference has the standard deviation `sqrt(tape + router)` (McNemar's test); six of them count.

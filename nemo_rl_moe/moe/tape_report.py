@@ -34,7 +34,7 @@ class CheckTotals:
     rank_names: Sequence[str] = ()
 
     def metrics(self) -> dict[str, float]:
-        """Metrics under `routing/` of what a healthy step has nothing of; they are absent then."""
+        """Return the metrics under `routing/` of what a healthy step has nothing of; they are absent then."""
         found = {}
         if self.is_exact:
             rows = self.by_slot.sum(0).tolist()
@@ -46,7 +46,7 @@ class CheckTotals:
         return found
 
     def anomalies(self, num_layers: int) -> list[TapeAnomaly]:
-        """Rows that cannot be right, of a model with so many MoE layers."""
+        """Return the rows that cannot be right, of a model with so many MoE layers."""
         return repeat_anomalies(self.repeats) + rank_anomalies(self.by_slot, num_layers, self._name_of)
 
     def _name_of(self, slot: int) -> str:
@@ -64,7 +64,7 @@ def tape_report(
     per_layer: bool,
     more_anomalies: Sequence[TapeAnomaly] = (),
 ) -> TapeReport:
-    """Content of a step's tape, and its anomalies.
+    """Return the content of a step's tape, and its anomalies.
 
     Args:
         sample: Routes of a few sequences; None where nothing is known of training.

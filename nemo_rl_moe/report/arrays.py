@@ -29,7 +29,7 @@ class ArrayPool:
         self._offset_of: dict[bytes, int] = {}
 
     def add(self, array: NDArray[Any]) -> ArrayReference:
-        """Adds an array of 1, 2 or 4 byte unsigned or 4 byte signed integers, or of 4 or 8 byte floats.
+        """Add an array of 1, 2 or 4 byte unsigned or 4 byte signed integers, or of 4 or 8 byte floats.
 
         An array with the bytes of an earlier one is not stored again: metrics share their steps.
         """
@@ -41,17 +41,17 @@ class ArrayPool:
         return {"blob": self.name, "dtype": dtype, "shape": list(array.shape), "offset": offset}
 
     def encoded(self) -> str:
-        """All arrays as gzip in base64."""
+        """Return all arrays as gzip in base64."""
         return compressed_text(bytes(self._content))
 
 
 def compressed_text(content: bytes) -> str:
-    """Gzip in base64; the same content gives the same text."""
+    """Return the gzip in base64; the same content gives the same text."""
     return base64.b64encode(gzip.compress(content, mtime=0)).decode("ascii")
 
 
 def narrowest(counts: NDArray[np.int64]) -> NDArray[Any]:
-    """Counts in the smallest type that holds all of them: 1, 2 or 4 byte integers, else floats."""
+    """Return the counts in the smallest type that holds all of them: 1, 2 or 4 byte integers, else floats."""
     highest = int(counts.max(initial=0))
     return counts.astype(np.min_scalar_type(highest) if highest < 2**32 else np.float64)
 
@@ -80,7 +80,7 @@ def thinned(series: Series, most: int) -> Series:
 def highest_of_stretches(
     values: Shaped[np.ndarray, "steps places"], most: int
 ) -> tuple[Int[np.ndarray, " stretches"], Shaped[np.ndarray, "stretches places"]]:
-    """Highest value of each stretch of steps at each place, for at most `most` stretches.
+    """Return the highest value of each stretch of steps at each place, for at most `most` stretches.
 
     Returns:
         Position of each stretch's last row, and the values.
@@ -91,7 +91,9 @@ def highest_of_stretches(
 
 
 def in_parts(function: Callable[..., NDArray[Any]], *of_steps: NDArray[Any]) -> NDArray[Any]:
-    """Result for all steps, 64 steps at a time: the intermediate arrays of all steps would take several gigabytes."""
+    """Return the result for all steps, 64 steps at a time: the intermediate arrays of all steps would take several
+    gigabytes.
+    """
     starts = range(0, len(of_steps[0]), _STEPS_AT_A_TIME)
     return np.concatenate(
         [function(*(part[start : start + _STEPS_AT_A_TIME] for part in of_steps)) for start in starts]

@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
 
 
 def write_report(folders: Sequence[Path], output: Path) -> list[int]:
-    """Write the report of these runs.
+    """Return the write the report of these runs.
 
     Returns:
         Number of findings of each run.
@@ -100,7 +100,7 @@ def write_report(folders: Sequence[Path], output: Path) -> list[int]:
 
 
 def write_page(runs: "Sequence[RunData]", output: Path, words: "PageWords | None" = None) -> list[int]:
-    """Write a page about runs that have been read.
+    """Return the write a page about runs that have been read.
 
     Args:
         output: The HTML file; `check_output` has passed it.
@@ -160,7 +160,7 @@ def _page(data: "PageData") -> str:
 
 @cache
 def _plotly() -> tuple[str, str]:
-    """Script of plotly, and the same as gzip in base64."""
+    """Return the script of plotly, and the same as gzip in base64."""
     from nemo_rl_moe.report.arrays import compressed_text
 
     # Found without importing the package, which takes seconds.

@@ -26,7 +26,7 @@ _MOST_COLUMNS, _MOST_POINTS, _FEWEST = 300, 400, 10
 def load_view(
     load: ExpertLoadHistory, topk: int | None, own_size: int, pool: ArrayPool, detail: float = 1.0
 ) -> dict[str, Any]:
-    """Data of the charts about the expert load, but for the loads themselves.
+    """Return the data of the charts about the expert load, but for the loads themselves.
 
     Args:
         topk: Experts that each token is routed to; None where that is not known: the spread then includes chance.
@@ -49,7 +49,7 @@ def load_view(
 
 
 def outlier_experts(load: ExpertLoadHistory) -> dict[str, list[tuple[int, int]]]:
-    """Most and least loaded experts over the last tenth of the steps, as `(row of layers, expert)`."""
+    """Return the most and least loaded experts over the last tenth of the steps, as `(row of layers, expert)`."""
     mean = utilization(load.counts[-max(len(load.steps) // 10, 1) :]).mean(0)
     order = np.argsort(mean, axis=None, kind="stable")
     number = min(OUTLIERS_OF_A_KIND, len(order) // 2)
@@ -58,7 +58,7 @@ def outlier_experts(load: ExpertLoadHistory) -> dict[str, list[tuple[int, int]]]
 
 
 def expert_parallel_sizes(num_experts: int) -> list[int]:
-    """Expert-parallel sizes above 1 that divide the number of experts."""
+    """Return the expert-parallel sizes above 1 that divide the number of experts."""
     return [size for size in range(2, num_experts + 1) if num_experts % size == 0]
 
 

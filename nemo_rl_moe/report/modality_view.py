@@ -23,7 +23,7 @@ _COLUMNS = ("separation", "overlap", "busiest, image", "busiest, text")
 def modality_view(
     load: ExpertLoadHistory, topk: int | None, pool: ArrayPool, detail: float = 1.0
 ) -> dict[str, Any] | None:
-    """Data of the cards about image tokens and text tokens.
+    """Return the data of the cards about image tokens and text tokens.
 
     Args:
         topk: Experts that each token is routed to; None where that is not known: chance is then taken for larger.
@@ -72,7 +72,9 @@ def layer_table(
     image_counts: Int[np.ndarray, "layers experts"],
     topk: int | None,
 ) -> dict[str, Any]:
-    """Table of the layers at one step: `title`, `step`, `columns`, and `rows`, None where there is no number."""
+    """Return the table of the layers at one step: `title`, `step`, `columns`, and `rows`, None where there is no
+    number.
+    """
     text_counts = counts - image_counts
     columns = [
         modality_separation(counts, image_counts, topk),

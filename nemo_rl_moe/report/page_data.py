@@ -74,7 +74,7 @@ class PageData:
 
 
 def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = None) -> PageData:
-    """Data of the page, with as much detail as fits.
+    """Return the data of the page, with as much detail as fits.
 
     Args:
         budget: Bytes that the document and its arrays may take together, as far as that is possible.
@@ -131,7 +131,8 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
 
 
 def configuration_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Settings of the runs side by side: first those of the configuration, then those in force in the routers.
+    """Return the settings of the runs side by side: first those of the configuration, then those in force in the
+    routers.
 
     Returns:
         For each setting its `key`, the `values` of all runs as text (None: the run lacks it), and whether they
@@ -150,7 +151,7 @@ def configuration_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def _as_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Settings by their dotted key; values as JSON, strings as they are."""
+    """Return the settings by their dotted key; values as JSON, strings as they are."""
     found = {}
     for key, value in flattened(settings):
         text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False, skipkeys=True)
@@ -188,7 +189,7 @@ def _described(run: RunData, name: str) -> dict[str, Any]:
 
 
 def _add_thumbnails(runs: Sequence[RunData], described: Sequence[dict[str, Any]], budget: int) -> None:
-    """Adds the thumbnails of the samples; runs share what the page has room for."""
+    """Add the thumbnails of the samples; runs share what the page has room for."""
     most = max(MOST_PICTURES // len(runs), 1)
     for run, of_run in zip(runs, described, strict=True):
         of_run["thumbnails"] = embedded_thumbnails(
@@ -208,7 +209,7 @@ def _packed(series: Series, most: int, pool: ArrayPool) -> dict[str, Any]:
 
 
 def _frames(load: ExpertLoadHistory, budget: int, name: str) -> tuple[dict[str, Any], str]:
-    """Loads of as many steps as fit, evenly spaced; of the last step at least."""
+    """Return the loads of as many steps as fit, evenly spaced; of the last step at least."""
     number = len(load.steps)
     measured = min(number, _STEPS_TO_MEASURE)
     _, blob = _packed_frames(load, measured, name)
@@ -231,7 +232,7 @@ def _packed_frames(load: ExpertLoadHistory, most: int, name: str) -> tuple[dict[
 
 
 def _names(runs: Sequence[RunData]) -> list[str]:
-    """Ends of the folders' paths, long enough to be distinct; a folder that is named twice gets a number."""
+    """Return the ends of the folders' paths, long enough to be distinct; a folder that is named twice gets a number."""
     paths = [run.folder.resolve().parts for run in runs]
     length = 2
     while length < max(map(len, paths)) and len({path[-length:] for path in paths}) < len(set(paths)):
@@ -244,7 +245,7 @@ def _names(runs: Sequence[RunData]) -> list[str]:
 
 
 def _as_text(value: Any) -> str:
-    """JSON without characters that could end the page's block around it, and without lone surrogates."""
+    """Return the JSON without characters that could end the page's block around it, and without lone surrogates."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "replace").decode("utf-8").translate(_MARKUP)
 

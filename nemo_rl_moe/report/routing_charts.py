@@ -13,7 +13,7 @@ _mismatch = partial(Chart, MISMATCH)
 
 
 def _split_charts() -> Iterator[Chart]:
-    """Charts of what the mismatch of log-probabilities is made of."""
+    """Yield the charts of what the mismatch of log-probabilities is made of."""
     parts = ("total", "routing", "numerics", "staleness")
     for family, when, of, healthy in (
         (

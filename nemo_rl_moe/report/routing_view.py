@@ -38,7 +38,7 @@ _OF_A_LAYER = re.compile(r"train/moe/(\w+)/(\w+)_layer_(\d{1,6})")
 
 
 def routing_view(routing: RoutingHistory, pool: ArrayPool, detail: float = 1.0) -> dict[str, Any]:
-    """Data of the cards about routing.
+    """Return the data of the cards about routing.
 
     Returns:
         `layers`; `by_layer`: share of rows of layers x steps in which the routers would choose otherwise, of each
@@ -73,7 +73,7 @@ def routing_view(routing: RoutingHistory, pool: ArrayPool, detail: float = 1.0) 
 
 
 def advantage_view(advantages: AdvantageHistory, pool: ArrayPool, detail: float = 1.0) -> dict[str, Any]:
-    """Data of the card about experts by advantage.
+    """Return the data of the card about experts by advantage.
 
     Returns:
         `layers`; `num_experts`; `num_steps`; `steps` and `of_steps`, scores of single steps; `of_all`: those of all
@@ -107,7 +107,8 @@ def _identity(routing: RoutingHistory, pool: ArrayPool) -> dict[str, Any] | None
 
 
 def layer_tables(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
-    """Tables of the metrics that a run has of single layers beside its ledger, at the last step that has them.
+    """Return the tables of the metrics that a run has of single layers beside its ledger, at the last step that has
+    them.
 
     Returns:
         For each family `title`, `step`, `columns`, and `rows`: a layer and its values as text, None where it has none.

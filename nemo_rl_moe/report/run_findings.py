@@ -39,14 +39,16 @@ class Episodes:
 
 
 def thresholds_of(config: Mapping[str, Any]) -> Thresholds:
-    """Thresholds in `logger.alerts` of a resolved configuration; keys that an older run lacks have shipped values."""
+    """Return the thresholds in `logger.alerts` of a resolved configuration; keys that an older run lacks have shipped
+    values.
+    """
     shipped = read_with_defaults(find_config(_BASE_CONFIGURATION))
     alerts = {**_alerts(shipped), **_alerts(config)}
     return Thresholds(**{field.name: alerts[field.name] for field in fields(Thresholds)})
 
 
 def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Finding]:
-    """Findings of a run so far, in the order in which they began.
+    """Return the findings of a run so far, in the order in which they began.
 
     Args:
         thresholds: None: those of its own configuration.
@@ -96,7 +98,7 @@ def scoring_lines(run_folder: Path) -> list[str]:
 
 
 def episodes_of(findings: Sequence[Finding]) -> list[Episodes]:
-    """Findings by kind and layer: those that go on first, and of these those of the whole model."""
+    """Return the findings by kind and layer: those that go on first, and of these those of the whole model."""
     of_key: dict[tuple[str, int | None], list[Finding]] = {}
     for finding in findings:
         of_key.setdefault(finding.key, []).append(finding)
@@ -116,7 +118,7 @@ def _forced_routing(run: RunData) -> list[Finding]:
 
 
 def _alerts(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Limits of a file that may have been edited: null or a number each."""
+    """Return the limits of a file that may have been edited: null or a number each."""
     logger = config.get("logger")
     alerts = logger.get("alerts") if isinstance(logger, Mapping) else None
     found = alerts if isinstance(alerts, Mapping) else {}

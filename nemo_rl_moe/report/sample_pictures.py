@@ -17,7 +17,7 @@ MOST_PICTURES = 48
 def embedded_thumbnails(
     run_folder: Path, samples: Sequence[Mapping[str, Any]], most: int, budget: int, notes: list[str]
 ) -> dict[str, str]:
-    """PNG files in base64 by the name that samples give them; each once, in the order of the samples.
+    """Return the PNG files in base64 by the name that samples give them; each once, in the order of the samples.
 
     Args:
         budget: Characters that they may take together.

@@ -26,7 +26,7 @@ _HIGHEST_SYMBOL, _DEAD_SYMBOL, _UNUSED_SYMBOL = "#", "x", " "
 
 
 def terminal_heatmap(load: ExpertLoadHistory, width: int, height: int, in_color: bool) -> list[Text]:
-    """Lines of the heatmap with its title, legend and extremes."""
+    """Return the lines of the heatmap with its title, legend and extremes."""
     counts, layers, step = load.counts[-1], load.layers.tolist(), int(load.steps[-1])
     loads = utilization(counts)
     shares = np.where(counts.sum(-1, keepdims=True) > 0, loads, np.nan)
@@ -54,7 +54,8 @@ def terminal_heatmap(load: ExpertLoadHistory, width: int, height: int, in_color:
 
 
 def merged(shares: Float[np.ndarray, "layers experts"], rows: int, columns: int) -> Float[np.ndarray, "rows columns"]:
-    """Heatmap with fewer cells: each is the one of its cells whose factor to 1 is largest, a dead one before all.
+    """Return the heatmap with fewer cells: each is the one of its cells whose factor to 1 is largest, a dead one
+    before all.
 
     Args:
         shares: Utilization; NaN for a layer without load, which gives way to all others.
@@ -71,7 +72,9 @@ def merged(shares: Float[np.ndarray, "layers experts"], rows: int, columns: int)
 
 
 def load_color(share: float) -> Color:
-    """Colour of a utilization: half is as blue as twice is red, 1 is white, dead is yellow, NaN (no load) grey."""
+    """Return the colour of a utilization: half is as blue as twice is red, 1 is white, dead is yellow, NaN (no load)
+    grey.
+    """
     if np.isnan(share):
         return _color_of(_UNUSED_LEVEL)
     if share == 0:
@@ -92,13 +95,13 @@ def _color_of(level: int) -> Color:
 
 @lru_cache
 def _style_on(background: Color) -> Style:
-    """Black or white text, whichever is legible on the colour."""
+    """Return the black or white text, whichever is legible on the colour."""
     luminance = np.dot(background.get_truecolor(), (0.299, 0.587, 0.114))
     return Style(color=Color.from_rgb(*((255, 255, 255) if luminance < 128 else (0, 0, 0))), bgcolor=background)
 
 
 def load_symbol(share: float) -> str:
-    """Character of a utilization, for terminals without colours."""
+    """Return the character of a utilization, for terminals without colours."""
     if np.isnan(share):
         return _UNUSED_SYMBOL
     if share == 0:
@@ -135,5 +138,5 @@ def _legend(in_color: bool) -> Text:
 
 
 def _edges(number: int, parts: int) -> Sequence[int]:
-    """Borders of `parts` nearly equal parts of a range."""
+    """Return the borders of `parts` nearly equal parts of a range."""
     return [number * part // parts for part in range(parts + 1)]

@@ -118,7 +118,7 @@ def _console() -> "Console":
 
 
 def _check(folder: Path) -> None:
-    """Raises a DataError for a folder that is not a run's; one without metrics yet is."""
+    """Raise a DataError for a folder that is not a run's; one without metrics yet is."""
     from nemo_rl_moe.run_folder.folder import RUN_FILE_NAME, newest_run_folders
     from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME
 

@@ -45,7 +45,7 @@ class Room:
 
 
 def frame(run: WatchedRun, now: float, room: Room) -> list[Text]:
-    """Lines of the frame."""
+    """Return the lines of the frame."""
     header = _header(run, now, room.width)
     if run.step is None:
         return _cropped([*header, Text("nothing has been written yet; waiting for the first step")], room)
@@ -65,7 +65,7 @@ def frame(run: WatchedRun, now: float, room: Room) -> list[Text]:
 
 
 def status(run: WatchedRun, now: float) -> str:
-    """State of the run in a few words: writing, quiet for some time, or done."""
+    """Return the state of the run in a few words: writing, quiet for some time, or done."""
     planned = run.described.planned_steps
     if planned is not None and run.step is not None and run.step >= planned:
         return "all steps done"
@@ -76,7 +76,9 @@ def status(run: WatchedRun, now: float) -> str:
 
 
 def finding_lines(episodes: Sequence[Episodes]) -> list[str]:
-    """Findings as lines: one for each kind that goes on and one for each that is over, however many layers have it."""
+    """Return the findings as lines: one for each kind that goes on and one for each that is over, however many layers
+    have it.
+    """
     groups: dict[tuple[bool, str], list[Episodes]] = {}
     for episode in episodes:
         groups.setdefault((episode.latest.is_over, episode.latest.kind), []).append(episode)
@@ -84,7 +86,7 @@ def finding_lines(episodes: Sequence[Episodes]) -> list[str]:
 
 
 def packed(parts: Iterable[str], width: int) -> list[str]:
-    """Lines with as many parts as fit, two spaces apart."""
+    """Return the lines with as many parts as fit, two spaces apart."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 2 + len(part) <= width:
@@ -143,7 +145,7 @@ def _sparklines(run: WatchedRun, room: Room) -> list[Text]:
 
 
 def _routing(run: WatchedRun) -> Text:
-    """Line on the last step's tape: how far training agrees with the rollouts, and what is wrong."""
+    """Return the line on the last step's tape: how far training agrees with the rollouts, and what is wrong."""
     parts = []
     for key, label in ((AGREEMENT, "agreement"), (LIVE_AGREEMENT, "by itself")):
         if key in run.routing:
@@ -188,7 +190,7 @@ def _cropped(lines: Sequence[Text], room: Room) -> list[Text]:
 
 
 def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
-    """Line of characters from the first level, for the lowest value, to the last level, for the highest.
+    """Return the line of characters from the first level, for the lowest value, to the last level, for the highest.
 
     Where there are more values than characters, a character is the mean of several; it is a `!` where one of these is
     NaN or infinite.

@@ -82,7 +82,7 @@ class RunWatcher:
         self._begin()
 
     def look(self) -> WatchedRun:
-        """State of the run after reading the new records.
+        """Return the state of the run after reading the new records.
 
         Raises:
             DataError: The metrics or the anomalies cannot be read.
@@ -141,7 +141,7 @@ class RunWatcher:
             self.run.load = ExpertLoadHistory(load.steps[-1:], load.layers, load.counts[-1:].copy())
 
     def _update_tape(self, records: Sequence[StepRecord], wrong: Mapping[int, Sequence[TapeAnomaly]]) -> None:
-        """Takes the tapes of new steps. A run may end by a tape, and leave no record of its step."""
+        """Take the tapes of new steps. A run may end by a tape, and leave no record of its step."""
         with_tape = {record.step for record in records if ANOMALIES in record.metrics}
         for step in sorted(with_tape | wrong.keys()):
             if step > self._last_tape_step:

@@ -106,7 +106,7 @@ class Session:
         return self.room > 0
 
     async def generate(self) -> Turn:
-        """Continues the sequence by a response of the model; its tokens are trained on.
+        """Continue the sequence by a response of the model; its tokens are trained on.
 
         Raises:
             ValueError: The sequence is full; see `has_room`.
@@ -145,7 +145,7 @@ class Session:
         return turn
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens of the environment, such as an observation or the next user turn; they are not trained on.
+        """Add tokens of the environment, such as an observation or the next user turn; they are not trained on.
 
         Where they do not fit, none is added: the trajectory is full from then on, and ends as one that was cut.
 
@@ -167,11 +167,11 @@ class Session:
         self._versions += [NOT_SAMPLED] * size
 
     def append_text(self, text: str) -> None:
-        """Adds text of the environment; it is not trained on."""
+        """Add text of the environment; it is not trained on."""
         self.append(self.encode(text))
 
     async def score(self, response: str | None = None) -> Score:
-        """Asks the scorer that the configuration names.
+        """Ask the scorer that the configuration names.
 
         Args:
             response: What is scored; None: the last response of the model.
@@ -198,7 +198,7 @@ class Session:
             self._asked_for = None
 
     def finish(self, score: Score, metrics: Mapping[str, float] | None = None) -> Trajectory:
-        """The trajectory as it is now.
+        """Return the trajectory as it is now.
 
         Args:
             score: What it is worth.
@@ -241,7 +241,7 @@ class Session:
 
 
 def response_text(token_ids: TokenIds, sampling: SamplingParameters, decode: Decode) -> str:
-    """A response as text, without the token that ended it."""
+    """Return a response as text, without the token that ended it."""
     if token_ids and token_ids[-1] in sampling.stop_token_ids:
         token_ids = token_ids[:-1]
     return decode(token_ids)
@@ -251,7 +251,7 @@ class Environment(Protocol):
     """Drives trajectories. One object serves all of them, at the same time; what belongs to one is in its session."""
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Makes one trajectory: generates, answers with further tokens or not, and ends with `session.finish`.
+        """Make one trajectory: generates, answers with further tokens or not, and ends with `session.finish`.
 
         It asks the session for one thing at a time. An error ends the run.
         """
@@ -262,7 +262,7 @@ class SingleTurn:
     """One response to the prompt, scored by the scorer that the configuration names."""
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Makes one trajectory."""
+        """Make one trajectory."""
         await session.generate()
         return session.finish(await session.score())
 
@@ -279,7 +279,7 @@ class RolloutFunction:
         self._function, self._name = function, name
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Makes one trajectory; where the function raises it ends as it is, with the fault."""
+        """Make one trajectory; where the function raises it ends as it is, with the fault."""
         try:
             return self._checked(await self._function(session), session)
         except (Exception, CancelledError) as error:  # a tool's own cancellation; of the run's, nobody reads this
@@ -299,7 +299,7 @@ class RolloutFunction:
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:
-    """The environment that a configuration describes: one turn, or a coroutine function of the user's own.
+    """Return the environment that a configuration describes: one turn, or a coroutine function of the user's own.
 
     Raises:
         ConfigurationError: There is no such function, or it is something else.
@@ -316,7 +316,7 @@ def make_environment(config: EnvironmentConfig) -> Environment:
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:
-    """The trajectory's own seed for its first response; for later ones, numbers that no other trajectory has."""
+    """Return the trajectory's own seed for its first response; for later ones, numbers that no other trajectory has."""
     if turn == 0:
         return seed
     return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])

@@ -45,7 +45,7 @@ class FaultWatch:
         self._failed_in_a_row = 0
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
-        """Looks at the trajectories of the next generation.
+        """Look at the trajectories of the next generation.
 
         Raises:
             EnvironmentFailedError: It is one too many of which no response could be scored.
@@ -93,7 +93,7 @@ class FaultWatch:
             self._warn(f"{problem}; a step of which nothing is scored changes no weights ({KEY}: {limit})")
 
     def _is_scored(self, trajectory: Trajectory) -> bool:
-        """True where the environment gave a score: a response that was cut may have got its 0 without it."""
+        """Return True where the environment gave a score: a response that was cut may have got its 0 without it."""
         may_be_unscored = trajectory.is_truncated and not self._score_truncated and trajectory.reward == 0
         return trajectory.fault is None and not may_be_unscored
 

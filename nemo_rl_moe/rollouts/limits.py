@@ -151,7 +151,9 @@ class RolloutWatch:
         )
 
     def _gives_up_for_s(self) -> float:
-        """Seconds since which rollouts are to be given up; negative before, and where nobody asks to stop."""
+        """Return the seconds since which rollouts are to be given up; negative before, and where nobody asks to
+        stop.
+        """
         now = self._time.now()
         if self._limits.stop_reason() is None:
             return float("-inf")

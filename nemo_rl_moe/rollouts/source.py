@@ -55,7 +55,7 @@ class RolloutSource(Protocol):
         ...
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
-        """The groups of the next step; only while it is not used up.
+        """Return the groups of the next step; only while it is not used up.
 
         Args:
             step: Steps done.
@@ -64,11 +64,11 @@ class RolloutSource(Protocol):
         ...
 
     def state_dict(self) -> dict[str, int]:
-        """Position between two steps, for a checkpoint."""
+        """Return the position between two steps, for a checkpoint."""
         ...
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from where another one stood; before the first step."""
+        """Go on from where another one stood; before the first step."""
         ...
 
 
@@ -80,7 +80,7 @@ class PromptRounds(Protocol):
         ...
 
     def epoch(self, epoch_index: int) -> Iterator[list[Prompt]]:
-        """The rounds of one epoch, counted from 0."""
+        """Return the rounds of one epoch, counted from 0."""
         ...
 
 
@@ -122,16 +122,16 @@ class SynchronousSource:
         return self._next_round is None
 
     def state_dict(self) -> dict[str, int]:
-        """Rounds of prompts that have been taken, of all epochs."""
+        """Round of prompts that have been taken, of all epochs."""
         return {"batches_taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on behind the rounds that have been taken."""
+        """Go on behind the rounds that have been taken."""
         self._taken = state["batches_taken"]
         self._start()
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
-        """Generates until there are enough groups for a step, and lets the engine sleep.
+        """Generate until there are enough groups for a step, and lets the engine sleep.
 
         Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476, section 3.2) replaces zero-variance groups by those of
         further prompts. After `dynamic_sampling_max_gen_batches` rounds, or when no prompts are left, they fill up the

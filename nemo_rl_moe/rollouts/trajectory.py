@@ -104,7 +104,7 @@ class Trajectory:
 
 
 def group_rewards(trajectories: Sequence[Trajectory], num_generations: int) -> Float[Tensor, "groups generations"]:
-    """Rewards as the environment gave them, one row a group; float64."""
+    """Return the rewards as the environment gave them, one row a group; float64."""
     rewards = [trajectory.reward for trajectory in trajectories]
     return torch.tensor(rewards, dtype=torch.float64).view(-1, num_generations)
 
@@ -112,18 +112,18 @@ def group_rewards(trajectories: Sequence[Trajectory], num_generations: int) -> F
 def group_named_rewards(
     trajectories: Sequence[Trajectory], num_generations: int, names: Iterable[str]
 ) -> Float[Tensor, "names groups generations"]:
-    """Named rewards as the environment gave them, one row a group; float64. Where it failed they are 0."""
+    """Return the named rewards as the environment gave them, one row a group; float64. Where it failed they are 0."""
     rewards = [[trajectory.rewards.get(name, 0.0) for trajectory in trajectories] for name in names]
     return torch.tensor(rewards, dtype=torch.float64).view(len(rewards), -1, num_generations)
 
 
 def group_correctness(trajectories: Sequence[Trajectory], num_generations: int) -> Bool[Tensor, "groups generations"]:
-    """Correctness of each trajectory, one row a group."""
+    """Return the correctness of each trajectory, one row a group."""
     return torch.tensor([trajectory.is_correct for trajectory in trajectories]).view(-1, num_generations)
 
 
 def group_sampled_tokens(trajectories: Sequence[Trajectory], num_generations: int) -> Int[Tensor, "groups generations"]:
-    """Number of sampled tokens of each trajectory, one row a group."""
+    """Return the number of sampled tokens of each trajectory, one row a group."""
     counts = [trajectory.num_sampled_tokens for trajectory in trajectories]
     return torch.tensor(counts).view(-1, num_generations)
 
@@ -144,7 +144,7 @@ def training_batch(
     leave_out_truncated: bool,
     takes_part: Bool[Tensor, "groups generations"] | None = None,
 ) -> TokenBatch:
-    """Batch of trajectories for the policy-gradient loss.
+    """Return the batch of trajectories for the policy-gradient loss.
 
     Args:
         trajectories: In the order of the advantages.
@@ -204,7 +204,7 @@ def advantage_column(
 def rollout_metrics(
     trajectories: Sequence[Trajectory], counted: Sequence[Trajectory] | None = None
 ) -> dict[str, float]:
-    """Metrics of trajectories without regard to their groups; training and validation report the same.
+    """Return the metrics of trajectories without regard to their groups; training and validation report the same.
 
     `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample` (sampled tokens), `truncation_rate`,
     `mean_turns_per_sample` where any has several turns, `env/num_overlong` where tokens of the environment did not fit,
@@ -235,7 +235,7 @@ def rollout_metrics(
 
 
 def _reward_metrics(counted: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean and deviation of the reward, and of each named reward; empty of no trajectory."""
+    """Return the mean and deviation of the reward, and of each named reward; empty of no trajectory."""
     if not counted:
         return {}
     rewards = np.array([trajectory.reward for trajectory in counted])

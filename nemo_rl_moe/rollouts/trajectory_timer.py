@@ -29,7 +29,7 @@ class ThreadTime:
         """Trajectory whose code runs now, and since when; None: none does."""
 
     def now(self) -> float:
-        """Seconds on the clock."""
+        """Return the seconds on the clock."""
         return self._clock()
 
     @property
@@ -38,7 +38,9 @@ class ThreadTime:
         return self._busy_since is not None and self.step is None
 
     def idle_s(self) -> float:
-        """Seconds so far in which the thread waited, as no trajectory's code and no call for many of them ran."""
+        """Return the seconds so far in which the thread waited, as no trajectory's code and no call for many of them
+        ran.
+        """
         now, since = self._clock(), self._busy_since
         return now - self._busy_s - (now - since if since is not None else 0.0)
 
@@ -93,7 +95,7 @@ class TrajectoryTimer:
         self._waiting_since: float | None = thread.idle_s()
 
     def seconds(self) -> float:
-        """Seconds up to now."""
+        """Return the seconds up to now."""
         found, step, waiting_since = self.own_s, self._thread.step, self._waiting_since
         if step is not None and step[0] is self:
             found += self._thread.now() - step[1]
@@ -136,7 +138,7 @@ def where(frame: FrameType | None) -> str:
 
 
 def _innermost(frames: list[FrameType]) -> str:
-    """Name the innermost frame that is neither Python's own nor this package's nor an installed one's."""
+    """Return the name the innermost frame that is neither Python's own nor this package's nor an installed one's."""
     own = [frame for frame in frames if _is_users(frame.f_code.co_filename)] or frames
     if not own:
         return "its end"

@@ -69,7 +69,8 @@ class RolloutWorker:
         seed_key: Sequence[int],
         clock: PhaseClock,
     ) -> list[Trajectory]:
-        """Trajectories of each prompt, group after group. The engine stays awake: the source of a step lets it sleep.
+        """Return the trajectories of each prompt, group after group. The engine stays awake: the source of a step lets
+        it sleep.
 
         Args:
             prompts: At least one.
@@ -129,7 +130,7 @@ class _Call:
         self._num_sequences = 0
 
     async def run(self, prompts: Sequence[Prompt], num_generations: int, seeds: Sequence[int]) -> list[Trajectory]:
-        """Makes the trajectories, group after group."""
+        """Make the trajectories, group after group."""
         asyncio.get_running_loop().set_task_factory(task_factory(self._time))
         # The trajectories of a group share the arrays of their images.
         prepared = zip(prompts, prompt_inputs(prompts), strict=True)
@@ -223,7 +224,7 @@ class _Call:
 
 
 async def _cancel_all() -> None:
-    """Cancels all other tasks of the loop; what does not let itself be cancelled is left behind."""
+    """Cancel all other tasks of the loop; what does not let itself be cancelled is left behind."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

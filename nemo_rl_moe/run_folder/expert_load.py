@@ -83,7 +83,7 @@ class ExpertLoadTail:
         self.problems: list[str] = []
 
     def read(self, last_step: int) -> ExpertLoadHistory | None:
-        """Steps written since the last call; None where there are none.
+        """Step written since the last call; None where there are none.
 
         Behind a damaged file only `last_step` is read, and `problems` names the file.
 

@@ -49,7 +49,7 @@ _PACKAGES = (
 
 
 def create_run_folder(log_dir: str | Path, run_id: str | None = None, algorithm: str | None = None) -> Path:
-    """Make the next free `exp_001`, `exp_002`, ... in a log folder, which is created where needed.
+    """Return the make the next free `exp_001`, `exp_002`, ... in a log folder, which is created where needed.
 
     Two processes that call this at the same moment get two folders.
 
@@ -96,12 +96,12 @@ def newest_run_folders(log_dir: str | Path) -> list[Path]:
 
 
 def find_run_folder(log_dir: str | Path, run_id: str) -> Path | None:
-    """Folder of the run with an id; None where there is none."""
+    """Return the folder of the run with an id; None where there is none."""
     return next((folder for folder in newest_run_folders(log_dir) if read_run_id(folder) == run_id), None)
 
 
 def read_run_id(folder: Path) -> str | None:
-    """Id of the run that a folder belongs to; None where `run.json` is missing or damaged."""
+    """Return the id of the run that a folder belongs to; None where `run.json` is missing or damaged."""
     run_id = _read_object(folder / RUN_FILE_NAME).get("run_id")
     return run_id if isinstance(run_id, str) else None
 
@@ -116,7 +116,7 @@ def store_logger_run_ids(folder: Path, run_ids: Mapping[str, str]) -> None:
 
 
 def read_logger_run_ids(folder: Path) -> dict[str, str]:
-    """Ids that `store_logger_run_ids` has stored; empty where the file is missing or damaged."""
+    """Return the ids that `store_logger_run_ids` has stored; empty where the file is missing or damaged."""
     content = _read_object(folder / LOGGER_RUN_IDS_FILE_NAME)
     return {name: run_id for name, run_id in content.items() if isinstance(run_id, str)}
 
@@ -149,7 +149,9 @@ def write_run_files(
 
 
 def collect_versions() -> dict[str, Any]:
-    """Versions of Python, the platform and the packages that shape a run's numbers; None where not installed."""
+    """Return the versions of Python, the platform and the packages that shape a run's numbers; None where not
+    installed.
+    """
     return {
         "nemo_rl_moe": nemo_rl_moe.__version__,
         "python": sys.version.split()[0],
@@ -159,7 +161,7 @@ def collect_versions() -> dict[str, Any]:
 
 
 def read_git_state(directory: Path) -> dict[str, Any]:
-    """State of the git checkout around a directory.
+    """Return the state of the git checkout around a directory.
 
     Survives a machine without git and a folder that is no repository: the result says so. The address of the remote
     is left out, since it may carry a password.

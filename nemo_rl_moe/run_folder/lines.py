@@ -15,7 +15,7 @@ from typing import Any
 
 
 def to_plain(value: Any) -> Any:
-    """Content as dicts, lists, strings, numbers, booleans and None; any other object becomes its `str`."""
+    """Return the content as dicts, lists, strings, numbers, booleans and None; any other object becomes its `str`."""
     if isinstance(value, Enum):
         return to_plain(value.value)
     if isinstance(value, Mapping):
@@ -26,7 +26,7 @@ def to_plain(value: Any) -> Any:
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of a nested mapping with their dotted keys, such as `a.b.c`; an empty section is a leaf."""
+    """Leave of a nested mapping with their dotted keys, such as `a.b.c`; an empty section is a leaf."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from flattened(value, f"{prefix}{name}.")
@@ -81,7 +81,7 @@ class LineFile:
         self._lock = threading.Lock()
 
     def append(self, lines: Iterable[str]) -> None:
-        """Appends lines, each without its line feed; a disk that does not take them raises nothing."""
+        """Append lines, each without its line feed; a disk that does not take them raises nothing."""
         try:
             with self._lock:
                 for line in lines:
@@ -100,7 +100,7 @@ class LineFile:
             self._warn(f"{self._path} was removed; it is begun anew, and lacks the lines before")
 
     def flush_to_disk(self) -> bool:
-        """Write the waiting lines and wait until the disk has them (fsync); may be called from any thread.
+        """Return the write the waiting lines and wait until the disk has them (fsync); may be called from any thread.
 
         A checkpoint must not outlive, in a power failure, the metrics of its steps.
 
@@ -120,7 +120,7 @@ class LineFile:
         return True
 
     def close(self) -> None:
-        """Writes the waiting lines if the disk takes them, and closes the file."""
+        """Write the waiting lines if the disk takes them, and closes the file."""
         self.append(())
         with self._lock:
             self._release()
@@ -166,7 +166,7 @@ class LineFile:
 
 
 def _is_in_place(file: FileIO, path: Path) -> bool:
-    """False for an open file whose path leads nowhere or to another one: what is written to it is lost."""
+    """Return False for an open file whose path leads nowhere or to another one: what is written to it is lost."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

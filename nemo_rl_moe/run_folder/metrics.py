@@ -51,24 +51,24 @@ class JsonlLogger:
         self._lines = LineFile(run_folder / METRICS_FILE_NAME, warn, message)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one line."""
+        """Write one line."""
         record = {"step": step, "time": time.time(), "metrics": {key: json_number(v) for key, v in metrics.items()}}
         self._lines.append([json.dumps(record, allow_nan=False)])
 
     def flush_to_disk(self) -> bool:
-        """Waits until the disk has all lines; False where some cannot be written. May be called from any thread."""
+        """Wait until the disk has all lines; False where some cannot be written. May be called from any thread."""
         return self._lines.flush_to_disk()
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Does nothing: the run folder holds the configuration as `config.yaml`."""
+        """Do nothing: the run folder holds the configuration as `config.yaml`."""
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Closes the file."""
+        """Close the file."""
         self._lines.close()
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
-    """Records of a `metrics.jsonl`, while the run goes on or afterwards.
+    """Return the records of a `metrics.jsonl`, while the run goes on or afterwards.
 
     Survives a torn last line, which a killed run leaves: it is skipped.
 
@@ -81,7 +81,7 @@ def read_metrics(path: Path) -> list[StepRecord]:
 
 
 def read_history(path: Path) -> MetricHistory:
-    """Metrics of a `metrics.jsonl` by key, in the order of the file.
+    """Return the metrics of a `metrics.jsonl` by key, in the order of the file.
 
     Raises:
         DataError: A line before the last one is not a step record.
@@ -118,7 +118,7 @@ def parse_record(line: bytes, place: str) -> StepRecord:
 
 
 def json_number(value: float) -> float | str:
-    """Number as JSON can hold it; NaN and infinities become strings that `float()` reads."""
+    """Return the number as JSON can hold it; NaN and infinities become strings that `float()` reads."""
     number = float(value)
     if math.isfinite(number):
         return number

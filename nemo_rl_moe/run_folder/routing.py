@@ -95,7 +95,7 @@ class RoutingWriter(StepTableWriter["TapeReport"]):
             self._anomalies.append(json.dumps(_record(step, anomaly)) for anomaly in artifact.anomalies)
 
     def close(self) -> None:
-        """Tries once more to write what is kept."""
+        """Try once more to write what is kept."""
         super().close()
         if self._anomalies is not None:
             self._anomalies.close()
@@ -137,7 +137,7 @@ class AnomaliesTail(LineTail[AnomalyRecord]):
 
 
 def anomalies_by_step(records: Sequence[AnomalyRecord]) -> dict[int, list[TapeAnomaly]]:
-    """Anomalies of each step that has any."""
+    """Return the anomalies of each step that has any."""
     found: dict[int, list[TapeAnomaly]] = {}
     for record in records:
         found.setdefault(record.step, []).append(record.anomaly)

@@ -143,14 +143,16 @@ def read_run(folder: Path) -> RunData:
 
 
 def describe_run(folder: Path) -> RunData:
-    """Configuration of a run, which is in its folder before the first step; no metrics and no expert load."""
+    """Return the configuration of a run, which is in its folder before the first step; no metrics and no expert
+    load.
+    """
     notes: list[str] = []
     config, moe = (_mapping(folder / name, notes) for name in (CONFIG_FILE_NAME, EFFECTIVE_MOE_FILE_NAME))
     return RunData(folder, {}, None, config, moe, notes)
 
 
 def number_at(settings: Any, *keys: str) -> float | None:
-    """A finite number in a nested mapping of a file that may have been edited; None where there is none."""
+    """Return a finite number in a nested mapping of a file that may have been edited; None where there is none."""
     for key in keys:
         settings = settings.get(key) if isinstance(settings, dict) else None
     is_number = isinstance(settings, int | float) and not isinstance(settings, bool)
@@ -158,7 +160,7 @@ def number_at(settings: Any, *keys: str) -> float | None:
 
 
 def _table(read: Callable[[Path], History], folder: Path, notes: list[str]) -> History | None:
-    """A table of the run; None where it has none. One that is damaged is noted."""
+    """Return a table of the run; None where it has none. One that is damaged is noted."""
     try:
         return read(folder)
     except FileNotFoundError:
@@ -169,7 +171,7 @@ def _table(read: Callable[[Path], History], folder: Path, notes: list[str]) -> H
 
 
 def _lines(tail: LineTail[Record], path: Path, what: str, notes: list[str]) -> list[Record]:
-    """Records of a file; empty where it cannot be read or is not there. What is damaged is noted."""
+    """Return the records of a file; empty where it cannot be read or is not there. What is damaged is noted."""
     try:
         found = tail.read()
     except DataError as error:
@@ -181,7 +183,7 @@ def _lines(tail: LineTail[Record], path: Path, what: str, notes: list[str]) -> l
 
 
 def series_of(points: list[tuple[int, float]]) -> Series:
-    """Points in the order of their steps; of a step that occurs twice, the value that was written last."""
+    """Return the points in the order of their steps; of a step that occurs twice, the value that was written last."""
     steps, values = zip(*reversed(points), strict=True)
     found, from_the_end = np.unique(np.array(steps, dtype=np.int64), return_index=True)
     return Series(found, np.array(values, dtype=np.float64)[from_the_end])
@@ -204,7 +206,7 @@ def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _has_at_most(value: Any, number: int) -> bool:
-    """True where a nested value, written out, has so many values at most."""
+    """Return True where a nested value, written out, has so many values at most."""
     left = [value]
     while left and number >= 0:
         found = left.pop()

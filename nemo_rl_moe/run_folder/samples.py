@@ -108,7 +108,9 @@ class SampleLog:
 
 
 def is_pictured(step: int) -> bool:
-    """True for the steps of training that keep pictures: all below 20, each tenth below 200, hundredth below 2000."""
+    """Return True for the steps of training that keep pictures: all below 20, each tenth below 200, hundredth below
+    2000.
+    """
     return step % 10 ** (len(str(step // 2)) - 1) == 0
 
 
@@ -140,7 +142,7 @@ def _record(step: int, split: str, trajectory: SavedTrajectory, thumbnails: Sequ
 
 
 def _shown(trajectory: SavedTrajectory) -> str:
-    """One line: `  right   228+378=  ->  <think></think>606`."""
+    """Return one line: `  right   228+378=  ->  <think></think>606`."""
     verdict = "right" if trajectory.is_correct else "cut off" if trajectory.is_truncated else "wrong"
     if trajectory.fault is not None:
         verdict = "failed"
@@ -157,7 +159,8 @@ STEPS_OF_A_SPLIT, PROMPTS_OF_A_STEP, LONGEST_TEXT = 4, 6, 2000
 
 
 def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Responses to the first prompts of four evenly spaced steps of training and of validation, the last one included.
+    """Return the responses to the first prompts of four evenly spaced steps of training and of validation, the last
+    one included.
 
     Where a run has pictures, all but the last are steps that have some. Validation comes first. A torn last line is
     skipped.
@@ -196,7 +199,7 @@ def _shown_steps(steps: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> list[i
 
 
 def named_thumbnails(path: Path) -> set[str]:
-    """Names of all thumbnails in a file of samples; none where there is no such file.
+    """Return the names of all thumbnails in a file of samples; none where there is no such file.
 
     Raises:
         OSError: It cannot be read.
@@ -209,7 +212,7 @@ def named_thumbnails(path: Path) -> set[str]:
 
 
 def shortened(samples: Sequence[dict[str, Any]], length: int) -> list[dict[str, Any]]:
-    """Samples with at most `length` characters of each text."""
+    """Return the samples with at most `length` characters of each text."""
     return [
         {name: _short(value, length) if isinstance(value, str) else value for name, value in sample.items()}
         for sample in samples
@@ -225,7 +228,7 @@ def _record_in(line: bytes) -> Any:
 
 
 def _thumbnails(record: Any) -> list[str]:
-    """Names of a record that may have been edited: no other text of a file becomes part of a path."""
+    """Return the names of a record that may have been edited: no other text of a file becomes part of a path."""
     names = record.get("thumbnails") if isinstance(record, dict) else None
     return [name for name in names[:PICTURES_OF_A_SAMPLE] if is_thumbnail_name(name)] if isinstance(names, list) else []
 

@@ -54,7 +54,7 @@ class StepTable:
     optional: Mapping[str, pa.DataType] = field(default_factory=dict)
 
     def schema(self, names: Collection[str]) -> pa.Schema:
-        """Columns of a file that has these, and whatever it must have."""
+        """Return the columns of a file that has these, and whatever it must have."""
         axes = [(axis, pa.int64() if axis == "step" else pa.int32()) for axis in self.axes]
         more = [(name, of) for name, of in self.optional.items() if name in names]
         return pa.schema([*axes, *self.values.items(), *more])
@@ -136,12 +136,12 @@ class StepTableWriter(ABC, Generic[Artifact]):
             self._write_kept()
 
     def flush(self) -> None:
-        """Writes what is kept."""
+        """Write what is kept."""
         if self._kept:
             self._write_kept()
 
     def close(self) -> None:
-        """Tries once more to write what is kept."""
+        """Try once more to write what is kept."""
         self.flush()
         if lost := self._num_lost + len(self._kept):
             self._warn(f"{self._name} lacks {lost} steps that could not be written")
@@ -174,7 +174,7 @@ class StepTableWriter(ABC, Generic[Artifact]):
             self._message(f"{self._name} can be written again")
 
     def _join(self) -> None:
-        """Joins the files of few steps into one. Survives a kill in between: readers prefer the joined file."""
+        """Join the files of few steps into one. Survives a kill in between: readers prefer the joined file."""
         spans, self._short = self._short, []
         (first, _), (_, last) = spans[0], spans[-1]
         if len(spans) == 1:
@@ -255,14 +255,14 @@ def _path(folder: Path, first: int, last: int) -> Path:
 
 
 def _spans(folder: Path) -> list[tuple[int, int]]:
-    """First and last step of every file, ascending."""
+    """Return the first and last step of every file, ascending."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     spans = [(int(match[1]), int(match[2])) for name in names if (match := _FILE_NAME.fullmatch(name))]
     return sorted((first, last) for first, last in spans if first <= last)
 
 
 def _files_in_force(folder: Path) -> list[tuple[int, int]]:
-    """Spans of the files to read. One inside another is left from a kill while files were joined or cut."""
+    """Return the spans of the files to read. One inside another is left from a kill while files were joined or cut."""
     spans = _spans(folder)
     return [
         (first, last)
@@ -276,7 +276,7 @@ def _plurals(axes: tuple[str, ...]) -> list[str]:
 
 
 def _joined(parts: Sequence[StepRows]) -> StepRows:
-    """Rows of successive steps of the same places."""
+    """Return the rows of successive steps of the same places."""
     if len(parts) == 1:
         return parts[0]
     steps = np.concatenate([part.axes[0] for part in parts])
@@ -302,7 +302,7 @@ def _write_whole(content: pa.Table, path: Path, compression: str = "zstd") -> No
 
 
 def _file(table: StepTable, path: Path) -> pa.Table:
-    """Rows of one file.
+    """Return the rows of one file.
 
     Raises:
         ValueError: They are more than its steps can have: some kilobytes may say that there are billions.
@@ -314,7 +314,7 @@ def _file(table: StepTable, path: Path) -> pa.Table:
 
 
 def _as_rows(table: StepTable, content: pa.Table, last: int) -> StepRows:
-    """Rows of one file.
+    """Return the rows of one file.
 
     Args:
         last: The last step, by the file's name.

@@ -109,7 +109,9 @@ class TapeWriter:
 
 
 def _moved(staging: Path, path: Path) -> bool:
-    """True once a file has its name; False where that name is taken: by a run that was resumed, or another writer."""
+    """Return True once a file has its name; False where that name is taken: by a run that was resumed, or another
+    writer.
+    """
     if path.exists():
         return False
     try:
@@ -149,20 +151,20 @@ def read_description(folder: Path) -> TapeDescription:
 
 
 def steps_of(folder: Path) -> dict[int, list[Path]]:
-    """The files of each step, in the order of the steps."""
+    """Return the files of each step, in the order of the steps."""
     found = [(int(match.group(1)), path) for path in folder.iterdir() if (match := _FILE_NAME.fullmatch(path.name))]
     return {step: [path for _, path in pairs] for step, pairs in groupby(sorted(found), key=lambda pair: pair[0])}
 
 
 def rewind_tape(folder: Path, step: int) -> None:
-    """Removes the files of later steps, where there is such a folder."""
+    """Remove the files of later steps, where there is such a folder."""
     for found, paths in (steps_of(folder) if folder.is_dir() else {}).items():
         for path in paths if found > step else ():
             path.unlink()
 
 
 def writers_of(folder: Path) -> list[str]:
-    """Names of those who wrote a folder, in order."""
+    """Return the names of those who wrote a folder, in order."""
     return sorted({match[2] for path in folder.iterdir() if (match := _FILE_NAME.fullmatch(path.name))})
 
 

@@ -90,7 +90,7 @@ class TapeRows:
 def checked_column(
     description: TapeDescription, sequence: TapeSequence, name: str
 ) -> Shaped[np.ndarray, "tokens ..."] | None:
-    """A column as a tape has it: with a row for the last token too; None where the sequence has none."""
+    """Return a column as a tape has it: with a row for the last token too; None where the sequence has none."""
     if name not in sequence.columns:
         return None
     values = np.asarray(sequence.columns[name])

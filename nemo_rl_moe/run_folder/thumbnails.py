@@ -54,7 +54,7 @@ class ThumbnailWriter:
         self._written: set[str] | None = None
 
     def write(self, pictures: Iterable[SavedPicture]) -> list[str]:
-        """Write the first pictures of a sample; those that the run has are not written again.
+        """Return the write the first pictures of a sample; those that the run has are not written again.
 
         Returns:
             Names of its thumbnails in the folder; fewer than there are pictures where the disk or the limit is full.
@@ -71,7 +71,7 @@ class ThumbnailWriter:
         return names
 
     def _has(self, picture: SavedPicture) -> bool:
-        """True where the folder has it; it gets it within the limit."""
+        """Return True where the folder has it; it gets it within the limit."""
         if self._written is None:  # a run that goes on has some
             self._folder.mkdir(parents=True, exist_ok=True)
             self._written = {path.stem for path in self._folder.glob("*.png")}
@@ -92,7 +92,7 @@ class ThumbnailWriter:
 
 
 def thumbnail_of(pixels: UInt8[np.ndarray, "height width 3"]) -> bytes:
-    """A picture as a PNG file of at most 96 pixels at its longer side."""
+    """Return a picture as a PNG file of at most 96 pixels at its longer side."""
     from PIL import Image
 
     image = Image.fromarray(pixels)
@@ -103,12 +103,12 @@ def thumbnail_of(pixels: UInt8[np.ndarray, "height width 3"]) -> bytes:
 
 
 def is_thumbnail_name(name: object) -> bool:
-    """True for a name that the writer gives: no other is ever made a path of."""
+    """Return True for a name that the writer gives: no other is ever made a path of."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def read_thumbnail(run_folder: Path, name: str) -> bytes:
-    """A thumbnail's file, which has been decoded and is small.
+    """Return a thumbnail's file, which has been decoded and is small.
 
     Raises:
         DataError: It is missing or damaged, or no thumbnail.

@@ -47,7 +47,7 @@ class BucketLabel:
 
 
 def write_bucket(path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a bucket.
+    """Write a bucket.
 
     Args:
         tensors: By name; contiguous, on the host, and no two in the same memory.
@@ -84,7 +84,7 @@ def opened_bucket(path: Path, label: BucketLabel) -> Iterator[dict[str, Tensor]]
 
 
 def compare(bucket_name: str, label: BucketLabel, tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -> None:
-    """Compares the tensors of a bucket with their checksums.
+    """Compare the tensors of a bucket with their checksums.
 
     Raises:
         WeightSyncError: They differ; names the first ones.
@@ -98,14 +98,15 @@ def compare(bucket_name: str, label: BucketLabel, tensors: Mapping[str, Tensor],
 
 
 def tensor_checksum(name: str, tensor: Tensor) -> str:
-    """Checksum of a tensor's name, dtype, shape and bytes; of one on a GPU taken there."""
+    """Return the checksum of a tensor's name, dtype, shape and bytes; of one on a GPU taken there."""
     header = f"{name} {tensor.dtype} {tuple(tensor.shape)} "
     content = tensor.flatten().view(torch.uint8)
     return checksum_of(header.encode(), str(weighted_sum(content)).encode() if tensor.is_cuda else content.numpy())
 
 
 def weighted_sum(content: Tensor) -> int:
-    """Sum the bytes' 32-bit words, each times an odd number of its place, modulo 2^64: a checksum for devices.
+    """Return the sum the bytes' 32-bit words, each times an odd number of its place, modulo 2^64: a checksum for
+    devices.
 
     A change of one word, and a swap of two words, always change it.
     """

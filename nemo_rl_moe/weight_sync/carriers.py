@@ -41,7 +41,7 @@ class Carrier(Protocol):
         ...
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> object:
-        """Write a bucket's file. The result must live until every receiver has taken the bucket."""
+        """Return the write a bucket's file. The result must live until every receiver has taken the bucket."""
         ...
 
     def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
@@ -49,7 +49,7 @@ class Carrier(Protocol):
         ...
 
     def opened(self, path: Path, label: BucketLabel, receiver: int) -> AbstractContextManager[dict[str, Tensor]]:
-        """Open the bucket's tensors, compared with their checksums; valid until it is closed."""
+        """Return the open the bucket's tensors, compared with their checksums; valid until it is closed."""
         ...
 
 
@@ -64,14 +64,14 @@ class FileCarrier:
         return tensor.detach().cpu().contiguous()
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-        """Writes all of it."""
+        """Write all of it."""
         write_bucket(path, label, tensors)
 
     def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
         """Do nothing: the file has the bytes."""
 
     def opened(self, path: Path, label: BucketLabel, receiver: int) -> AbstractContextManager[dict[str, Tensor]]:
-        """The file, mapped into memory."""
+        """Return the file, mapped into memory."""
         return opened_bucket(path, label)
 
 
@@ -105,15 +105,15 @@ class CollectiveCarrier:
         return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
 
     def taken_from(self, tensor: Tensor) -> Tensor:
-        """The tensor on the group's device."""
+        """Return the tensor on the group's device."""
         return tensor.detach().to(self._device).contiguous()
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-        """Writes names, types, shapes and checksums."""
+        """Write names, types, shapes and checksums."""
         write_manifest(path, label, tensors)
 
     def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-        """Broadcasts the tensors as one."""
+        """Broadcast the tensors as one."""
         buffer = packed(list(tensors.values()), self._device)
         self._broadcast(path, label, 0, buffer)
 
@@ -165,7 +165,7 @@ class SharedMemory(Protocol):
     """Memory of a device that other processes can open by a handle."""
 
     def shared(self, buffer: Tensor) -> Mapping[str, Any]:
-        """Handle of a buffer, in values that JSON has; valid while the buffer lives."""
+        """Return the handle of a buffer, in values that JSON has; valid while the buffer lives."""
         ...
 
     def mapped(self, handle: Mapping[str, Any]) -> AbstractContextManager[Tensor]:
@@ -173,7 +173,7 @@ class SharedMemory(Protocol):
         ...
 
     def device(self) -> torch.device:
-        """The device of this process."""
+        """Return the device of this process."""
         ...
 
 
@@ -220,11 +220,13 @@ class IpcCarrier:
     is_ordered: bool = field(default=False, init=False)
 
     def taken_from(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device."""
+        """Return the tensor on the device."""
         return tensor.detach().to(self.memory.device()).contiguous()
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> object:
-        """Write names, types, shapes, checksums and the handle; the buffer must live until all have taken it."""
+        """Return the write names, types, shapes, checksums and the handle; the buffer must live until all have taken
+        it.
+        """
         buffer = packed(list(tensors.values()), self.memory.device())
         write_manifest(path, label, tensors, self.memory.shared(buffer))
         return buffer
@@ -280,7 +282,7 @@ class Manifest:
         return sum(_padded(num_bytes) for *_, num_bytes in self._sizes())
 
     def cut(self, buffer: Tensor) -> dict[str, Tensor]:
-        """View the tensors in the buffer's memory."""
+        """Return the view the tensors in the buffer's memory."""
         found, begin = {}, 0
         for name, dtype, shape, num_bytes in self._sizes():
             found[name] = buffer[begin : begin + num_bytes].view(dtype).view(tuple(shape))
@@ -291,7 +293,7 @@ class Manifest:
 def write_manifest(
     path: Path, label: BucketLabel, tensors: Mapping[str, Tensor], handle: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes what a bucket holds."""
+    """Write what a bucket holds."""
     rows = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]
     checksums = {name: tensor_checksum(name, tensor) for name, tensor in tensors.items()}
     content = {"label": asdict(label), "tensors": rows, "checksums": checksums, "handle": dict(handle or {})}
@@ -299,7 +301,7 @@ def write_manifest(
 
 
 def read_manifest(path: Path, label: BucketLabel) -> Manifest:
-    """Reads what a bucket holds.
+    """Read what a bucket holds.
 
     Raises:
         WeightSyncError: The file cannot be read, or belongs to another bucket.
@@ -320,7 +322,7 @@ CarrierFactory = Callable[[int, str], Carrier]
 
 
 def make_carrier(way: str, group: str, num_receivers: int, address: str | None) -> Carrier:
-    """Make the transport that `policy.generation.weight_transport` names.
+    """Return the make the transport that `policy.generation.weight_transport` names.
 
     Args:
         Args:

@@ -66,7 +66,7 @@ class FolderTransfer:
     carrier: Carrier = FileCarrier()  # noqa: RUF009  (it cannot change)
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
-        """Send this rank's tensors, and return when every receiver has taken them.
+        """Return the send this rank's tensors, and return when every receiver has taken them.
 
         Returns:
             Bytes sent.
@@ -80,7 +80,7 @@ class FolderTransfer:
             return _Sender(self, sender).send(tensors)
 
     def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
-        """Pass the tensors of all senders to a loader in order of arrival.
+        """Return the pass the tensors of all senders to a loader in order of arrival.
 
         Returns:
             Bytes received.
@@ -97,11 +97,11 @@ class FolderTransfer:
             return arrivals.num_bytes
 
     def label(self, sender: int, bucket: int) -> BucketLabel:
-        """Label one of its buckets; the folder's name is the transfer's."""
+        """Return the label one of its buckets; the folder's name is the transfer's."""
         return BucketLabel(self.folder.name, self.version, sender, bucket)
 
     def queue(self, name: str, after: int) -> int:
-        """Take the first free place for a bucket in the order of all buckets.
+        """Return the take the first free place for a bucket in the order of all buckets.
 
         Args:
             after: Number of places that are taken.
@@ -128,7 +128,7 @@ class FolderTransfer:
             pass
 
     def names(self) -> set[str]:
-        """List the files of the transfer.
+        """Return the list the files of the transfer.
 
         Raises:
             WeightSyncError: The transfer has ended; gives the reason.
@@ -143,7 +143,7 @@ class FolderTransfer:
         return names
 
     def receivers_without(self, name: str, names: set[str]) -> list[int]:
-        """The receivers that have not taken a bucket."""
+        """Return the receivers that have not taken a bucket."""
         return [each for each in range(self.num_receivers) if _taken_name(name, each) not in names]
 
     def place(self, name: str, write: Callable[[Path], object]) -> None:
@@ -189,7 +189,7 @@ class _Stall:
         self._since, self._pause = time.monotonic(), _SHORTEST_PAUSE_S
 
     def pause(self, waits_for: str) -> None:
-        """Waits a moment.
+        """Wait a moment.
 
         Raises:
             WeightSyncError: It has waited too long.
@@ -229,7 +229,7 @@ class _Sender:
         self._num_buckets = self._num_tensors = self._num_bytes = 0
 
     def send(self, tensors: Iterable[NamedTensor]) -> int:
-        """Sends everything and waits until it has been taken; returns the number of bytes."""
+        """Send everything and waits until it has been taken; return the number of bytes."""
         bucket: list[NamedTensor] = []
         num_bytes = 0
         for name, given in tensors:
@@ -344,7 +344,7 @@ class _Receiver:
             yield int(name.partition("-")[0]), name
 
     def _waits_for(self, senders: list[int], names: set[str]) -> str:
-        """Name the processes that do not progress; senders may be held up by another receiver."""
+        """Return the name the processes that do not progress; senders may be held up by another receiver."""
         held_up = {
             each for name in names if _BUCKET.fullmatch(name) for each in self._transfer.receivers_without(name, names)
         }
@@ -362,7 +362,7 @@ class _Receiver:
                 yield key, tensor
 
     def _has_ended(self, sender: int, names: set[str]) -> bool:
-        """True when a sender has sent everything and all of it has arrived."""
+        """Return True when a sender has sent everything and all of it has arrived."""
         if _end_name(sender) not in names:
             return False
         end = json.loads((self._transfer.folder / _end_name(sender)).read_text(encoding="utf-8"))
@@ -430,7 +430,7 @@ class FolderTransport:
             time.sleep(_LONGEST_PAUSE_S)
 
     def open(self, num_receivers: int, version: int, receivers: str = "") -> FolderTransfer:
-        """Opens the one transfer of this transport."""
+        """Open the one transfer of this transport."""
         if self._folder is None or self._transfer is not None:
             raise RuntimeError("a transport is entered first and opened once")
         self._transfer = FolderTransfer(
@@ -446,7 +446,7 @@ class FolderTransport:
         return self._transfer
 
     def send(self) -> int:
-        """Make all trainer ranks send; the receivers have been started.
+        """Return the make all trainer ranks send; the receivers have been started.
 
         Raises:
             WeightSyncError: Not every tensor was sent and taken.
@@ -467,7 +467,8 @@ class FolderTransport:
 
 
 def folder_of_one_machine(num_senders: int) -> Path:
-    """Choose shared memory where it holds twice the buckets under way, otherwise the folder of temporary files.
+    """Return the choose shared memory where it holds twice the buckets under way, otherwise the folder of temporary
+    files.
 
     Containers have 64 MiB of shared memory by default.
     """

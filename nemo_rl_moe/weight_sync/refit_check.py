@@ -51,7 +51,8 @@ class ScoringEngine(Protocol):
     """A generation engine that can be checked."""
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Inputs) -> Sequence[Scores]:
-        """Score each token after the first given those before it, by each copy of the weights: `[copy][sequence]`.
+        """Return the score each token after the first given those before it, by each copy of the weights:
+        `[copy][sequence]`.
 
         Args:
             temperature: Divides the logits before the softmax over all of them.
@@ -72,7 +73,7 @@ class Bound:
     of_the_mean: bool
 
     def holds(self, gap: "Gap") -> bool:
-        """Whether scores count as equal; never for non-finite ones."""
+        """Return the whether scores count as equal; never for non-finite ones."""
         return bool(np.isfinite(gap.largest)) and (gap.mean if self.of_the_mean else gap.largest) <= self.nats
 
     def __str__(self) -> str:
@@ -113,7 +114,7 @@ class Finding:
 
 
 def gap_between(found: Scores, expected: Scores, copy: int = 0) -> Gap:
-    """Difference of the log-probs of all tokens; copy: that of `found`."""
+    """Return the difference of the log-probs of all tokens; copy: that of `found`."""
     difference = np.abs(np.concatenate(found).astype(np.float64) - np.concatenate(expected))
     if not np.isfinite(difference).all():
         return Gap(np.inf, np.inf, copy)
@@ -208,7 +209,7 @@ class RefitCheck:
         return found.gap
 
     def _examine(self, engine: ScoringEngine) -> "Finding":
-        """Compares every copy of the weights with the trainer's.
+        """Compare every copy of the weights with the trainer's.
 
         Raises:
             GenerationError: Engines keep dying, also the replacement.
@@ -228,7 +229,7 @@ class RefitCheck:
         return Finding(replace(worst, mean=max(gap.mean for gap in gaps)), weights)
 
     def _with_copies(self, ask: Callable[[], Answer]) -> Answer:
-        """Ask an engine; once more where a copy of the weights is lost, as the refit makes another one."""
+        """Return the ask an engine; once more where a copy of the weights is lost, as the refit makes another one."""
         try:
             return ask()
         except GenerationError:
@@ -293,7 +294,7 @@ def first_disagreement(
     expected: Mapping[str, Float[np.ndarray, "tokens features"]],
     tolerance: float,
 ) -> tuple[str, Int[np.ndarray, " tokens"]] | None:
-    """Find the first module, in the order of a forward pass, whose output differs from the reference's.
+    """Return the find the first module, in the order of a forward pass, whose output differs from the reference's.
 
     Args:
         expected: The reference's, in the order in which they ran.

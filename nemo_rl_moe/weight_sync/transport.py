@@ -18,7 +18,8 @@ class TransportSpec(Protocol):
     """One transfer of weights, in a form that is pickled to its participants."""
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
-        """Send this rank's tensors, a bucket at a time; every trainer rank calls it, also with nothing to send.
+        """Return the send this rank's tensors, a bucket at a time; every trainer rank calls it, also with nothing to
+        send.
 
         Args:
             tensors: Hugging Face names and full tensors; taken one at a time, and not to be changed afterwards.
@@ -33,7 +34,7 @@ class TransportSpec(Protocol):
         ...
 
     def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
-        """Pass the tensors of all senders to a loader; every engine worker calls it.
+        """Return the pass the tensors of all senders to a loader; every engine worker calls it.
 
         Args:
             receiver: Engine worker, from 0.
@@ -60,7 +61,7 @@ class WeightTransport(Protocol):
     num_bytes: int
 
     def open(self, num_receivers: int, version: int, receivers: str = "") -> TransportSpec:
-        """Opens the transfer.
+        """Open the transfer.
 
         Args:
             num_receivers: Engine workers, each of which receives every tensor.
@@ -70,7 +71,8 @@ class WeightTransport(Protocol):
         ...
 
     def send(self) -> int:
-        """Make all trainer ranks send, and return when they have; called after the receivers have been started.
+        """Return the make all trainer ranks send, and return when they have; called after the receivers have been
+        started.
 
         Returns:
             Bytes sent by all ranks together.

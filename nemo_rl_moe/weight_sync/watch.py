@@ -26,7 +26,7 @@ class Receivers(Protocol):
     """Receiving processes as their parent sees them."""
 
     def find_lost(self, patience_s: float | None = None) -> str | None:
-        """Name of a receiver that is lost and what has happened to it, in words; None where all are there.
+        """Return the name of a receiver that is lost and what has happened to it, in words; None where all are there.
 
         It is ended, so that others who are connected with it notice.
 
@@ -36,7 +36,7 @@ class Receivers(Protocol):
         ...
 
     def have_ended(self) -> bool:
-        """Whether none of them receives any more."""
+        """Return the whether none of them receives any more."""
         ...
 
 
@@ -77,7 +77,7 @@ def watched(transport: WeightTransport, receivers: Receivers) -> Iterator[None]:
 
 
 def _lost_behind_a_failure(receivers: Receivers) -> str | None:
-    """Find, within some seconds, the receiver whose loss made a transfer fail."""
+    """Return the find, within some seconds, the receiver whose loss made a transfer fail."""
     deadline = time.monotonic() + 2 * CAUSE_WAIT_S
     while True:
         if (lost := receivers.find_lost(CAUSE_WAIT_S)) is not None:

@@ -21,7 +21,7 @@ class UnprintableError(Exception):
 
 
 def score(item: ScoringItem) -> object:
-    """Does what the response says: a way to fail, or a number that is its reward."""
+    """Do what the response says: a way to fail, or a number that is its reward."""
     if item.response.startswith("nap "):
         time.sleep(float(item.response.split()[1]))
         return 1.0
@@ -57,7 +57,7 @@ def _replace_the_interruption() -> object:
 
 
 def _hang_in_c() -> object:
-    """Keeps the interpreter's lock for ever."""
+    """Keep the interpreter's lock for ever."""
     return any(itertools.repeat(False))
 
 

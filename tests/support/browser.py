@@ -39,7 +39,7 @@ class OpenPage:
         assert page.evaluate("document.documentElement.dataset.state") == state, self.problems
 
     def plot(self, selector: str) -> list[dict[str, Any]]:
-        """The traces of a chart, as plain values."""
+        """Return the traces of a chart, as plain values."""
         script = """(place) => place.data.map((trace) => JSON.parse(JSON.stringify(trace, (key, value) =>
             ArrayBuffer.isView(value) ? Array.from(value) : value)))"""
         traces: list[dict[str, Any]] = self.page.locator(selector).evaluate(script)
@@ -75,5 +75,5 @@ def running_browser() -> Iterator[Any]:
 
 
 def open_page(browser: Any, path: Path, state: str = "ready", **options: Any) -> OpenPage:
-    """Opens a report and waits until it is drawn: `ready`, or `incomplete` where a part of it cannot be."""
+    """Open a report and waits until it is drawn: `ready`, or `incomplete` where a part of it cannot be."""
     return OpenPage(browser.new_page(viewport=_VIEWPORT, **options), path, state)

@@ -21,7 +21,7 @@ def make_byte_tokenizer(
     more_special: Sequence[str] = (),
     **special: str | None,
 ) -> PreTrainedTokenizerBase:
-    """One token a byte, then the merges, then `<|start|>`, `<|end|>` (the end token) and `<s>`.
+    """Return one token a byte, then the merges, then `<|start|>`, `<|end|>` (the end token) and `<s>`.
 
     Args:
         template: The chat template.

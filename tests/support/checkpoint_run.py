@@ -19,7 +19,7 @@ Steps = list[dict[str, Any]]
 
 
 def train_and_save(settings: RunSettings, folder: str, save_after: int, num_steps: int) -> Steps:
-    """Trains, and saves into the folder on the way; while that is written, training goes on."""
+    """Train, and saves into the folder on the way; while that is written, training goes on."""
     with parallel_job(settings.policy):
         trainer = build_trainer(settings)
         steps = []
@@ -35,7 +35,7 @@ def train_and_save(settings: RunSettings, folder: str, save_after: int, num_step
 def load_and_train(
     settings: RunSettings, folder: str, first_step: int, num_steps: int, with_optimizer: bool = True
 ) -> Steps:
-    """Goes on from the folder. Begins with other weights and random numbers, which must leave no trace."""
+    """Go on from the folder. Begins with other weights and random numbers, which must leave no trace."""
     with parallel_job(settings.policy):
         trainer = build_trainer(settings)
         _train(trainer, settings, 99)
@@ -44,7 +44,7 @@ def load_and_train(
 
 
 def spoil_save_and_train(settings: RunSettings, folder: str, num_steps: int) -> Steps:
-    """Saves when the first update was left out, before any was done, and goes on."""
+    """Save when the first update was left out, before any was done, and goes on."""
     with parallel_job(settings.policy):
         trainer = build_trainer(settings)
         trainer.train([shard_of_step(trainer, settings, 0)], SpoiledLoss("both"))
@@ -53,7 +53,7 @@ def spoil_save_and_train(settings: RunSettings, folder: str, num_steps: int) -> 
 
 
 def load_with_a_further_generator(settings: RunSettings, folder: str) -> bool:
-    """Loads where this rank has a random number generator more than the one that wrote, such as a GPU's.
+    """Return the loads where this rank has a random number generator more than the one that wrote, such as a GPU's.
 
     Returns:
         Whether the states that the checkpoint has were put back.
@@ -72,7 +72,7 @@ def load_with_a_further_generator(settings: RunSettings, folder: str) -> bool:
 
 
 def adam_steps_after_loading(settings: RunSettings, folder: str) -> tuple[list[float], int, int]:
-    """Loads, takes a step, and tells how many updates Adam has counted for each parameter.
+    """Load, take a step, and tell how many updates Adam has counted for each parameter.
 
     Returns:
         The counts by parameter, how many tensors hold them, and the trainer's own count.
@@ -87,7 +87,7 @@ def adam_steps_after_loading(settings: RunSettings, folder: str) -> tuple[list[f
 
 
 def save_once(settings: RunSettings, folder: str, with_optimizer: bool = True) -> str | None:
-    """One step, then a checkpoint; returns the problem."""
+    """Return one step, then a checkpoint; returns the problem."""
     with parallel_job(settings.policy):
         trainer = build_trainer(settings)
         _train(trainer, settings, 0)
@@ -95,7 +95,7 @@ def save_once(settings: RunSettings, folder: str, with_optimizer: bool = True) -
 
 
 def problems_of_saving(settings: RunSettings, folders: list[list[str]], file_limit: int | None = None) -> list[str]:
-    """Trains a step and saves into each folder in turn, this rank into its own of each list.
+    """Train a step and saves into each folder in turn, this rank into its own of each list.
 
     Args:
         settings: What is trained.
@@ -121,7 +121,7 @@ def problems_of_saving(settings: RunSettings, folders: list[list[str]], file_lim
 
 
 def save_with_an_index_that_cannot_be_written(settings: RunSettings, folder: str) -> str | None:
-    """Saves with something in the first rank's index that no pickle takes; returns the problem."""
+    """Save with something in the first rank's index that no pickle takes; returns the problem."""
     with parallel_job(settings.policy) as rank:
         trainer = build_trainer(settings)
         write = trainer.start_checkpoint(Path(folder), with_optimizer=True)
@@ -131,12 +131,12 @@ def save_with_an_index_that_cannot_be_written(settings: RunSettings, folder: str
 
 
 def problem_of_a_rank_s_folder(settings: RunSettings, folders: list[str]) -> str:
-    """Loads, each rank from its own folder."""
+    """Load, each rank from its own folder."""
     return problems_of_loading(settings, [folders[int(os.environ["RANK"])]])[0]
 
 
 def problems_of_loading(settings: RunSettings, folders: list[str], variable: str | None = None) -> list[str]:
-    """What loading each folder raises: the error's class and text."""
+    """Return the what loading each folder raises: the error's class and text."""
     from nemo_rl_moe.errors import CheckpointError
 
     if variable is not None:
@@ -154,7 +154,7 @@ def problems_of_loading(settings: RunSettings, folders: list[str], variable: str
 
 
 def train_from_weights(settings: RunSettings, folder: str, damaged: str | None) -> tuple[list[str], Steps]:
-    """Two steps with the weights of one folder, and an optimizer that starts anew.
+    """Return two steps with the weights of one folder, and an optimizer that starts anew.
 
     Args:
         settings: What is trained.
@@ -179,7 +179,7 @@ def train_from_weights(settings: RunSettings, folder: str, damaged: str | None) 
 
 
 def load_weights_alone(settings: RunSettings, folders: list[str]) -> list[str]:
-    """Loads each folder into a model without an optimizer: the error's text; "loaded" where there is none."""
+    """Load each folder into a model without an optimizer: the error's text; "loaded" where there is none."""
     from nemo_rl_moe.errors import CheckpointError
     from nemo_rl_moe.models.megatron.checkpoint.load import load_model
 

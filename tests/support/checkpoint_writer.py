@@ -40,7 +40,7 @@ class ThreadedWriter:
         self._problem: str | None = None
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Begins to write."""
+        """Begin to write."""
         assert not list(directory.iterdir())
         assert self._thread is None, "the last checkpoint has not been asked after"
         self.with_optimizer.append(with_optimizer)
@@ -48,7 +48,7 @@ class ThreadedWriter:
         self._thread.start()
 
     def poll_checkpoint(self, *, wait: bool) -> WrittenOrNot | None:
-        """How it stands."""
+        """Return the how it stands."""
         if self._thread is None:
             return None
         if wait:
@@ -71,7 +71,7 @@ class ThreadedWriter:
 
 
 def is_whole(checkpoint: Checkpoint) -> bool:
-    """Whether all that the writer wrote is there."""
+    """Return the whether all that the writer wrote is there."""
     for name in SHARDS:
         content = (checkpoint.folder / "policy" / name).read_bytes()
         if hashlib.sha256(content[:-32]).digest() != content[-32:]:
@@ -80,7 +80,7 @@ def is_whole(checkpoint: Checkpoint) -> bool:
 
 
 def description(config: MasterConfig, run_folder: Path, **changes: Any) -> RunDescription:
-    """What a run of this configuration says of itself."""
+    """Return the what a run of this configuration says of itself."""
     resolved = dump_resolved(config)
     values: dict[str, Any] = {
         "algorithm": next(iter(resolved)),

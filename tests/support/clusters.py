@@ -6,7 +6,7 @@ from nemo_rl_moe.config.schema_run import ClusterConfig
 
 
 def cluster_config(num_nodes: int, gpus_per_node: int, cpu_workers_per_node: int) -> ClusterConfig:
-    """Machines with so many workers each."""
+    """Return the machines with so many workers each."""
     return ClusterConfig(
         num_nodes=num_nodes,
         gpus_per_node=gpus_per_node,

@@ -43,7 +43,7 @@ class WholeSequenceLoss:
     needs = frozenset({Head.ENTROPY})
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """The mean over sequences of the square of their log-probability a target, less a bonus."""
+        """Return the mean over sequences of the square of their log-probability a target, less a bonus."""
         assert inputs.entropy is not None
         mask = inputs.token_mask
         means = (inputs.logprobs * mask).sum(1) / mask.sum(1).clamp(min=1)
@@ -79,7 +79,7 @@ class Observed:
 
 
 def batch_of_step(step: int, lengths: Mapping[str, int], tape: bool) -> TokenBatch:
-    """Eight sequences with advantages and, where asked for, experts that no router would choose."""
+    """Return the eight sequences with advantages and, where asked for, experts that no router would choose."""
     batch = tiny_batch(30 + step, **lengths)
     generator = torch.Generator().manual_seed(step)
     columns = {"advantages": per_sequence(torch.randn(len(batch), generator=generator))}
@@ -93,7 +93,7 @@ def batch_of_step(step: int, lengths: Mapping[str, int], tape: bool) -> TokenBat
 
 
 def observe(policy: Any, lengths: Mapping[str, int], tape: bool) -> Observed:
-    """Runs on every rank of the job: passes of all kinds, then optimizer steps.
+    """Return the runs on every rank of the job: passes of all kinds, then optimizer steps.
 
     Args:
         policy: The configuration.
@@ -135,7 +135,7 @@ def observe(policy: Any, lengths: Mapping[str, int], tape: bool) -> Observed:
 
 
 def shard_indices(rank: int, size: int) -> Sequence[Sequence[int]]:
-    """Sequences of a data-parallel rank's microbatches."""
+    """Return the sequences of a data-parallel rank's microbatches."""
     count = len(MICROBATCHES) // size
     return MICROBATCHES[rank * count : (rank + 1) * count]
 
@@ -158,7 +158,7 @@ def _train(trainer: MegatronTrainer, shards: Sequence[Any]) -> tuple[RankRun, li
 
 
 def exported(policy: Any, folder: str) -> Mapping[str, np.ndarray] | None:
-    """Tensors of a Hugging Face folder that all ranks write together, on the first."""
+    """Return the tensors of a Hugging Face folder that all ranks write together, on the first."""
     with parallel_job(policy) as rank:
         trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
         trainer.save_weights(Path(folder), {})
@@ -190,12 +190,12 @@ def shared_run(
 
 @cache
 def one_rank() -> Observed:
-    """The run that the others are compared with; made once."""
+    """Return the run that the others are compared with; made once."""
     return shared_run(1)[0]
 
 
 def assert_as_one_rank(found: list[Observed], expected: Observed) -> None:
-    """Compares all that the ranks of a job have observed with what one rank has."""
+    """Compare all that the ranks of a job have observed with what one rank has."""
     first = found[0]
     assert first.run.losses == pytest.approx(expected.run.losses, rel=1e-6)
     assert first.run.grad_norms == pytest.approx(expected.run.grad_norms, rel=1e-5)

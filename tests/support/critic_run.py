@@ -40,13 +40,13 @@ class CriticMasterConfig(SFTMasterConfig):
 
 
 def with_returns(batch: TokenBatch) -> TokenBatch:
-    """The batch with a return for each token: a tenth for every trained token that is still to come."""
+    """Return the batch with a return for each token: a tenth for every trained token that is still to come."""
     remaining = batch.token_mask.flip(1).cumsum(1).flip(1)
     return batch.with_columns(returns=per_token(remaining.float() / 10))
 
 
 def train_critic(critic: TrainableModel, batch: TokenBatch, file: Path) -> TokenBatch:
-    """One update of the critic, noted in a file; the batch has its returns and values afterwards."""
+    """Return one update of the critic, noted in a file; the batch has its returns and values afterwards."""
     batch = with_returns(batch)
     values = critic.values(batch)
     batch = batch.with_columns(previous_values=per_token(values))

@@ -17,7 +17,9 @@ ENGINE_TITLE = "ray::VllmWorker"
 
 
 def share_of_digits(item: ScoringItem) -> float:
-    """How many of twelve characters are digits; where a run has the mark, the first response kills its engine."""
+    """Return the how many of twelve characters are digits; where a run has the mark, the first response kills its
+    engine.
+    """
     mark = os.environ.get(MARK)
     if mark and not Path(mark).exists():
         for process in psutil.process_iter():

@@ -18,6 +18,6 @@ if NOTES in os.environ:
 
 
 def grade(item: ScoringItem) -> float:
-    """A reward between 0 and 1 that depends on all characters of the response and on nothing else."""
+    """Return a reward between 0 and 1 that depends on all characters of the response and on nothing else."""
     time.sleep(SECONDS_A_RESPONSE)
     return sum(map(ord, item.response)) % NUM_REWARDS / (NUM_REWARDS - 1)

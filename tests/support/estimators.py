@@ -16,7 +16,7 @@ from nemo_rl_moe.rl.estimators.interface import EstimatorInputs
 def inputs_of_rewards(
     rewards: Tensor, config: AdvantageConfig, named: Mapping[str, tuple[float, Tensor]] | None = None
 ) -> EstimatorInputs:
-    """Inputs of responses of three tokens each, none of which failed.
+    """Return the inputs of responses of three tokens each, none of which failed.
 
     Args:
         rewards: Of each response, one row a group.
@@ -40,6 +40,6 @@ def advantages_of_rewards(rewards: Tensor, config: AdvantageConfig) -> Tensor:
 
 
 def advantages_of_named(named: Tensor, weights: Sequence[float], config: AdvantageConfig) -> Tensor:
-    """Advantages of several rewards, `[names, groups, generations]`."""
+    """Return the advantages of several rewards, `[names, groups, generations]`."""
     pairs = {f"reward_{place}": pair for place, pair in enumerate(zip(weights, named, strict=True))}
     return compute_advantages(find_estimator(config.name), inputs_of_rewards(named.sum(dim=0), config, pairs))

@@ -25,13 +25,13 @@ class Layout:
     layer_spec: str = "auto"
 
     def holds(self, model: FamilyModel) -> bool:
-        """Whether the model can be spread like this."""
+        """Return the whether the model can be spread like this."""
         chunks = self.sizes.get("pp", 1) * self.sizes.get("vpp", 1)
         cuts_experts = self.sizes.get("etp", 1) > 1
         return model.num_layers % chunks == 0 and (not cuts_experts or model.experts_can_be_cut)
 
     def policy(self, *, has_experts: bool) -> PolicyConfig:
-        """The configuration; ranks that would share experts share the batch where there are none."""
+        """Return the configuration; ranks that would share experts share the batch where there are none."""
         sizes = {name: size for name, size in self.sizes.items() if has_experts or name != "ep"}
         return tiny_policy(self.world_size, layer_spec=self.layer_spec, **layout(**sizes))
 

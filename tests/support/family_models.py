@@ -111,7 +111,7 @@ class FamilyModel:
         return "num_experts_per_tok" in self.fields
 
     def hf_config(self) -> Any:
-        """The configuration as transformers has it."""
+        """Return the configuration as transformers has it."""
         from transformers import AutoConfig
 
         return AutoConfig.for_model(self.model_type, **{**_SIZES, **self.fields})

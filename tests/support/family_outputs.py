@@ -25,12 +25,12 @@ def trainer_of(folder: Path, policy: PolicyConfig, num_steps: int = 1) -> Any:
 
 
 def files_beside(folder: Path) -> dict[str, bytes]:
-    """What is to lie beside the weights of a folder's model when they are written."""
+    """Return the what is to lie beside the weights of a folder's model when they are written."""
     return {"config.json": (folder / "config.json").read_bytes()}
 
 
 def outputs_of_trainer(trainer: Any) -> ModelOutputs | None:
-    """Logits and chosen experts of the trainer's weights, on rank 0. Every rank calls it.
+    """Return the logits and chosen experts of the trainer's weights, on rank 0. Every rank calls it.
 
     Each data-parallel rank runs its share of the rows; tensor-parallel ones hold parts of the vocabulary and of the
     sequence; pipeline stages hold layers.
@@ -56,7 +56,7 @@ def outputs_of_trainer(trainer: Any) -> ModelOutputs | None:
 
 
 def _joined(parts: Sequence[tuple[Any, Array]], tensor_axis: int) -> Array:
-    """Puts the ranks' parts of one array together: data-parallel ranks along the rows."""
+    """Put the ranks' parts of one array together: data-parallel ranks along the rows."""
     held = {(where.data_parallel_rank, where.tensor_rank): part for where, part in parts}
     data_ranks, tensor_ranks = (sorted(set(ranks)) for ranks in zip(*held, strict=True))
     blocks = [np.concatenate([held[data, tensor] for tensor in tensor_ranks], tensor_axis) for data in data_ranks]
@@ -88,7 +88,9 @@ def _routed_experts(chunks: Sequence[nn.Module], num_rows: int) -> Iterator[dict
 
 
 def _logits(trainer: Any, microbatches: Sequence[Tensor]) -> list[Array]:
-    """One forward pass of each through all stages; this rank's part of the vocabulary, on the last stage alone."""
+    """Return one forward pass of each through all stages; this rank's part of the vocabulary, on the last stage
+    alone.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     rows, columns = microbatches[0].shape

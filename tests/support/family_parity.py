@@ -90,7 +90,7 @@ class Export:
 
 
 def run_family(folder: Path, policy: PolicyConfig, exports: Path) -> FamilyRun | None:
-    """Every rank of a job calls it, in `parallel_job`.
+    """Return every rank of a job calls it, in `parallel_job`.
 
     Args:
         folder: A Hugging Face folder.
@@ -140,7 +140,9 @@ def _train_step(trainer: Any) -> Step:
 
 
 def write_references(names: Sequence[str], root: str) -> dict[str, Reference | str]:
-    """Runs on one rank: writes `root/NAME` for each model; what transformers does with it, or why it fails."""
+    """Return the runs on one rank: writes `root/NAME` for each model; what transformers does with it, or why it
+    fails.
+    """
 
     def write(folder: Path, name: str) -> Reference:
         write_reference(name, folder)
@@ -150,13 +152,15 @@ def write_references(names: Sequence[str], root: str) -> dict[str, Reference | s
 
 
 def run_families(names: Sequence[str], root: str, policy: PolicyConfig, exports: str) -> dict[str, Any]:
-    """Runs on every rank of a job: `run_family` of `root/NAME`, exported to `exports/NAME`, or why it fails."""
+    """Return the runs on every rank of a job: `run_family` of `root/NAME`, exported to `exports/NAME`, or why it
+    fails.
+    """
     with parallel_job(policy):
         return {name: _or_why_not(partial(run_family, Path(root, name), policy, Path(exports, name))) for name in names}
 
 
 def read_exports(names: Sequence[str], root: str, exports: str) -> dict[str, Export | str]:
-    """Runs on one rank: what transformers makes of the exports of `run_families`, or why it fails."""
+    """Return the runs on one rank: what transformers makes of the exports of `run_families`, or why it fails."""
     return {name: _or_why_not(partial(_read_export, Path(root, name), Path(exports, name))) for name in names}
 
 
@@ -197,12 +201,12 @@ class ParityJobs:
         self._exports: dict[tuple[str, bool], dict[str, Any]] = {}
 
     def folder(self, name: str) -> Path:
-        """The model's folder, written by transformers."""
+        """Return the model's folder, written by transformers."""
         self.reference(name)
         return self._root / "references" / name
 
     def reference(self, name: str) -> Reference:
-        """What transformers does.
+        """Return the what transformers does.
 
         Raises:
             AssertionError: It fails.
@@ -214,7 +218,7 @@ class ParityJobs:
         return found
 
     def run(self, name: str, layout_name: str) -> FamilyRun:
-        """What this project does, in one of `LAYOUTS` that holds the model.
+        """Return the what this project does, in one of `LAYOUTS` that holds the model.
 
         Raises:
             AssertionError: It fails.
@@ -234,7 +238,7 @@ class ParityJobs:
         return found
 
     def export(self, name: str, layout_name: str) -> Export:
-        """What transformers makes of what the run wrote.
+        """Return the what transformers makes of what the run wrote.
 
         Raises:
             AssertionError: The run fails, or transformers does.
@@ -250,7 +254,7 @@ class ParityJobs:
         return found
 
     def exported(self, name: str, layout_name: str) -> Path:
-        """The folder of the weights before the step that the run wrote."""
+        """Return the folder of the weights before the step that the run wrote."""
         return self._root / layout_name / name / "same"
 
     def _run(self, names: Sequence[str], layout_name: str, policy: PolicyConfig) -> dict[str, Any]:

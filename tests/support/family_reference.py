@@ -51,12 +51,12 @@ class Response:
 
 
 def token_ids(vocabulary_size: int) -> Tensor:
-    """Eight rows of random tokens, `[rows, columns]`."""
+    """Return the eight rows of random tokens, `[rows, columns]`."""
     return tiny_batch(3, vocabulary_size, shortest=COLUMNS, longest=COLUMNS).input_ids
 
 
 def write_reference(name: str, folder: Path, *, as_in_memory: bool = False) -> None:
-    """Writes a Hugging Face folder with random weights, in several files; nothing is 0 or 1, or too small to show.
+    """Write a Hugging Face folder with random weights, in several files; nothing is 0 or 1, or too small to show.
 
     Args:
         name: A key of `FAMILY_MODELS`.
@@ -87,7 +87,7 @@ def _random_values(name: str, like: Tensor) -> Tensor:
 
 
 def reference_outputs(folder: Path) -> ModelOutputs:
-    """What transformers computes with a folder."""
+    """Return the what transformers computes with a folder."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
@@ -108,7 +108,7 @@ def reference_outputs(folder: Path) -> ModelOutputs:
 
 
 def greedy_responses(folder: Path) -> list[Response]:
-    """The most likely next token of `PROMPTS`, again and again, without a cache."""
+    """Return the most likely next token of `PROMPTS`, again and again, without a cache."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
@@ -137,7 +137,7 @@ def as_rows(values: Tensor, shape: Sequence[int], *, in_order: bool = True) -> A
 
 
 def logit_difference(ours: ModelOutputs, reference: ModelOutputs) -> float:
-    """The largest difference of two logits."""
+    """Return the largest difference of two logits."""
     assert ours.logits.shape == reference.logits.shape
     return float(np.abs(ours.logits - reference.logits).max())
 
@@ -159,7 +159,7 @@ def assert_same_experts(ours: ModelOutputs, reference: ModelOutputs) -> None:
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files."""
+    """Return all tensors of a folder's safetensors files."""
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 

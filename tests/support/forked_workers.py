@@ -37,20 +37,20 @@ class WorkerServer:
         return f"{sys.executable} -S {__file__} {self._path}"
 
     def problems(self) -> list[str]:
-        """What NCCL would not have carried of what workers have said since the last call."""
+        """Return the what NCCL would not have carried of what workers have said since the last call."""
         from tests.support.nccl_order import take_problems
 
         return take_problems(Path(self._folder))
 
     def start(self) -> None:
-        """Starts it, with this process's environment; returns when it has imported everything."""
+        """Start it, with this process's environment; returns when it has imported everything."""
         command = [sys.executable, "-c", f"from {__name__} import serve; serve({self._path!r})"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout
         assert self._process.stdout.readline() == b"ready\n", "the server of workers did not start"
 
     def end(self) -> None:
-        """Ends it; workers that it has forked are Ray's to end."""
+        """End it; workers that it has forked are Ray's to end."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -58,7 +58,7 @@ class WorkerServer:
 
 
 def serve(path: str) -> None:  # pragma: no cover  (runs in another process)
-    """Imports what a rank imports, then forks one for each request, until standard input ends."""
+    """Import what a rank imports, then forks one for each request, until standard input ends."""
     import gc
     import selectors
     import signal
@@ -100,7 +100,7 @@ def serve(path: str) -> None:  # pragma: no cover  (runs in another process)
 
 
 def _become(request: dict[str, object], streams: list[int]) -> None:  # pragma: no cover  (runs in another process)
-    """Runs the requested script as `python script arguments` would; never returns.
+    """Run the requested script as `python script arguments` would; never returns.
 
     The connection stays open for as long as this process lives, which is how the one who asked knows.
     """
@@ -128,7 +128,7 @@ def _become(request: dict[str, object], streams: list[int]) -> None:  # pragma: 
 
 
 def _ask(path: str, arguments: list[str]) -> None:  # pragma: no cover  (runs in another process)
-    """Asks for a fork, and waits until it has ended."""
+    """Ask for a fork, and waits until it has ended."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         request = {"arguments": arguments, "environment": dict(os.environ), "folder": str(Path.cwd())}

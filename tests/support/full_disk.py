@@ -25,7 +25,7 @@ def file_system_of(size: str, folder: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """A new file that takes all the space that is left."""
+    """Return a new file that takes all the space that is left."""
     filler = folder / "filler"
     with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
         while True:

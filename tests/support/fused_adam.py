@@ -55,16 +55,16 @@ class FusedAdam(torch.optim.Optimizer):
         }
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool) -> None:
-        """Makes moments of zero and a master of a parameter."""
+        """Make moments of zero and a master of a parameter."""
         self.state[param] = {kind: torch.zeros_like(param, dtype=dtype) for kind, dtype in self._dtypes.items()}
         self.set_scaled_state(param, "master_param", param.detach().float())
 
     def get_unscaled_state(self, param: Tensor, name: str) -> Tensor:
-        """A tensor of the state in float32: itself where it is."""
+        """Return a tensor of the state in float32: itself where it is."""
         return self.state[param][name].float()
 
     def set_scaled_state(self, param: Tensor, name: str, unscaled: Tensor) -> None:
-        """Fills a tensor of the state with values in float32."""
+        """Fill a tensor of the state with values in float32."""
         assert unscaled.dtype == torch.float32
         self.state[param][name].copy_(unscaled)
 

@@ -78,7 +78,7 @@ MakeCase = Callable[[random.Random, Path], Case]
 
 
 def command(*words: str) -> Callable[[], int]:
-    """A command of the program, in this process."""
+    """Return a command of the program, in this process."""
 
     def run() -> int:
         try:
@@ -99,7 +99,7 @@ class Verdict:
 
 
 def fuzz(make_case: MakeCase, folder: Path, *, some_are_refused: bool = True) -> None:
-    """Runs cases; fails where one is judged wrong, or where all of them are accepted or all refused.
+    """Run cases; fails where one is judged wrong, or where all of them are accepted or all refused.
 
     Args:
         make_case: A function of a module; gets a generator that is seeded by the case, and an empty folder.
@@ -124,7 +124,7 @@ def fuzz(make_case: MakeCase, folder: Path, *, some_are_refused: bool = True) ->
 
 
 def _run_some(make_case: MakeCase, todo: list[int], folder: Path, verdict: Verdict) -> None:
-    """Takes cases from the end of the list until there are none left or the process is lost."""
+    """Take cases from the end of the list until there are none left or the process is lost."""
     process, connection = _start(make_case, folder)
     limit_s = _FIRST_LIMIT_S
     try:
@@ -174,7 +174,7 @@ def _answer(process: BaseProcess, connection: Connection, folder: Path, seed: in
 
 
 def _watched(process: BaseProcess, connection: Connection, limit_s: float) -> str | None:
-    """Waits for the answer; what the case has done instead, or None."""
+    """Wait for the answer; what the case has done instead, or None."""
     own = psutil.Process(process.pid)
     deadline = time.monotonic() + limit_s * _BUSY
     before, computed_s = own.memory_info().rss, _computing_s(own)
@@ -228,7 +228,7 @@ def _what_it_was(folder: Path, seed: int) -> str:
 
 
 def _judged(make_case: MakeCase, seed: int, folder: Path) -> tuple[str, bool, str | None]:
-    """What was odd, whether it was accepted, and what is wrong with the end of it."""
+    """Return the what was odd, whether it was accepted, and what is wrong with the end of it."""
     folder.mkdir(parents=True)
     try:
         case = make_case(random.Random(seed), folder)

@@ -52,29 +52,29 @@ class Response:
 
 
 def prompts() -> tuple[tuple[int, ...], ...]:
-    """Prompts of different lengths."""
+    """Return the prompts of different lengths."""
     generator = np.random.default_rng(11)
     return tuple(tuple(generator.integers(1, 64, length).tolist()) for length in PROMPT_LENGTHS)
 
 
 def request_of(indices: Sequence[int], sampling: SamplingParameters = SAMPLING) -> GenerationBatch:
-    """Some of the prompts, each with a seed of its own."""
+    """Return some of the prompts, each with a seed of its own."""
     every = prompts()
     return GenerationBatch(tuple(every[index] for index in indices), tuple(100 + index for index in indices), sampling)
 
 
 def build_trainer(policy: PolicyConfig, model: Mapping[str, Any] | str | None = None) -> MegatronTrainer:
-    """The trainer of this rank, from random weights."""
+    """Return the trainer of this rank, from random weights."""
     return MegatronTrainer(policy, hf_config_of(model or {}), None, num_steps=10)
 
 
 def generator_of(trainer: MegatronTrainer, tokenizer: Any = None) -> MegatronGenerator:
-    """An engine on a trainer's weights."""
+    """Return an engine on a trainer's weights."""
     return MegatronGenerator(trainer.chunks, trainer.config, tokenizer, trainer.device)
 
 
 def generate_run(run: GenerationRun) -> dict[int, Response]:
-    """Runs on every rank of the job; the responses of this rank by the number of their prompt."""
+    """Return the runs on every rank of the job; the responses of this rank by the number of their prompt."""
     with parallel_job(run.policy):
         trainer = build_trainer(run.policy, run.model)
         share = run.shares[trainer.coordinates.data_parallel_rank]
@@ -91,7 +91,7 @@ def _response(sequence: GeneratedSequence) -> Response:
 
 
 def evaluated_logprobs(trainer: MegatronTrainer, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
-    """What an evaluation forward says of the tokens of a response."""
+    """Return the what an evaluation forward says of the tokens of a response."""
     tokens = torch.tensor([[*prompt, *response]])
     batch = TokenBatch(tokens, torch.tensor([tokens.shape[1]]), torch.ones_like(tokens, dtype=torch.bool), ("one",))
     return trainer.logprobs([batch])[0][0, len(prompt) :]

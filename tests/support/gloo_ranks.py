@@ -63,7 +63,7 @@ class _Rank:
     stack_file: Path
 
     def end(self) -> None:
-        """Ends the process, whatever it is doing."""
+        """End the process, whatever it is doing."""
         self.process.kill()
         self.process.join()
         self.connection.close()
@@ -119,7 +119,7 @@ def run_ranks(
     fresh: bool = False,
     prepared_by: str = "",
 ) -> list[Any]:
-    """Calls a module-level function on every rank of a job.
+    """Call a module-level function on every rank of a job.
 
     Args:
         function: Finds its rank in the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). What it takes and
@@ -171,7 +171,7 @@ _ALWAYS_FRESH = os.environ.get("TESTS_FRESH_RANKS") == "1"
 
 
 def _take(count: int, prepared_by: str) -> list[_Rank]:
-    """Ranks that wait, once they have put their state back, and new ones where there are too few."""
+    """Return the ranks that wait, once they have put their state back, and new ones where there are too few."""
     taken: list[_Rank] = []
     waiting = _idle.get(prepared_by, [])
     while waiting and len(taken) < count:
@@ -188,7 +188,7 @@ def _take(count: int, prepared_by: str) -> list[_Rank]:
 
 
 def end_idle_ranks() -> None:
-    """Ends the processes that wait for a call."""
+    """End the processes that wait for a call."""
     for waiting in _idle.values():
         while waiting:
             waiting.pop().end()

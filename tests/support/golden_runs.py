@@ -25,12 +25,12 @@ REWARD = "tests.support.golden_runs:share_of_digits"
 
 
 def share_of_digits(item: Any) -> float:
-    """The part of a response that is digits, of eight."""
+    """Return the part of a response that is digits, of eight."""
     return sum(character.isdigit() for character in item.response) / 8
 
 
 def run_golden(algorithm: str, folder: Path, repository: Path) -> Curves:
-    """Metrics of a run of five steps that a process of its own makes.
+    """Return the metrics of a run of five steps that a process of its own makes.
 
     Args:
         algorithm: One of `ALGORITHMS`.
@@ -47,7 +47,7 @@ def run_golden(algorithm: str, folder: Path, repository: Path) -> Curves:
 
 
 def golden_words(algorithm: str, folder: Path, repository: Path) -> list[str]:
-    """The command's words after the program's name: two workers with the experts divided among them.
+    """Return the command's words after the program's name: two workers with the experts divided among them.
 
     Args:
         algorithm: One of `ALGORITHMS`.
@@ -73,8 +73,8 @@ def golden_words(algorithm: str, folder: Path, repository: Path) -> list[str]:
 
 
 def curves_of(folder: Path) -> Curves:
-    """Metrics of the one run that logged below a folder, by step; without times, and without how far two passes agree
-    about near ties, which is rounding itself."""
+    """Return the metrics of the one run that logged below a folder, by step; without times, and without how far two
+    passes agree about near ties, which is rounding itself."""
     (path,) = folder.glob("logs/*/metrics.jsonl")
     curves: Curves = {}
     for line in path.read_text().splitlines():

@@ -17,24 +17,24 @@ class Measured(AssertionError):
 
 
 def passes(*, rehearse: bool) -> dict[str, Any]:
-    """Returns what it was told."""
+    """Return what it was told."""
     return {"rehearse": rehearse}
 
 
 def fails(*, rehearse: bool) -> dict[str, Any]:
-    """Raises with numbers."""
+    """Raise with numbers."""
     raise Measured("too slow")
 
 
 def crashes(*, rehearse: bool) -> dict[str, Any]:
-    """Dies as a process does in a kernel."""
+    """Return the dies as a process does in a kernel."""
     print("about to die", flush=True)
     os.kill(os.getpid(), signal.SIGSEGV)
     return {}
 
 
 def hangs(*, rehearse: bool) -> dict[str, Any]:
-    """Never ends, and does not listen."""
+    """Return the never ends, and does not listen."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     print("waiting", flush=True)
     time.sleep(600)

@@ -57,12 +57,12 @@ SMALL_RUN = (
 
 
 def small_config(*overrides: str) -> GRPOMasterConfig:
-    """The tiny exemplar, made smaller, with these overrides."""
+    """Return the tiny exemplar, made smaller, with these overrides."""
     return load_grpo_config("grpo_tiny_moe.yaml", [*SMALL_RUN, *overrides], check_paths=False)
 
 
 def prompts(count: int, name: str = "train") -> list[Prompt]:
-    """Prompts of one to three tokens."""
+    """Return the prompts of one to three tokens."""
     return [
         Prompt(f"{name}:{index}", f"{name} {index}", tuple(range(10, 11 + index % 3)), {"answer": str(index)})
         for index in range(count)
@@ -83,7 +83,7 @@ def trajectory(
     prompt_text: str = "prompt",
     rewards: Mapping[str, float] | None = None,
 ) -> Trajectory:
-    """A trajectory of one turn by hand."""
+    """Return a trajectory of one turn by hand."""
     found = [-0.5] * len(response_ids) if logprobs is None else logprobs
     before, after = len(prompt_ids), len(response_ids)
     return Trajectory(
@@ -296,12 +296,12 @@ class ListLogger:
 
 
 def as_numbers(token_ids: Sequence[int]) -> str:
-    """Decodes tokens as their numbers."""
+    """Return the decodes tokens as their numbers."""
     return " ".join(map(str, token_ids))
 
 
 def from_numbers(text: str) -> list[int]:
-    """Tokens from their numbers."""
+    """Return the tokens from their numbers."""
     return [int(word) for word in text.split()]
 
 
@@ -312,6 +312,6 @@ def make_worker(
     max_tokens: int = 100,
     reward_weights: Mapping[str, float] | None = None,
 ) -> RolloutWorker:
-    """A rollout worker over fakes."""
+    """Return a rollout worker over fakes."""
     driver, weights = environment or SingleTurn(), reward_weights
     return RolloutWorker(engine, scorer, driver, as_numbers, from_numbers, max_tokens, reward_weights=weights)

@@ -19,7 +19,7 @@ _SOME_TENSOR = "model.layers.2.self_attn.k_proj.weight"
 
 
 def tiny_tensors(hf_config: Any) -> dict[str, Tensor]:
-    """Random tensors of a Qwen3-MoE with experts in every layer, under the names of its files."""
+    """Return the random tensors of a Qwen3-MoE with experts in every layer, under the names of its files."""
     hidden, head_dim, width = hf_config.hidden_size, hf_config.head_dim, hf_config.moe_intermediate_size
     queries, keys = hf_config.num_attention_heads * head_dim, hf_config.num_key_value_heads * head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (hf_config.vocab_size, hidden)}
@@ -43,7 +43,7 @@ def tiny_tensors(hf_config: Any) -> dict[str, Tensor]:
 
 
 def stacked(tensors: Mapping[str, Tensor], hf_config: Any) -> dict[str, Tensor]:
-    """The same with all experts of a layer in `[experts, ...]`, as newer transformers has them in memory."""
+    """Return the same with all experts of a layer in `[experts, ...]`, as newer transformers has them in memory."""
     changed = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for layer in range(hf_config.num_hidden_layers):
         prefix = f"model.layers.{layer}.mlp.experts."
@@ -59,7 +59,7 @@ def stacked(tensors: Mapping[str, Tensor], hf_config: Any) -> dict[str, Tensor]:
 
 
 def write_folder(tensors: Mapping[str, Tensor], folder: Path, num_files: int = NUM_FILES) -> None:
-    """Writes files and, of several, an index."""
+    """Write files and, of several, an index."""
     folder.mkdir(parents=True)
     names = list(tensors)
     if num_files == 1:
@@ -89,7 +89,7 @@ def _set_entry(folder: Path, name: str, file: Any) -> None:
 
 
 def _change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Changes the file that holds the tensor of the examples, and the index with it."""
+    """Change the file that holds the tensor of the examples, and the index with it."""
     path = _file_of(folder)
     tensors = load_file(path)
     change(tensors)

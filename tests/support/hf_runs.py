@@ -51,7 +51,7 @@ def build_model(policy: PolicyConfig, changes: Mapping[str, Any]) -> Model:
 
 
 def load_from_each(policy: PolicyConfig, folders: Sequence[Sequence[str]]) -> list[str]:
-    """Loads each folder in turn, this rank its own of each list.
+    """Load each folder in turn, this rank its own of each list.
 
     Returns:
         The errors' text; "loaded" where there is none. A parameter that an error has left changed is told, too.
@@ -71,7 +71,7 @@ def load_from_each(policy: PolicyConfig, folders: Sequence[Sequence[str]]) -> li
 
 
 def load_with_each_damaged(policy: PolicyConfig, places: Mapping[str, tuple[str, int]]) -> dict[str, str]:
-    """Loads a folder with one byte changed, and once as it is, after each of which it is as it was.
+    """Load a folder with one byte changed, and once as it is, after each of which it is as it was.
 
     Args:
         policy: The layout.
@@ -95,7 +95,7 @@ def load_with_each_damaged(policy: PolicyConfig, places: Mapping[str, tuple[str,
 
 
 def _flip(path: Path, place: int, rank: int) -> None:
-    """Changes a byte, on the first rank, before any rank goes on."""
+    """Change a byte, on the first rank, before any rank goes on."""
     dist.barrier()
     if rank == 0 and place >= 0:
         with path.open("r+b") as file:
@@ -107,7 +107,7 @@ def _flip(path: Path, place: int, rank: int) -> None:
 
 
 def spoil_while_loading(policy: PolicyConfig, folder: str) -> str:
-    """Loads a folder that the last rank cannot read to its end; returns the error's text."""
+    """Load a folder that the last rank cannot read to its end; returns the error's text."""
 
     class FailingReader(SliceReader):
         def read_into(self, *arguments: Any) -> None:
@@ -129,7 +129,7 @@ def spoil_while_loading(policy: PolicyConfig, folder: str) -> str:
 def load_and_save(
     policy: PolicyConfig, changes: Mapping[str, Any], source: str, target: str, options: Mapping[str, Any]
 ) -> tuple[list[str], list[str], int]:
-    """Loads one folder and writes another.
+    """Load one folder and writes another.
 
     Args:
         policy: The layout.
@@ -159,7 +159,7 @@ def load_and_save(
 
 
 def last_rows_of_vocabulary(policy: PolicyConfig, changes: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Loads; the last row that this rank has of the embedding and of the output layer, by their names."""
+    """Load; the last row that this rank has of the embedding and of the output layer, by their names."""
     with parallel_job(policy):
         chunks, config, hf_config = build_model(policy, changes)
         load_weights(chunks, config, hf_config, Path(source))
@@ -177,7 +177,7 @@ def _with_stacked_experts() -> Any:
 
 
 def names_handed_out(policy: PolicyConfig, source: str) -> dict[str, Any]:
-    """The tensors that this rank hands to an engine, as arrays; taken before the model changes."""
+    """Return the tensors that this rank hands to an engine, as arrays; taken before the model changes."""
     with parallel_job(policy):
         model = build_model(policy, {})
         load_weights(*model, Path(source))
@@ -191,7 +191,7 @@ def names_handed_out(policy: PolicyConfig, source: str) -> dict[str, Any]:
 def save_twice(
     policy: PolicyConfig, first: str, second: str, file_limit: int | None, fails_beside: bool
 ) -> list[tuple[str, list[str], list[str]]]:
-    """Writes random weights into two folders, the first with a fault.
+    """Write random weights into two folders, the first with a fault.
 
     Args:
         policy: The layout.
@@ -228,7 +228,7 @@ def save_twice(
 
 
 def outcomes_with_failure(policy: PolicyConfig, folder: str, target: str) -> list[str]:
-    """Hands weights out and writes them, while the last rank runs out of memory in one function; then writes again.
+    """Hand weights out and write them, while the last rank runs out of memory in one function; then writes again.
 
     Args:
         policy: The layout.
@@ -271,7 +271,7 @@ def outcomes_with_failure(policy: PolicyConfig, folder: str, target: str) -> lis
 
 
 def bytes_told_while_loading(policy: PolicyConfig, folder: str) -> tuple[int, int]:
-    """Loads; bytes of what this rank heard from all, and of the names that it wanted itself."""
+    """Load; bytes of what this rank heard from all, and of the names that it wanted itself."""
     heard: list[bytes] = []
 
     def listening(function: Callable[..., None]) -> Callable[..., None]:
@@ -297,7 +297,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def memory_of_saving(policy: PolicyConfig, changes: Mapping[str, Any], folder: str, max_shard_bytes: int) -> list[int]:
-    """Writes random weights; bytes of the model, and bytes that writing has added at most."""
+    """Write random weights; bytes of the model, and bytes that writing has added at most."""
     with parallel_job(policy):
         chunks, config, hf_config = build_model(policy, changes)
         initialize_weights(chunks, config, hf_config, 1)
@@ -307,7 +307,7 @@ def memory_of_saving(policy: PolicyConfig, changes: Mapping[str, Any], folder: s
 
 
 def memory_of_loading(policy: PolicyConfig, changes: Mapping[str, Any], folder: str) -> list[int]:
-    """Reads weights; bytes of the model, and bytes that reading has added at most."""
+    """Read weights; bytes of the model, and bytes that reading has added at most."""
     with parallel_job(policy):
         model = build_model(policy, changes)
         before = _begin_measuring()
@@ -322,13 +322,13 @@ def _model_bytes(chunks: Sequence[GPTModel]) -> int:
 
 
 def _begin_measuring() -> int:
-    """Forgets the largest size so far; bytes of this process in memory."""
+    """Forget the largest size so far; bytes of this process in memory."""
     Path("/proc/self/clear_refs").write_text("5")
     return _memory("VmRSS")
 
 
 def _memory(name: str) -> int:
-    """Bytes, by the kernel's name: pages of mapped files count, too."""
+    """Return the bytes, by the kernel's name: pages of mapped files count, too."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (text,) = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
     return int(text) * 1024

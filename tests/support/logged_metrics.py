@@ -19,12 +19,12 @@ PictureHistory = dict[str, list[tuple[int, bytes]]]
 
 
 def read_jsonl(path: Path) -> MetricHistory:
-    """Reads a `metrics.jsonl`."""
+    """Read a `metrics.jsonl`."""
     return _sorted(read_history(path))
 
 
 def read_tensorboard(folder: Path) -> MetricHistory:
-    """Reads the scalars of all event files in a folder; values are float32."""
+    """Read the scalars of all event files in a folder; values are float32."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     # 0 asks for every scalar; the default keeps a random 10,000 a key.
@@ -35,7 +35,7 @@ def read_tensorboard(folder: Path) -> MetricHistory:
 
 
 def read_tensorboard_pictures(folder: Path) -> PictureHistory:
-    """Reads the images of all event files in a folder."""
+    """Read the images of all event files in a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(folder), size_guidance={"images": 0})
@@ -45,7 +45,7 @@ def read_tensorboard_pictures(folder: Path) -> PictureHistory:
 
 
 def read_wandb_offline(folder: Path) -> MetricHistory:
-    """Reads the history of the one W&B run below a folder, such as `<run folder>/wandb`.
+    """Read the history of the one W&B run below a folder, such as `<run folder>/wandb`.
 
     A run that was resumed has several files: each replaces what earlier ones hold from its first step on. W&B's own
     columns, which begin with an underscore, and values that are not numbers are left out.
@@ -64,7 +64,7 @@ def read_wandb_offline(folder: Path) -> MetricHistory:
 
 
 def read_wandb_offline_pictures(folder: Path) -> PictureHistory:
-    """Reads the images in that history."""
+    """Read the images in that history."""
     pictures: PictureHistory = {}
     for path in _files_of_one_wandb_run(folder):
         rows = list(wandb_history(path))
@@ -86,14 +86,14 @@ def _files_of_one_wandb_run(folder: Path) -> list[Path]:
 
 
 def read_mlflow(tracking_uri: str, experiment_name: str, run_name: str | None = None) -> MetricHistory:
-    """Reads the newest run of an MLflow experiment, or the newest one that has a certain name."""
+    """Read the newest run of an MLflow experiment, or the newest one that has a certain name."""
     client, run = _mlflow_run(tracking_uri, experiment_name, run_name)
     history = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
     return _sorted({key: [(entry.step, _unclamped(entry.value)) for entry in history[key]] for key in history})
 
 
 def read_mlflow_pictures(tracking_uri: str, experiment_name: str, run_name: str | None = None) -> PictureHistory:
-    """Reads the images that such a run has for its steps."""
+    """Read the images that such a run has for its steps."""
     client, run = _mlflow_run(tracking_uri, experiment_name, run_name)
     pictures: PictureHistory = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +106,7 @@ def read_mlflow_pictures(tracking_uri: str, experiment_name: str, run_name: str 
 
 
 def _mlflow_run(tracking_uri: str, experiment_name: str, run_name: str | None) -> tuple[Any, Any]:
-    """A client, and the newest run of a name."""
+    """Return a client, and the newest run of a name."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri)
@@ -117,7 +117,7 @@ def _mlflow_run(tracking_uri: str, experiment_name: str, run_name: str | None) -
 
 
 def _unclamped(value: float) -> float:
-    """A local MLflow store writes an infinity as the largest float64."""
+    """Return a local MLflow store writes an infinity as the largest float64."""
     return value * float("inf") if abs(value) == sys.float_info.max else value
 
 

@@ -23,7 +23,7 @@ def settings_for(
     alerts: bool = False,
     backends: Sequence[str] = (),
 ) -> LoggerConfig:
-    """The `logger` section with some backends enabled; alerts after three steps."""
+    """Return the `logger` section with some backends enabled; alerts after three steps."""
     return LoggerConfig.model_validate(
         {
             "log_dir": str(log_dir),
@@ -111,7 +111,7 @@ class ListBackend:
 
 
 def load_of(*rows: Sequence[int]) -> ExpertLoad:
-    """The load of layers 1, 2, ..., each a row of counts."""
+    """Return the load of layers 1, 2, ..., each a row of counts."""
     return ExpertLoad(tuple(range(1, len(rows) + 1)), torch.tensor(rows))
 
 

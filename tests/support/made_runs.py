@@ -30,7 +30,7 @@ THRESHOLDS = Thresholds(dead_expert_steps=3, excess_cv=0.5, overload_factor=1.5,
 def random_counts(
     num_steps: int, num_layers: int, num_experts: int, num_tokens: int, topk: int = TOPK, seed: int = 0
 ) -> NDArray[np.int64]:
-    """Counts `[steps, layers, experts]` of a router that sends each token to `topk` experts at random."""
+    """Count `[steps, layers, experts]` of a router that sends each token to `topk` experts at random."""
     generator = np.random.default_rng(seed)
     scores = generator.random((num_steps, num_layers, num_tokens, num_experts))
     chosen = scores.argpartition(topk - 1, axis=-1)[..., :topk]
@@ -38,7 +38,7 @@ def random_counts(
 
 
 def tape_metrics(report: TapeReport | None) -> dict[str, float]:
-    """Metrics of a tape as a run logs them; none without one."""
+    """Return the metrics of a tape as a run logs them; none without one."""
     return {} if report is None else {f"train/moe/{name}": value for name, value in report.metrics.items()}
 
 
@@ -56,7 +56,7 @@ def make_run(
     image_counts: NDArray[np.int64] | None = None,
     failures: Mapping[int, Sequence[FailedResponses]] | None = None,
 ) -> Path:
-    """Writes a run's folder.
+    """Write a run's folder.
 
     Args:
         folder: Is made.

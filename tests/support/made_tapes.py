@@ -24,7 +24,7 @@ def tape_report(
     replays: bool = False,
     anomalies: Sequence[TapeAnomaly] = (),
 ) -> TapeReport:
-    """Report of a tape of one microbatch, whose last token was fed to no model.
+    """Return the report of a tape of one microbatch, whose last token was fed to no model.
 
     Args:
         differing: Number of the first tokens for which the router of each layer would choose otherwise.

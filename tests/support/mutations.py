@@ -51,7 +51,9 @@ Place = tuple[Any, ...]
 
 
 def places(tree: Any, at: Place = ()) -> list[Place]:
-    """Keys and indices that lead to every value in a nested one, itself first; not to what is nested very deeply."""
+    """Return the keys and indices that lead to every value in a nested one, itself first; not to what is nested very
+    deeply.
+    """
     if len(at) > 50:
         return [at]
     entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
@@ -59,14 +61,14 @@ def places(tree: Any, at: Place = ()) -> list[Place]:
 
 
 def value_at(tree: Any, place: Place) -> Any:
-    """The value at a place."""
+    """Return the value at a place."""
     for key in place:
         tree = tree[key]
     return tree
 
 
 def near(generator: random.Random, value: Any) -> Any:
-    """A value of the same type, where it has one."""
+    """Return a value of the same type, where it has one."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -82,7 +84,7 @@ def near(generator: random.Random, value: Any) -> Any:
 
 
 def mutated_tree(generator: random.Random, tree: Any, num_changes: int = 1) -> tuple[Any, str]:
-    """A nested value with changes in it, and the changes in words. The root itself changes seldom."""
+    """Return a nested value with changes in it, and the changes in words. The root itself changes seldom."""
     tree = copy.deepcopy(tree)
     told = []
     for _ in range(num_changes):
@@ -146,7 +148,7 @@ _CHANGES: tuple[Callable[[random.Random, bytearray], None], ...] = (_flip, _cut,
 
 
 def mutated_bytes(generator: random.Random, content: bytes) -> tuple[bytes, str]:
-    """Other bytes, and the change in words."""
+    """Return the other bytes, and the change in words."""
     changed = bytearray(content or b"\0")
     told = []
     for _ in range(generator.choice([1, 1, 1, 3])):
@@ -158,7 +160,7 @@ def mutated_bytes(generator: random.Random, content: bytes) -> tuple[bytes, str]
 
 
 def mutated_json(generator: random.Random, tree: Any) -> tuple[bytes, str]:
-    """A JSON text of a changed value, now and then changed once more as a text."""
+    """Return a JSON text of a changed value, now and then changed once more as a text."""
     tree, what = mutated_tree(generator, tree, generator.choice([1, 1, 1, 2, 4]))
     text = json.dumps(tree)
     how = generator.randrange(12)

@@ -15,7 +15,8 @@ from tests.support.nccl_rules import Group, Operation, Record
 
 
 def problems_of_job(records: Sequence[Record]) -> list[str]:
-    """Faults that NCCL would have refused, mixed up or waited for in vain, in words; empty where all is well.
+    """Return the faults that NCCL would have refused, mixed up or waited for in vain, in words; empty where all is
+    well.
 
     Args:
         records: Of each rank, in rank order.
@@ -36,7 +37,7 @@ class _Meeting:
         self._found: list[str] = []
 
     def problems(self) -> list[str]:
-        """Runs to the end; the first few of what differs, and who waits for whom if that is not the end."""
+        """Return the runs to the end; the first few of what differs, and who waits for whom if that is not the end."""
         ready = deque(range(len(self._left)))
         while ready and len(self._found) < _MOST_PROBLEMS:
             rank = ready.popleft()
@@ -49,7 +50,7 @@ class _Meeting:
         return self._found
 
     def _arrive(self, rank: int, operation: Operation) -> list[int]:
-        """A rank comes to an operation. Gives the ranks that may go on."""
+        """Return a rank comes to an operation. Gives the ranks that may go on."""
         if operation.peer is None:
             waiting = self._collectives.setdefault(operation.group, {})
             waiting[rank] = operation
@@ -81,7 +82,7 @@ _MOST_PROBLEMS = 5
 
 
 def _batches(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
-    """Operations that begin together: messages of one batch, or one alone."""
+    """Yield the operations that begin together: messages of one batch, or one alone."""
     last: list[Operation] = []
     for operation in operations:
         if last and (operation.batch is None or operation.batch != last[-1].batch):
@@ -93,7 +94,7 @@ def _batches(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
 
 
 def _differences(met: dict[int, Operation]) -> list[str]:
-    """Differences between what those that take part in one operation give."""
+    """Return the differences between what those that take part in one operation give."""
     (first_rank, first), *others = sorted(met.items())
     is_message = first.peer is not None
     for rank, other in others:

@@ -139,7 +139,7 @@ class _Recorder:
         self._batch: int | None = None
 
     def group_of(self, process_group: ProcessGroup) -> Group | None:
-        """The group; None for one that would be none of NCCL's."""
+        """Return the group; None for one that would be none of NCCL's."""
         name = process_group.group_name
         if name not in self._groups or self._groups[name] is None:
             backend = distributed_c10d._world.pg_map.get(process_group, ("",))[0]
@@ -230,7 +230,7 @@ def _tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
 def _options(
     arguments: Sequence[Any], group: Group, types: set[torch.dtype], refuse: Callable[[str], None]
 ) -> Iterator[tuple[str, Any]]:
-    """Reduction and root, out of the options among the arguments."""
+    """Yield the reduction and root, out of the options among the arguments."""
     options = arguments[-1] if arguments else None
     reduction, root = getattr(options, "reduceOp", None), getattr(options, "rootRank", None)
     if reduction is not None:
@@ -247,7 +247,7 @@ def _options(
 
 
 def _exchanged(name: str, arguments: Sequence[Any], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Elements that come from each member, and that go to each."""
+    """Return the elements that come from each member, and that go to each."""
     if name == "alltoall":
         outputs, inputs, *_ = arguments
         return tuple(each.numel() for each in outputs), tuple(each.numel() for each in inputs)
@@ -266,7 +266,7 @@ _places: dict[tuple[str, int, str, int], str] = {}
 
 
 def _place() -> str:
-    """The first line outside of torch that led here, and the first of this project's own."""
+    """Return the first line outside of torch that led here, and the first of this project's own."""
     frame = sys._getframe(1)
     first = None
     while frame is not None:
@@ -301,7 +301,7 @@ def _noting(recorder: _Recorder, name: str, method: Callable[..., Any]) -> Calla
 
 @contextmanager
 def recorded(backend: str = "gloo", record: Record | None = None) -> Iterator[Record]:
-    """Checks and notes all collectives and messages of this process, on groups that would be NCCL's.
+    """Checks and note all collectives and messages of this process, on groups that would be NCCL's.
 
     All are but those whose backend was named when they were made: these stay on the host.
 

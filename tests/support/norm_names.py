@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 def _names_in_transformer_engine(layer: TransformerLayer) -> dict[str, str]:
-    """Norms of a layer that are no modules of their own in `get_gpt_layer_with_transformer_engine_spec`."""
+    """Return the norms of a layer that are no modules of their own in `get_gpt_layer_with_transformer_engine_spec`."""
     names = {}
     if isinstance(layer.self_attention, MultiLatentAttention):
         names["self_attention.q_layernorm.weight"] = "self_attention.linear_q_up_proj.layer_norm_weight"
@@ -52,7 +52,7 @@ def _of_transformer_engine() -> Iterator[None]:
 def save_under_each_name(
     settings: RunSettings, folder: str
 ) -> tuple[dict[str, set[str]], dict[str, tuple[float, ...]]]:
-    """Saves the same state four times: with own modules or those of Transformer Engine, and unchanged or not.
+    """Save the same state four times: with own modules or those of Transformer Engine, and unchanged or not.
 
     Returns:
         For each way, the names of norms in the checkpoint, and the next step's loss and gradient norm after loading it

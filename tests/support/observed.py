@@ -11,6 +11,6 @@ Kind = TypeVar("Kind", bound=StepObserver)
 
 
 def observer_of(trainer: MegatronTrainer, kind: type[Kind]) -> Kind:
-    """The one observer of a class that the trainer has."""
+    """Return the one observer of a class that the trainer has."""
     (found,) = (observer for observer in trainer.observers if isinstance(observer, kind))
     return found

@@ -30,12 +30,12 @@ class Digits:
 
 
 def from_median(step: EstimatorInputs) -> torch.Tensor:
-    """Estimator with the group's median as baseline."""
+    """Return the estimator with the group's median as baseline."""
     return step.rewards - step.rewards.median(dim=1, keepdim=True).values
 
 
 def doubled(inputs: ObjectiveInputs) -> torch.Tensor:
-    """Objective of twice PPO's loss, without a clip."""
+    """Return the objective of twice PPO's loss, without a clip."""
     return -2 * inputs.ratio * inputs.advantages
 
 

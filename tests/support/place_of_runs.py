@@ -22,16 +22,16 @@ class Place:
         self.warnings: list[str] = []
 
     def overrides(self, *overrides: str, shared: bool) -> list[str]:
-        """Where this place is, and further overrides."""
+        """Return the where this place is, and further overrides."""
         directory = SHARED.format(self.folder) if shared else "checkpointing.checkpoint_dir=null"
         return [f"logger.log_dir={self.folder / 'logs'}", directory, *overrides]
 
     def run_folder(self, number: int) -> Path:
-        """Where a run is."""
+        """Return the where a run is."""
         return self.folder / "logs" / f"exp_{number:03d}"
 
     def run(self, number: int, *overrides: str, shared: bool = False, **changes: Any) -> Run:
-        """A run in a folder of its own."""
+        """Return a run in a folder of its own."""
         run_folder = self.run_folder(number)
         run_folder.mkdir(parents=True, exist_ok=True)
         (run_folder / "config.yaml").write_text("")
@@ -46,20 +46,20 @@ class Place:
         shared: bool = False,
         name: str = "sft_tiny_moe.yaml",
     ) -> ResumePoint | None:
-        """Where a run would start."""
+        """Return the where a run would start."""
         self.warnings.clear()
         config = load_any_config(name, self.overrides(*overrides, shared=shared), check_paths=False)
         return find_resume_point(config, run_id, restart, self.warnings.append)
 
     def found(self, *overrides: str, **arguments: Any) -> ResumePoint:
-        """Where a run goes on."""
+        """Return the where a run goes on."""
         point = self.find(*overrides, **arguments)
         assert point is not None
         return point
 
 
 def saved(run: Run, *steps: int) -> Run:
-    """The run, after it has saved at these steps."""
+    """Return the run, after it has saved at these steps."""
     for step in steps:
         run.save(step)
     return run

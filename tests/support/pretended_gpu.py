@@ -60,7 +60,7 @@ class Wait(NamedTuple):
 
 
 def lies_on_gpu(tensor: torch.Tensor) -> bool:
-    """True for a tensor that is taken for the device's."""
+    """Return True for a tensor that is taken for the device's."""
     with torch._C.DisableTorchFunction():
         return getattr(tensor.untyped_storage(), "lies_on_gpu", False)
 
@@ -77,12 +77,12 @@ def _is_pinned(tensor: torch.Tensor) -> bool:
 
 
 def _is_gpu(device: Any) -> bool:
-    """True for what names a GPU: a device, its number, or its name."""
+    """Return True for what names a GPU: a device, its number, or its name."""
     return isinstance(device, int) or str(device).startswith("cuda")
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among arguments or results, also in lists."""
+    """Yield the tensors among arguments or results, also in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -103,7 +103,7 @@ class PretendedGpu:
         self.makes_on_gpu: list[bool] = []
 
     def wait(self, kind: str) -> None:
-        """Counts one."""
+        """Count one."""
         self.waits[Wait(*_caller(), kind)] += 1
 
     @contextmanager
@@ -357,7 +357,7 @@ _TESTS = f"{Path(__file__).resolve().parents[1]}/"
 
 
 def _caller() -> tuple[str, str]:
-    """Owner and name of the innermost function outside of torch and this file."""
+    """Return the owner and name of the innermost function outside of torch and this file."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         file = frame.f_code.co_filename
@@ -370,5 +370,5 @@ def _caller() -> tuple[str, str]:
 
 
 def by_owner(waits: Iterable[tuple[Wait, int]], owner: str) -> dict[tuple[str, str], int]:
-    """Counts of one owner's waits by function and kind."""
+    """Return the counts of one owner's waits by function and kind."""
     return {(wait.function, wait.kind): count for wait, count in waits if wait.owner == owner}

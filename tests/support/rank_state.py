@@ -60,7 +60,7 @@ class ProcessState:
         self.note_new_modules()
 
     def note_new_modules(self) -> bool:
-        """Notes the names of modules that were imported since the last time. True if there are any."""
+        """Note the names of modules that were imported since the last time. True if there are any."""
         new = [name for name in list(sys.modules) if name.startswith(_ROOMS) and name not in self._modules]
         for name in new:
             self._modules.add(name)
@@ -84,7 +84,7 @@ class ProcessState:
                 self._containers[id(value)] = (value, value.copy())
 
     def restore(self) -> None:
-        """Puts everything back."""
+        """Put everything back."""
         groups = _leave_process_groups()
         has_new_modules = any(name.startswith(_ROOMS) and name not in self._modules for name in list(sys.modules))
         for key, (owner, names) in self._names.items():
@@ -125,12 +125,12 @@ class ProcessState:
 
 
 def num_threads() -> int:
-    """Threads of this process."""
+    """Return the threads of this process."""
     return len(os.listdir("/proc/self/task"))  # noqa: PTH208
 
 
 def _owners(module: ModuleType) -> Iterator[Any]:
-    """The module and the classes that it defines."""
+    """Yield the module and the classes that it defines."""
     yield module
     for value in list(vars(module).values()):
         if isinstance(value, type) and value.__module__ == module.__name__:
@@ -142,7 +142,7 @@ def _is_left_alone(name: str, value: Any) -> bool:
 
 
 def _restore_names(owner: Any, names: dict[str, Any], known: frozenset[str] | None) -> None:
-    """Puts an owner's names back, and removes those that it did not have unless nothing is known about that."""
+    """Put an owner's names back, and remove those that it did not have unless nothing is known about that."""
     now = vars(owner)
     for name, value in names.items():
         if now.get(name, _ABSENT) is not value:
@@ -163,7 +163,7 @@ def _same_items(container: Container, items: Container) -> bool:
 
 
 def _restore_items(container: Any, items: Any, *, keep_additions: bool) -> None:
-    """Puts a container's items back; what importing has added to a registry stays: a module is not imported again."""
+    """Put a container's items back; what importing has added to a registry stays: a module is not imported again."""
     if keep_additions and isinstance(container, dict):
         items.update({key: value for key, value in container.items() if key not in items})
     container.clear()
@@ -178,12 +178,12 @@ _kept: list[Any] = []
 
 
 def keep_process_groups() -> None:
-    """Keeps the groups of this rank from being closed before its call has been answered."""
+    """Keep the groups of this rank from being closed before its call has been answered."""
     _kept.extend(distributed_c10d._world.pg_map)
 
 
 def _leave_process_groups() -> list[Any]:
-    """Leaves them; gives the groups, which are closed when the list is emptied."""
+    """Leave them; give the groups, which are closed when the list is emptied."""
     from megatron.core import parallel_state
 
     keep_process_groups()

@@ -36,7 +36,9 @@ class RayNodes:
         return psutil.Process(self._host.pid) if self._host is not None else None
 
     def address(self) -> str:
-        """Address of the nodes, started where they are not there, and anew where a server of one has died."""
+        """Return the address of the nodes, started where they are not there, and anew where a server of one has
+        died.
+        """
         if self.process is not None:
             names = [process.name() for process in sft_runs.running(self.process.children())]
             if names.count("raylet") == self._num_nodes and "gcs_server" in names:
@@ -55,7 +57,7 @@ class RayNodes:
         return self._address
 
     def end(self) -> None:
-        """Kills them with all that they have started; does nothing where they are not there."""
+        """Kill them with all that they have started; does nothing where they are not there."""
         if self._host is None or self.process is None:
             return
         family = [self.process, *self.process.children(recursive=True)]
@@ -69,7 +71,7 @@ class RayNodes:
 
 
 def main(folder: str, num_nodes: int) -> None:
-    """Starts them, prints their address, and waits until it is killed."""
+    """Start them, print their address, and waits until it is killed."""
     from ray._private.utils import get_ray_address_file
     from ray.cluster_utils import Cluster
 

@@ -104,7 +104,7 @@ class RecordedEngine(FakeEngine):
 
 
 def make_engine(_: EngineSetup) -> RecordedEngine:
-    """What the configuration names."""
+    """Return the what the configuration names."""
     _calls.append("engine starts")
     return RecordedEngine(_calls, shares_weights=False)
 
@@ -117,7 +117,7 @@ class EndingScorer(FakeScorer):
 
 
 def recorded_run(folder: Path, **changes: Any) -> list[str]:
-    """Runs GRPO from its entry point, and again what has been saved in the folder; calls in their order.
+    """Run GRPO from its entry point, and again what has been saved in the folder; calls in their order.
 
     Args:
         folder: Of prompts, checkpoints and logs.

@@ -58,7 +58,7 @@ def make_recorder(
     tapes: list[tuple[int, TapeReport]] | None = None,
     flush: Callable[[], None] = lambda: None,
 ) -> StepRecorder:
-    """A recorder that writes to lists."""
+    """Return a recorder that writes to lists."""
 
     def log_artifact(step: int, name: str, artifact: Any) -> None:
         kept = {EXPERT_LOAD.name: loads, ROUTING.name: tapes}[name]

@@ -42,7 +42,7 @@ Parameters = Mapping[str, Tensor]
 
 
 def policy_of(learning_rate: float, precision: str = "bfloat16") -> PolicyConfig:
-    """A policy on one rank, whose steps have the size of the learning rate."""
+    """Return a policy on one rank, whose steps have the size of the learning rate."""
     return tiny_policy(
         precision=precision,
         optimizer__lr=learning_rate,
@@ -56,7 +56,7 @@ def policy_of(learning_rate: float, precision: str = "bfloat16") -> PolicyConfig
 
 
 def experts_of(parameters: Parameters, number: int) -> tuple[Tensor, ...]:
-    """The stacked tensors of the experts of a layer."""
+    """Return the stacked tensors of the experts of a layer."""
     layers = sorted({name.rpartition(".")[0] for name in parameters if name.endswith(".experts.down_proj")})
     prefix = layers[number % len(layers)]
     return tuple(tensor for name, tensor in parameters.items() if name.startswith(f"{prefix}."))
@@ -128,7 +128,7 @@ class EngineCopy:
     model: Any = None
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces the weights."""
+        """Replace the weights."""
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
         config = AutoConfig.from_pretrained(self.folder)
@@ -142,7 +142,7 @@ class EngineCopy:
 
     @contextmanager
     def harmed(self, fault: Fault, number: int) -> Iterator[bool]:
-        """Has a fault for a while; False: rounding leaves every number as it was."""
+        """Have a fault for a while; False: rounding leaves every number as it was."""
         kept = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         with torch.no_grad():
             fault(dict(self.model.named_parameters()), number)
@@ -188,7 +188,7 @@ class Pair:
         self.engine = EngineCopy(folder, getattr(torch, self.precision))
 
     def refit(self, altered: bool = False) -> None:
-        """Gives the engine the trainer's weights, or others."""
+        """Give the engine the trainer's weights, or others."""
         tensors = self._export()
         self.engine.load({name: 1.5 * each.roll(1, -1) for name, each in tensors.items()} if altered else tensors)
 
@@ -197,7 +197,7 @@ class Pair:
         self.trainer.train([shard_of_rank(tiny_batch(seed, self.vocabulary))], sft_loss)
 
     def check(self) -> RefitCheck:
-        """The check of a run."""
+        """Return the check of a run."""
         return RefitCheck(
             probe_sequences(4, 32, self.vocabulary),
             1.0,
@@ -239,7 +239,7 @@ class RightRefits:
 
 
 def right_refits(names: Sequence[str], root: str, num_steps: int, learning_rate: float) -> dict[str, RightRefits]:
-    """Refits of each model before the first step and after each; no fault is planted."""
+    """Return the refits of each model before the first step and after each; no fault is planted."""
     found = {}
     with parallel_job(policy := policy_of(learning_rate)):
         for name in names:
@@ -270,14 +270,14 @@ class FaultRun:
     num_changed: Mapping[str, int]
 
     def num_found(self, fault: str) -> int:
-        """How often it was found."""
+        """Return the how often it was found."""
         return sum(each is not None for each in self.said[fault])
 
 
 def plant_faults(
     name: str, root: str, faults: Sequence[str], precision: str, gives_fingerprints: bool = True, num_before: int = 2
 ) -> FaultRun:
-    """Plants each fault `TIMES` times into an engine of a model.
+    """Return the plants each fault `TIMES` times into an engine of a model.
 
     Args:
         name: A key of `FAMILY_MODELS`.

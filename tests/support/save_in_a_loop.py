@@ -15,7 +15,7 @@ from tests.support.saving_run import Run
 
 
 def save_in_a_loop(folder: Path) -> None:
-    """Goes on from the newest checkpoint, and never ends."""
+    """Go on from the newest checkpoint, and never ends."""
     run = Run(folder, "checkpointing.keep_top_k=2")
     with run.store.locked():
         run.store.sweep()

@@ -59,19 +59,19 @@ class Run:
         )
 
     def save(self, step: int, metrics: Mapping[str, float] = MappingProxyType({}), **state: Any) -> None:
-        """Saves, and waits for the end of it."""
+        """Save, and waits for the end of it."""
         self.checkpointer.start(replace(LoopState(step=step, batches_taken=step), **state), metrics)
         self.checkpointer.poll(wait=True)
 
     def steps(self) -> list[int]:
-        """Steps that have a whole checkpoint."""
+        """Return the steps that have a whole checkpoint."""
         return [checkpoint.step for checkpoint in self.store.checkpoints()]
 
     def newest(self) -> Checkpoint:
-        """The newest checkpoint, which is there."""
+        """Return the newest checkpoint, which is there."""
         return self.store.checkpoints()[-1]
 
 
 def config_of(*overrides: str) -> SFTMasterConfig:
-    """The tiny exemplar, changed."""
+    """Return the tiny exemplar, changed."""
     return load_config("sft_tiny_moe.yaml", list(overrides), check_paths=False)

@@ -10,5 +10,5 @@ from tests.support.tiny_model import TINY
 
 
 def tiny_dense_hf_config(**changes: Any) -> Qwen3Config:
-    """Four layers, grouped-query attention, a vocabulary of 64."""
+    """Return the four layers, grouped-query attention, a vocabulary of 64."""
     return Qwen3Config(**{**TINY, **changes})

@@ -49,7 +49,7 @@ TINY: Mapping[str, Any] = {
 
 
 def tiny_hf_config(**changes: Any) -> Qwen3MoeConfig:
-    """Four layers of eight experts, grouped-query attention, a vocabulary of 64."""
+    """Return the four layers of eight experts, grouped-query attention, a vocabulary of 64."""
     fields: dict[str, Any] = {
         **TINY,
         "num_experts": 8,
@@ -63,7 +63,7 @@ def tiny_hf_config(**changes: Any) -> Qwen3MoeConfig:
 
 
 def tiny_policy(world_size: int = 1, **changes: Any) -> PolicyConfig:
-    """The tiny exemplar's policy with settings for tests.
+    """Return the tiny exemplar's policy with settings for tests.
 
     Args:
         world_size: Number of ranks, for the checks of the configuration.
@@ -75,7 +75,7 @@ def tiny_policy(world_size: int = 1, **changes: Any) -> PolicyConfig:
 
 
 def tiny_grpo_policy(world_size: int = 1, **changes: Any) -> GeneratingPolicyConfig:
-    """The tiny GRPO exemplar's policy with the same settings for tests, with keys of GRPO besides."""
+    """Return the tiny GRPO exemplar's policy with the same settings for tests, with keys of GRPO besides."""
     overrides = _overrides(GeneratingPolicyConfig, world_size, changes)
     overrides += ["grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=2"]
     return load_grpo_config("examples/configs/grpo_tiny_moe.yaml", overrides, check_paths=False).policy
@@ -95,7 +95,7 @@ def _as_yaml(value: Any) -> str:
 
 
 def layout(**sizes: int) -> dict[str, Any]:
-    """Short names of a layout (tp, pp, vpp, first, last, ep, etp) as keys of `megatron_cfg`."""
+    """Return the short names of a layout (tp, pp, vpp, first, last, ep, etp) as keys of `megatron_cfg`."""
     names = {
         "tp": "tensor_model_parallel_size",
         "pp": "pipeline_model_parallel_size",
@@ -109,13 +109,13 @@ def layout(**sizes: int) -> dict[str, Any]:
 
 
 def sharing_sequences(policy: Any, num_ranks: int) -> Any:
-    """The policy with context parallelism, which a configuration for CPUs cannot ask for."""
+    """Return the policy with context parallelism, which a configuration for CPUs cannot ask for."""
     megatron = policy.megatron_cfg.model_copy(update={"context_parallel_size": num_ranks})
     return policy.model_copy(update={"megatron_cfg": megatron})
 
 
 def tiny_batch(seed: int, vocabulary_size: int = 64, shortest: int = 5, longest: int = 17) -> TokenBatch:
-    """Eight random sequences of different lengths; the first three tokens of each are the prompt."""
+    """Return the eight random sequences of different lengths; the first three tokens of each are the prompt."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(shortest, longest + 1, (NUM_SEQUENCES,), generator=generator)
     real = torch.arange(longest)[None] < lengths[:, None]
@@ -130,8 +130,8 @@ def tiny_batch(seed: int, vocabulary_size: int = 64, shortest: int = 5, longest:
 
 
 def with_image_tokens(batch: TokenBatch, seed: int = 7) -> TokenBatch:
-    """The batch with a mask of image tokens, as a model with vision has it: on none of its sequences' last tokens, on
-    none at all of two sequences, and on padding too, where it says nothing.
+    """Return the batch with a mask of image tokens, as a model with vision has it: on none of its sequences' last
+    tokens, on none at all of two sequences, and on padding too, where it says nothing.
     """
     rows, width = batch.input_ids.shape
     is_image = torch.rand(rows, width, generator=torch.Generator().manual_seed(seed)) < 0.4
@@ -146,7 +146,7 @@ def shard_of_rank(
     data_parallel_size: int = 1,
     microbatches: Sequence[Sequence[int]] = MICROBATCHES,
 ) -> GlobalBatchShard:
-    """The block of the microbatches that one data-parallel rank runs."""
+    """Return the block of the microbatches that one data-parallel rank runs."""
     count = len(microbatches) // data_parallel_size
     mine = microbatches[data_parallel_rank * count : (data_parallel_rank + 1) * count]
     return make_shard(batch, mine, batch)
@@ -155,7 +155,9 @@ def shard_of_rank(
 def logprobs_by_sequence(
     trainer: Any, shard: GlobalBatchShard, whole: TokenBatch, microbatches: Sequence[Sequence[int]]
 ) -> dict[int, np.ndarray]:
-    """Log-probabilities of this rank's share of a batch, by the sequence's index; empty where no loss is computed."""
+    """Return the log-probabilities of this rank's share of a batch, by the sequence's index; empty where no loss is
+    computed.
+    """
     place = trainer.coordinates
     count = len(microbatches) // place.data_parallel_size
     mine = microbatches[place.data_parallel_rank * count :][:count]
@@ -168,7 +170,7 @@ def logprobs_by_sequence(
 
 @contextmanager
 def parallel_job(policy: PolicyConfig) -> Iterator[int]:
-    """Joins the job's process groups and leaves nothing of Megatron-Core's global state behind. Gives the rank."""
+    """Join the job's process groups and leaves nothing of Megatron-Core's global state behind. Gives the rank."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -194,7 +196,7 @@ def parallel_job(policy: PolicyConfig) -> Iterator[int]:
 
 
 def forget_recorded_losses() -> None:
-    """Clears Megatron-Core's global record of auxiliary losses, whose size is the first model's number of layers."""
+    """Clear Megatron-Core's global record of auxiliary losses, whose size is the first model's number of layers."""
     from nemo_rl_moe.models.megatron.model.releases import HAS_MOE_METRICS_TRACKER
 
     if HAS_MOE_METRICS_TRACKER:

@@ -69,7 +69,7 @@ class RankRun:
 
 
 def train_run(settings: RunSettings) -> RankRun:
-    """Runs on every rank of the job."""
+    """Return the runs on every rank of the job."""
     with parallel_job(settings.policy):
         trainer = build_trainer(settings)
         losses, norms, metrics = [], [], []
@@ -87,17 +87,17 @@ def train_run(settings: RunSettings) -> RankRun:
 
 
 def build_trainer(settings: RunSettings) -> MegatronTrainer:
-    """The trainer of this rank, from random weights."""
+    """Return the trainer of this rank, from random weights."""
     return MegatronTrainer(settings.policy, hf_config_of(settings.model), None, num_steps=10)
 
 
 def hf_config_of(model: Mapping[str, Any] | str) -> Any:
-    """The configuration of the tiny model with changes, or of one of `FAMILY_MODELS`."""
+    """Return the configuration of the tiny model with changes, or of one of `FAMILY_MODELS`."""
     return FAMILY_MODELS[model].hf_config() if isinstance(model, str) else tiny_hf_config(**model)
 
 
 def shard_of_step(trainer: MegatronTrainer, settings: RunSettings, step: int) -> Any:
-    """What this rank trains on in one step."""
+    """Return the what this rank trains on in one step."""
     place = trainer.coordinates
     batch = tiny_batch(100 + step, **settings.batch)
     if settings.images:
@@ -106,7 +106,7 @@ def shard_of_step(trainer: MegatronTrainer, settings: RunSettings, step: int) ->
 
 
 def full_weights(runs: Sequence[RankRun]) -> dict[str, Array]:
-    """The whole model out of the ranks' pieces. Replicas must agree in every bit."""
+    """Return the whole model out of the ranks' pieces. Replicas must agree in every bit."""
     held: dict[tuple[str, int], Array] = {}
     for run in runs:
         for key, values in run.pieces.items():
@@ -137,7 +137,7 @@ class Difference:
 
 
 def difference(runs: Sequence[RankRun], reference: RankRun) -> Difference:
-    """Compares every rank of a job with a single-rank run."""
+    """Compare every rank of a job with a single-rank run."""
     weights, expected = full_weights(runs), full_weights([reference])
     assert weights.keys() == expected.keys()
     wanted = [_independent_of_layout(metrics) for metrics in reference.moe_metrics]
@@ -157,7 +157,7 @@ def difference(runs: Sequence[RankRun], reference: RankRun) -> Difference:
 
 
 def _independent_of_layout(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Overload factors compare ranks, so they depend on the layout; everything else does not."""
+    """Return the overload factors compare ranks, so they depend on the layout; everything else does not."""
     return {name: value for name, value in metrics.items() if "overload" not in name}
 
 

@@ -31,7 +31,7 @@ EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<project
 
 
 def make_engine(setup: EngineSetup) -> "TransformersEngine":
-    """What a configuration names."""
+    """Return the what a configuration names."""
     return TransformersEngine(setup.source.folder())
 
 
@@ -52,7 +52,7 @@ class TransformersWorker:  # pragma: no cover  (runs in another process)
         self._names: list[str] = []
 
     def receive(self, spec: TransportSpec, receiver: int) -> str | None:
-        """Takes part in a transfer; what went wrong, or None."""
+        """Take part in a transfer; what went wrong, or None."""
         try:
             self.wake()
             spec.receive(receiver, self._load)
@@ -63,7 +63,7 @@ class TransformersWorker:  # pragma: no cover  (runs in another process)
     def generate(
         self, prompts: Tensor, seeds: Sequence[int], sampling: SamplingParameters, version: int
     ) -> list[GeneratedSequence]:
-        """Continuations of prompts of one length, `[prompts, tokens]`."""
+        """Return the continuations of prompts of one length, `[prompts, tokens]`."""
         assert not sampling.stop_strings, "stop strings are not this engine's"
         assert sampling.top_k is None, "nor is top-k"
         assert sampling.top_p == 1, "nor is top-p"
@@ -80,7 +80,7 @@ class TransformersWorker:  # pragma: no cover  (runs in another process)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
-        """Log-probability of each token after the first."""
+        """Return the log-probability of each token after the first."""
         ids = torch.tensor(sequences)
         logprobs = (self._model(input_ids=ids).logits / temperature).log_softmax(-1)
         return list(logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0].numpy())
@@ -91,7 +91,7 @@ class TransformersWorker:  # pragma: no cover  (runs in another process)
         return fingerprints_of(((name, place_of(name, parameters)) for name in self._names), number_format)
 
     def sleep(self) -> None:
-        """Leaves the memory: the weights wait on the disk."""
+        """Leave the memory: the weights wait on the disk."""
         if self._asleep is not None:
             return
         self._asleep = Path(tempfile.mkdtemp(prefix="transformers_engine_"))
@@ -110,7 +110,7 @@ class TransformersWorker:  # pragma: no cover  (runs in another process)
 
     @torch.no_grad()
     def _sample(self, prompts: Tensor, uniforms: Tensor, sampling: SamplingParameters) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities, `[prompts, max_new_tokens]`; also beyond a sequence's end."""
+        """Return the tokens and log-probabilities, `[prompts, max_new_tokens]`; also beyond a sequence's end."""
         tokens, logprobs, inputs, cache = [], [], prompts, None
         for step in range(sampling.max_new_tokens):
             output = self._model(input_ids=inputs, past_key_values=cache, use_cache=True)
@@ -128,7 +128,7 @@ class TransformersWorker:  # pragma: no cover  (runs in another process)
         return torch.stack(tokens, 1), torch.stack(logprobs, 1)
 
     def _load(self, tensors: Iterator[NamedTensor]) -> None:
-        """Fills every parameter of the model, or raises."""
+        """Fill every parameter of the model, or raises."""
         parameters = dict(self._model.named_parameters())
         missing = sum(parameter.numel() for parameter in parameters.values())
         self._names = []
@@ -145,7 +145,9 @@ class TransformersWorker:  # pragma: no cover  (runs in another process)
 
 
 def place_of(name: str, parameters: Mapping[str, Tensor]) -> Tensor:
-    """The parameter, or the part of it, that a tensor of a checkpoint fills: transformers stacks experts in memory."""
+    """Return the parameter, or the part of it, that a tensor of a checkpoint fills: transformers stacks experts in
+    memory.
+    """
     match = EXPERT.fullmatch(name)
     if match is None:
         return parameters[name]
@@ -174,7 +176,7 @@ class TransformersEngine(LockstepEngine):
         self._version: int | None = None
 
     def _in_groups(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
-        """Continuations as they finish, group by group of those of one length."""
+        """Yield the continuations as they finish, group by group of those of one length."""
         if self._version is None:
             raise RuntimeError("the engine has got no weights yet")
         groups: defaultdict[tuple[SamplingParameters, int], list[int]] = defaultdict(list)
@@ -191,7 +193,7 @@ class TransformersEngine(LockstepEngine):
             yield from zip(calls.pop(ready), ray.get(ready), strict=True)
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """Has all workers receive while the trainer sends."""
+        """Have all workers receive while the trainer sends."""
         self._version = None
         spec = transport.open(num_receivers=len(self._workers), version=version)
         calls = [worker.receive.remote(spec, number) for number, worker in enumerate(self._workers)]
@@ -202,7 +204,7 @@ class TransformersEngine(LockstepEngine):
         self._version = version
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[np.ndarray]]:
-        """Log-probability of each token after the first, by each copy."""
+        """Return the log-probability of each token after the first, by each copy."""
         return list(ray.get([worker.score.remote(sequences, temperature) for worker in self._workers]))
 
     def weight_fingerprints(self, number_format: str) -> list[dict[str, str]]:
@@ -210,14 +212,14 @@ class TransformersEngine(LockstepEngine):
         return list(ray.get([worker.weight_fingerprints.remote(number_format) for worker in self._workers]))
 
     def sleep(self) -> None:
-        """Drops the models from memory."""
+        """Drop the models from memory."""
         ray.get([worker.sleep.remote() for worker in self._workers])
 
     def wake(self) -> None:
-        """Loads them again."""
+        """Load them again."""
         ray.get([worker.wake.remote() for worker in self._workers])
 
     def shutdown(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         for worker in self._workers:
             ray.kill(worker)

@@ -121,7 +121,7 @@ MODELS = ("qwen2_5_vl", "qwen3_vl_moe", "internvl")
 
 
 def tiny_vision_config(model_type: str, **text: Any) -> Any:
-    """A configuration as transformers has it, with sections.
+    """Return a configuration as transformers has it, with sections.
 
     Args:
         model_type: One of `MODELS`.
@@ -135,7 +135,7 @@ def tiny_vision_config(model_type: str, **text: Any) -> Any:
 
 
 def write_vision_model(model_type: str, folder: Path, seed: int = 0, **text: Any) -> None:
-    """Writes a Hugging Face folder with random weights, of which none is 0 or 1 or too small to show."""
+    """Write a Hugging Face folder with random weights, of which none is 0 or 1 or too small to show."""
     from transformers import AutoModelForImageTextToText
 
     torch.manual_seed(seed)
@@ -159,7 +159,7 @@ def write_vision_model(model_type: str, folder: Path, seed: int = 0, **text: Any
 
 
 def random_picture(height: int, width: int, seed: int) -> Picture:
-    """A picture of so many image tokens' rows and columns."""
+    """Return a picture of so many image tokens' rows and columns."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height * SIDE, width * SIDE, 3), dtype=np.uint8)
     return Picture(pixels)
 
@@ -168,7 +168,8 @@ Part = int | Picture
 
 
 def vision_batch(rows: Sequence[Sequence[Part]], seed: int = 0, prompt: int = 3) -> TokenBatch:
-    """Sequences of so many text tokens, or pictures between marks; the tokens behind the last picture are trained on.
+    """Return the sequences of so many text tokens, or pictures between marks; the tokens behind the last picture are
+    trained on.
 
     Args:
         rows: Of each sequence, numbers of text tokens and pictures.
@@ -205,7 +206,7 @@ def vision_batch(rows: Sequence[Sequence[Part]], seed: int = 0, prompt: int = 3)
 
 
 def mixed_batch(model_type: str, seed: int = 0) -> TokenBatch:
-    """Eight sequences: with a picture, without, with two of other sizes, with one that is there twice."""
+    """Return the eight sequences: with a picture, without, with two of other sizes, with one that is there twice."""
     sizes = ((4, 4),) * 3 if model_type == "internvl" else ((2, 2), (3, 2), (1, 4))
     a, b, c = (random_picture(*size, number) for number, size in enumerate(sizes))
     rows: list[list[Part]] = [[2, a, 5], [9], [3, b, 2, c, 4], [1, a, 6], [12], [7], [2, c, 3], [4, a, 1, a, 5]]
@@ -213,12 +214,12 @@ def mixed_batch(model_type: str, seed: int = 0) -> TokenBatch:
 
 
 def pictures_of_rows(batch: TokenBatch) -> list[list[Picture]]:
-    """The pictures of each sequence."""
+    """Return the pictures of each sequence."""
     return [pictures_in(inputs_of_row(batch, row)) for row in range(len(batch))]
 
 
 def inputs_of_row(batch: TokenBatch, row: int) -> dict[str, ModelInput]:
-    """The model's inputs of one sequence."""
+    """Return the model's inputs of one sequence."""
     one = batch.select([row])
     shared = {name: ModelInput(column.arrays[0], Axis.SHARED) for name, column in one.shared.items()}
     return shared | {
@@ -228,7 +229,9 @@ def inputs_of_row(batch: TokenBatch, row: int) -> dict[str, ModelInput]:
 
 
 def transformers_inputs(model_type: str, batch: TokenBatch) -> dict[str, Tensor]:
-    """What transformers' model takes of a batch: pixels as its image processors make them, written down once more."""
+    """Return the what transformers' model takes of a batch: pixels as its image processors make them, written down
+    once more.
+    """
     pictures = [picture for row in pictures_of_rows(batch) for picture in row]
     columns = batch.input_ids.shape[1]
     inputs = {

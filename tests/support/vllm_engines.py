@@ -124,7 +124,7 @@ class Trainer:
         self._save()
 
     def scores(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Any]:
-        """Log-probs of the tokens of sequences of one length, all but the first."""
+        """Return the log-probs of the tokens of sequences of one length, all but the first."""
         ids = torch.tensor(sequences)
         with torch.no_grad():
             logprobs = (self._model(ids).logits / temperature).log_softmax(-1)
@@ -142,7 +142,7 @@ class Trainer:
         return lambda: found
 
     def refit(self, engine: VllmEngine, change: Change = as_they_are, *, altered: bool = False) -> None:
-        """Sends the weights as a change leaves them."""
+        """Send the weights as a change leaves them."""
         refit(engine, SentWeights(change(dict(self.tensors)), self.version), altered=altered)
 
     def save_to(self, folder: Path) -> None:
@@ -155,7 +155,7 @@ class Trainer:
 
 
 def start_engine(cluster: RayCluster, trainer: EngineTrainer, **changes: Any) -> VllmEngine:
-    """Engines of one core each, without weights of the trainer yet.
+    """Return the engines of one core each, without weights of the trainer yet.
 
     Args:
         cluster: A started Ray.
@@ -184,12 +184,12 @@ def start_engine(cluster: RayCluster, trainer: EngineTrainer, **changes: Any) ->
 
 
 def requests(count: int, sampling: SamplingParameters = FREE) -> list[GenerationRequest]:
-    """Requests with seeds of their own, larger than a signed number of 64 bits."""
+    """Return the requests with seeds of their own, larger than a signed number of 64 bits."""
     return [GenerationRequest((*PROMPT, 7 + index % 5), 2**63 + index, sampling) for index in range(count)]
 
 
 def generated(engine: VllmEngine, asked: list[GenerationRequest]) -> list[GeneratedSequence]:
-    """The answers in the order of the requests, each of which has one."""
+    """Return the answers in the order of the requests, each of which has one."""
     found = list(generate_all(engine, asked))
     assert sorted(index for index, _ in found) == list(range(len(asked))), "each once"
     return [sequence for _, sequence in sorted(found, key=lambda pair: pair[0])]
@@ -213,7 +213,7 @@ def check_of(engine: VllmEngine, trainer: Trainer, **changes: object) -> RefitCh
 
 
 def worker_that_keeps_kernels() -> type[VllmWorker]:
-    """A worker whose kernels stay packed when weights arrive; travels to its process by value."""
+    """Return a worker whose kernels stay packed when weights arrive; travels to its process by value."""
 
     class Forgetful(VllmWorker):
         def start(self) -> str | None:
@@ -226,7 +226,7 @@ def worker_that_keeps_kernels() -> type[VllmWorker]:
 
 
 def letters_tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer of the model's vocabulary: letters, digits, a blank, and one token of two letters."""
+    """Return a tokenizer of the model's vocabulary: letters, digits, a blank, and one token of two letters."""
     pieces = [*"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789", "\u0120", "ab"]
     assert len(pieces) == VOCABULARY_SIZE
     tokenizer = Tokenizer(BPE({piece: index for index, piece in enumerate(pieces)}, [("a", "b")]))

@@ -86,18 +86,18 @@ class VisionTrainer:
         self._load()
 
     def refit(self, engine: VllmEngine, change: Change = as_they_are, *, altered: bool = False) -> None:
-        """Sends the weights as a change leaves them."""
+        """Send the weights as a change leaves them."""
         refit(engine, SentWeights(change(dict(self.tensors)), self.version), altered=altered)
 
     def scores(self, batch: TokenBatch) -> list[Any]:
-        """Log-probs of the tokens of sequences, all but the first of each."""
+        """Return the log-probs of the tokens of sequences, all but the first of each."""
         with torch.no_grad():
             logprobs = self.model(**transformers_inputs(self.model_type, batch)).logits.log_softmax(-1)
         found = logprobs[:, :-1].gather(-1, batch.input_ids[:, 1:, None])[..., 0]
         return [row[: length - 1].numpy() for row, length in zip(found, batch.lengths.tolist(), strict=True)]
 
     def check_of(self, engine: VllmEngine) -> RefitCheck:
-        """The check that a run makes of its refits."""
+        """Return the check that a run makes of its refits."""
         of_text = probe_sequences(4, 24, VOCABULARY)
         probes = [picture_probe(sequence, self.hf_config, 95, n) for n, sequence in enumerate(of_text)]
         sequences, inputs = [ids for ids, _ in probes], [each for _, each in probes]
@@ -119,12 +119,14 @@ class VisionTrainer:
         )
 
     def gap(self, engine: VllmEngine) -> float:
-        """Largest difference of a log-prob from an engine's."""
+        """Return the largest difference of a log-prob from an engine's."""
         (found,) = engine.score(self.sequences, 1.0, *self.inputs)
         return max(float(np.abs(a - b).max()) for a, b in zip(found, self.scores(self.batch), strict=True))
 
     def greedy(self, row: int, num_tokens: int) -> tuple[list[int], Any]:
-        """Tokens ranked first behind a sequence up to an image token, and the experts of all tokens that were fed."""
+        """Return the tokens ranked first behind a sequence up to an image token, and the experts of all tokens that
+        were fed.
+        """
         chosen: list[Tensor] = []
         hooks = [
             module.register_forward_hook(lambda module, args, output: chosen.append(output))
@@ -161,10 +163,10 @@ class VisionTrainer:
 
 
 def engine_changes(trainer: VisionTrainer) -> dict[str, Any]:
-    """Settings of an engine of its model, for `start_engine`."""
+    """Return the settings of an engine of its model, for `start_engine`."""
     return {"pictures": trainer.pictures, "model_files": trainer.model_files}
 
 
 def with_pictures(sequences: Sequence[Mapping[str, ModelInput]]) -> list[int]:
-    """Rows that have pictures."""
+    """Return the rows that have pictures."""
     return [row for row, inputs in enumerate(sequences) if len(inputs[PICTURE_SIZES].values)]

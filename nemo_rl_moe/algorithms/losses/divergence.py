@@ -45,7 +45,7 @@ def kl_estimate(
     reference_logprobs: Float[Tensor, "*shape"],
     kind: Literal["k1", "k2", "k3"],
 ) -> Float[Tensor, "*shape"]:
-    """Token by token estimate of `KL(policy || reference)`, in nats, from tokens that the policy drew.
+    """Return the token by token estimate of `KL(policy || reference)`, in nats, from tokens that the policy drew.
 
     In `k3`, `d` ends at `LARGEST_LOG_RATIO`, in both of its terms: beyond, its gradient is 0, never infinite and never
     of the wrong sign.
@@ -63,7 +63,8 @@ def kl_estimate(
 def js_divergence_estimate(
     logprobs: Float[Tensor, "*shape"], other_logprobs: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Token by token estimate of the Jensen-Shannon divergence of two distributions, in nats; symmetric, from 0 up.
+    """Return the token by token estimate of the Jensen-Shannon divergence of two distributions, in nats; symmetric,
+    from 0 up.
 
     With the mixture `m = (p + q) / 2`, half of `p/m - 1 - log(p/m)` and half of the same of `q`, what NeMo-RL logs as
     `js_divergence_error`. As `p + q` is `2m`, that is `log cosh(d / 2)` with `d = log p - log q`, here of a `d` that
@@ -75,7 +76,8 @@ def js_divergence_estimate(
 
 
 def clamped_estimate(estimate: Float[Tensor, "*shape"], config: PolicyGradientLossConfig) -> Float[Tensor, "*shape"]:
-    """An estimate of the divergence, no larger in size than `kl_output_clamp_value`, beyond which its gradient is 0.
+    """Return an estimate of the divergence, no larger in size than `kl_output_clamp_value`, beyond which its gradient
+    is 0.
 
     `k3` grows as `exp(d)`: one token that the reference gives e^10 times the policy's probability counts 22,015 nats,
     and would be the whole of the update.
@@ -90,7 +92,7 @@ def reference_divergence(
     reference_logprobs: Float[Tensor, "*shape"],
     config: PolicyGradientLossConfig,
 ) -> Float[Tensor, "*shape"]:
-    """Each token's part of the penalty in the loss, before any averaging.
+    """Return each token's part of the penalty in the loss, before any averaging.
 
     With `reference_policy_kl_gradient: divergence` its expected gradient over tokens of the policy before the step is
     that of `KL(policy || reference)`: the estimate is weighed by the policy's probability over the one before the step,
@@ -116,7 +118,7 @@ def divergence_of_responses(
     mask: Bool[Tensor, "responses tokens"],
     config: PolicyGradientLossConfig,
 ) -> Float[Tensor, " responses"]:
-    """Estimate of the divergence of whole responses, in nats: the sum over their tokens; float64.
+    """Return the estimate of the divergence of whole responses, in nats: the sum over their tokens; float64.
 
     What a reward loses of it, times the gradient of the response's log-probability, is in expectation the gradient of
     the divergence of the distributions of responses, for `k1` alone (verl's `use_kl_in_reward`): see above.

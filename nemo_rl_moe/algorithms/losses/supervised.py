@@ -16,7 +16,7 @@ from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 
 
 def sft_loss(inputs: LossInputs) -> LossOutputs:
-    """Mean negative log-likelihood of the trained tokens of the whole global batch.
+    """Return the mean negative log-likelihood of the trained tokens of the whole global batch.
 
     The divisor is the global batch's number of trained tokens, over all microbatches and ranks: a mean of means would
     weigh short sequences up and change with the micro-batch size.
@@ -70,7 +70,7 @@ class PreferenceLoss:
     config: PreferenceLossConfig
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """One microbatch's share of the loss.
+        """Return one microbatch's share of the loss.
 
         Raises:
             KeyError: The inputs lack the reference's sums.
@@ -114,7 +114,7 @@ class PreferenceLoss:
 def response_sums(
     logprobs: Float[Tensor, "sequences targets"], mask: Bool[Tensor, "sequences targets"]
 ) -> Float[Tensor, " sequences"]:
-    """Log-probability of each response: the sum of its tokens' log-probabilities, in nats, in float64.
+    """Return the log-probability of each response: the sum of its tokens' log-probabilities, in nats, in float64.
 
     Args:
         logprobs: Of each token; where masked, anything.
@@ -126,7 +126,7 @@ def response_sums(
 def preference_losses(
     chosen: Float[Tensor, " pairs"], rejected: Float[Tensor, " pairs"], config: PreferenceLossConfig
 ) -> Float[Tensor, " pairs"]:
-    """The loss of each pair, with `margin = chosen - rejected` and `e = label_smoothing`.
+    """Return the loss of each pair, with `margin = chosen - rejected` and `e = label_smoothing`.
 
     `e` is the share of the pairs whose labels are taken to be the wrong way round.
 

@@ -205,7 +205,7 @@ class _InertUnpickler(pickle.Unpickler):
         self._made: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """The function or the stand-in of a name; most names are refused."""
+        """Return the function or the stand-in of a name; most names are refused."""
         path = f"{module}.{name}"
         if path not in self._made:
             self._made[path] = self._make(path, module, name)
@@ -225,7 +225,7 @@ class _InertUnpickler(pickle.Unpickler):
         raise RefusedError(f"it names {path}, which no dump of a rollout needs")
 
     def persistent_load(self, saved: Any) -> torch.Tensor:
-        """A tensor's storage, flat."""
+        """Return a tensor's storage, flat."""
         if self._storages is None or not isinstance(saved, tuple) or len(saved) < 5 or saved[0] != "storage":
             raise RefusedError("it refers to something outside of the file")
         _, dtype, key = saved[:3]
@@ -238,7 +238,7 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 def read_pickle(content: bytes, where: str) -> Any:
-    """Content of a pickle or of a `torch.save` file.
+    """Return the content of a pickle or of a `torch.save` file.
 
     Raises:
         DataError: It names what no dump needs, or is damaged.

@@ -24,7 +24,7 @@ _FLOATS = ("rollout_logprobs", "training_logprobs", "advantages")
 
 
 def array(value: Any, where: str) -> Shaped[np.ndarray, "..."]:
-    """Numbers as an array, of a tensor, an array or nested lists.
+    """Return the numbers as an array, of a tensor, an array or nested lists.
 
     Raises:
         DataError: It is none of them.
@@ -43,7 +43,7 @@ def array(value: Any, where: str) -> Shaped[np.ndarray, "..."]:
 
 
 def expert_rows(value: Any, length: int, where: str, *, first: int = 0) -> Int[np.ndarray, "tokens layers topk"]:
-    """Routes of a sequence, a row for each token, -1 in those that are missing.
+    """Return the routes of a sequence, a row for each token, -1 in those that are missing.
 
     Args:
         value: Up to `length` rows, `[rows, layers, topk]`; the last token, which no engine feeds, may have none.
@@ -68,7 +68,7 @@ def expert_rows(value: Any, length: int, where: str, *, first: int = 0) -> Int[n
 def sequence(
     name: str, where: str, length: int, prompt_length: int | None, reward: Any = None, **columns: Any
 ) -> TapeSequence:
-    """A sequence of a tape.
+    """Return a sequence of a tape.
 
     Args:
         prompt_length: Tokens before the response; None: not known, then everything covers the whole sequence.
@@ -117,7 +117,7 @@ def _after_prompt(
 
 
 def real_tokens(mask: Any, where: str) -> Bool[np.ndarray, "sequences tokens"]:
-    """Tokens of a padded batch that are none of its padding.
+    """Return the tokens of a padded batch that are none of its padding.
 
     Raises:
         DataError: A sequence is empty, or padding stands in its middle.
@@ -132,7 +132,7 @@ def real_tokens(mask: Any, where: str) -> Bool[np.ndarray, "sequences tokens"]:
 def padded_column(
     batch: Mapping[str, Any], field: str, shape: tuple[int, int], where: str
 ) -> Shaped[np.ndarray, "sequences tokens ..."] | None:
-    """A field of a padded batch on the axis of all its tokens; None where it is missing.
+    """Return a field of a padded batch on the axis of all its tokens; None where it is missing.
 
     Args:
         field: Covers whole sequences, or responses, which stand at the end; a mask has 0 before them.
@@ -157,5 +157,5 @@ def padded_column(
 
 
 def token_rewards(value: Float[np.ndarray, "tokens"] | None) -> float | None:
-    """Reward of a sequence, of what each token earned; NaN, where nothing is known, counts nothing."""
+    """Return the reward of a sequence, of what each token earned; NaN, where nothing is known, counts nothing."""
     return None if value is None else float(np.nansum(value))

@@ -28,20 +28,20 @@ _BATCH = "nemo_rl.distributed.batched_data_dict.BatchedDataDict"
 
 
 def _fields(content: Any) -> Any:
-    """Fields of a `BatchedDataDict`."""
+    """Return the fields of a `BatchedDataDict`."""
     if isinstance(content, Inert) and content.path == _BATCH and isinstance(content.state, dict):
         return content.state.get("data")
     return content
 
 
 def claims(content: Any) -> bool:
-    """True for a batch, or lines of `train_data_step*.jsonl`."""
+    """Return True for a batch, or lines of `train_data_step*.jsonl`."""
     found = _fields(content[0] if isinstance(content, list) and content else content)
     return isinstance(found, dict) and {"generation_logprobs", "input_lengths"} <= found.keys()
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
-    """Sequences of a file."""
+    """Yield the sequences of a file."""
     if not isinstance(content, list):
         yield from _batch(_fields(content), where, 0)
         return

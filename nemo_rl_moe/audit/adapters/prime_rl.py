@@ -23,7 +23,7 @@ _ROUTE_TYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 
 
 def claims(content: Any) -> bool:
-    """True for a list of micro batches."""
+    """Return True for a list of micro batches."""
     if not isinstance(content, list) or not content or not isinstance(content[0], list):
         return False
     first = content[0][: len(_FIELDS)]
@@ -33,7 +33,7 @@ def claims(content: Any) -> bool:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
-    """Sequences of a file."""
+    """Yield the sequences of a file."""
     for number, batch in enumerate(content):
         place = f"{where}: micro batch {number}"
         if not claims([batch]):
@@ -63,7 +63,9 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSe
 
 
 def _routes(batch: list[Any], length: int, place: str) -> np.ndarray | None:
-    """Routes of a micro batch: the field `[content, shape, type]`, whose place has changed between releases."""
+    """Return the routes of a micro batch: the field `[content, shape, type]`, whose place has changed between
+    releases.
+    """
     for field in batch[len(_FIELDS) :]:
         if isinstance(field, list) and len(field) == 3 and isinstance(field[0], bytes):
             content, shape, kind = field

@@ -41,7 +41,7 @@ ADAPTERS: Mapping[str, Adapter] = {
 
 
 def load(path: Path) -> Any:
-    """Content of a file: JSON, JSON lines, a pickle or `torch.save` file, safetensors, or MessagePack.
+    """Return the content of a file: JSON, JSON lines, a pickle or `torch.save` file, safetensors, or MessagePack.
 
     Raises:
         DataError: It is none of them, is damaged, or names code.
@@ -70,7 +70,7 @@ def load(path: Path) -> Any:
 
 
 def _json(path: Path) -> Any:
-    """A JSON value, or a list of those of each line."""
+    """Return a JSON value, or a list of those of each line."""
     text = path.read_text(encoding="utf-8")
     try:
         found = json.loads(text)
@@ -80,7 +80,7 @@ def _json(path: Path) -> Any:
 
 
 def recognised(content: Any) -> str | None:
-    """Name of the format of a file's content; None for none that is known."""
+    """Return the name of the format of a file's content; None for none that is known."""
     return next((name for name, adapter in ADAPTERS.items() if adapter.claims(content)), None)
 
 
@@ -89,7 +89,8 @@ _LEFT_OUT = ("eval_", "val_", ".")
 
 
 def files_by_step(path: Path) -> dict[int, list[Path]]:
-    """Find the files below a folder, or one file, by the step in its name or its folder's, in the order of the steps.
+    """Return the find the files below a folder, or one file, by the step in its name or its folder's, in the order of
+    the steps.
 
     The step is the number behind "step", or the first number, of the file's name, or else of its folder's; 0 where
     there is none. Files of evaluations are left out.

@@ -24,7 +24,7 @@ _PREFIX = "router_logits."
 
 
 def claims(content: Any) -> bool:
-    """True for router logits beside token ids."""
+    """Return True for router logits beside token ids."""
     return isinstance(content, dict) and "input_ids" in content and bool(_logits(content))
 
 
@@ -36,7 +36,7 @@ def _logits(content: Mapping[str, Any]) -> list[Any]:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
-    """Sequences of a file.
+    """Yield the sequences of a file.
 
     Raises:
         DataError: A field does not fit the others, or the model's experts are not those of its largest logits.

@@ -40,7 +40,7 @@ class RouterShape:
 
 
 def read_router_shape(path: Path) -> RouterShape:
-    """Experts of a model, by the field names of Hugging Face's configurations.
+    """Return the experts of a model, by the field names of Hugging Face's configurations.
 
     Raises:
         DataError: It cannot be read, or describes no experts.
@@ -66,7 +66,7 @@ def _first(found: Mapping[str, Any], names: tuple[str, ...]) -> int:
 
 
 def _has_experts(found: Mapping[str, Any], layer: int) -> bool:
-    """True for a layer with experts, as the families of Qwen, DeepSeek and GLM leave some dense."""
+    """Return True for a layer with experts, as the families of Qwen, DeepSeek and GLM leave some dense."""
     frequency = found.get("moe_layer_freq") or 1
     if isinstance(frequency, list):
         return bool(frequency[layer])

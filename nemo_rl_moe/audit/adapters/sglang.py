@@ -21,13 +21,13 @@ from nemo_rl_moe.run_folder.tape_sequences import TapeSequence
 
 
 def claims(content: Any) -> bool:
-    """True for responses with `meta_info`."""
+    """Return True for responses with `meta_info`."""
     first = content[0] if isinstance(content, list) and content else content
     return isinstance(first, dict) and isinstance(first.get("meta_info"), dict)
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
-    """Sequences of a file.
+    """Yield the sequences of a file.
 
     Raises:
         DataError: A field is missing or does not fit the others, or the routes' shape is not known.

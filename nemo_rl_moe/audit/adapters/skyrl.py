@@ -28,7 +28,7 @@ _COLUMNS = {
 
 
 def _state(content: Any) -> Any:
-    """State of a pickled batch, of releases that rebuild it by a function, and of older ones."""
+    """Return the state of a pickled batch, of releases that rebuild it by a function, and of older ones."""
     if not isinstance(content, Inert) or not content.path.startswith(("skyrl.", "skyrl_train.")):
         return None
     state = content.args[1] if content.state is None and len(content.args) > 1 else content.state
@@ -36,14 +36,14 @@ def _state(content: Any) -> Any:
 
 
 def claims(content: Any) -> bool:
-    """True for a batch, or its tensors as a dictionary."""
+    """Return True for a batch, or its tensors as a dictionary."""
     return _state(content) is not None or (
         isinstance(content, dict) and {"sequences", "attention_mask"} <= content.keys()
     )
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
-    """Sequences of a file."""
+    """Yield the sequences of a file."""
     state = _state(content)
     batch = content if state is None else {name: _tensor(name, v, where) for name, v in state["batch_dict"].items()}
     real = real_tokens(batch.get("attention_mask", ()), f"{where}: attention_mask")
@@ -66,7 +66,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSe
 
 
 def _tensor(name: str, packed: Any, where: str) -> np.ndarray | None:
-    """A tensor of its bytes; None for one that is none, or a list of tensors of pictures."""
+    """Return a tensor of its bytes; None for one that is none, or a list of tensors of pictures."""
     if not isinstance(packed, Mapping) or "data" not in packed:
         return None
     try:

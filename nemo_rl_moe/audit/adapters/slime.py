@@ -26,12 +26,12 @@ _COLUMNS = {
 
 
 def claims(content: Any) -> bool:
-    """True for a dump with samples, or with the data of one rank."""
+    """Return True for a dump with samples, or with the data of one rank."""
     return isinstance(content, dict) and "rollout_id" in content and bool({"samples", "rollout_data"} & content.keys())
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
-    """Sequences of a file."""
+    """Yield the sequences of a file."""
     samples = content.get("samples")
     if samples is None:
         samples = _samples_of_rank(content["rollout_data"], where)
@@ -56,7 +56,7 @@ def _first(sample: Mapping[str, Any], fields: Sequence[str]) -> Any:
 
 
 def _samples_of_rank(data: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Samples of lists by field; lists of another length are of something else than samples."""
+    """Return the samples of lists by field; lists of another length are of something else than samples."""
     try:
         count = len(data["tokens"])
     except (KeyError, TypeError):

@@ -32,7 +32,7 @@ _REWARDS = ("token_level_scores", "token_level_rewards", "rm_scores")
 
 
 def claims(content: Any) -> bool:
-    """True for a `DataProto`, its tensors as a dictionary, or the texts of `rollout_data_dir`."""
+    """Return True for a `DataProto`, its tensors as a dictionary, or the texts of `rollout_data_dir`."""
     if isinstance(content, Inert):
         return content.path == "verl.protocol.DataProto"
     if isinstance(content, list):
@@ -43,7 +43,7 @@ def claims(content: Any) -> bool:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
-    """Sequences of a file."""
+    """Yield the sequences of a file."""
     if isinstance(content, list):
         raise DataError(f"{where}: holds texts alone, no routes; expected what batch.save_to_disk(FILE) writes")
     batch, names = (_batch_of_proto(content, where)) if isinstance(content, Inert) else (content, None)
@@ -63,7 +63,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSe
 
 
 def _batch_of_proto(content: Inert, where: str) -> tuple[Mapping[str, Any], Any]:
-    """Tensors of a `DataProto` by name, and the names of its prompts, if it has any."""
+    """Return the tensors of a `DataProto` by name, and the names of its prompts, if it has any."""
     try:
         packed, others, _ = content.state
         if isinstance(packed, tuple):
@@ -94,7 +94,7 @@ def _of_arrays(packed: tuple[Any, ...]) -> dict[str, torch.Tensor]:
 
 
 def _tensor(content: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """Tensor at the beginning of some bytes, whatever fills them up behind it."""
+    """Return the tensor at the beginning of some bytes, whatever fills them up behind it."""
     kind = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(kind, torch.dtype):
         raise ValueError(f"got {dtype!r}, expected a type of numbers")

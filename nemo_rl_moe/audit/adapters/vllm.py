@@ -22,13 +22,13 @@ from nemo_rl_moe.run_folder.tape_sequences import TapeSequence
 
 
 def claims(content: Any) -> bool:
-    """True for responses with choices or outputs."""
+    """Return True for responses with choices or outputs."""
     first = content[0] if isinstance(content, list) and content else content
     return isinstance(first, dict) and isinstance(first.get("choices", first.get("outputs")), list)
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
-    """Sequences of a file."""
+    """Yield the sequences of a file."""
     for number, response in enumerate(content if isinstance(content, list) else [content]):
         place = f"{where}: response {number}"
         if not claims(response):
@@ -73,7 +73,7 @@ def _routes(value: Any, place: str) -> np.ndarray | None:
 
 
 def _logprobs(value: Any, tokens: list[int], place: str) -> list[float] | None:
-    """Log-probability of each token, of any of the forms in which vLLM gives them."""
+    """Return the log-probability of each token, of any of the forms in which vLLM gives them."""
     if isinstance(value, dict):
         value = value.get("token_logprobs") or value.get("content")
     if not value:

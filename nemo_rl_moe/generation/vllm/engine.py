@@ -85,7 +85,7 @@ class VllmEngine:
         self._actors.start_missing()
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence; engines without weights get those that the policy has.
+        """Return the continue one sequence; engines without weights get those that the policy has.
 
         Raises:
             GenerationError: Engines fail again and again, one of them sleeps, or pictures and image tokens of a request
@@ -100,7 +100,7 @@ class VllmEngine:
         return await self._serving.generate(request)
 
     def _prepare(self) -> int:
-        """Make engines ready to generate; return the version of their weights."""
+        """Return the make engines ready to generate; return the version of their weights."""
         if self._version is None or not self._actors.present:
             self._refit(self)
         self._require_awake()
@@ -110,7 +110,7 @@ class VllmEngine:
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Mapping[str, ModelInput]
     ) -> list[list[Float[np.ndarray, " tokens"]]]:
-        """Log-probability of each token after the first, by each engine: `[engine][sequence]`.
+        """Return the log-probability of each token after the first, by each engine: `[engine][sequence]`.
 
         Args:
             sequences: Tokens.
@@ -146,7 +146,7 @@ class VllmEngine:
         return found
 
     def _answers_of_all(self, doing: str, question: Callable[[Any], Any]) -> list[Any]:
-        """Ask every engine at the same time; return what each answers.
+        """Return the ask every engine at the same time; return what each answers.
 
         Raises:
             GenerationError: An engine died or does not answer while it is `doing`.
@@ -157,20 +157,23 @@ class VllmEngine:
         return [answer for _, answer in answers]
 
     def process_ids(self) -> list[int]:
-        """Processes of the engines that are there."""
+        """Return the processes of the engines that are there."""
         return list(ray.get([actor.handle.process_id.remote() for actor in self._actors.present]))
 
     def num_steps(self) -> int:
-        """Steps that the engines have made, also while they generate."""
+        """Return the steps that the engines have made, also while they generate."""
         return sum(ray.get([actor.ask_num_steps() for actor in self._actors.present]))
 
     def module_outputs(self, copy: int, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
-        """Output of every module of an engine for one sequence, by its name in the model; copy: as `score` counts."""
+        """Return the output of every module of an engine for one sequence, by its name in the model; copy: as `score`
+        counts.
+        """
         call = self._actors.present[copy].handle.module_outputs.remote(token_ids)
         return dict(ray.get(call, timeout=self._actors.stall_timeout_s))
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """Has all ranks of all engines receive while the trainer sends; engines that were given up are replaced before.
+        """Have all ranks of all engines receive while the trainer sends; engines that were given up are replaced
+        before.
 
         Raises:
             ReceiverLostError: An engine died or froze meanwhile. All of them have been ended; the next transfer starts
@@ -206,7 +209,7 @@ class VllmEngine:
         self._version = version
 
     def sleep(self) -> None:
-        """Frees the GPUs that are the trainer's too, of the weights as well: the next ones are needed to generate."""
+        """Free the GPUs that are the trainer's too, of the weights as well: the next ones are needed to generate."""
         self._serving.drain()
         if not (self._settings.on_gpus and self._placement.is_shared):
             return
@@ -219,17 +222,17 @@ class VllmEngine:
         self._version = None
 
     def wake(self) -> None:
-        """Takes the memory of the key-value cache again; that of the weights is taken when they come."""
+        """Take the memory of the key-value cache again; that of the weights is taken when they come."""
         self._wake("kv_cache")
 
     def _wake(self, part: str, actors: Sequence[EngineActor] | None = None) -> None:
-        """Takes the memory of a part again, of all engines or of some, where it is given back."""
+        """Take the memory of a part again, of all engines or of some, where it is given back."""
         asleep = [actor for actor in (self._actors.present if actors is None else actors) if part in actor.asleep]
         for actor, _ in self._actors.ask(lambda handle: handle.wake.remote(part), asleep)[0]:
             actor.asleep.remove(part)
 
     def _require_awake(self) -> None:
-        """Asks the engines themselves: one that sleeps in part would take requests and answer none of them.
+        """Ask the engines themselves: one that sleeps in part would take requests and answer none of them.
 
         Raises:
             GenerationError: One sleeps.
@@ -242,12 +245,12 @@ class VllmEngine:
                 )
 
     def shutdown(self) -> None:
-        """Ends the actors."""
+        """End the actors."""
         self._actors.end_all()
 
 
 def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
-    """The engines of `backend: vllm`.
+    """Return the engines of `backend: vllm`.
 
     Raises:
         GenerationError: An engine does not start.
@@ -286,7 +289,7 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
 
 
 def picture_settings(hf_config: Any) -> PictureSettings | None:
-    """Pictures of a model, by its flattened configuration; None: it takes text alone."""
+    """Return the pictures of a model, by its flattened configuration; None: it takes text alone."""
     if getattr(hf_config, "vision_config", None) is None:
         return None
     vision = family_of(hf_config).vision

@@ -54,7 +54,7 @@ class PictureSettings:
     side: int
 
     def num_tokens(self, picture: Picture) -> int:
-        """Image tokens of a picture."""
+        """Return the image tokens of a picture."""
         height, width, _ = picture.pixels.shape
         return (height // self.side) * (width // self.side)
 
@@ -62,7 +62,7 @@ class PictureSettings:
 def image_runs(
     settings: PictureSettings, token_ids: Sequence[int], inputs: Mapping[str, ModelInput]
 ) -> list[tuple[Picture, int, int]]:
-    """Each picture of a prompt with its first image token and the number of them.
+    """Return each picture of a prompt with its first image token and the number of them.
 
     Args:
         settings: Of the model.
@@ -95,7 +95,7 @@ def image_runs(
 
 
 def model_inputs(settings: PictureSettings, picture: Picture) -> dict[str, Tensor]:
-    """Tensors that vLLM's model takes of one picture: those of the trainer's tower, by vLLM's names."""
+    """Return the tensors that vLLM's model takes of one picture: those of the trainer's tower, by vLLM's names."""
     pixels = as_tensors([picture])
     if settings.model_type == _TILED:
         return {
@@ -119,7 +119,7 @@ class PicturePrompts:
         self._items: dict[int, Any] = {}
 
     def prompt(self, token_ids: Sequence[int], inputs: Mapping[str, ModelInput]) -> Any:
-        """A prompt as vLLM's engine takes it.
+        """Return a prompt as vLLM's engine takes it.
 
         Raises:
             GenerationError: Pictures and image tokens do not go together.
@@ -139,7 +139,9 @@ class PicturePrompts:
         )
 
     def _item(self, digest: int, picture: Picture) -> Any:
-        """Inputs of vLLM's model for a picture, each tensor with the way in which those of several are joined."""
+        """Return the inputs of vLLM's model for a picture, each tensor with the way in which those of several are
+        joined.
+        """
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
         assert self._settings is not None  # there is a picture
@@ -158,7 +160,7 @@ class PicturePrompts:
 
 
 def register(settings: PictureSettings) -> dict[str, Any]:  # pragma: no cover  (runs in the engine's process)
-    """Has vLLM build the model's class with a processor that does nothing; before an engine is made.
+    """Have vLLM build the model's class with a processor that does nothing; before an engine is made.
 
     Returns:
         Further arguments of the engine.
@@ -212,7 +214,7 @@ _ALWAYS_NORMALISED = {"text_config": {"norm_topk_prob": True}}
 
 
 def as_loader_expects(settings: PictureSettings | None, name: str, tensor: Tensor) -> Tensor:
-    """A tensor of a refit in the layout that vLLM's loader takes.
+    """Return a tensor of a refit in the layout that vLLM's loader takes.
 
     Args:
         settings: Of the model; None: it takes text alone.
@@ -228,7 +230,7 @@ def as_loader_expects(settings: PictureSettings | None, name: str, tensor: Tenso
 
 @contextmanager
 def stand_in_for_torchvision() -> Iterator[None]:
-    """Lets modules be imported that import torchvision for image processors which are never used here.
+    """Let modules be imported that import torchvision for image processors which are never used here.
 
     The CPU build of vLLM comes without it: its wheels on PyPI do not load beside a torch for CPUs.
     """

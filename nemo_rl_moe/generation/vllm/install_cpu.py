@@ -27,7 +27,7 @@ UNUSED = ("triton",)
 
 
 def requirements_of(wheel: Path) -> list[str]:
-    """Requirements of a wheel on this machine, without its extras and without what is left out."""
+    """Return the requirements of a wheel on this machine, without its extras and without what is left out."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         metadata = HeaderParser().parsestr(archive.read(name).decode())
@@ -44,7 +44,7 @@ def requirements_of(wheel: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Downloads the wheel, then installs what it needs and the wheel itself.
+    """Download the wheel, then installs what it needs and the wheel itself.
 
     Args:
         arguments: Words of the command; None: those of this process.

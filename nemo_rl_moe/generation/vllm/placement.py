@@ -38,7 +38,9 @@ class Placement:
         return 1 if is_one else self.engines_per_machine * self.cluster.config.num_nodes
 
     def options(self, number: int) -> dict[str, Any]:
-        """Options of an engine's actor: on its machine; beside the trainer, to whom Ray has given what there is."""
+        """Return the options of an engine's actor: on its machine; beside the trainer, to whom Ray has given what
+        there is.
+        """
         machine = number // self.engines_per_machine % self.cluster.config.num_nodes
         strategy = PlacementGroupSchedulingStrategy(self.cluster.placement_group, placement_group_bundle_index=machine)
         resources = {"num_cpus": 0, "num_gpus": 0}
@@ -47,7 +49,7 @@ class Placement:
         return {**resources, "scheduling_strategy": strategy}
 
     def gpus(self, number: int) -> tuple[int, ...]:
-        """GPUs of its machine that an engine uses beside the trainer; empty where Ray chooses them."""
+        """Return the GPUs of its machine that an engine uses beside the trainer; empty where Ray chooses them."""
         if not self.is_shared:
             return ()
         first = number % self.engines_per_machine * self.gpus_per_engine

@@ -43,7 +43,7 @@ ENVIRONMENT = {
 
 
 def installed_release() -> tuple[str, str] | None:
-    """Package and version of the vLLM that is installed; None without one."""
+    """Return the package and version of the vLLM that is installed; None without one."""
     for package in (GPU_PACKAGE, CPU_PACKAGE):
         try:
             return package, version(package)
@@ -118,7 +118,7 @@ def check_model(hf_config: Any, model_name: str, *, on_gpus: bool = True, tensor
 
 
 def _head_problem(hf_config: Any, *, on_gpus: bool) -> str | None:
-    """Heads of a size that attention on CPUs has no kernel for, in words; None: there is one."""
+    """Return the heads of a size that attention on CPUs has no kernel for, in words; None: there is one."""
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     if on_gpus or head_dim in CPU_HEAD_SIZES or hasattr(hf_config, "kv_lora_rank"):
         return None
@@ -126,13 +126,13 @@ def _head_problem(hf_config: Any, *, on_gpus: bool) -> str | None:
 
 
 def set_environment(*, on_gpus: bool) -> None:
-    """Sets what vLLM reads when it is imported; what a user has set stays."""
+    """Set what vLLM reads when it is imported; what a user has set stays."""
     for name, value in (ENVIRONMENT if on_gpus else ENVIRONMENT | CPU_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
 
 
 def forget_packed_experts(model: nn.Module) -> None:
-    """Drops the kernels in which expert weights are packed, so that new weights are packed anew.
+    """Drop the kernels in which expert weights are packed, so that new weights are packed anew.
 
     Without it a CPU engine goes on with kernels that point at freed memory: garbage, and no error (vllm#42821).
     """
@@ -150,7 +150,7 @@ class StepCount:
 
 
 def count_steps(engine: Any, count: StepCount) -> None:
-    """Has an engine count its steps with tokens; one whose scheduler is paused makes others, at once and for ever."""
+    """Have an engine count its steps with tokens; one whose scheduler is paused makes others, at once and for ever."""
     execute = engine.model_executor.execute_model
 
     def counted(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ def count_steps(engine: Any, count: StepCount) -> None:
 
 
 def sleeping_parts(engine: Any) -> list[str]:
-    """Tags of an engine's memory that is given back, and `scheduler` where that is paused."""
+    """Return the tags of an engine's memory that is given back, and `scheduler` where that is paused."""
     parts = sorted(engine.model_executor.sleeping_tags)
     return [*parts, "scheduler"] if engine.is_sleeping() else parts
 
@@ -174,7 +174,7 @@ class PromptTemperature:
 
 
 def report_logprobs_at_temperature(runner: Any) -> PromptTemperature:
-    """Has a model runner report log-probs of the softmax of all logits divided by each request's temperature.
+    """Have a model runner report log-probs of the softmax of all logits divided by each request's temperature.
 
     vLLM offers them before the temperature, or after top-k and top-p; a training forward has neither.
 

@@ -48,12 +48,13 @@ class RouteRecorder:
         return len(self._chosen)
 
     def start(self) -> None:
-        """Begins anew, with no requests."""
+        """Begin anew, with no requests."""
         self._routes.clear()
         self.is_on = True
 
     def take(self, request_id: str, num_tokens: int) -> Int[np.ndarray, "tokens moe_layers topk"] | None:
-        """Routes of a request's tokens, -1 of those that were never computed; None where there are none at all.
+        """Return the routes of a request's tokens, -1 of those that were never computed; None where there are none at
+        all.
 
         Args:
             request_id: As the engine was given it; inside of it a request has a suffix.

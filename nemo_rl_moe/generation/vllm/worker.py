@@ -89,7 +89,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         self._folder: Path | None = None
 
     def start(self) -> str | None:
-        """Imports vLLM and builds the model with random weights; what went wrong, in one line, or None."""
+        """Import vLLM and build the model with random weights; what went wrong, in one line, or None."""
         try:
             self._start()
         except Exception as error:
@@ -151,7 +151,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         releases.count_steps(self._engine, self._steps)
 
     def close(self) -> None:
-        """Removes the model's files; the process is killed afterwards."""
+        """Remove the model's files; the process is killed afterwards."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -160,7 +160,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return os.getpid()
 
     def num_steps(self) -> int:
-        """Steps of the engine so far in which the model ran: an engine that makes none makes no progress."""
+        """Return the steps of the engine so far in which the model ran: an engine that makes none makes no progress."""
         return self._steps.value
 
     def add(self, requests: Mapping[int, GenerationRequest]) -> None:
@@ -198,7 +198,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
     def _sequences(
         self, outputs: Sequence[Any], requests: Mapping[int, GenerationRequest], version: int
     ) -> list[GeneratedSequence]:
-        """Finished outputs; their routed experts lie in Ray's object store."""
+        """Return the finished outputs; their routed experts lie in Ray's object store."""
         found = [sequence_of(output, version) for output in outputs]
         if not self._settings.captures_routes:
             return found
@@ -217,7 +217,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return store_routes(found, self._store)
 
     def _store(self, array: Shaped[np.ndarray, "rows ..."]) -> Any:
-        """Puts an array into Ray's object store, and holds it there until the next generation.
+        """Put an array into Ray's object store, and hold it there until the next generation.
 
         Survives a handle that is lost on its way: of what a streaming task yields Ray now and then frees the objects
         that it holds before the driver has them in its name (3 of 8,420 in a trial).
@@ -228,7 +228,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Mapping[str, ModelInput]
     ) -> list[Float[np.ndarray, " tokens"]]:
-        """Log-probability of each token after the first given those before it, in nats."""
+        """Return the log-probability of each token after the first given those before it, in nats."""
         from vllm import SamplingParams
 
         prompts = PicturePrompts(self._settings.pictures)
@@ -250,7 +250,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         ]
 
     def module_outputs(self, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
-        """Output of every module for one sequence, by its name in the model; of an engine of one rank."""
+        """Return the output of every module for one sequence, by its name in the model; of an engine of one rank."""
         (outputs,) = self._engine.collective_rpc(_with_outputs_noted, args=(partial(self.score, [token_ids], 1.0),))
         return dict(outputs)
 
@@ -260,7 +260,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return dict(found)
 
     def receive(self, spec: TransportSpec, first_receiver: int) -> str | None:
-        """Takes part in a transfer with all ranks of the engine; what went wrong, or None."""
+        """Take part in a transfer with all ranks of the engine; what went wrong, or None."""
         try:
             problems = self._engine.collective_rpc(_receive, args=(spec, first_receiver, self._settings.pictures))
             # A picture's embeddings belong to the tower that computed them; the scheduler would take them for current.
@@ -270,17 +270,19 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return next((problem for problem in problems if problem is not None), None)
 
     def sleep(self) -> None:
-        """Frees the memory of weights and key-value cache, on GPUs; the weights are lost."""
+        """Free the memory of weights and key-value cache, on GPUs; the weights are lost."""
         if self._settings.on_gpus:
             self._engine.sleep(level=2)
 
     def wake(self, part: str) -> None:
-        """Takes the memory again, of `weights` or of `kv_cache`."""
+        """Take the memory again, of `weights` or of `kv_cache`."""
         if self._settings.on_gpus:
             self._engine.wake_up(tags=[part])
 
     def asleep(self) -> list[str]:
-        """Parts that sleep by vLLM's own account: while there are any, it takes requests and answers none."""
+        """Return the parts that sleep by vLLM's own account: while there are any, it takes requests and answers
+        none.
+        """
         return releases.sleeping_parts(self._engine)
 
 
@@ -339,7 +341,7 @@ def _with_outputs_noted(worker: Any, forward: Callable[[], object]) -> dict[str,
 
 
 def sampling_of(sampling: SamplingParameters, seed: int) -> Any:
-    """vLLM's parameters of one request."""
+    """Return the vLLM's parameters of one request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -363,7 +365,7 @@ def sampling_of(sampling: SamplingParameters, seed: int) -> Any:
 
 
 def sequence_of(output: Any, version: int) -> GeneratedSequence:
-    """A finished output of vLLM."""
+    """Return a finished output of vLLM."""
     (completion,) = output.outputs
     logprobs = [each[token].logprob for each, token in zip(completion.logprobs, completion.token_ids, strict=True)]
     return GeneratedSequence(

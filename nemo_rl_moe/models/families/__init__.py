@@ -65,13 +65,15 @@ def num_patches_of(hf_config: Any) -> Callable[[int, int], int] | None:
 
 
 def vision_family_of(config_json: Mapping[str, Any]) -> VisionFamily | None:
-    """The vision-language family of a `config.json`; None for models of text alone, and for those not supported."""
+    """Return the vision-language family of a `config.json`; None for models of text alone, and for those not
+    supported.
+    """
     model_type = config_json.get("model_type")
     return VISION_FAMILIES.get(model_type) if isinstance(model_type, str) else None
 
 
 def decoder_type_of(config_json: Mapping[str, Any]) -> Any:
-    """The `model_type` of a vision-language model's decoder."""
+    """Return the `model_type` of a vision-language model's decoder."""
     return decoder_section(config_json, vision_family_of(config_json)).get("model_type", _DEFAULT_DECODER)
 
 

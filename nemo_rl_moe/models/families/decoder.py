@@ -59,7 +59,7 @@ def softmax_scale(hf_config: Any, head_dim: int) -> float | None:
 
 
 def _stretched(hf_config: Any) -> tuple[Tensor | None, float]:
-    """Inverse frequencies, and the factor of cosines and sines."""
+    """Return the inverse frequencies, and the factor of cosines and sines."""
     kind = _rope_parameters(hf_config)["rope_type"]
     if kind == "default":
         return None, 1.0
@@ -115,7 +115,7 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attenti
 
 
 def decoder_fields(hf_config: Any) -> dict[str, Any]:
-    """Map Hugging Face fields to TransformerConfig fields, except for experts.
+    """Return the map Hugging Face fields to TransformerConfig fields, except for experts.
 
     `activation_func` is a name in `ACTIVATIONS` of `model/transformer_config.py`: families import no Megatron-Core.
     """
@@ -188,7 +188,7 @@ def stacked_swiglu_experts(
 
 
 def swiglu(ours: str, theirs: str) -> dict[str, Rule]:
-    """Rules of a SwiGLU layer, by its name in a layer of Megatron-Core and in one of Hugging Face."""
+    """Return the rules of a SwiGLU layer, by its name in a layer of Megatron-Core and in one of Hugging Face."""
     return {
         f"{LAYER}{ours}.linear_fc1.weight": rule(
             f"{HF_LAYER}{theirs}.gate_proj.weight", f"{HF_LAYER}{theirs}.up_proj.weight"

@@ -45,7 +45,7 @@ ROUTER_FIELDS: Mapping[str, str | None] = {
 
 
 def decoder_fields(hf_config: Any) -> dict[str, Any]:
-    """Map Hugging Face fields to TransformerConfig fields, except the router's.
+    """Return the map Hugging Face fields to TransformerConfig fields, except the router's.
 
     Raises:
         ConfigurationError: The scaling of positions is not supported, or heads share keys.
@@ -89,7 +89,7 @@ def decoder_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def _balancing_fields(hf_config: Any) -> dict[str, Any]:
-    """The auxiliary loss; the file may say nothing of it, and transformers has none."""
+    """Return the auxiliary loss; the file may say nothing of it, and transformers has none."""
     coefficient = float(getattr(hf_config, "aux_loss_alpha", None) or 0.0)
     kind = "seq_aux_loss" if getattr(hf_config, "seq_aux", None) in (True, None) else "aux_loss"
     return {
@@ -164,7 +164,7 @@ def _mscale(rope: Mapping[str, Any], factor: float, all_dimensions: float) -> fl
 
 
 def unused_tensors(hf_config: Any) -> Mapping[str, str]:
-    """Tensors of a checkpoint that the model has no use for."""
+    """Return the tensors of a checkpoint that the model has no use for."""
     first_extra = hf_config.num_hidden_layers
     extra_layers = range(first_extra, first_extra + max(getattr(hf_config, "num_nextn_predict_layers", None) or 0, 0))
     reason = "a layer that predicts tokens further ahead, which neither training nor the model's logits use"
@@ -244,7 +244,7 @@ EXPERT_BIAS = {f"{decoder.LAYER}mlp.router.expert_bias": rule(f"{decoder.HF_LAYE
 
 
 def deepseek_v3_fields(hf_config: Any) -> dict[str, Any]:
-    """Map Hugging Face fields to TransformerConfig fields.
+    """Return the map Hugging Face fields to TransformerConfig fields.
 
     Raises:
         ConfigurationError: See `decoder_fields`; or a token has one expert.

@@ -49,7 +49,7 @@ class TowerAndProjector(nn.Module):
 
 
 def pixel_shuffle(states: Float[Tensor, "tiles patches size"], merge: int) -> Float[Tensor, "tiles tokens merged_size"]:
-    """Merge each square of patches into one token by concatenating their states row by row.
+    """Return the merge each square of patches into one token by concatenating their states row by row.
 
     Args:
         states: Of square tiles, row by row.
@@ -71,7 +71,7 @@ def _pair(value: Any) -> tuple[Any, ...]:
 
 
 def pixels_per_token(hf_config: Any) -> int:
-    """Height and width of the pixels that are merged into one image token."""
+    """Return the height and width of the pixels that are merged into one image token."""
     return int(_pair(hf_config.vision_config.patch_size)[0] * _merge(hf_config))
 
 
@@ -96,7 +96,7 @@ def _encode(tower: nn.Module, pictures: Sequence[UInt8[Tensor, "height width 3"]
 
 
 def _problems(flat: Any) -> list[str]:
-    """Sizes that do not go together, a line each."""
+    """Return the sizes that do not go together, a line each."""
     vision, ratio = flat.vision_config, flat.downsample_ratio
     problems = []
     if not isinstance(ratio, float | int) or ratio <= 0 or ratio > 1 or abs(1 / ratio - round(1 / ratio)) > 1e-9:

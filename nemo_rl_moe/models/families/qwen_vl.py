@@ -24,7 +24,7 @@ _FRAMES = 2
 
 
 def build_tower(hf_config: Any, config_class: type) -> nn.Module:
-    """Transformers' tower of a flattened configuration, which ends with the projector (`merger`)."""
+    """Return the transformers' tower of a flattened configuration, which ends with the projector (`merger`)."""
     from transformers import AutoModel
 
     tower: nn.Module = AutoModel.from_config(
@@ -40,7 +40,7 @@ def _build_qwen2_5(hf_config: Any) -> nn.Module:
 
 
 def pixels_per_token(hf_config: Any) -> int:
-    """Height and width of the pixels that are merged into one image token."""
+    """Return the height and width of the pixels that are merged into one image token."""
     return int(hf_config.vision_config.patch_size * hf_config.vision_config.spatial_merge_size)
 
 
@@ -87,8 +87,8 @@ def encode(tower: nn.Module, pictures: Sequence[UInt8[Tensor, "height width 3"]]
 
 
 def _learned_positions(tower: nn.Module, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """Interpolate positions: return the entries of Qwen3-VL's table of positions for each patch, and their weights,
-    computed on the host; nothing for a tower without such a table."""
+    """Return the interpolate positions: return the entries of Qwen3-VL's table of positions for each patch, and their
+    weights, computed on the host; nothing for a tower without such a table."""
     if not hasattr(tower, "num_grid_per_side"):
         return {}
     from transformers.vision_utils import get_vision_interpolation_indices_and_weights
@@ -105,7 +105,7 @@ def _learned_positions(tower: nn.Module, grids: Tensor, device: torch.device) ->
 
 
 def size_problems(flat: Any) -> list[str]:
-    """Sizes of a flattened configuration that do not go together, a line each."""
+    """Return the sizes of a flattened configuration that do not go together, a line each."""
     vision, problems = flat.vision_config, []
     for name in ("patch_size", "spatial_merge_size"):
         value = getattr(vision, name)
@@ -171,7 +171,7 @@ def _qwen3_shape(hf_config: Any) -> TowerShape:
 
 
 def _qwen3_problems(flat: Any) -> list[str]:
-    """Faults of sizes, blocks and the table of positions, a line each."""
+    """Return the faults of sizes, blocks and the table of positions, a line each."""
     vision, problems = flat.vision_config, size_problems(flat)
     blocks, depth, entries = vision.deepstack_visual_indexes, vision.depth, vision.num_position_embeddings
     numbers = isinstance(blocks, list | tuple) and all(type(block) is int and 0 <= block < depth for block in blocks)
@@ -194,14 +194,16 @@ def _qwen3_problems(flat: Any) -> list[str]:
 
 
 def _qwen3_moe_fields(hf_config: Any) -> dict[str, Any]:
-    """Fields of a decoder that always normalises the weights of the chosen experts, and has no field for it."""
+    """Return the fields of a decoder that always normalises the weights of the chosen experts, and has no field for
+    it.
+    """
     always = copy.copy(hf_config)
     always.norm_topk_prob = True
     return softmax_moe.qwen3_moe_fields(always)
 
 
 def _stacked_experts() -> RuleTable:
-    """Experts as transformers holds and writes them; released files have them transposed."""
+    """Return the experts as transformers holds and writes them; released files have them transposed."""
     names = [f"{decoder.LAYER}mlp.experts.{{expert}}.{linear}.weight" for linear in ("linear_fc1", "linear_fc2")]
     prefix = f"{decoder.HF_LAYER}mlp.experts"
     forms = [decoder.stacked_swiglu_experts(prefix, is_transposed=turned) for turned in (False, True)]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def field_names(text: str) -> frozenset[str]:
-    """The names in a text, between blanks."""
+    """Return the names in a text, between blanks."""
     return frozenset(text.split())
 
 
@@ -89,7 +89,7 @@ class ConfigFields:
 
 
 def _problem_with(name: str, value: Any) -> str | None:
-    """Fault of a number of a `config.json`, whatever the family; None: it has none."""
+    """Return the fault of a number of a `config.json`, whatever the family; None: it has none."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"got {value}, expected a finite number"
     least = 1 if name in _NEVER_ZERO else 0
@@ -124,7 +124,7 @@ class TensorLayout(Protocol):
     """Layout of a parameter's source tensors within it; also for the pieces of a tensor-parallel rank."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
-        """Combine the source tensors into the parameter."""
+        """Return the combine the source tensors into the parameter."""
         ...
 
     def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
@@ -172,7 +172,7 @@ class QueryGroups:
 
 
 def _heads(hf_config: Any) -> tuple[int, int]:
-    """Query heads of a group, and the size of a head."""
+    """Return the query heads of a group, and the size of a head."""
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     return heads // hf_config.num_key_value_heads, head_dim
@@ -198,7 +198,7 @@ class Rule:
 def rule(
     *sources: str | Source, layout: TensorLayout | None = None, alternatives: Sequence[Sequence[Source]] = ()
 ) -> Rule:
-    """Make a rule; a tensor that is copied can be given by its name."""
+    """Return the make a rule; a tensor that is copied can be given by its name."""
     as_sources = tuple(Source(source) if isinstance(source, str) else source for source in sources)
     return Rule(as_sources, Rows() if layout is None else layout, tuple(map(tuple, alternatives)))
 
@@ -216,7 +216,7 @@ class RuleTable:
         self._rules = [(_as_pattern(name), found) for name, found in rules.items()]
 
     def find(self, name: str) -> Rule | None:
-        """The rule of one parameter, with its numbers filled in; None where there is none."""
+        """Return the rule of one parameter, with its numbers filled in; None where there is none."""
         for pattern, found in self._rules:
             if match := pattern.fullmatch(name):
                 return _filled_in(found, match.groupdict())

@@ -111,7 +111,7 @@ class VisionFamily:
         return height // side * merge, width // side * merge
 
     def is_projector(self, name: str) -> bool:
-        """True for the canonical name of one of the projector's parameters."""
+        """Return True for the canonical name of one of the projector's parameters."""
         return name.startswith(self.projector)
 
     def embed(
@@ -129,7 +129,7 @@ class VisionFamily:
         return self.encode(tower, pictures, hf_config)
 
     def flattened(self, hf_config: Any, decoder_type: str) -> Any:
-        """Merge the decoder's, the outer and the tower's fields into one configuration of the whole model.
+        """Return the merge the decoder's, the outer and the tower's fields into one configuration of the whole model.
 
         Args:
             hf_config: From transformers, with sections.
@@ -210,7 +210,9 @@ def _common_problems(flat: Any, family: VisionFamily) -> list[str]:
 
 
 def built_config(plain: Any, config_class: type) -> Any:
-    """Make the configuration object that a module of transformers wants from the plain one that workers get."""
+    """Return the make the configuration object that a module of transformers wants from the plain one that workers
+    get.
+    """
     if isinstance(plain, config_class):
         return copy.deepcopy(plain)
     known = config_class().to_dict().keys() - {"model_type", "transformers_version"}

@@ -52,7 +52,7 @@ def get_moe_metrics(
     overload: bool = True,
     what_if_expert_parallel_sizes: Sequence[int] = (),
 ) -> dict[str, float]:
-    """The MoE metrics since the last call, reduced over all ranks. A collective operation: every rank calls it.
+    """Return the MoE metrics since the last call, reduced over all ranks. A collective operation: every rank calls it.
 
     `get_moe_metrics(loss_scale)` needs nothing but Megatron-Core's tracker and its parallel state. All ranks then
     enter one all-reduce of a fixed shape, a row for each auxiliary loss that Megatron-Core knows, so a pipeline stage
@@ -133,7 +133,7 @@ def get_moe_metrics(
 
 
 def _auxiliary_loss_metrics(losses: Mapping[str, Mapping[int, float]], per_layer: bool) -> dict[str, float]:
-    """Mean of each loss over the layers that carry it, from name and layer to value."""
+    """Return the mean of each loss over the layers that carry it, from name and layer to value."""
     metrics = {}
     for name, by_layer in losses.items():
         metrics[name] = sum(by_layer.values()) / len(by_layer)
@@ -159,7 +159,7 @@ def _device_of_tracker() -> torch.device:
 
 
 def _reduce_tracker(loss_scale: float, device: torch.device) -> dict[str, dict[int, float]]:
-    """Scaled losses of all ranks by name and layer, of the layers that some rank recorded.
+    """Return the scaled losses of all ranks by name and layer, of the layers that some rank recorded.
 
     The shape is fixed because a stage without MoE layers knows neither the losses nor the number of layers; asking
     first would be a second collective. A tracker that is too long is counted and not raised at once, for the other
@@ -238,7 +238,7 @@ def _reduce(
 
 
 def _share_of_rank(name: str) -> float:
-    """Weight of one rank's recorded loss in the sum over all ranks.
+    """Return the weight of one rank's recorded loss in the sum over all ranks.
 
     The routers record: for the micro-batch and sequence losses, this rank's part of a sum over the tensor and context
     ranks; for the global-batch loss, its part of a sum over the data-parallel ranks too; for the z-loss, the mean over

@@ -49,7 +49,7 @@ def _cpu_tensor_types(places: int) -> SourceEdit:
 
 
 def _source_edits(version: str) -> dict[str, tuple[SourceEdit, ...]]:
-    """Module name to the edits that it needs on a CPU, for one supported version of megatron-core."""
+    """Return the module name to the edits that it needs on a CPU, for one supported version of megatron-core."""
     old = version == "0.16.1"
     # The host copy of a count must be numpy (callers use it as split sizes), also when it already lies on the host.
     numpy_copy = SourceEdit(
@@ -237,7 +237,7 @@ def _replace_torch_cuda() -> None:
 
 
 def _hide_transformer_engine() -> None:
-    """Makes this process look as if Transformer Engine were not installed.
+    """Make this process look as if Transformer Engine were not installed.
 
     Megatron-Core takes its optimizer wherever it can be imported, and that one asks for a GPU. An import then raises
     `ModuleNotFoundError`, and `importlib.util.find_spec` returns None. One that is imported already stays.

@@ -35,7 +35,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def overload_of_rank(
     recorder: ExpertLoadRecorder, config: TransformerConfig, what_if_sizes: Sequence[int]
 ) -> tuple[OverloadSums, Float[Tensor, ""]]:
-    """Overload of this rank's share of the events, for the size that ran and for others. Every rank calls it.
+    """Return the overload of this rank's share of the events, for the size that ran and for others. Every rank calls
+    it.
 
     Collectives: a sum over the slice where it has several ranks; for sizes above the one that ran, an exchange among
     the slices where there are several. Neither waits for the host.
@@ -77,7 +78,8 @@ def _on(held: Sequence[int], counts: Tensor) -> Int[Tensor, " held"]:
 def _counts_of_slice(
     recorder: ExpertLoadRecorder, held: Sequence[int], *, num_blocks: int
 ) -> Int[Tensor, "microbatches held blocks"]:
-    """Assignments of the ranks that exchange tokens, summed over blocks of experts that all sizes keep whole.
+    """Return the assignments of the ranks that exchange tokens, summed over blocks of experts that all sizes keep
+    whole.
 
     Those ranks share their rank in the expert-data-parallel group and the stage; their counts add up.
     """

@@ -104,7 +104,7 @@ class TrainableModel(ModelWorkers):
         self._trains, self._is_offloaded = num_steps is not None, False
 
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
-        """Take one optimizer step for each global batch in `batch`.
+        """Return the take one optimizer step for each global batch in `batch`.
 
         Raises:
             ValueError: The loss needs a head that the model has not.
@@ -170,7 +170,9 @@ class TrainableModel(ModelWorkers):
         )
 
     def _tower_flops(self, by_global_batch: Sequence[Sequence[GlobalBatchShard]]) -> int:
-        """Operations of the vision tower: on the distinct pictures of each microbatch, once for all its ranks."""
+        """Return the operations of the vision tower: on the distinct pictures of each microbatch, once for all its
+        ranks.
+        """
         vision = family_of(self._hf_config).vision
         if vision is None:
             return 0
@@ -184,7 +186,7 @@ class TrainableModel(ModelWorkers):
         return vision.shape(self._hf_config).training_flops(grids, self._policy.freeze)
 
     def save_weights(self, directory: Path) -> Sequence[str]:
-        """Write the weights as a Hugging Face folder; it appears whole or not at all.
+        """Return the write the weights as a Hugging Face folder; it appears whole or not at all.
 
         Returns:
             Names of parameters that were left out because the family has no tensor for them.
@@ -321,7 +323,7 @@ class MegatronPolicy(TrainableModel):
     def compare_routes(
         self, batch: TokenBatch, *, reference: bool = False, one_at_a_time: bool = False
     ) -> RouteComparison:
-        """The experts that routers choose against those of the batch's tape, which is not replayed."""
+        """Return the experts that routers choose against those of the batch's tape, which is not replayed."""
         batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
         plan, filled, shares = self._plan_logprobs(batch, batching)
         started = self._workers.start_each(MegatronPolicyWorker.compare_routes, self._to_ranks(shares, reference))
@@ -330,7 +332,7 @@ class MegatronPolicy(TrainableModel):
         return RouteComparison(logprobs, by_rank[0][1])
 
     def generate(self, batch: GenerationBatch) -> list[GeneratedSequence]:
-        """One continuation of each prompt, in the order of the prompts."""
+        """Return one continuation of each prompt, in the order of the prompts."""
         size = self._data_parallel_size
         batch = batch.with_shared_in(self._pictures)
         # Neighbours are often answers to one prompt, and alike in length: deal them out.
@@ -340,7 +342,7 @@ class MegatronPolicy(TrainableModel):
         return [by_rank[number % size][number // size] for number in range(len(batch.prompts))]
 
     def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> FolderTransport:
-        """A transport of the weights as they are now, to be opened for one engine: a context manager.
+        """Return a transport of the weights as they are now, to be opened for one engine: a context manager.
 
         Args:
             altered: Send others in their place, of which every tensor differs.
@@ -373,7 +375,7 @@ class MegatronPolicy(TrainableModel):
         return Path(self._checkpoint_dir).absolute()
 
     def _carrier(self, num_receivers: int, receivers: str) -> Carrier:
-        """The configured way of the weights; after a failure with connections of its own."""
+        """Return the configured way of the weights; after a failure with connections of its own."""
         group = f"{receivers}-{self._num_failed_transfers}"
         address = "127.0.0.1" if self._cluster.is_local else None
         return make_carrier(self._weight_transport, group, num_receivers, address)

@@ -193,7 +193,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         )
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> "RankTrainResult":
-        """Take one optimizer step for each global batch."""
+        """Return the take one optimizer step for each global batch."""
         at_hand = [replace(shard, microbatches=self._fetched(shard.microbatches)) for shard in shards]
         result = self._trainer.train(at_hand, loss_function)
         return as_reported(result, self._rank)
@@ -223,12 +223,14 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         return compare(self._fetched(microbatches))
 
     def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
-        """Generate this rank's share of responses; their routed experts lie in Ray's object store."""
+        """Return the generate this rank's share of responses; their routed experts lie in Ray's object store."""
         at_hand = request.fetched(fetch_objects) if self._model.has_tower else request
         return store_routes(self._model.generate(at_hand, max_batch_size), ray.put)
 
     def send_weights(self, transfer: TransportSpec, altered: bool) -> SendOutcome:
-        """Send this rank's part of the weights, or others in its place, to the workers of a generation engine."""
+        """Return the send this rank's part of the weights, or others in its place, to the workers of a generation
+        engine.
+        """
         try:
             return SendOutcome(num_bytes=self._model.send_weights(transfer, altered=altered))
         except WeightSyncError as error:
@@ -239,7 +241,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         return self._model.weight_fingerprints(number_format)
 
     def offload_optimizer(self) -> int:
-        """Move the optimizer's state to the host; return the bytes that this rank's device gained."""
+        """Return the move the optimizer's state to the host; return the bytes that this rank's device gained."""
         return self._trainer.host_state.leave()
 
     def onload_optimizer(self) -> None:
@@ -251,7 +253,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         torch.cuda.empty_cache()
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> WeightsOutcome:
-        """Write this rank's part of a Hugging Face folder."""
+        """Return the write this rank's part of a Hugging Face folder."""
         try:
             return WeightsOutcome(left_out=self._model.save_weights(folder, model_files))
         except CheckpointError as error:
@@ -266,13 +268,13 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         return self._write is None or self._write.is_written
 
     def finish_checkpoint(self) -> str | None:
-        """Complete the checkpoint; return what went wrong on any rank, or None."""
+        """Return the complete the checkpoint; return what went wrong on any rank, or None."""
         assert self._write is not None  # one was started
         write, self._write = self._write, None
         return write.finish()
 
     def load_checkpoint(self, directory: Path, with_optimizer: bool) -> LoadOutcome:
-        """Go back to a checkpoint."""
+        """Return the go back to a checkpoint."""
         problem = None
         try:
             self._trainer.load_checkpoint(directory, with_optimizer=with_optimizer)
@@ -281,6 +283,6 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         return LoadOutcome(self._trainer.num_updates, problem)
 
     def _fetched(self, microbatches: Sequence[TokenBatch]) -> tuple[TokenBatch, ...]:
-        """Fetch the microbatches' stored columns, and pictures where they are read."""
+        """Return the fetch the microbatches' stored columns, and pictures where they are read."""
         reads_pictures = self._model.has_tower
         return tuple(batch.fetched(fetch_objects, with_shared=reads_pictures) for batch in microbatches)

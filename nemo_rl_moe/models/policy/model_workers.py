@@ -155,13 +155,13 @@ class ModelWorkers:
         return EvaluationResult(microbatch_metrics=join_metrics(list(by_rank.values())))
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
-        """Log-probability of each token given those before it, `[batch, sequence]`."""
+        """Return the log-probability of each token given those before it, `[batch, sequence]`."""
         return self.start_logprobs(batch)()
 
     def start_logprobs(
         self, batch: TokenBatch, *, by_one_copy: bool = False, reference: bool = False
     ) -> Callable[[], Tensor]:
-        """Start `logprobs`, after what the workers do already; return a function that waits for the result.
+        """Return the start `logprobs`, after what the workers do already; return a function that waits for the result.
 
         Args:
             batch: The sequences.
@@ -175,7 +175,8 @@ class ModelWorkers:
         return lambda: in_rows(plan, self._reported(by_rank()), batch, filled)
 
     def values(self, batch: TokenBatch) -> Tensor:
-        """Compute the value of the state in which each token is chosen, `[batch, sequence]`, by the model's value head.
+        """Return the compute the value of the state in which each token is chosen, `[batch, sequence]`, by the model's
+        value head.
 
         It is 0 for the first token and on padding.
 
@@ -194,7 +195,7 @@ class ModelWorkers:
             raise ValueError(f"the loss needs {names}, which the model of role {self._role} was not started with")
 
     def shutdown(self) -> None:
-        """Stops every worker."""
+        """Stop every worker."""
         self._workers.shutdown()
 
     def _plan_forward(
@@ -255,7 +256,7 @@ class ModelWorkers:
 
 
 def _environment(policy: PolicyConfig, *, on_gpus: bool) -> dict[str, str]:
-    """Environment variables of the workers: what the layout needs on GPUs, then the user's."""
+    """Return the environment variables of the workers: what the layout needs on GPUs, then the user's."""
     megatron = policy.megatron_cfg
     # One queue to the GPU, so that what overlaps starts in the order of the calls, as Megatron-Core asks where
     # tensor-parallel or context-parallel ranks talk while they compute.
@@ -265,15 +266,17 @@ def _environment(policy: PolicyConfig, *, on_gpus: bool) -> dict[str, str]:
 
 
 def _has_its_own_experts(megatron: MegatronConfig) -> bool:
-    """True where all experts of a data-parallel copy lie on its own ranks: Megatron-Core numbers those of a stage in a
-    row, and divides the experts among as many neighbours as it is told to."""
+    """Return True where all experts of a data-parallel copy lie on its own ranks: Megatron-Core numbers those of a
+    stage in a row, and divides the experts among as many neighbours as it is told to."""
     ranks_of_a_stage = megatron.tensor_model_parallel_size * megatron.context_parallel_size
     ranks_of_experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     return ranks_of_a_stage % ranks_of_experts == 0
 
 
 def in_rows(plan: EvaluationPlan, by_rank: Sequence[Sequence[Tensor]], batch: TokenBatch, filled: TokenBatch) -> Tensor:
-    """Values of all ranks' microbatches as `[batch, sequence]`, 0 on padding; those of fillers are left out."""
+    """Return the values of all ranks' microbatches as `[batch, sequence]`, 0 on padding; those of fillers are left
+    out.
+    """
     result = torch.zeros(filled.input_ids.shape)
     for microbatches, found in zip(plan.by_rank, by_rank, strict=True):
         for indices, values in zip(microbatches, found, strict=True):
@@ -293,6 +296,6 @@ def _problems_of_ranks(answers: Sequence[WorkerDescription | list[str]]) -> list
 
 
 def join_metrics(by_rank: list[dict[str, MetricSeries]]) -> dict[str, MetricSeries]:
-    """Metrics of all ranks that report any, one behind the other."""
+    """Return the metrics of all ranks that report any, one behind the other."""
     reporting = [metrics for metrics in by_rank if metrics]
     return {name: concatenate(metrics[name] for metrics in reporting) for name in reporting[0]}

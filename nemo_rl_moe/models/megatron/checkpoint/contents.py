@@ -49,7 +49,7 @@ _EXPERT_BIAS = ".router.expert_bias"
 
 
 def model_names(saved: Iterable[str]) -> dict[str, str]:
-    """Map this project's names of a model's tensors to their names in a checkpoint.
+    """Return the map this project's names of a model's tensors to their names in a checkpoint.
 
     This reads checkpoints with Megatron-Core's own names.
     """
@@ -121,7 +121,7 @@ def random_states() -> dict[str, Tensor]:
 
 
 def restore_random_states(states: Mapping[str, Tensor]) -> None:
-    """Restores random states of `random_states`, or some of them."""
+    """Restore random states of `random_states`, or some of them."""
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "cuda" in states and not cpu_backend.ACTIVE:
@@ -157,7 +157,7 @@ class TrainerCounters:
 
 
 def layout_name() -> str:
-    """Name of the layout, to whose ranks the random states belong."""
+    """Return the name of the layout, to whose ranks the random states belong."""
     sizes = {
         "world": dist.get_world_size(),
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
@@ -172,7 +172,7 @@ def layout_name() -> str:
 
 
 def random_key(name: str) -> str:
-    """Name of one of this rank's random states in a checkpoint."""
+    """Return the name of one of this rank's random states in a checkpoint."""
     return f"{RANDOM_PREFIX}{layout_name()}.rank{dist.get_rank()}.{name}"
 
 
@@ -224,7 +224,7 @@ def sharded_contents(
 
 @torch.no_grad()
 def restore_model(chunks: Sequence[GPTModel], loaded: dict[str, Tensor]) -> None:
-    """Fills the model with tensors that were read under the names of `sharded_model`."""
+    """Fill the model with tensors that were read under the names of `sharded_model`."""
     live = sharded_model(chunks)
     for name, tensor in loaded.items():
         live[name].data.copy_(tensor)
@@ -232,7 +232,7 @@ def restore_model(chunks: Sequence[GPTModel], loaded: dict[str, Tensor]) -> None
 
 @torch.no_grad()
 def restore_contents(objects: TrainingObjects, loaded: dict[str, Any]) -> TrainerCounters | None:
-    """Fill the objects with tensors that were read under the names of `sharded_contents`.
+    """Return the fill the objects with tensors that were read under the names of `sharded_contents`.
 
     Returns:
         None where the weights alone were read.

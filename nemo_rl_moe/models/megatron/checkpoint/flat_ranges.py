@@ -87,7 +87,7 @@ def sharded_range(
 
 
 def _place_in(part: Tensor, whole: Tensor, name: str) -> int:
-    """Offset of a part of a parameter in it flattened."""
+    """Return the offset of a part of a parameter in it flattened."""
     begin = int(part.storage_offset() - whole.storage_offset())
     shared = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     if not (shared and part.is_contiguous() and whole.is_contiguous()):

@@ -72,7 +72,7 @@ class DataOnlyReader(FileSystemReader):
         return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads the tensors of a plan one after the other, and compares each."""
+        """Read the tensors of a plan one after the other, and compare each."""
         try:
             return super().read_data(plan, planner)
         finally:
@@ -201,7 +201,7 @@ class _IndexUnpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class or function of a name; most names are refused."""
+        """Return the class or function of a name; most names are refused."""
         found = _CLASSES.get(f"{module}.{name}") or _FUNCTIONS.get(f"{module}.{name}")
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
@@ -210,7 +210,7 @@ class _IndexUnpickler(pickle._Unpickler):
         return found
 
     def load_build(self) -> None:
-        """Gives an object of the index its attributes."""
+        """Give an object of the index its attributes."""
         built = self.stack[-2]  # type: ignore[attr-defined]
         if type(built) not in _CLASSES.values():
             raise pickle.UnpicklingError(f"it changes {getattr(built, '__name__', type(built).__name__)}")
@@ -220,7 +220,7 @@ class _IndexUnpickler(pickle._Unpickler):
 
 
 def parse_index(content: bytes) -> Metadata:
-    """Parse the index: descriptions of tensors, and their places in the folder's files.
+    """Return the parse the index: descriptions of tensors, and their places in the folder's files.
 
     Raises:
         pickle.UnpicklingError: It names or holds anything else.

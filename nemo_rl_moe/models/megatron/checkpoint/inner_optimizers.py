@@ -22,19 +22,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """The optimizers that a chained one is made of, without those that hold no parameters."""
+    """Return the optimizers that a chained one is made of, without those that hold no parameters."""
     parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
 def inner_optimizers(part: Any) -> list[Any]:
-    """The optimizers that really update the parameters of a part."""
+    """Return the optimizers that really update the parameters of a part."""
     outer = part.optimizer
     return list(outer.sub_optimizers) if isinstance(outer, HybridDeviceOptimizer) else [outer]
 
 
 def device_optimizers(part: Any) -> list[Any]:
-    """List the optimizers whose tensors are on the device."""
+    """Return the list the optimizers whose tensors are on the device."""
     outer = part.optimizer
     if not isinstance(outer, HybridDeviceOptimizer):
         return [outer]
@@ -42,7 +42,7 @@ def device_optimizers(part: Any) -> list[Any]:
 
 
 def counts_for_each_parameter(inner: Any) -> bool:
-    """True of torch's Adam, which counts updates for each parameter; others count them for each group."""
+    """Return True of torch's Adam, which counts updates for each parameter; others count them for each group."""
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
 
 
@@ -78,7 +78,7 @@ def _make_moments(inner: Any) -> None:
 
 
 def masters_from_weights(optimizer: MegatronOptimizer) -> None:
-    """Sets float32 masters to the model's weights, those too that Megatron-Core leaves to Transformer Engine."""
+    """Set float32 masters to the model's weights, those too that Megatron-Core leaves to Transformer Engine."""
     optimizer.reload_model_params()
     for part in optimizer_parts(optimizer):
         for inner in inner_optimizers(part):
@@ -98,6 +98,6 @@ def _count_from_zero(inner: Any) -> None:
 
 
 def step_count(parameter: Tensor, num_updates: int) -> Tensor:
-    """Number of updates as torch's Adam keeps it: fused, it counts where the parameter is."""
+    """Return the number of updates as torch's Adam keeps it: fused, it counts where the parameter is."""
     device = parameter.device if parameter.is_cuda else torch.device("cpu")
     return torch.tensor(float(num_updates), dtype=torch.float32, device=device)

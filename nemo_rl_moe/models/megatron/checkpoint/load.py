@@ -34,7 +34,7 @@ from megatron.core.models.gpt import GPTModel
 
 
 def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer: bool) -> TrainerCounters | None:
-    """Fill model, optimizer, schedule and random states. Every rank calls it.
+    """Return the fill model, optimizer, schedule and random states. Every rank calls it.
 
     In another layout than the checkpoint's the random states stay: they belong to ranks.
 
@@ -60,7 +60,7 @@ def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer
 
 
 def load_model(chunks: Sequence[GPTModel], directory: Path) -> list[str]:
-    """Fill a model alone, before it has an optimizer. Every rank calls it.
+    """Return the fill a model alone, before it has an optimizer. Every rank calls it.
 
     An expert bias without a tensor in the checkpoint stays zero, and a value head unchanged.
 
@@ -106,7 +106,7 @@ def _load(wanted: dict[str, Any], directory: Path, index: Metadata) -> dict[str,
 
 
 def _damage_of_all_ranks(directory: Path, parts: PartsRead | None, *, has_failed: bool) -> list[str]:
-    """List damaged files, a line each, equal on every rank.
+    """Return the list damaged files, a line each, equal on every rank.
 
     Tensors were compared while they were read. Tensors that no rank has read, such as an optimizer's, do no harm.
     Everything is compared after a failure, to name all damage, and where a rank has read what `files.json` does not

@@ -39,7 +39,7 @@ _MASTER = "fp32_param"
 
 
 def ensure_state(optimizer: MegatronOptimizer) -> None:
-    """Makes the state of an optimizer that has not taken a step: moments of zero, and torch's count of updates."""
+    """Make the state of an optimizer that has not taken a step: moments of zero, and torch's count of updates."""
     for part in optimizer_parts(optimizer):
         make_state(part)
 
@@ -88,7 +88,7 @@ def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: Mapping[s
 
 
 def put_back(optimizer: MegatronOptimizer, loaded: Sequence[dict[str, Any]]) -> None:
-    """Fills the optimizer with tensors that were read under the names of `sharded_optimizer_state`."""
+    """Fill the optimizer with tensors that were read under the names of `sharded_optimizer_state`."""
     for part, state in zip(optimizer_parts(optimizer), loaded, strict=True):
         if isinstance(part, DistributedOptimizer):
             _put_back_distributed(part, state)
@@ -99,7 +99,7 @@ def put_back(optimizer: MegatronOptimizer, loaded: Sequence[dict[str, Any]]) -> 
 
 
 def _sharded_of_distributed(part: Any, model_state: Mapping[str, Sharded]) -> dict[str, Any]:
-    """Keys are `{index of the parameter}.{kind of tensor}.{number of the piece}`."""
+    """Return the keys are `{index of the parameter}.{kind of tensor}.{number of the piece}`."""
     by_parameter = {id(sharded.data): sharded for sharded in model_state.values()}
     return {
         f"{index}.{kind}.{number}": piece
@@ -134,7 +134,9 @@ def _numbered(name: str, among: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _ranges_of_distributed(part: Any) -> Iterator[tuple[Tensor, int]]:
-    """The model's parameters that this rank updates a range of, with its beginning, as Megatron-Core counts them."""
+    """Yield the model's parameters that this rank updates a range of, with its beginning, as Megatron-Core counts
+    them.
+    """
     for dtypes in part.gbuf_ranges:
         for buckets in dtypes.values():
             for bucket in buckets:
@@ -162,7 +164,7 @@ def _sharded_of_plain(part: Any, model_state: Mapping[str, Sharded]) -> dict[str
 
 
 def _tensors_of_plain(part: Any) -> Iterator[tuple[str, Tensor, str, Tensor]]:
-    """A name, the model's parameter, the kind of tensor, and the tensor itself."""
+    """Yield a name, the model's parameter, the kind of tensor, and the tensor itself."""
     for index, (parameter, main) in enumerate(_main_parameters(part)):
         state = part.optimizer.state[main]
         for kind in MOMENTS:
@@ -172,7 +174,7 @@ def _tensors_of_plain(part: Any) -> Iterator[tuple[str, Tensor, str, Tensor]]:
 
 
 def _main_parameters(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter of the model with the one that the optimizer updates in its place."""
+    """Yield each parameter of the model with the one that the optimizer updates in its place."""
     if not isinstance(part, Float16OptimizerWithFloat16Params):
         for group in part.optimizer.param_groups:
             yield from ((parameter, parameter) for parameter in group["params"])

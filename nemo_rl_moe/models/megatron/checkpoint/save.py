@@ -54,11 +54,11 @@ class _SnapshotWriter(FileSystemWriterAsync):
         self.parts: dict[str, list[Part]] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Skip the original, which makes a missing folder and writes there what no other rank will find."""
+        """Return the skip the original, which makes a missing folder and writes there what no other rank will find."""
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Takes the snapshot: copies on the host."""
+        """Take the snapshot: copies on the host."""
         assert all(item.type != WriteItemType.BYTE_IO for item in plan.items)  # tensors alone, never pickled objects
         self._file_name = f"{plan.storage_data.prefix}0.distcp"
         tensors: list[Any] = [planner.resolve_data(item) for item in plan.items]
@@ -67,7 +67,7 @@ class _SnapshotWriter(FileSystemWriterAsync):
         self._snapshot = list(zip(plan.items, tensors, strict=True))
 
     def write(self) -> list[WriteResult]:
-        """Write this rank's file, and release the copies."""
+        """Return the write this rank's file, and release the copies."""
         snapshot, self._snapshot = self._snapshot, []
         if not snapshot:
             return []
@@ -115,7 +115,7 @@ class CheckpointWrite:
         self._thread.join()
 
     def finish(self) -> str | None:
-        """Write the index of all parts, on the first rank, waiting for all. Every rank calls it.
+        """Return the write the index of all parts, on the first rank, waiting for all. Every rank calls it.
 
         Returns:
             Problems of any rank, equal on all; None when the checkpoint is complete.
@@ -132,7 +132,9 @@ class CheckpointWrite:
         return outcome[0]
 
     def _complete(self, results: list[list[WriteResult]], files: dict[str, list[Part]]) -> str | None:
-        """Write index and checksums, if the first rank finds the parts of all ranks. Return the problem, or None."""
+        """Return the write index and checksums, if the first rank finds the parts of all ranks. Return the problem, or
+        None.
+        """
         try:
             problem = _torn_part(self._directory, results)
             if problem is None:
@@ -177,7 +179,7 @@ def _torn_part(directory: Path, results: list[list[WriteResult]]) -> str | None:
 
 
 def _copy(tensor: Any) -> Any:
-    """A copy on the host."""
+    """Return a copy on the host."""
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -192,7 +194,7 @@ def _text(error: BaseException) -> str:
 
 
 def start_write(contents: dict[str, Any], directory: Path, *, snapshot: bool = True) -> CheckpointWrite:
-    """Take the snapshot and begin to write it. Every rank calls it; training may go on when it returns.
+    """Return the take the snapshot and begin to write it. Every rank calls it; training may go on when it returns.
 
     Args:
         contents: From `sharded_contents`.

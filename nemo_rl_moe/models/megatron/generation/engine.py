@@ -181,7 +181,7 @@ class MegatronGenerator:
     def generate(
         self, request: GenerationBatch, *, weight_version: int, max_batch_size: int | None = None
     ) -> list[GeneratedSequence]:
-        """Generate one response for each prompt, in the order of the prompts.
+        """Return the generate one response for each prompt, in the order of the prompts.
 
         Every rank of the job calls it: those of one data-parallel rank with the same request, which may be empty. It
         leaves the model in evaluation mode, and everything else as it was.
@@ -214,7 +214,7 @@ class MegatronGenerator:
     def _run(
         self, request: GenerationBatch, batch: Sequence[int], stop: StopCondition
     ) -> tuple[Responses, CapturedRoutes | None]:
-        """Generate responses to some prompts together, with the routed experts where they are captured."""
+        """Return the generate responses to some prompts together, with the routed experts where they are captured."""
         parameters = request.sampling
         plan = plan_slots(
             [request.prompts[index] for index in batch],
@@ -283,7 +283,7 @@ class MegatronGenerator:
 
 
 def _batches(request: GenerationBatch, max_batch_size: int | None) -> list[list[int]]:
-    """Batches of prompts of similar length, the longest first."""
+    """Return the batches of prompts of similar length, the longest first."""
     order = sorted(range(len(request.prompts)), key=lambda index: -len(request.prompts[index]))
     size = max_batch_size or max(len(order), 1)
     return [order[first : first + size] for first in range(0, len(order), size)]

@@ -34,7 +34,7 @@ class StockInferenceContext(StaticInferenceContext):
     """Megatron-Core's key-value cache, from which rows can be dropped."""
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drops all other rows of the batch."""
+        """Drop all other rows of the batch."""
         memory = self.key_value_memory_dict
         for layer_number, tensors in memory.items():
             memory[layer_number] = tuple(tensor.index_select(1, rows) for tensor in tensors)
@@ -128,7 +128,7 @@ class ForwardPasses:
         num_pads: Int[Tensor, " rows"] | None,
         model_inputs: Sequence[Mapping[str, ModelInput]] = (),
     ) -> CachedBatch:
-        """Make a batch with an empty key-value cache.
+        """Return the make a batch with an empty key-value cache.
 
         Args:
             num_slots: Tokens of each row.
@@ -156,7 +156,7 @@ class ForwardPasses:
     def logits(
         self, token_ids: Int[Tensor, "rows columns"], batch: CachedBatch
     ) -> Float[Tensor, "rows vocabulary"] | None:
-        """Put the next tokens into the cache and compute logits.
+        """Return the put the next tokens into the cache and compute logits.
 
         Returns:
             Logits of the last column over the real vocabulary, on the last pipeline stage; None elsewhere.

@@ -39,7 +39,7 @@ class DeepLayer(TransformerLayer):
 
 
 def use_deep_layers(block: TransformerBlockSubmodules, num_layers: int) -> TransformerBlockSubmodules:
-    """A copy of the layer specs of a model's first block with so many deep layers at its beginning."""
+    """Return a copy of the layer specs of a model's first block with so many deep layers at its beginning."""
     first, others = block.layer_specs[:num_layers], block.layer_specs[num_layers:]
     return dataclasses.replace(block, layer_specs=[*map(_deep, first), *others])
 

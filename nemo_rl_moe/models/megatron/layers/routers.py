@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def group_limited_topk(
     scores: Tensor, topk: int, num_groups: int, group_topk: int, best_of_group: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute group-limited top-k (DeepSeek-V2 and V3): the best groups of experts, then their best experts.
+    """Return the compute group-limited top-k (DeepSeek-V2 and V3): the best groups of experts, then their best experts.
 
     Args:
         scores: Selection scores, `[tokens, experts]`.
@@ -59,12 +59,14 @@ class GroupLimitedChoice:
         group_topk: int,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Top experts of each token, in place of `RouterReplay`'s: `[tokens, experts]` to twice `[tokens, topk]`."""
+        """Return the top experts of each token, in place of `RouterReplay`'s: `[tokens, experts]` to twice `[tokens,
+        topk]`.
+        """
         return group_limited_topk(scores, topk, num_groups, group_topk, self._best_of_group)
 
 
 def limit_groups(model: nn.Module) -> None:
-    """Gives every router with groups DeepSeek's group-limited top-k; replayed routing stays as recorded."""
+    """Give every router with groups DeepSeek's group-limited top-k; replayed routing stays as recorded."""
     for router in model.modules():
         if not isinstance(router, TopKRouter) or not router.config.moe_router_group_topk:
             continue
@@ -78,7 +80,7 @@ def limit_groups(model: nn.Module) -> None:
 
 
 def _replay_or_choose(replay: Callable[..., Any], choice: GroupLimitedChoice, *arguments: Any) -> Any:
-    """Calls a `RouterReplay` with group-limited top-k as its default, which is the last of its arguments."""
+    """Call a `RouterReplay` with group-limited top-k as its default, which is the last of its arguments."""
     return replay(*arguments[:-1], choice.get_replay_topk)
 
 
@@ -100,7 +102,7 @@ def forced_routing_in_force(config: TransformerConfig) -> dict[str, Any]:
 
 
 def force_routing(chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
-    """Changes the routers' logits as the configuration says; does nothing in a real run."""
+    """Change the routers' logits as the configuration says; does nothing in a real run."""
     if hasattr(moe_utils, "RandomSTEShared"):
         # Megatron keeps the biases by layer number on a class, so that a second model would inherit the first one's.
         moe_utils.RandomSTEShared._cache.clear()
@@ -132,7 +134,7 @@ def _change_logits(router: Any, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _hot_rank(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """Raise the logits of one expert-parallel rank's experts above all others."""
+    """Return the raise the logits of one expert-parallel rank's experts above all others."""
     experts_of_rank = config.num_moe_experts // config.expert_model_parallel_size
     first = config.moe_router_force_hot_rank * experts_of_rank
 
@@ -206,18 +208,18 @@ class ExpertBias:
 
     @torch.no_grad()
     def start_step(self) -> None:
-        """Saves the bias that a step begins with, for `metrics`."""
+        """Save the bias that a step begins with, for `metrics`."""
         self._at_start = [router.expert_bias.clone() for router in self._routers]
         self._num_frozen.zero_()
 
     @torch.no_grad()
     def snapshot(self) -> None:
-        """Saves the bias; called before a step."""
+        """Save the bias; called before a step."""
         self._kept = [router.expert_bias.clone() for router in self._routers]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restores the saved bias."""
+        """Restore the saved bias."""
         for router, kept in zip(self._routers, self._kept, strict=True):
             router.expert_bias.copy_(kept)
 

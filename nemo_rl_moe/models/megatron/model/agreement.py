@@ -20,7 +20,7 @@ from nemo_rl_moe.models.safetensors_folder import one_line
 
 
 def union_of_ranks(mine: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the entries of all ranks, equal on every rank. Every rank calls it.
+    """Return the merge the entries of all ranks, equal on every rank. Every rank calls it.
 
     The ranks take turns, and each adds what is new: ranks that hold the same model would fill the memory of all, if
     each sent its names to each.
@@ -65,7 +65,7 @@ class SharedFailure:
             self.has_failed = True
 
     def none_failed(self, group: Any, device: torch.device) -> bool:
-        """Whether no rank of a group has failed; a collective of all of them."""
+        """Return the whether no rank of a group has failed; a collective of all of them."""
         failed = torch.tensor([self.has_failed], dtype=torch.uint8, device=device)
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
         self.has_failed = bool(failed.item())
@@ -91,7 +91,7 @@ class DamageSearch:
         self._thread.start()
 
     def of_all_ranks(self) -> list[str]:
-        """List damaged files, a line each, equal on every rank. Every rank calls it, and waits."""
+        """Return the list damaged files, a line each, equal on every rank. Every rank calls it, and waits."""
         self._thread.join()
         found: list[Any] = [None] * self._num_shares
         dist.all_gather_object(found, self._found)

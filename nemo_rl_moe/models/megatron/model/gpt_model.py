@@ -40,7 +40,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def padded_vocabulary_size(vocabulary_size: int, tensor_parallel_size: int) -> int:
-    """The vocabulary size rounded up so that every tensor-parallel rank holds as many rows."""
+    """Return the vocabulary size rounded up so that every tensor-parallel rank holds as many rows."""
     return -(-vocabulary_size // tensor_parallel_size) * tensor_parallel_size
 
 
@@ -83,7 +83,7 @@ class _PolicyOutput:
     model_columns: Mapping[str, Tensor] = MappingProxyType({})
 
     def forward(self, *args: Any, model_columns: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
-        """The chunk's forward pass, with the columns of its microbatch at hand."""
+        """Return the chunk's forward pass, with the columns of its microbatch at hand."""
         if not model_columns:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         self.model_columns = model_columns
@@ -93,7 +93,7 @@ class _PolicyOutput:
             self.model_columns = MappingProxyType({})
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Negative log-probability of each label, [batch, sequence]."""
+        """Return the negative log-probability of each label, [batch, sequence]."""
         logits = self.mask_logits(logits)
         if self.temperature != 1.0:
             # In float32, as generation does it: in bfloat16 the division alone is off by 0.02 nats a token.
@@ -119,7 +119,7 @@ class _PolicyOutput:
         return -found.logprobs
 
     def mask_logits(self, logits: Tensor) -> Tensor:
-        """Sets the logits of padded rows to the lowest number of their type; [..., local vocabulary]."""
+        """Set the logits of padded rows to the lowest number of their type; [..., local vocabulary]."""
         first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
         real_columns = self.real_vocabulary_size - first
         if real_columns >= logits.shape[-1]:
@@ -147,7 +147,7 @@ class FastVisionGPTModel(_PolicyOutput, VisionInput, FastGPTModel):
 def build_model_chunks(
     policy: PolicyConfig, config: TransformerConfig, hf_config: Any, heads: Collection[Head] = (Head.LOGPROBS,)
 ) -> list[GPTModel]:
-    """Build this rank's model chunks (one for each virtual pipeline stage), without weights."""
+    """Return the build this rank's model chunks (one for each virtual pipeline stage), without weights."""
     correct_expert_bias_with_padding()
     virtual_stages = config.virtual_pipeline_model_parallel_size
     chunks = []
@@ -169,7 +169,7 @@ def build_model_chunks(
 
 
 def freeze_routers(model: torch.nn.Module) -> None:
-    """Takes the routers' weights out of training."""
+    """Take the routers' weights out of training."""
     for name, parameter in model.named_parameters():
         if ".router." in name:
             parameter.requires_grad_(False)

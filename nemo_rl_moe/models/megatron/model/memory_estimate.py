@@ -61,7 +61,7 @@ class _Cut:
 
 
 def whole_model_parameters(config: TransformerConfig, hf_config: Any) -> int:
-    """Parameters of the whole model, without padding of the vocabulary; tied embeddings count once."""
+    """Return the parameters of the whole model, without padding of the vocabulary; tied embeddings count once."""
     layers = sum(_layer(config, hf_config, index, _Cut(), False).total for index in range(config.num_layers))
     embeddings = hf_config.vocab_size * config.hidden_size * (1 if hf_config.tie_word_embeddings else 2)
     return int(layers + embeddings + config.hidden_size + sum(vision_parameters(hf_config)))
@@ -121,7 +121,7 @@ def rank_parameters(
 
 
 def _vision(hf_config: Any, freeze: FreezeConfig | None) -> Parameters:
-    """Tower and projector, whole on every rank of the first stage."""
+    """Return the tower and projector, whole on every rank of the first stage."""
     are_frozen = (False, False) if freeze is None else (freeze.vision_tower, freeze.projector)
     parts = zip(vision_parameters(hf_config), are_frozen, strict=True)
     found = [Parameters(frozen=size) if is_frozen else Parameters(dense=size) for size, is_frozen in parts]
@@ -147,7 +147,9 @@ def _layer(config: TransformerConfig, hf_config: Any, index: int, cut: _Cut, rou
 
 
 def _attention(config: TransformerConfig, tensor: int) -> int:
-    """Query, key, value and output matrices, and the layer's two norms; of latent attention, those of latents too."""
+    """Return the query, key, value and output matrices, and the layer's two norms; of latent attention, those of
+    latents too.
+    """
     if config.multi_latent_attention:
         return _latent_attention(config, tensor)
     queries = config.num_attention_heads * config.kv_channels
@@ -157,7 +159,9 @@ def _attention(config: TransformerConfig, tensor: int) -> int:
 
 
 def _query_and_key_norms(config: TransformerConfig, hf_config: Any) -> int:
-    """Weights of the norms of queries and keys, whole on every rank: of one head, or in some families of all heads."""
+    """Return the weights of the norms of queries and keys, whole on every rank: of one head, or in some families of
+    all heads.
+    """
     if not config.qk_layernorm or config.multi_latent_attention:
         return 0
     of_all_heads = family_of(hf_config).normalizes_all_heads
@@ -166,7 +170,7 @@ def _query_and_key_norms(config: TransformerConfig, hf_config: Any) -> int:
 
 
 def _attention_vectors(config: TransformerConfig, tensor: int) -> int:
-    """Biases and sinks."""
+    """Return the biases and sinks."""
     keys = config.num_query_groups * config.kv_channels
     queries = config.num_attention_heads * config.kv_channels
     mixed = (queries + 2 * keys) // tensor if config.add_bias_linear or config.add_qkv_bias else 0
@@ -176,7 +180,7 @@ def _attention_vectors(config: TransformerConfig, tensor: int) -> int:
 
 
 def _latent_attention(config: TransformerConfig, tensor: int) -> int:
-    """Parameters of latent attention; the projections down to the latents are whole on every rank."""
+    """Return the parameters of latent attention; the projections down to the latents are whole on every rank."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
     whole = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim) + config.kv_lora_rank + 2 * hidden
@@ -189,7 +193,9 @@ def _latent_attention(config: TransformerConfig, tensor: int) -> int:
 
 
 def _shared_experts(config: TransformerConfig, tensor: int) -> int:
-    """Parameters of an MoE layer that all tokens pass besides its router: shared experts, latent projections."""
+    """Return the parameters of an MoE layer that all tokens pass besides its router: shared experts, latent
+    projections.
+    """
     projections = 2 * config.hidden_size * (config.moe_latent_size or 0)
     if config.moe_shared_expert_intermediate_size is None:
         return int(projections)
@@ -205,7 +211,7 @@ def _routed_expert(config: TransformerConfig) -> int:
 
 
 def _gated_mlp(size: int, intermediate_size: int) -> int:
-    """Gate, up and down projections."""
+    """Return the gate, up and down projections."""
     return 3 * size * intermediate_size
 
 
@@ -282,7 +288,7 @@ class WorkerMemory:
 
 
 def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> WorkerMemory:
-    """Estimate the memory of each worker of a pipeline stage."""
+    """Return the estimate the memory of each worker of a pipeline stage."""
     megatron, generates = config.policy.megatron_cfg, generating(config.policy)
     parallel = megatron.distributed_data_parallel_config
     parameters = rank_parameters(
@@ -308,7 +314,7 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
 
 
 def _optimizer_memory(chosen: OptimizerConfig, updated: int, weight_bytes: int, gradient_bytes: int) -> OptimizerMemory:
-    """Estimate the memory of the optimizer.
+    """Return the estimate the memory of the optimizer.
 
     Args:
         updated: Parameters that this rank updates.
@@ -329,7 +335,7 @@ def _optimizer_memory(chosen: OptimizerConfig, updated: int, weight_bytes: int, 
 
 
 def expert_data_parallel_size(config: MasterConfig) -> int:
-    """Copies of the routed experts."""
+    """Return the copies of the routed experts."""
     megatron = config.policy.megatron_cfg
     of_one_copy = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     return config.cluster.world_size // (of_one_copy * megatron.pipeline_model_parallel_size)
@@ -382,7 +388,9 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
 
 
 def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
-    """Bytes on ranks of the first stage, each of which runs the whole tower; nothing is kept where it is frozen."""
+    """Return the bytes on ranks of the first stage, each of which runs the whole tower; nothing is kept where it is
+    frozen.
+    """
     vision = family_of(hf_config).vision
     if vision is None or stage > 0 or config.policy.freeze.vision_tower:
         return 0
@@ -391,7 +399,7 @@ def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_
 
 
 def _key_value_cache(config: MasterConfig, transformer: TransformerConfig, stage: int) -> int:
-    """Keys and values of every layer, for as many tokens as a sequence can have."""
+    """Return the keys and values of every layer, for as many tokens as a sequence can have."""
     num_layers = sum(len(chunk) for chunk in layers_of_chunks(transformer, stage))
     groups = transformer.num_query_groups // transformer.tensor_model_parallel_size
     # Latents are not what is kept, but the keys and values made of them.

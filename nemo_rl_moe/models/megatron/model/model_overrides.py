@@ -36,7 +36,7 @@ _ADAPTER = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 def read_overrides(values: Mapping[str, Any], of_the_model: Collection[str]) -> dict[str, Any]:
-    """Convert fields for the TransformerConfig: names of enumerations become their members.
+    """Return the convert fields for the TransformerConfig: names of enumerations become their members.
 
     Args:
         of_the_model: Fields that the model's `config.json` decides.
@@ -80,7 +80,7 @@ def _problems_with_name(name: str, of_the_model: Collection[str], hints: Mapping
 
 
 def _fits_in_yaml(hint: Any) -> bool:
-    """False for functions, number formats and other objects."""
+    """Return False for functions, number formats and other objects."""
     kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
     return not any(
         kind is torch.dtype or (not isinstance(kind, type) and "Callable" in str(kind)) or "ContextManager" in str(kind)

@@ -25,7 +25,7 @@ BACKLOG = 4096
 
 
 def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> TCPStore:
-    """Open the key-value store by which the ranks find each other, at MASTER_ADDR and MASTER_PORT.
+    """Return the open the key-value store by which the ranks find each other, at MASTER_ADDR and MASTER_PORT.
 
     Rank 0 serves it on that address alone: torch's own listens on all interfaces without credentials, so that strangers
     could read and write its keys. Under a launcher such as torchrun, the launcher's store is used.
@@ -150,12 +150,12 @@ def parallel_coordinates() -> ParallelCoordinates:
 
 
 def device() -> torch.device:
-    """The device that this rank computes on."""
+    """Return the device that this rank computes on."""
     return torch.device("cpu") if cpu_backend.ACTIVE else torch.device("cuda", torch.cuda.current_device())
 
 
 def destroy_parallel_state() -> None:
-    """Leaves all process groups."""
+    """Leave all process groups."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -38,7 +38,7 @@ def recorded_auxiliary_losses() -> dict[str, Tensor]:
 
 
 def clear_auxiliary_losses() -> None:
-    """Sets every recorded auxiliary loss of this rank back to zero."""
+    """Set every recorded auxiliary loss of this rank back to zero."""
     # 0.19 returns copies from its old functions, so the sums are cleared where they live.
     for values in recorded_auxiliary_losses().values():
         values.zero_()
@@ -46,12 +46,12 @@ def clear_auxiliary_losses() -> None:
 
 @functools.cache
 def transformer_config_fields() -> frozenset[str]:
-    """Names of the fields that this version's TransformerConfig has."""
+    """Return the names of the fields that this version's TransformerConfig has."""
     return frozenset(field.name for field in dataclasses.fields(TransformerConfig))
 
 
 def is_routed_expert(parameter_name: str) -> bool:
-    """True for the weights of routed experts, False for shared experts and everything else."""
+    """Return True for the weights of routed experts, False for shared experts and everything else."""
     return ".mlp.experts." in f".{parameter_name}"
 
 
@@ -114,7 +114,7 @@ def correct_expert_bias_with_padding() -> None:
 
 
 def needs_padding_mask(config: TransformerConfig) -> bool:
-    """Whether a microbatch needs a padding mask even without padding.
+    """Return the whether a microbatch needs a padding mask even without padding.
 
     Without a mask the router takes its own number of tokens times the number of ranks for that of all ranks. The
     global-batch loss spans the data-parallel ranks, whose microbatches differ in size.

@@ -87,7 +87,7 @@ def _source_in_model(field: str | None, family: str, hf_config: Any, config_json
 
 
 def _is_in_file(field: str, hf_config: Any, config_json: _CONFIG_DICT) -> bool:
-    """True where the file has a field, also under another name that transformers knows for it."""
+    """Return True where the file has a field, also under another name that transformers knows for it."""
     other_names: Mapping[str, str] = hf_config.attribute_map
     names = {field, other_names.get(field), *(new for new, old in other_names.items() if old == field)}
     return any(name in config_json for name in names if name is not None)

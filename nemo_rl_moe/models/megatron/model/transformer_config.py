@@ -38,7 +38,9 @@ AUXILIARY_LOSSES = (*_NAME_OF_BALANCING_TYPE.values(), Z_LOSS)
 
 
 def auxiliary_loss_names(config: TransformerConfig) -> list[str]:
-    """The losses that this model's routers record, in a fixed order; by the configuration, so equal on all ranks."""
+    """Return the losses that this model's routers record, in a fixed order; by the configuration, so equal on all
+    ranks.
+    """
     types, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(types, str):
         types, coefficients = [types], [coefficients]
@@ -48,7 +50,7 @@ def auxiliary_loss_names(config: TransformerConfig) -> list[str]:
 
 
 def layers_of_stages(config: TransformerConfig) -> list[int]:
-    """Number of decoder layers of each pipeline stage, as Megatron-Core deals them out."""
+    """Return the number of decoder layers of each pipeline stage, as Megatron-Core deals them out."""
     stages = config.pipeline_model_parallel_size
     ends = {0: config.num_layers_in_first_pipeline_stage, stages - 1: config.num_layers_in_last_pipeline_stage}
     given = {stage: layers for stage, layers in ends.items() if layers is not None}
@@ -65,7 +67,7 @@ def attention_windows(config: TransformerConfig) -> list[int | None]:
 
 
 def layers_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[range]:
-    """Global 0-based indices of the decoder layers of each model chunk of a pipeline stage."""
+    """Return the global 0-based indices of the decoder layers of each model chunk of a pipeline stage."""
     chunks = config.virtual_pipeline_model_parallel_size or 1
     layers_of_chunk = [layers // chunks for layers in layers_of_stages(config)]
     before = sum(layers_of_chunk[:pipeline_rank])
@@ -75,7 +77,7 @@ def layers_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[rang
 
 
 def moe_positions_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[list[int]]:
-    """Positions in `moe_layer_indices` of the MoE layers of each model chunk of a pipeline stage."""
+    """Return the positions in `moe_layer_indices` of the MoE layers of each model chunk of a pipeline stage."""
     positions = {index: position for position, index in enumerate(moe_layer_indices(config))}
     return [[positions[i] for i in layers if i in positions] for layers in layers_of_chunks(config, pipeline_rank)]
 
@@ -94,7 +96,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def has_transformer_engine() -> bool:
-    """True where Transformer Engine is installed and there is an accelerator to run it on."""
+    """Return True where Transformer Engine is installed and there is an accelerator to run it on."""
     return not cpu_backend.ACTIVE and importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -118,7 +120,7 @@ def require_transformer_engine() -> None:
 
 
 def _transformer_engine_version() -> tuple[int, ...]:
-    """First two numbers of the release of Transformer Engine; zeros where its package does not say."""
+    """Return the first two numbers of the release of Transformer Engine; zeros where its package does not say."""
     try:
         found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("transformer-engine"))
     except importlib.metadata.PackageNotFoundError:  # built from its sources, without a package
@@ -131,7 +133,7 @@ FIRST_ENGINE_WITH_PACKED_SINKS = (2, 12)
 
 
 def use_transformer_engine(policy: PolicyConfig) -> bool:
-    """True where this policy's layers are Transformer Engine's."""
+    """Return True where this policy's layers are Transformer Engine's."""
     return policy.megatron_cfg.layer_spec == "auto" and has_transformer_engine()
 
 
@@ -151,7 +153,7 @@ def _layout_fields(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
-    """Fields that choose implementations, by what this machine has."""
+    """Return the fields that choose implementations, by what this machine has."""
     dtype = DTYPES[policy.precision]
     fused = use_transformer_engine(policy)
     return {
@@ -181,7 +183,8 @@ def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> TransformerConfig:
-    """Build the effective TransformerConfig: the model's fields, then the machine's, then the user's `moe_*` fields.
+    """Return the build the effective TransformerConfig: the model's fields, then the machine's, then the user's
+    `moe_*` fields.
 
     Raises:
         ConfigurationError: The family or a field is unsupported, or Megatron-Core refuses the combination.
@@ -302,7 +305,9 @@ def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str
 
 
 def _problems_with_packed_sinks(policy: PolicyConfig) -> list[str]:
-    """Packed sequences with attention sinks, for which older releases of Transformer Engine have no kernel at all."""
+    """Return the packed sequences with attention sinks, for which older releases of Transformer Engine have no kernel
+    at all.
+    """
     found, first = _transformer_engine_version(), FIRST_ENGINE_WITH_PACKED_SINKS
     # A release that does not tell its number may be any.
     is_too_old = use_transformer_engine(policy) and (0, 0) < found < first
@@ -433,7 +438,7 @@ def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> 
 
 
 def _problems_with_groups(fields: dict[str, Any]) -> list[str]:
-    """Kernels that choose groups of experts as Megatron-Core does, where the model means another choice."""
+    """Return the kernels that choose groups of experts as Megatron-Core does, where the model means another choice."""
     if not fields.get("moe_router_fusion") or not fields["moe_router_group_topk"]:
         return []
     return [
@@ -458,7 +463,9 @@ def _problems_without_experts(policy: PolicyConfig) -> list[str]:
 
 
 def effective_moe_configuration(config: TransformerConfig) -> dict[str, Any]:
-    """The router and expert settings that are really in force, whoever set them; empty for a model without experts."""
+    """Return the router and expert settings that are really in force, whoever set them; empty for a model without
+    experts.
+    """
     if config.num_moe_experts is None:
         return {}
     names = [

@@ -52,7 +52,7 @@ class MultimodalRotary(torch.nn.Module):
     def forward(
         self, position_ids: Int[Tensor, "3 rows columns"], mrope_section: Any = None, **others: Any
     ) -> Float[Tensor, "columns rows 1 head"]:
-        """The angles, as Megatron-Core's attention takes them."""
+        """Return the angles, as Megatron-Core's attention takes them."""
         del mrope_section, others
         if self.inv_freq.device != position_ids.device:
             self.inv_freq, self._axis = (
@@ -128,7 +128,7 @@ class VisionInput:
         return found
 
     def image_features(self, columns: Mapping[str, Tensor]) -> TowerOutput | None:
-        """Compute the output of tower and projector, one row an image token; repeated images run once.
+        """Return the compute the output of tower and projector, one row an image token; repeated images run once.
 
         Args:
             columns: The microbatch's; sizes and digests on the host, pixels of each distinct image once.
@@ -182,7 +182,7 @@ class VisionInput:
 def placed(
     hidden: Float[Tensor, "columns rows hidden"], is_image: Tensor, features: Float[Tensor, "tokens hidden"]
 ) -> Float[Tensor, "columns rows hidden"]:
-    """Replace the hidden states of image tokens by features, row after row.
+    """Return the replace the hidden states of image tokens by features, row after row.
 
     No host sync: what is chosen depends on no number on the device.
 
@@ -294,7 +294,9 @@ _counted: dict[str, Any] = {}
 
 
 def vision_parameters(hf_config: Any) -> tuple[int, int]:
-    """Parameters of tower and of projector, which every rank of the first stage holds; 0 of a model of text alone."""
+    """Return the parameters of tower and of projector, which every rank of the first stage holds; 0 of a model of text
+    alone.
+    """
     if family_of(hf_config).vision is None:
         return 0, 0
     key = repr((sorted(vars(hf_config.vision_config).items(), key=str), hf_config.hidden_size))

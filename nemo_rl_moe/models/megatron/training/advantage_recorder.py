@@ -122,12 +122,12 @@ class AdvantageRecorder(StepObserver):
         return [counts, torch.from_numpy(facts)]
 
     def _new_counts(self, num_rows: int) -> Int[Tensor, "rows layers experts"]:
-        """Zeros for so many sequences, and a row for tokens that do not count."""
+        """Return the zeros for so many sequences, and a row for tokens that do not count."""
         shape = (num_rows + 1, len(self._layers), int(self._config.num_moe_experts or 0))
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
     def _add_indices(self, rows: Int[Tensor, " tokens"]) -> None:
-        """Adds the calls of all layers at once: on small models each operation takes its time."""
+        """Add the calls of all layers at once: on small models each operation takes its time."""
         positions = tuple(self._indices)
         if not positions:
             return
@@ -152,7 +152,8 @@ class AdvantageRecorder(StepObserver):
 def rows_of_tokens(
     microbatch: ModelMicrobatch, first_row: int, other_row: int, cut: SequenceCut
 ) -> Int[Tensor, " tokens"]:
-    """Row of each token in the routers' order: that of its sequence where a trained token is predicted from it.
+    """Return the row of each token in the routers' order: that of its sequence where a trained token is predicted from
+    it.
 
     Args:
         first_row: Row of its first sequence.

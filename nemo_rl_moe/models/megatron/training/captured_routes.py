@@ -38,7 +38,7 @@ class StagesOfLayers:
         self._tells = parallel_state.get_tensor_and_context_parallel_group().rank() == 0
 
     def gather(self, routes: Int[Tensor, "... moe_layers topk"]) -> None:
-        """Fills in, on the last stage's reporting rank, the layers of all stages. Every rank calls it."""
+        """Fill in, on the last stage's reporting rank, the layers of all stages. Every rank calls it."""
         last = self._group.size() - 1
         if last == 0 or not self._tells:
             return
@@ -131,7 +131,7 @@ class CapturedRoutes:
         first_slots: Int[np.ndarray, " rows"],
         num_fed: Int[np.ndarray, " rows"],
     ) -> Int[np.ndarray, " tokens"]:
-        """Places of the sequences' tokens, one sequence after another, among all that were captured."""
+        """Return the places of the sequences' tokens, one sequence after another, among all that were captured."""
         sizes = [len(each) for each in self._rows_of_slots]
         position = np.repeat(np.arange(len(sizes)), sizes) - first_slots[rows]
         fed = np.flatnonzero((position >= 0) & (position < num_fed[rows]))
@@ -142,8 +142,8 @@ class CapturedRoutes:
 def _in_order(
     routes: Int[np.ndarray, "moe_layers captured topk"], order: Int[np.ndarray, " tokens"]
 ) -> Int[np.ndarray, "tokens moe_layers topk"]:
-    """Routes of some tokens, token by token. By numpy and as one item for each token in a layer: experts one by one,
-    or a tensor for each of hundreds of short sequences, take several times as long."""
+    """Return the routes of some tokens, token by token. By numpy and as one item for each token in a layer: experts
+    one by one, or a tensor for each of hundreds of short sequences, take several times as long."""
     layers, _, topk = routes.shape
     items = routes.view(np.dtype((np.void, topk * routes.itemsize)))[..., 0]
     return items.T[order].view(routes.dtype).reshape(len(order), layers, topk)
@@ -155,7 +155,8 @@ def routes_of_microbatch(
     stages: StagesOfLayers,
     cut: SequenceCut,
 ) -> list[Int[np.ndarray, "tokens moe_layers topk"]]:
-    """Routes of the tokens of each sequence of a microbatch but its last one, which no engine feeds to its model.
+    """Return the routes of the tokens of each sequence of a microbatch but its last one, which no engine feeds to its
+    model.
 
     The rank that reports gets all layers and tokens. Every rank calls it.
 

@@ -59,7 +59,7 @@ def statistics_of_heads(
     temperature: float,
     heads: Collection[Head],
 ) -> TokenStatistics:
-    """Compute the heads that are asked for from the final norm's output."""
+    """Return the compute the heads that are asked for from the final norm's output."""
     values = model.value_head(hidden_states) if Head.VALUE in heads else None
     if values is not None and Head.LOGPROBS not in heads:
         return TokenStatistics.of_values(values)
@@ -75,7 +75,7 @@ def chunked_token_statistics(
     *,
     with_entropy: bool = False,
 ) -> TokenStatistics:
-    """Statistics of each target, differentiable in hidden states and the output layer's weight.
+    """Return the statistics of each target, differentiable in hidden states and the output layer's weight.
 
     Args:
         model: The GPTModel chunk that holds the output layer; its `logprob_chunk_size` tokens have logits at a time.
@@ -123,12 +123,12 @@ class _Head:
     with_entropy: bool
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
-        """The chunks of so many tokens."""
+        """Yield the chunks of so many tokens."""
         for start in range(0, num_tokens, self.tokens_at_once):
             yield slice(start, start + self.tokens_at_once)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Logits of a chunk, in float32 at least; nobody else has them."""
+        """Return the logits of a chunk, in float32 at least; nobody else has them."""
         logits = self.mask_logits(torch.nn.functional.linear(hidden, weight))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
@@ -167,7 +167,7 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(
         ctx: Any, of_logprobs: Tensor | None, _: None, of_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """Gradients of hidden states, this rank's part of them, and of the weight."""
+        """Return the gradients of hidden states, this rank's part of them, and of the weight."""
         head: _Head = ctx.head
         hidden, weight, labels, log_totals, entropy = ctx.saved_tensors
         of_logprobs = torch.zeros_like(log_totals) if of_logprobs is None else of_logprobs
@@ -201,7 +201,7 @@ def _gradient_of_logits(
     of_entropy: Float[Tensor, " tokens"] | None,
     entropy: Float[Tensor, " tokens"] | None,
 ) -> Float[Tensor, "tokens local_vocabulary"]:
-    """Gradient of the undivided logits; the log-probabilities are used up."""
+    """Return the gradient of the undivided logits; the log-probabilities are used up."""
     of_logprobs = of_logprobs / head.temperature
     if of_entropy is None or entropy is None:
         gradient = log_probabilities.exp_().mul_(-of_logprobs[:, None])

@@ -48,7 +48,7 @@ def place_of_rank() -> ContextPlace:
 
 
 def zigzag_columns(segments: Sequence[int], num_ranks: int) -> Int[Tensor, "ranks local_columns"]:
-    """Columns that each rank holds of a row, in the order in which it holds them.
+    """Return the columns that each rank holds of a row, in the order in which it holds them.
 
     Args:
         segments: Columns of what is cut by itself, one behind the other: a whole row, or the sequences packed in it.
@@ -85,7 +85,7 @@ class ContextCut:
 
     @staticmethod
     def of(segments: Sequence[int], place: ContextPlace) -> "ContextCut | None":
-        """The cut of a row that consists of these segments, on the host; None where one rank holds all of it."""
+        """Return the cut of a row that consists of these segments, on the host; None where one rank holds all of it."""
         if place.size == 1:
             return None
         columns = zigzag_columns(segments, place.size)
@@ -104,7 +104,7 @@ class ContextCut:
         return values.index_select(1, self.held)
 
     def whole(self, values: Shaped[Tensor, "rows local_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:
-        """Join the columns of all ranks, every one of which calls it, into whole rows.
+        """Return the join the columns of all ranks, every one of which calls it, into whole rows.
 
         All ranks go on with the same rows, so that each has the whole gradient of its own columns: in the backward pass
         it takes these, and nothing is sent.

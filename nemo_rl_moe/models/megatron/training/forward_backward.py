@@ -101,7 +101,7 @@ class ForwardBackward:
         return self._run_forward(chunks, shard.microbatches, measure, needs_of(loss_function))
 
     def logprobs(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Forward passes only.
+        """Return the forward passes only.
 
         Returns:
             For each microbatch, the log-probability of every token given those before it, `[sequences, longest]`; 0 for
@@ -301,7 +301,7 @@ def _loss_inputs(shard: GlobalBatchShard, microbatch: ModelMicrobatch, statistic
 
 
 def metrics_to_host(results: Sequence[MicrobatchMetrics]) -> dict[str, tuple[list[float], Reduction]]:
-    """Copies the metrics of all microbatches to the host, in one copy."""
+    """Copy the metrics of all microbatches to the host, in one copy."""
     if not results:
         return {}
     names = list(results[0])

@@ -133,7 +133,7 @@ class _RouterTap:
         router.attach_and_log_load_balancing_loss = partial(self._attach, attach)
 
     def forget(self) -> None:
-        """Lets go of the last forward pass, which would keep its graph alive."""
+        """Let go of the last forward pass, which would keep its graph alive."""
         self._inputs = self._logits = None
 
     def _gating(self, gating: Callable[..., Tensor], inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -163,7 +163,7 @@ class _RouterTap:
         return attached
 
     def _take(self, source: str, attached: Tensor) -> None:
-        """Adds the gradient of the loss that `MoEAuxLossAutoScaler` has just tied to a tensor, still unscaled."""
+        """Add the gradient of the loss that `MoEAuxLossAutoScaler` has just tied to a tensor, still unscaled."""
         assert self._logits is not None
         assert self._inputs is not None
         (loss,) = attached.grad_fn.saved_tensors  # type: ignore[union-attr]

@@ -46,7 +46,7 @@ class HostState:
 
     @torch.no_grad()
     def leave(self) -> int:
-        """Move the state to the host and free the gradients' buffers.
+        """Return the move the state to the host and free the gradients' buffers.
 
         Returns:
             Bytes that the device has no longer; 0 where they are away already.
@@ -70,7 +70,7 @@ class HostState:
 
     @torch.no_grad()
     def come_back(self) -> None:
-        """Moves the state back to the device, and makes gradients' buffers of zeros; nothing where it is there."""
+        """Move the state back to the device, and makes gradients' buffers of zeros; nothing where it is there."""
         if not self.is_away:
             return
         for tensor, host in zip(self._moved, self._on_host, strict=True):
@@ -82,7 +82,7 @@ class HostState:
         self.is_away = False
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Masters and moments on the device, each once; weights that the optimizer updates in place stay."""
+        """Yield the masters and moments on the device, each once; weights that the optimizer updates in place stay."""
         seen = {tensor.untyped_storage().data_ptr() for tensor in self._model}
         for part in optimizer_parts(self._optimizer):
             for inner in device_optimizers(part):
@@ -101,7 +101,7 @@ class HostState:
 
 
 def _host_tensors(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
-    """Tensors of the same shapes and formats in the host's memory, many to an allocation."""
+    """Return the tensors of the same shapes and formats in the host's memory, many to an allocation."""
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     left = sum(sizes)
     slab, offset = torch.empty(0, dtype=torch.uint8), 0

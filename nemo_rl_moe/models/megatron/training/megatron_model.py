@@ -94,7 +94,7 @@ class MegatronModel:
         return any(hasattr(chunk, "vision") for chunk in self.chunks)
 
     def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
-        """Forward passes only. Returns the loss function's metrics of this rank's microbatches."""
+        """Return the forward passes only. Returns the loss function's metrics of this rank's microbatches."""
         self._evaluation_mode()
         with torch.no_grad():
             results = self._forward_backward.evaluate(self.modules, shard, loss_function)
@@ -127,8 +127,8 @@ class MegatronModel:
     def logprobs_and_routes(
         self, microbatches: Sequence[TokenBatch]
     ) -> tuple[list[torch.Tensor], list[Int[np.ndarray, "tokens moe_layers topk"]]]:
-        """Compute `logprobs`, and the routed experts of each sequence, microbatch after microbatch; of the ranks that
-        report.
+        """Return the compute `logprobs`, and the routed experts of each sequence, microbatch after microbatch; of the
+        ranks that report.
 
         The model has MoE layers, and the configuration asks for a tape.
         """
@@ -144,8 +144,8 @@ class MegatronModel:
         return found, routes if self.coordinates.reports_loss else []
 
     def compare_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], LedgerTotals]:
-        """Compute `logprobs` with the routers' own experts, and their agreement with the captured routes; every rank
-        calls it.
+        """Return the compute `logprobs` with the routers' own experts, and their agreement with the captured routes;
+        every rank calls it.
 
         The model has MoE layers, and the configuration asks for a tape.
         """
@@ -154,12 +154,14 @@ class MegatronModel:
             return self.logprobs(microbatches), totals()
 
     def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
-        """Responses to this data-parallel rank's prompts; empty where no loss is computed. Every rank calls it."""
+        """Return the responses to this data-parallel rank's prompts; empty where no loss is computed. Every rank calls
+        it.
+        """
         self._evaluation_mode()
         return self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)
 
     def send_weights(self, transfer: TransportSpec, *, altered: bool = False) -> int:
-        """Send this rank's part of the weights to the workers of a generation engine. Every rank calls it.
+        """Return the send this rank's part of the weights to the workers of a generation engine. Every rank calls it.
 
         Args:
             altered: Send others in their place, of which every tensor differs.
@@ -195,7 +197,7 @@ class MegatronModel:
             torch.cuda.empty_cache()  # the engine's cache comes next
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
-        """Write the weights as a Hugging Face folder. Every rank calls it.
+        """Return the write the weights as a Hugging Face folder. Every rank calls it.
 
         Args:
             model_files: What lies beside the weights, file name to content.

@@ -60,15 +60,17 @@ class ModelMicrobatch:
         return self.input_ids.shape[1] if self.context is None else len(self.context.order)
 
     def part(self, values: Shaped[Tensor, "rows whole_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:
-        """Columns of whole rows that the model on this rank sees."""
+        """Return the columns of whole rows that the model on this rank sees."""
         return values if self.context is None else self.context.part(values)
 
     def whole(self, values: Shaped[Tensor, "rows columns ..."]) -> Shaped[Tensor, "rows whole_columns ..."]:
-        """Whole rows; with context parallelism all ranks that share them call it."""
+        """Return the whole rows; with context parallelism all ranks that share them call it."""
         return values if self.context is None else self.context.whole(values)
 
     def local_columns(self, columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Places of columns of the whole rows among those that the model on this rank sees; -1: not among them."""
+        """Return the places of columns of the whole rows among those that the model on this rank sees; -1: not among
+        them.
+        """
         return columns if self.context is None else self.context.local[columns]
 
     def at_tokens(
@@ -130,7 +132,7 @@ class MicrobatchShape:
 
 
 def common_shape(microbatches: Sequence[TokenBatch], shape: MicrobatchShape, *, packed: bool) -> MicrobatchShape:
-    """The one shape that fits all: pipeline stages exchange tensors of a fixed shape."""
+    """Return the one shape that fits all: pipeline stages exchange tensors of a fixed shape."""
     if packed:
         columns = max(sum(_segments(batch, shape.place)) for batch in microbatches)
         return replace(shape, rows=1, columns=columns)
@@ -142,7 +144,7 @@ def common_shape(microbatches: Sequence[TokenBatch], shape: MicrobatchShape, *, 
 
 
 def pad_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.device) -> ModelMicrobatch:
-    """One row a sequence, padded on the right."""
+    """Return one row a sequence, padded on the right."""
     rows = max(shape.rows, len(batch))
     columns = round_up(max(shape.columns, batch.input_ids.shape[1]), shape.column_multiple)
     input_ids = torch.zeros(rows, columns, dtype=torch.long)
@@ -170,7 +172,7 @@ def pad_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.devi
 
 
 def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.device) -> ModelMicrobatch:
-    """All sequences behind one another in one row; what pads the row is one more, unused sequence."""
+    """Return all sequences behind one another in one row; what pads the row is one more, unused sequence."""
     lengths, segments = batch.lengths.tolist(), _segments(batch, shape.place)
     total = sum(segments)
     columns = round_up(max(shape.columns, total), shape.column_multiple)
@@ -218,7 +220,7 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
 
 
 def _segments(batch: TokenBatch, place: ContextPlace) -> list[int]:
-    """Columns of each packed sequence, with the padding that context parallelism needs."""
+    """Return the columns of each packed sequence, with the padding that context parallelism needs."""
     return [round_up(length, place.sequence_multiple) for length in batch.lengths.tolist()]
 
 
@@ -246,7 +248,8 @@ class _CutTo:
 
 
 def _position_ids(batch: TokenBatch, positions: Tensor, pixels_per_token: int | None) -> Tensor:
-    """Positions that a rotary embedding turns by: of sequences one a row, which may be more rows than the batch has.
+    """Return the positions that a rotary embedding turns by: of sequences one a row, which may be more rows than the
+    batch has.
 
     Args:
         pixels_per_token: See `MicrobatchShape`.
@@ -265,7 +268,7 @@ def _position_ids(batch: TokenBatch, positions: Tensor, pixels_per_token: int | 
 
 
 def _pixels(batch: TokenBatch, device: torch.device) -> dict[str, Tensor]:
-    """Pixels of the distinct pictures, where they are at hand."""
+    """Return the pixels of the distinct pictures, where they are at hand."""
     if PIXELS not in batch.shared:
         return {}
     ids = batch.columns[PICTURE_IDS].values.tolist()
@@ -277,7 +280,7 @@ def _next_tokens(input_ids: Tensor) -> Tensor:
 
 
 def _padded(column: Column, rows: int, columns: int) -> Tensor:
-    """A column for the model, one row a sequence."""
+    """Return a column for the model, one row a sequence."""
     values = column.values
     if column.axis is Axis.RAGGED:
         return values
@@ -291,7 +294,7 @@ def _padded(column: Column, rows: int, columns: int) -> Tensor:
 
 
 def _packed(column: Column, lengths: Sequence[int], starts: Sequence[int], columns: int) -> Tensor:
-    """A column for the model, all sequences behind one another in one row."""
+    """Return a column for the model, all sequences behind one another in one row."""
     values = column.values
     if column.axis is not Axis.TOKEN:
         return values

@@ -33,8 +33,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def half_precision_modules(config: TransformerConfig, chunks: Sequence[GPTModel]) -> list[MegatronModule]:
-    """Model chunks with their weights in the configuration's number format; routers' state stays in float32, and so do
-    the frequencies of a vision tower."""
+    """Return the model chunks with their weights in the configuration's number format; routers' state stays in
+    float32, and so do the frequencies of a vision tower."""
     with router_state_in_float32(chunks), tower_buffers_in_float32(chunks):
         return [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
 
@@ -42,7 +42,7 @@ def half_precision_modules(config: TransformerConfig, chunks: Sequence[GPTModel]
 def wrap_data_parallel(
     policy: PolicyConfig, config: TransformerConfig, modules: Sequence[MegatronModule]
 ) -> list[DistributedDataParallel]:
-    """Wrap each model chunk for gradient reduction, and set how the schedule finishes a step's gradients."""
+    """Return the wrap each model chunk for gradient reduction, and set how the schedule finishes a step's gradients."""
     chosen = policy.megatron_cfg.distributed_data_parallel_config
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=chosen.grad_reduce_in_fp32,
@@ -65,7 +65,7 @@ def wrap_data_parallel(
 def build_optimizer(
     policy: PolicyConfig, config: TransformerConfig, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Adam with float32 master weights where training is in bfloat16; weight decay on matrices only.
+    """Return the Adam with float32 master weights where training is in bfloat16; weight decay on matrices only.
 
     Raises:
         ConfigurationError: Megatron-Core refuses the settings here, for want of a newer Transformer Engine for one.
@@ -134,7 +134,8 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def step_if_finite(optimizer: MegatronOptimizer, *, may_update: bool) -> tuple[float, bool]:
-    """Take one optimizer step, unless the loss or the gradient is NaN or infinite. All ranks come to the same decision.
+    """Return the take one optimizer step, unless the loss or the gradient is NaN or infinite. All ranks come to the
+    same decision.
 
     Clipping multiplies by the norm's inverse, so a gradient with one NaN would make every weight NaN.
 
@@ -165,7 +166,8 @@ def step_if_finite(optimizer: MegatronOptimizer, *, may_update: bool) -> tuple[f
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer, num_steps: int) -> OptimizerParamScheduler:
-    """Learning-rate schedule: linear warm-up, then the decay that the user chose. One tick an optimizer step.
+    """Return the learning-rate schedule: linear warm-up, then the decay that the user chose. One tick an optimizer
+    step.
 
     It stands at the tick that the first step trains at. With a warm-up of `w` steps, that is tick 1: step `k` of the
     warm-up trains at `lr * k / w`, and at tick 0 the first one would train at 0. Without a warm-up it is tick 0, at

@@ -108,7 +108,7 @@ class RouterGradients(StepObserver):
 
 
 def placed_routers(chunks: Sequence[DistributedDataParallel], config: TransformerConfig) -> list[tuple[int, Any]]:
-    """Routers of a rank's chunks, each with the position of its layer among the model's MoE layers."""
+    """Return the routers of a rank's chunks, each with the position of its layer among the model's MoE layers."""
     of_layer = {layer: position for position, layer in enumerate(moe_layer_indices(config))}
     return [
         (of_layer[layer.key], router)  # type: ignore[index]  # Megatron-Core numbers its layers
@@ -118,14 +118,17 @@ def placed_routers(chunks: Sequence[DistributedDataParallel], config: Transforme
 
 
 def sources_of(config: TransformerConfig) -> tuple[str, ...]:
-    """The sources that a model's routers have: the algorithm's loss, and the auxiliary losses that are enabled."""
+    """Return the sources that a model's routers have: the algorithm's loss, and the auxiliary losses that are
+    enabled.
+    """
     names = auxiliary_loss_names(config)
     balancing = [AUXILIARY] if any(name != Z_LOSS for name in names) else []
     return (POLICY, *balancing, *([Z] if Z_LOSS in names else []))
 
 
 def share_of_rank(config: TransformerConfig) -> float:
-    """Weight of this rank's gradients in the sum over all ranks, as the data-parallel wrapper takes their mean.
+    """Return the weight of this rank's gradients in the sum over all ranks, as the data-parallel wrapper takes their
+    mean.
 
     Tensor-parallel ranks see tokens of their own under sequence parallelism, and otherwise all the same ones;
     context-parallel ranks always do, and are among those of the mean.

@@ -178,7 +178,7 @@ class RouterTaps:
             self._give(chunk, None)
 
     def _wait(self, chunk: int, microbatch: ModelMicrobatch, found: TapePass) -> None:
-        """Keeps a pass until it is counted, with others of the chunk where they are small."""
+        """Keep a pass until it is counted, with others of the chunk where they are small."""
         if self._waiting:
             first = self._waiting[0]
             entries = found.num_entries + sum(each.num_entries for each in self._waiting)
@@ -191,7 +191,7 @@ class RouterTaps:
             self._count_waiting()
 
     def _count_waiting(self) -> None:
-        """Adds the passes that wait to ledger, checks and probe."""
+        """Add the passes that wait to ledger, checks and probe."""
         if not self._waiting:
             return
         first_tokens = len(self._waiting[0].fed)
@@ -209,13 +209,13 @@ class RouterTaps:
         self._probed.add(chunk)
 
     def watch_backward(self, output: Tensor, chunk: int, microbatch: ModelMicrobatch) -> None:
-        """Gives the routes again when the backward pass of this forward begins. `output` is what the chunk returned."""
+        """Give the routes again when the backward pass of this forward begins. `output` is what the chunk returned."""
         routes = self._routes(chunk, microbatch) if self._replays else None
         if routes is not None and output.requires_grad:
             output.register_hook(lambda _: self._give(chunk, routes))
 
     def start_step(self, num_updates: int = 1) -> None:
-        """Empties ledger, probe and checks, for a step of so many updates."""
+        """Empty ledger, probe and check, for a step of so many updates."""
         self._waiting.clear()
         self.ledger.clear()
         self.checks.start(num_updates)
@@ -223,7 +223,7 @@ class RouterTaps:
         self._probed.clear()
 
     def report(self, *, per_layer: bool) -> TapeReport | None:
-        """Content of the step's tape and its anomalies, on rank 0 alone; every rank calls it."""
+        """Return the content of the step's tape and its anomalies, on rank 0 alone; every rank calls it."""
         self._count_waiting()
         totals, sample = self.ledger.reduced(self._pipeline), self.probe.reduced()
         checked = self.checks.reduced(self.ledger.rows)
@@ -240,7 +240,7 @@ class RouterTaps:
         )
 
     def clear(self) -> None:
-        """Takes all routes away; after the last backward pass, so that what follows chooses for itself."""
+        """Take all routes away; after the last backward pass, so that what follows chooses for itself."""
         self._last_routes = None
         for chunk in range(len(self._taps)):
             self._give(chunk, None)
@@ -257,7 +257,7 @@ class RouterTaps:
             _hide(taps)
 
     def take(self) -> dict[int, list[RoutedTokens]]:
-        """Choices of the routers since this was last called, by position of the MoE layer, under `shown`."""
+        """Return the choices of the routers since this was last called, by position of the MoE layer, under `shown`."""
         return {position: tap.take() for taps in self._taps for position, tap in taps.items()}
 
     @contextmanager
@@ -297,7 +297,7 @@ class RouterTaps:
             captured[id(microbatch)][1][:, position] = seen.taken.to(torch.int16)
 
     def _routes(self, chunk: int, microbatch: ModelMicrobatch) -> "ChunkRoutes | None":
-        """Rows of the tape for the routers of a chunk; those asked for last are prepared once."""
+        """Return the rows of the tape for the routers of a chunk; those asked for last are prepared once."""
         values = microbatch.model_columns.get(ROUTED_EXPERTS)
         if values is None:
             return None
@@ -327,7 +327,7 @@ def _hide(taps: Iterable[RouterTap]) -> None:
 def attach_taps(
     chunks: Sequence[GPTModel], config: TransformerConfig, policy: PolicyConfig, device: torch.device
 ) -> RouterTaps | None:
-    """Taps as a policy's configuration asks for them; None where it has no tape, or the model no MoE layers.
+    """Return the taps as a policy's configuration asks for them; None where it has no tape, or the model no MoE layers.
 
     A fused router does not ask its slot, so that there is nothing to compare.
     """
@@ -348,7 +348,9 @@ def attach_taps(
 
 
 def in_router_order(values: Int[Tensor, "rows columns ..."], cut: SequenceCut) -> Int[Tensor, "tokens ..."]:
-    """Values of the tokens that a rank's routers see, in their order: all rows of a column, then the next column."""
+    """Return the values of the tokens that a rank's routers see, in their order: all rows of a column, then the next
+    column.
+    """
     by_column = values.transpose(0, 1)
     if cut.size > 1:
         by_column = by_column.chunk(cut.size)[cut.rank]
@@ -356,15 +358,17 @@ def in_router_order(values: Int[Tensor, "rows columns ..."], cut: SequenceCut) -
 
 
 def fed_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
-    """True for the tokens that an engine has fed to its model: all but padding and the last one of each sequence."""
+    """Return True for the tokens that an engine has fed to its model: all but padding and the last one of each
+    sequence.
+    """
     batch = microbatch.batch
     fed = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) < (batch.lengths - 1)[:, None]
     return in_router_order(microbatch.at_tokens(fed, fed, False), cut)
 
 
 def following_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
-    """True for the tokens whose predecessor in the same sequence a rank's routers see too: as many places before as the
-    microbatch has rows. Where chunks of context parallelism begin it may lie on another rank."""
+    """Return True for the tokens whose predecessor in the same sequence a rank's routers see too: as many places
+    before as the microbatch has rows. Where chunks of context parallelism begin it may lie on another rank."""
     after_another = microbatch.offsets > 0
     if microbatch.context is not None:
         after_another[:, 1:] &= microbatch.context.held.diff() == 1
@@ -403,7 +407,7 @@ def _with_counted_load(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """An auxiliary loss of a router; Megatron-Core has left padding out of the map."""
+    """Return an auxiliary loss of a router; Megatron-Core has left padding out of the map."""
     if tap.counted is not None:
         of_tokens = experts_as_map(tap.counted, routing_map.shape[-1])
         routing_map = (of_tokens & (routing_map != 0).any(-1, keepdim=True)).to(routing_map.dtype)

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def attach_recorder(
     chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device
 ) -> ExpertLoadRecorder | None:
-    """Recorder of every router call of a model; None for a model without MoE layers."""
+    """Return the recorder of every router call of a model; None for a model without MoE layers."""
     positions = {layer: position for position, layer in enumerate(moe_layer_indices(config))}
     if not positions:
         return None

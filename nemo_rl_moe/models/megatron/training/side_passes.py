@@ -40,7 +40,7 @@ def side_pass(chunks: Sequence[DistributedDataParallel], config: TransformerConf
 
 
 def zero_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Empties the gradient buffers, and the wrapper's record of what has been reduced."""
+    """Empty the gradient buffers, and the wrapper's record of what has been reduced."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
 
@@ -83,7 +83,7 @@ def _kept_auxiliary_losses() -> Iterator[None]:
 
 @contextmanager
 def _unreduced_gradients(chunks: Sequence[DistributedDataParallel], config: TransformerConfig) -> Iterator[None]:
-    """Keeps the schedule from reducing gradients, and from the updates that come with it (of the expert bias, say)."""
+    """Keep the schedule from reducing gradients, and from the updates that come with it (of the expert bias, say)."""
     names = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
     kept = {name: getattr(config, name) for name in names}
     with ExitStack() as stack:

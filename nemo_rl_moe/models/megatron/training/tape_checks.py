@@ -28,7 +28,7 @@ class TapeChecks:
         self._in_float32, self._num_updates = in_float32, 1
 
     def start(self, num_updates: int) -> None:
-        """Starts anew. In a step of several updates the weights of the tape are those before the first."""
+        """Start anew. In a step of several updates the weights of the tape are those before the first."""
         self._repeats.counts.zero_()
         self._num_updates = num_updates
 
@@ -40,7 +40,7 @@ class TapeChecks:
         distance: int,
         follows: Bool[Tensor, " tokens"],
     ) -> None:
-        """Adds the forward pass of some layers over a microbatch; as of `RepeatedRows`."""
+        """Add the forward pass of some layers over a microbatch; as of `RepeatedRows`."""
         self._repeats.add(routes, live, fed, distance, follows)
 
     def reduced(self, rows: Int[Tensor, "layers kinds"]) -> CheckTotals:
@@ -56,7 +56,9 @@ class TapeChecks:
 
 
 def computes_in_float32(policy: PolicyConfig, config: TransformerConfig) -> bool:
-    """True where the passes that make tapes and those that train are known to compute alike: in float32, no dropout."""
+    """Return True where the passes that make tapes and those that train are known to compute alike: in float32, no
+    dropout.
+    """
     generates = generating(policy)
     if generates is None or config.attention_dropout or config.hidden_dropout:
         return False

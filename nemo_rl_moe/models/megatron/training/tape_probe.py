@@ -39,7 +39,7 @@ class TapeProbe:
         return [f"{number % NUM_SEQUENCES} (data-parallel rank {number // NUM_SEQUENCES})" for number in range(count)]
 
     def clear(self) -> None:
-        """Starts anew."""
+        """Start anew."""
         self._values.zero_()
 
     def add(
@@ -76,7 +76,7 @@ class TapeProbe:
             target.index_copy_(2, layers, chosen.where(known[..., None, None], 0))
 
     def reduced(self) -> TapeSample:
-        """The sample of all ranks, in one collective; every rank calls it."""
+        """Return the sample of all ranks, in one collective; every rank calls it."""
         values = self._values.clone()
         if dist.get_world_size() > 1:
             dist.all_reduce(values)

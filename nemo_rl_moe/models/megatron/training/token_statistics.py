@@ -72,7 +72,7 @@ class VocabularySums(NamedTuple):
 
     @staticmethod
     def joined(pieces: Sequence["VocabularySums"]) -> "VocabularySums":
-        """The sums of all tokens out of those of consecutive pieces."""
+        """Return the sums of all tokens out of those of consecutive pieces."""
         highest, exponentials, weighted, target = zip(*pieces, strict=True)
         return VocabularySums(
             torch.cat(highest),
@@ -82,7 +82,9 @@ class VocabularySums(NamedTuple):
         )
 
     def of_group(self, group: dist.ProcessGroup) -> "VocabularySums":
-        """The sums over the whole vocabulary, out of those of all ranks: two collectives, however many tokens."""
+        """Return the sums over the whole vocabulary, out of those of all ranks: two collectives, however many
+        tokens.
+        """
         if group.size() == 1:
             return self
         highest = self.highest.clone()
@@ -98,7 +100,7 @@ class VocabularySums(NamedTuple):
         return VocabularySums(highest, exponentials, weighted[0] if weighted else None, target)
 
     def statistics(self) -> TokenStatistics:
-        """Statistics of each token, of sums over the whole vocabulary."""
+        """Return the statistics of each token, of sums over the whole vocabulary."""
         logprobs = self.target - self.highest - self.exponentials.log()
         entropy = None if self.weighted is None else self.exponentials.log() - self.weighted / self.exponentials
         return TokenStatistics(logprobs, self.target >= self.highest, entropy)
@@ -107,7 +109,7 @@ class VocabularySums(NamedTuple):
 def local_labels(
     labels: Int[Tensor, "*tokens"], local_vocabulary: int, group: dist.ProcessGroup
 ) -> tuple[Int[Tensor, "*tokens"], Bool[Tensor, "*tokens"]]:
-    """Labels as columns of this rank, and which of them are; of others the column is any."""
+    """Return the labels as columns of this rank, and which of them are; of others the column is any."""
     local = labels - group.rank() * local_vocabulary
     held = (local >= 0) & (local < local_vocabulary)
     return local.clamp(0, local_vocabulary - 1), held
@@ -116,7 +118,7 @@ def local_labels(
 def token_statistics(
     logits: Float[Tensor, "*tokens local_vocabulary"], labels: Int[Tensor, "*tokens"], group: dist.ProcessGroup
 ) -> TokenStatistics:
-    """Log-softmax at the labels, without gathering the vocabulary.
+    """Return the log-softmax at the labels, without gathering the vocabulary.
 
     Args:
         logits: This tensor-parallel rank's columns of the vocabulary.
@@ -133,7 +135,7 @@ def _summed(values: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
 def vocabulary_entropy(
     logits: Float[Tensor, "rows columns local_vocabulary"], group: dist.ProcessGroup
 ) -> Float[Tensor, "rows columns"]:
-    """Entropy of each row's softmax in nats, differentiable, without gathering the vocabulary.
+    """Return the entropy of each row's softmax in nats, differentiable, without gathering the vocabulary.
 
     `H = log Z - sum_v p_v x_v`, with the logits `x` shifted by their maximum.
 
@@ -153,7 +155,9 @@ def vocabulary_entropy(
 
 
 def _sum_over_vocabulary(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over the group whose gradient each rank takes for its own part: all ranks go on with the same sum."""
+    """Return the sum over the group whose gradient each rank takes for its own part: all ranks go on with the same
+    sum.
+    """
     if group.size() == 1:
         return values
     return reduce_from_tensor_model_parallel_region(values)

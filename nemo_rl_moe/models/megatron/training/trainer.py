@@ -112,7 +112,9 @@ class MegatronTrainer(MegatronModel):
         self._calls = 0
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> RankTrainResult:
-        """Take one optimizer step for each global batch. Every rank calls it with as many shards and microbatches."""
+        """Return the take one optimizer step for each global batch. Every rank calls it with as many shards and
+        microbatches.
+        """
         self.host_state.come_back()
         self._calls += 1
         for observer in self.observers:
@@ -140,7 +142,7 @@ class MegatronTrainer(MegatronModel):
         )
 
     def _update(self, shard: GlobalBatchShard, loss_function: LossFunction, *, first_microbatch: int) -> _Update:
-        """Train on one global batch."""
+        """Return the train on one global batch."""
         for observer in self.observers:
             observer.start_global_batch(shard, loss_function)
         zero_gradients(self.ddp_chunks)
@@ -178,7 +180,9 @@ class MegatronTrainer(MegatronModel):
             return self.compare_routes(microbatches)
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> CheckpointWrite:
-        """Take a snapshot and begin to write it; what is written must have ended before. Every rank calls it."""
+        """Return the take a snapshot and begin to write it; what is written must have ended before. Every rank calls
+        it.
+        """
         counters = TrainerCounters(self.num_updates, self._calls, self.scheduler.num_steps) if with_optimizer else None
         contents = sharded_contents(self._training_objects, counters)
         return start_write(contents, directory)
@@ -206,7 +210,7 @@ class MegatronTrainer(MegatronModel):
 
 
 def peak_memory_metrics(device: torch.device) -> dict[str, MetricSeries]:
-    """Most memory of a GPU that torch had allocated and reserved since the last call, in GB; empty on CPUs.
+    """Return the most memory of a GPU that torch had allocated and reserved since the last call, in GB; empty on CPUs.
 
     The allocator's own counts: nothing waits for the GPU. Called at the end of a step's training, so that a step's
     peak is that of all that its process did, log-probability passes and generation too.
@@ -222,7 +226,9 @@ def peak_memory_metrics(device: torch.device) -> dict[str, MetricSeries]:
 
 
 def _mean_over_global_batches(series: Sequence[dict[str, MetricSeries]]) -> dict[str, MetricSeries]:
-    """One series for each metric; every global batch has its own mean to share in, and all of them count the same."""
+    """Return one series for each metric; every global batch has its own mean to share in, and all of them count the
+    same.
+    """
     joined = {name: concatenate(part[name] for part in series) for name in series[0]}
     return {
         name: MetricSeries(tuple(value / len(series) for value in whole.values), whole.reduction)

@@ -61,7 +61,7 @@ class _Spread:
         self._sizes, self._bytes = sizes, [0] * math.prod(sizes)
 
     def place(self, num_bytes: int) -> list[int]:
-        """Coordinates of the place, one for each size."""
+        """Return the coordinates of the place, one for each size."""
         index = self._bytes.index(min(self._bytes))
         self._bytes[index] += num_bytes
         coordinates: list[int] = []
@@ -82,7 +82,7 @@ def _shards(is_expert: bool) -> tuple[int, int]:
 
 
 def _replicas(is_expert: bool) -> tuple[int, int]:
-    """Index of the replica of a parameter that this rank holds a part of, and the number of replicas."""
+    """Return the index of the replica of a parameter that this rank holds a part of, and the number of replicas."""
     if is_expert:
         return parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_data_parallel_world_size()
     return (
@@ -94,7 +94,7 @@ def _replicas(is_expert: bool) -> tuple[int, int]:
 def plan_deliveries(
     chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
 ) -> tuple[list[Delivery], list[str]]:
-    """List the tensors that this rank has a part of, in the order in which all ranks gather them.
+    """Return the list the tensors that this rank has a part of, in the order in which all ranks gather them.
 
     Returns:
         The deliveries, and the parameters that the family has no tensor for.
@@ -123,7 +123,7 @@ def plan_deliveries(
 def _assigned(
     tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterPiece, Rule], ...]]],
 ) -> list[Delivery]:
-    """Choose who writes what, with the same outcome on all ranks that have a part in a tensor."""
+    """Return the choose who writes what, with the same outcome on all ranks that have a part in a tensor."""
     (_, experts_copies), (_, expert_shards) = _replicas(True), _shards(True)
     (_, copies), (_, shards) = _replicas(False), _shards(False)
     stacked = _Spread(experts_copies, parallel_state.get_expert_model_parallel_world_size(), expert_shards)
@@ -161,7 +161,7 @@ def gather_tensors(delivery: Delivery, hf_config: Any, failure: SharedFailure) -
 
 
 def _on_host(entry: Tensor | None, failure: SharedFailure) -> Iterator[Tensor]:
-    """A host copy of the tensor that this rank received, if any."""
+    """Yield a host copy of the tensor that this rank received, if any."""
     on_host = None
     with failure.caught():
         on_host = None if entry is None else entry.cpu()
@@ -226,7 +226,7 @@ def _gathered(
 
 
 def _shard_group(is_expert: bool) -> Any:
-    """The ranks that share a parameter."""
+    """Return the ranks that share a parameter."""
     if is_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
@@ -240,11 +240,13 @@ def _gather(is_expert: bool, part: Tensor, shards: Tensor | None, shard: int) ->
 
 
 def _joined(piece: ParameterPiece, shards: Tensor) -> Tensor:
-    """Join what `_gather` has brought."""
+    """Return the join what `_gather` has brought."""
     # Along the rows the shards lie one behind another already.
     return shards.flatten(0, 1) if piece.shard_dimension == 0 else torch.cat(list(shards), piece.shard_dimension or 0)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """View a tensor as bytes, for collectives, which do not know every type; copies where it is not contiguous."""
+    """Return the view a tensor as bytes, for collectives, which do not know every type; copies where it is not
+    contiguous.
+    """
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -45,7 +45,9 @@ class LeftOut:
 
 
 def unused_patterns(hf_config: Any) -> dict[str, str]:
-    """Regular expressions of the tensors that such a model's files may hold and it does not use, each with why."""
+    """Return the regular expressions of the tensors that such a model's files may hold and it does not use, each with
+    why.
+    """
     family = family_of(hf_config)
     output = family.rules.find("output_layer.weight")
     if output is None or not hf_config.tie_word_embeddings:
@@ -148,7 +150,7 @@ def load_weights(
     folder: Path,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[str]:
-    """Fill every parameter. Every rank calls it; nothing is read before all ranks know that all can be read.
+    """Return the fill every parameter. Every rank calls it; nothing is read before all ranks know that all can be read.
 
     An expert bias without a tensor in the folder stays zero, and a value head unchanged.
 
@@ -206,7 +208,8 @@ class _Shares:
 
 
 def _compared_while_read(plan: _Plan, folder: Path) -> _Shares:
-    """Distribute the comparison of tensors that ranks read whole; each rank says in a bit a part which it reads.
+    """Return the distribute the comparison of tensors that ranks read whole; each rank says in a bit a part which it
+    reads.
 
     Other tensors, slices of which go to several ranks, are compared separately.
     """
@@ -296,7 +299,7 @@ def _fitting(folder: SafetensorsFolder, forms: Sequence[Sequence[SourcePart]]) -
 
 
 def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
-    """Raise what any rank has found wrong, on all of them; otherwise return what will be left out."""
+    """Return the raise what any rank has found wrong, on all of them; otherwise return what will be left out."""
     _raise_together(plan.problems)
     assert plan.folder is not None  # it would be a problem
     found: list[Any] = [None] * dist.get_world_size()
@@ -327,7 +330,7 @@ def _raise_together(problems: Sequence[str]) -> None:
 
 
 def _read(reading: _Reading, reader: SliceReader, hf_config: Any) -> None:
-    """Fills one piece of a parameter."""
+    """Fill one piece of a parameter."""
     local = reading.piece.local
     if reading.piece.is_vocabulary:
         local.zero_()  # the padding stays so

@@ -30,7 +30,7 @@ class SourcePart:
     local_shape: tuple[int, ...]
 
     def in_file_order(self, part: Tensor) -> Tensor:
-        """View a part as in the file, without padding."""
+        """Return the view a part as in the file, without padding."""
         if self.source.is_transposed:
             part = part.transpose(0, 1)
         if self.source.is_stacked:
@@ -40,7 +40,7 @@ class SourcePart:
 
 
 def rule_of(piece: ParameterPiece, hf_config: Any) -> Rule | None:
-    """The rule of a parameter; None where the family has no tensor for it."""
+    """Return the rule of a parameter; None where the family has no tensor for it."""
     tied = piece.name == "output_layer.weight" and hf_config.tie_word_embeddings
     return family_of(hf_config).rules.find("embedding.word_embeddings.weight" if tied else piece.name)
 

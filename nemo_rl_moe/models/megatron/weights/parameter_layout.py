@@ -49,12 +49,12 @@ class ParameterPiece:
         return self.name.endswith(_EXPERT_BIAS)
 
     def pad_vocabulary(self, rows: Tensor) -> Tensor:
-        """Adds zero rows up to the full (padded) shape; other parameters pass through."""
+        """Add zero rows up to the full (padded) shape; other parameters pass through."""
         missing = self.full_shape()[0] - rows.shape[0]
         return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if self.is_vocabulary and missing else rows
 
     def full_shape(self) -> tuple[int, ...]:
-        """Shape of the full tensor (of a padded vocabulary: with its padding)."""
+        """Return the shape of the full tensor (of a padded vocabulary: with its padding)."""
         shape = list(self.local.shape)
         if self.shard_dimension is not None:
             shape[self.shard_dimension] *= self.num_shards
@@ -69,7 +69,7 @@ class ParameterPiece:
         return torch.cat(mine, self.shard_dimension)
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """The full tensor from all ranks' pieces, in rank order."""
+        """Return the full tensor from all ranks' pieces, in rank order."""
         if self.shard_dimension is None or self.num_shards == 1:
             return shards[0]
         if not self.gated:

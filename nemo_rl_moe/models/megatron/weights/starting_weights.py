@@ -84,7 +84,7 @@ def set_starting_weights(
     init_seed: int,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[str]:
-    """Fill every parameter. Every rank calls it.
+    """Return the fill every parameter. Every rank calls it.
 
     Args:
         folder: Source of the weights; None for random ones.
@@ -137,7 +137,7 @@ class ReferenceWeights:
 
 
 def _weights(chunk: nn.Module) -> Iterator[Tensor]:
-    """Parameters, and the buffers that belong to the weights (a router's expert bias)."""
+    """Yield the parameters, and the buffers that belong to the weights (a router's expert bias)."""
     persistent = chunk.state_dict(keep_vars=True)
     tensors = {id(value): value for value in persistent.values() if isinstance(value, Tensor)}
     yield from tensors.values()

@@ -27,7 +27,7 @@ NO_MEMORY = "CUDA error: an illegal memory access was encountered"
 
 
 def log(line: str) -> None:
-    """Appends a line to the file of events, where there is one."""
+    """Append a line to the file of events, where there is one."""
     if path := os.environ.get("VLLM_STAND_IN_LOG"):
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
@@ -64,11 +64,11 @@ class Runner:
         self._model = nn.Module()
 
     def get_model(self) -> nn.Module:
-        """A model without modules."""
+        """Return a model without modules."""
         return self._model
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, Any]]) -> None:
-        """Takes all tensors, into the memory of the old ones."""
+        """Take all tensors, into the memory of the old ones."""
         if "weights" in self._sleeping_tags:
             raise RuntimeError(NO_MEMORY)
         tensors = [tensor for _, tensor in weights_iterator]
@@ -91,16 +91,16 @@ class Executor:
         self.is_sleeping = False
 
     def collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
-        """Calls a function of the worker."""
+        """Call a function of the worker."""
         return [method(self.worker, *args)]
 
     def execute_model(self, scheduled: SchedulerOutput, non_block: bool = False) -> None:
-        """Computes nothing; without weights or a cache a GPU would raise."""
+        """Compute nothing; without weights or a cache a GPU would raise."""
         if self.sleeping_tags:
             raise RuntimeError(NO_MEMORY)
 
     def sleep(self, level: int) -> None:
-        """Gives all memory back."""
+        """Give all memory back."""
         if "weights" in self.sleeping_tags:
             log("sleep: already sleeping")
             return
@@ -111,7 +111,7 @@ class Executor:
         log(f"sleep {level}")
 
     def wake_up(self, tags: Iterable[str]) -> None:
-        """Takes the memory of tags."""
+        """Take the memory of tags."""
         if not self.is_sleeping:
             log("wake: not sleeping")
             return
@@ -135,7 +135,7 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
-        """An engine without weights, awake."""
+        """Return an engine without weights, awake."""
         return cls()
 
     def collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
@@ -143,15 +143,15 @@ class LLMEngine:
         return self.model_executor.collective_rpc(method, args)
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
-        """Queues a request, also of a paused scheduler."""
+        """Queue a request, also of a paused scheduler."""
         self._unfinished[request_id] = (0, params.max_tokens)
 
     def has_unfinished_requests(self) -> bool:
-        """True while some are not answered."""
+        """Return True while some are not answered."""
         return bool(self._unfinished)
 
     def step(self) -> list[Any]:
-        """One token more of each request; the finished ones."""
+        """Return one token more of each request; the finished ones."""
         if self._is_paused:
             return []
         self.model_executor.execute_model(SchedulerOutput(len(self._unfinished)), non_block=True)
@@ -172,13 +172,13 @@ class LLMEngine:
         self.model_executor.sleep(level)
 
     def wake_up(self, tags: Iterable[str]) -> None:
-        """Takes memory; the scheduler goes on when all of it is there."""
+        """Take memory; the scheduler goes on when all of it is there."""
         self.model_executor.wake_up(tags)
         if not self.model_executor.is_sleeping:
             self._is_paused = False
 
     def is_sleeping(self) -> bool:
-        """True while the scheduler is paused or memory is given back."""
+        """Return True while the scheduler is paused or memory is given back."""
         return self._is_paused or self.model_executor.is_sleeping
 
     def reset_encoder_cache(self) -> None:
@@ -186,7 +186,7 @@ class LLMEngine:
 
 
 def output_of(request_id: str, token: int, length: int) -> Any:
-    """A finished request: as many times the same token."""
+    """Return a finished request: as many times the same token."""
     completion = SimpleNamespace(
         token_ids=[token] * length,
         logprobs=[{token: SimpleNamespace(logprob=0.0)}] * length,

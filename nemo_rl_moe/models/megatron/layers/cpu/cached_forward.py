@@ -45,7 +45,7 @@ class Rotation:
         return self.cosines.shape[1] > 1
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drops all other rows of the batch."""
+        """Drop all other rows of the batch."""
         if self.of_rows:
             self.cosines, self.sines = self.cosines.index_select(1, rows), self.sines.index_select(1, rows)
 
@@ -70,7 +70,9 @@ class LayerCache:
         self._products = None if self.rotation.of_rows else self._products_of(slice(None))
 
     def factors(self, slots: slice) -> tuple[Float[Tensor, "some rows_or_1 1 heads dim"], ...]:
-        """Factors of normalised heads and of their swapped halves: cosines and sines times the norms' weights."""
+        """Return the factors of normalised heads and of their swapped halves: cosines and sines times the norms'
+        weights.
+        """
         if self._products is None:
             return self._products_of(slots)
         return tuple(product[slots] for product in self._products)
@@ -138,7 +140,7 @@ def new_layer_cache(
     key_weight: Float[Tensor, " dim"],
     layout: HeadLayout,
 ) -> LayerCache:
-    """Make the empty cache of one layer.
+    """Return the make the empty cache of one layer.
 
     Args:
         query_weight: Of the RMS norm of each query head.
@@ -159,7 +161,7 @@ def cached_attention(
     eps: float,
     scale: float,
 ) -> Float[Tensor, "queries rows heads_dim"]:
-    """Normalise and rotate new queries and keys, cache keys and values, and attend to the whole cache.
+    """Return the normalise and rotate new queries and keys, cache keys and values, and attend to the whole cache.
 
     Args:
         mixed: Queries, keys and values in Megatron-Core's layout; overwritten. Several slots only into an empty cache.
@@ -195,7 +197,7 @@ Apply = Callable[[Tensor], Tensor]
 
 
 def has_cached_forward(chunk: Any) -> bool:
-    """True for a GPTModel chunk whose modules `CachedForward` supports."""
+    """Return True for a GPTModel chunk whose modules `CachedForward` supports."""
     return (
         eligible("cached_forward", chunk.config)
         and chunk.position_embedding_type in ("rope", "mrope")
@@ -340,7 +342,7 @@ def _linear(linear: Any) -> Apply:
 
 
 def _mlp(mlp: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """Adds an MLP's output for the second tensor to the first."""
+    """Add an MLP's output for the second tensor to the first."""
     if isinstance(mlp, LocalMoELayer) and isinstance(mlp.experts, GroupedExperts):
         return partial(_add_experts, mlp)
     return lambda residual, inputs: residual.add_(mlp(inputs)[0])

@@ -21,7 +21,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        """Returns the losses `[tokens]` in float32."""
+        """Return the losses `[tokens]` in float32."""
         logits = logits.float()
         log_total = torch.logsumexp(logits, -1, keepdim=True)
         outside = (targets < 0) | (targets >= logits.size(-1))
@@ -39,7 +39,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Compute the loss of each token.
+    """Return the compute the loss of each token.
 
     Args:
         logits: `[sequence, batch, vocabulary]`, any floating type.
@@ -94,7 +94,7 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Returns `inputs / rms(inputs) * weight`; any shape `[..., hidden]`."""
+        """Return `inputs / rms(inputs) * weight`; any shape `[..., hidden]`."""
         inverse_rms = inputs.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
         normalized = inputs * inverse_rms
         ctx.save_for_backward(normalized, inverse_rms, weight)
@@ -125,7 +125,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Normalises `[..., hidden]`; statistics are float32 for every type."""
+        """Normalise `[..., hidden]`; statistics are float32 for every type."""
         if inputs.dtype == torch.float32 and self.weight.dtype == torch.float32:
             return RMSNormFunction.apply(inputs, self.weight, self.eps)
         return F.rms_norm(inputs, self.weight.shape, self.weight, self.eps)
@@ -138,7 +138,7 @@ _cache_of_microbatches: _Cache = OrderedDict()
 
 
 def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines of Megatron's rotary angles once for all layers and microbatches.
+    """Return the compute cosines and sines of Megatron's rotary angles once for all layers and microbatches.
 
     Args:
         angles: `[positions, 1 or batch, 1, dim]`, never changed in place.
@@ -162,7 +162,7 @@ def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool
 
 
 def rotate(inputs: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate the halves of the last dimension against each other, into a new tensor.
+    """Return the rotate the halves of the last dimension against each other, into a new tensor.
 
     Args:
         inputs: `[..., dim]`.
@@ -177,7 +177,7 @@ def rotate(inputs: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def rotate_back(grad: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """The gradient of `rotate` with respect to its inputs."""
+    """Return the gradient of `rotate` with respect to its inputs."""
     half = grad.size(-1) // 2
     result = grad * cosines
     result[..., :half].addcmul_(grad[..., half:], sines[..., half:])

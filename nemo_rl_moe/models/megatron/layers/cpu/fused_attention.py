@@ -43,7 +43,7 @@ class HeadLayout:
 
 @functools.lru_cache(maxsize=32)
 def _added_mask(sequence: int, heads_per_group: int) -> Tensor:
-    """Minus infinity where a query must not look, `[heads_per_group * sequence, sequence]`."""
+    """Return the minus infinity where a query must not look, `[heads_per_group * sequence, sequence]`."""
     # A tensor made in inference mode could not be saved for a later backward pass.
     with torch.inference_mode(False):
         return torch.full((sequence, sequence), float("-inf")).triu_(1).repeat(heads_per_group, 1)
@@ -64,7 +64,7 @@ class FusedAttentionFunction(torch.autograd.Function):
         scale: float,
         layout: HeadLayout,
     ) -> Tensor:
-        """Compute attention.
+        """Return the compute attention.
 
         Args:
             mixed: `[sequence, batch, groups * (heads_per_group + 2) * dim]`.
@@ -104,7 +104,7 @@ class FusedAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of `mixed` and of the two norm weights."""
+        """Return the gradients of `mixed` and of the two norm weights."""
         normalized, inverse_rms, weight, cosines, sines, query, key, value, probs = ctx.saved_tensors
         groups, heads, dim = ctx.layout.groups, ctx.layout.heads_per_group, ctx.layout.dim
         sequence, batch, _ = grad.shape
@@ -162,7 +162,7 @@ class FastSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend over `[sequence, batch, hidden]`.
+        """Return the attend over `[sequence, batch, hidden]`.
 
         Returns:
             `[sequence, batch, hidden]`, and the output projection's bias.

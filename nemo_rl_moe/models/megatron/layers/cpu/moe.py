@@ -35,7 +35,7 @@ class IndexTopKRouter(TopKRouter):
     last_topk_indices: Tensor | None = None
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Routes each token.
+        """Return the routes each token.
 
         Args:
             input: `[sequence, batch, hidden]`.
@@ -54,7 +54,7 @@ class IndexTopKRouter(TopKRouter):
         return probs, indices
 
     def evaluate(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Route `[tokens, hidden]` as `forward` does, without side effects."""
+        """Return the route `[tokens, hidden]` as `forward` does, without side effects."""
         weight = self.weight
         as_it_is = self.config.moe_router_dtype is None or (
             self.config.moe_router_dtype == "fp32" and tokens.dtype == weight.dtype == torch.float32
@@ -107,13 +107,13 @@ class DispatchFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, source: Tensor, place: Tensor) -> Tensor:
-        """Row `i` of the result is token `source[i]`; `place` `[tokens, k]` says where each token went."""
+        """Return the row `i` of the result is token `source[i]`; `place` `[tokens, k]` says where each token went."""
         ctx.save_for_backward(place)
         return tokens.index_select(0, source)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Adds up the gradients of each token's k rows: a gather, which is faster than scattered additions."""
+        """Add up the gradients of each token's k rows: a gather, which is faster than scattered additions."""
         (place,) = ctx.saved_tensors
         return gather_sum(grad, place), None, None
 
@@ -123,19 +123,19 @@ class CombineFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, source: Tensor, place: Tensor) -> Tensor:
-        """The reverse of `DispatchFunction`, with the same two index tensors."""
+        """Return the reverse of `DispatchFunction`, with the same two index tensors."""
         ctx.save_for_backward(source)
         return gather_sum(rows, place)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Every row gets its token's gradient."""
+        """Return every row gets its token's gradient."""
         (source,) = ctx.saved_tensors
         return grad.index_select(0, source), None, None
 
 
 def gather_sum(rows: Tensor, place: Tensor) -> Tensor:
-    """The sum of each token's rows; `place` `[tokens, k]` says which they are."""
+    """Return the sum of each token's rows; `place` `[tokens, k]` says which they are."""
     return rows.index_select(0, place.reshape(-1)).view(*place.shape, rows.size(-1)).sum(1)
 
 
@@ -177,7 +177,7 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Adds the number of rows of each expert, `[experts]`."""
+        """Add the number of rows of each expert, `[experts]`."""
         return hidden_states, self._tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Adds up each token's rows; back to `[sequence, batch, hidden]`."""
+        """Add up each token's rows; back to `[sequence, batch, hidden]`."""
         return CombineFunction.apply(hidden_states, self._source, self._place).view(self._hidden_shape)
 
 
@@ -256,7 +256,7 @@ class SwigluExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, tokens: Tensor, probs: Tensor, weights_1: Tensor, weights_2: Tensor, tokens_per_expert: Tensor
     ) -> Tensor:
-        """Returns `probs * silu(gate) * up` through the second weight, `[tokens, hidden]`."""
+        """Return `probs * silu(gate) * up` through the second weight, `[tokens, hidden]`."""
         widths = (tokens.size(1), weights_1.size(1), weights_2.size(2))
         products = ExpertProducts(tokens_per_expert.cumsum(0).to(torch.int32), tokens, widths)
         gate_up = products.with_weights(tokens, weights_1.transpose(1, 2))
@@ -270,7 +270,7 @@ class SwigluExpertsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-        """Gradients of tokens, probabilities and both weights; those of unused experts are zero."""
+        """Return the gradients of tokens, probabilities and both weights; those of unused experts are zero."""
         tokens, probs, weights_1, weights_2, gate_up, activated, product, scaled = ctx.saved_tensors
         products: ExpertProducts = ctx.products
         grad = grad.contiguous()
@@ -368,4 +368,4 @@ class GroupedExperts(MegatronModule):
         }
 
     def backward_dw(self) -> None:
-        """Does nothing: weight gradients are never delayed here."""
+        """Do nothing: weight gradients are never delayed here."""

@@ -29,7 +29,7 @@ def sink_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute causal attention with one more score in each head's softmax, of a key without a value.
+    """Return the compute causal attention with one more score in each head's softmax, of a key without a value.
 
     These are the learnt sinks of Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks
     (arXiv:2309.17453), as in gpt-oss: each query's weights add up to less than 1.
@@ -102,7 +102,7 @@ class SinkAttention(SDPAttention):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The sinks as this rank's piece of those of all heads."""
+        """Return the sinks as this rank's piece of those of all heads."""
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
         )

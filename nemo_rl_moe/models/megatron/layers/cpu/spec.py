@@ -165,7 +165,7 @@ _FURTHER: Mapping[FastModule, Callable[[TransformerConfig], bool]] = {
 
 
 def eligible(module: FastModule, config: TransformerConfig) -> bool:
-    """Whether a fast module computes what the stock one does under this configuration.
+    """Return the whether a fast module computes what the stock one does under this configuration.
 
     `local_routing` is the index router together with the local dispatcher.
     """
@@ -250,7 +250,7 @@ class FastGPTModel(GPTModel):
             output_layer.__class__ = PlainColumnLinear
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Loss of each token, `[batch, sequence]`, of logits `[sequence, batch, vocabulary]`."""
+        """Return the loss of each token, `[batch, sequence]`, of logits `[sequence, batch, vocabulary]`."""
         if eligible("cross_entropy", self.config):
             return cross_entropy(logits, labels)
         return super().compute_language_model_loss(labels, logits)
@@ -263,7 +263,7 @@ def _fast_linears(config: TransformerConfig) -> dict[type, type]:
 
 
 def _replaced(submodules: Any, replacements: dict[type, type]) -> Any:
-    """A copy of a dataclass of submodules; classes among its values are replaced, everything else is kept."""
+    """Return a copy of a dataclass of submodules; classes among its values are replaced, everything else is kept."""
     values = {field.name: getattr(submodules, field.name) for field in dataclasses.fields(submodules)}
     classes = {name: value for name, value in values.items() if isinstance(value, type)}
     changes = {name: replacements[value] for name, value in classes.items() if value in replacements}

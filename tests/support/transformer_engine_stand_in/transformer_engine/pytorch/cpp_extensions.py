@@ -18,7 +18,8 @@ def general_gemm(
     grad: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None, None, None]:
-    """The product of two matrices as a column-major library sees them: `TN` is `B A^T`, `NN` is `B A`, `NT` is `B^T A`.
+    """Return the product of two matrices as a column-major library sees them: `TN` is `B A^T`, `NN` is `B A`, `NT` is
+    `B^T A`.
 
     The two may differ in their number formats only outside of a backward pass, where cuBLAS wants them equal.
     """

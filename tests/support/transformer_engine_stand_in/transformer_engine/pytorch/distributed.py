@@ -17,7 +17,7 @@ class CudaRNGStatesTracker:
     """Random states by name; never used."""
 
     def reset(self) -> None:
-        """Forgets them."""
+        """Forget them."""
 
 
 def checkpoint(*args: object, **kwargs: object) -> NoReturn:
@@ -31,12 +31,12 @@ def activation_recompute_forward(*args: object, **kwargs: object) -> NoReturn:
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """False."""
+    """Return False."""
     return False
 
 
 def get_all_rng_states() -> dict[str, Tensor]:
-    """None."""
+    """Return None."""
     return {}
 
 
@@ -102,16 +102,20 @@ class _ScatterSum(torch.autograd.Function):
 
 
 def gather_rows(part: Tensor, group: ProcessGroup) -> Tensor:
-    """The parts of all ranks one behind the other; their gradients of a part add up on the rank that holds it."""
+    """Return the parts of all ranks one behind the other; their gradients of a part add up on the rank that holds
+    it.
+    """
     gathered: Tensor = _Gather.apply(part, group)
     return gathered
 
 
 def enter_columns(tensor: Tensor, group: ProcessGroup, *, sequence_parallel: bool) -> Tensor:
-    """The whole input of a layer that is cut along its outputs; its gradients add up over the ranks."""
+    """Return the whole input of a layer that is cut along its outputs; its gradients add up over the ranks."""
     return (_Gather if sequence_parallel else _SumGradients).apply(tensor, group)
 
 
 def leave_rows(tensor: Tensor, group: ProcessGroup, *, sequence_parallel: bool) -> Tensor:
-    """The sum of the parts of a layer that is cut along its inputs; of this rank's sequence alone if that is cut."""
+    """Return the sum of the parts of a layer that is cut along its inputs; of this rank's sequence alone if that is
+    cut.
+    """
     return (_ScatterSum if sequence_parallel else _Sum).apply(tensor, group)

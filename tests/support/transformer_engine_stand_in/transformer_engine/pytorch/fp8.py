@@ -11,7 +11,7 @@ class FP8GlobalStateManager:
 
     @staticmethod
     def is_fp8_enabled() -> bool:
-        """False."""
+        """Return False."""
         return False
 
 

@@ -61,12 +61,12 @@ class FusedSGD(torch.optim.SGD):
 
 
 def multi_tensor_applier(function: Callable[..., Any], noop_flag: Tensor, lists: list[list[Tensor]], *args: Any) -> Any:
-    """Calls a function below on lists of tensors."""
+    """Call a function below on lists of tensors."""
     return function(2048 * 32, noop_flag, lists, *args)
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, lists: list[list[Tensor]], scale: float) -> None:
-    """Fills the second list with the first one times a number."""
+    """Fill the second list with the first one times a number."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source * scale)
 
@@ -74,6 +74,6 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, lists: list[list[Tens
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, lists: Sequence[Sequence[Tensor]], per_tensor: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The norm of all tensors together, `[1]`, and of each where that is asked for."""
+    """Return the norm of all tensors together, `[1]`, and of each where that is asked for."""
     norms = torch.stack([tensor.float().norm() for tensor in lists[0]])
     return norms.norm().reshape(1), norms if per_tensor else None

@@ -17,7 +17,7 @@ def _destinations(routing_map: Tensor) -> tuple[Tensor, Tensor]:
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor | None, routing_map: Tensor, num_out_tokens: int = -1
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Permuted rows, their probabilities, and what brings them back.
+    """Return the permuted rows, their probabilities, and what brings them back.
 
     Args:
         inp: `[tokens, hidden]`.
@@ -39,7 +39,7 @@ def moe_permute_with_probs(
 def moe_permute(
     inp: Tensor, routing_map: Tensor, num_out_tokens: int = -1, max_token_num: int = -1, map_type: str = "mask"
 ) -> tuple[Tensor, Tensor]:
-    """The same without probabilities."""
+    """Return the same without probabilities."""
     if map_type != "mask":
         raise NotImplementedError(map_type)
     permuted, _, back = moe_permute_with_probs(inp, None, routing_map, num_out_tokens)
@@ -65,7 +65,7 @@ def moe_unpermute(
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor | None, split_sizes: Tensor | Sequence[int], sorted_index: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Chunks of rows, of the given sizes, in another order."""
+    """Return the chunks of rows, of the given sizes, in another order."""
     sizes = split_sizes.tolist() if isinstance(split_sizes, Tensor) else list(split_sizes)
     order = sorted_index.tolist()
     rows = torch.cat([inp.split(sizes)[index] for index in order])
@@ -73,5 +73,5 @@ def moe_sort_chunks_by_index_with_probs(
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
-    """The same without probabilities."""
+    """Return the same without probabilities."""
     return moe_sort_chunks_by_index_with_probs(inp, None, split_sizes, sorted_index)[0]

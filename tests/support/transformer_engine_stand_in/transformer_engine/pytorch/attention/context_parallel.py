@@ -12,7 +12,9 @@ from transformer_engine.pytorch.distributed import gather_rows
 
 
 def positions_of_rank(length: int, rank: int, size: int) -> Tensor:
-    """Positions of one sequence that a rank holds: of `2 size` chunks the one of its number from either end."""
+    """Return the positions of one sequence that a rank holds: of `2 size` chunks the one of its number from either
+    end.
+    """
     chunk, rest = divmod(length, 2 * size)
     if rest:
         raise AssertionError("Sequence length does not meet divisible requirements!")
@@ -21,7 +23,9 @@ def positions_of_rank(length: int, rank: int, size: int) -> Tensor:
 
 
 def gather_sequences(part: Tensor, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Whole sequences, one behind the other on the first axis; gradients of all ranks add up on the one that holds."""
+    """Return the whole sequences, one behind the other on the first axis; gradients of all ranks add up on the one
+    that holds.
+    """
     size = group.size()
     gathered = gather_rows(part, group).unflatten(0, (size, -1))
     whole = part.new_empty((sum(lengths), *part.shape[1:]))

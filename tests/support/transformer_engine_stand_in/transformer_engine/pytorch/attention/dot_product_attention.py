@@ -94,7 +94,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         window_size: tuple[int, int] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Attention of each query; the heads of the result lie on one axis.
+        """Return the attention of each query; the heads of the result lie on one axis.
 
         Args:
             query_layer: `[sequence, batch, heads, size]`, or `[tokens, heads, size]` with `thd`.

@@ -21,7 +21,7 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
-    """Turns the first numbers of every head, as many as there are frequencies.
+    """Turn the first numbers of every head, as many as there are frequencies.
 
     Args:
         t: `[sequence, batch, heads, size]`, or with format `thd` `[tokens, heads, size]`.

@@ -22,7 +22,7 @@ class TransformerEngineBaseModule(nn.Module):
         """Nothing."""
 
     def get_extra_state(self) -> Tensor:
-        """Empty bytes."""
+        """Return the empty bytes."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor | None) -> None:
@@ -32,7 +32,7 @@ class TransformerEngineBaseModule(nn.Module):
 
 
 def mark_as_cut(parameter: nn.Parameter, dimension: int) -> None:
-    """Sets the attributes that Megatron-Core knows a tensor-parallel parameter by."""
+    """Set the attributes that Megatron-Core knows a tensor-parallel parameter by."""
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     parameter.partition_dim = dimension  # type: ignore[attr-defined]
     parameter.partition_stride = 1  # type: ignore[attr-defined]
@@ -46,7 +46,7 @@ def new_parameter(
     get_rng_state_tracker: Callable[[], Any] | None,
     rng_tracker_name: str | None,
 ) -> nn.Parameter:
-    """A parameter with its first values, drawn from the random state that the caller names."""
+    """Return a parameter with its first values, drawn from the random state that the caller names."""
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
     names = () if rng_tracker_name is None else (rng_tracker_name,)
     tracked = contextlib.nullcontext() if get_rng_state_tracker is None else get_rng_state_tracker().fork(*names)
@@ -60,5 +60,5 @@ def get_workspace() -> None:
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
-    """A tensor in the place of a gradient that was added up elsewhere."""
+    """Return a tensor in the place of a gradient that was added up elsewhere."""
     return torch.zeros(shape, dtype=dtype)

@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
         self.register_parameter("bias", None)
 
     def get_extra_state(self) -> Tensor:
-        """Empty bytes."""
+        """Return the empty bytes."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor | None) -> None:
