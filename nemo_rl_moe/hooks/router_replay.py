@@ -63,7 +63,7 @@ class RouterReplayAudit:
 
     def __init__(self, chunks: Sequence[nn.Module], unfed: Unfed | None = None):
         self._unfed = unfed
-        self._config = _entry(chunks[0]).config
+        self._config: Any = _entry(chunks[0]).config
         self._layers = tuple(moe_layer_indices(self._config))
         self._position = {layer: position for position, layer in enumerate(self._layers)}
         self._num_experts, self._topk = int(self._config.num_moe_experts), int(self._config.moe_router_topk)
