@@ -14,7 +14,7 @@ first one. The router's own choice costs one more top-k; nothing that the model 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -63,7 +63,7 @@ class RouterReplayAudit:
 
     def __init__(self, chunks: Sequence[nn.Module], unfed: Unfed | None = None):
         self._unfed = unfed
-        self._config: Any = _entry(chunks[0]).config
+        self._config = cast(Any, _entry(chunks[0]).config)
         self._layers = tuple(moe_layer_indices(self._config))
         self._position = {layer: position for position, layer in enumerate(self._layers)}
         self._num_experts, self._topk = int(self._config.num_moe_experts), int(self._config.moe_router_topk)
