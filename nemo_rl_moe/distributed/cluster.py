@@ -96,6 +96,7 @@ class RayCluster:
         self.num_threads = chosen_threads(os.environ)
         self._beside = beside
         self.placement_group: PlacementGroup | None = None
+        self.started_processes: list[Any] = []
         self._has_joined = False
         self._local_ray: LocalRay | None = None
         try:

@@ -117,6 +117,24 @@ HELD_STATES = {
 SMALL_TYPES = (bool, int, float, str, type(None), Path)
 
 
+def start_processes(cluster: RayCluster) -> list[Any]:
+    """Return the actors of all ranks' processes, without waiting for them to start."""
+    config = cluster.config
+    actor_class = ray.remote(WorkerProcess)
+    return [
+        actor_class.options(
+            num_cpus=1,
+            num_gpus=1 if config.gpus_per_node else 0,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=cluster.placement_group,
+                placement_group_bundle_index=rank // config.workers_per_node,
+            ),
+        ).remote()
+        for rank in range(config.world_size)
+    ]
+
+
 class WorkerGroup(Generic[Worker]):
     """All ranks of one program, each with a worker in a separate process.
 
@@ -231,18 +249,8 @@ class WorkerGroup(Generic[Worker]):
     def _start(self, make_worker: Callable[[int, int], Worker], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         config = self._cluster.config
-        actor_class = ray.remote(WorkerProcess)
-        for rank in range(self.world_size):
-            options = actor_class.options(
-                num_cpus=1,
-                num_gpus=1 if config.gpus_per_node else 0,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._cluster.placement_group,
-                    placement_group_bundle_index=rank // config.workers_per_node,
-                ),
-            )
-            self._actors.append(options.remote())
+        self._actors = self._cluster.started_processes or start_processes(self._cluster)
+        self._cluster.started_processes = []
 
         def wait(calls: list[ray.ObjectRef], on_result: Callable[[int, Any], None] = lambda rank, result: None) -> Any:
             by_rank = self._wait("while starting", calls, deadline, partial(self._fail_for_time, timeout_s), on_result)

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,6 +88,13 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
             probe.bind(("", 0))
             port: int = probe.getsockname()[1]
             return port
+
+    def prepare(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
+        """Set the environment and import modules ahead of `start`."""
+        os.environ.update(environment)
+        for name in modules:
+            with suppress(Exception):  # the worker's own import says what is wrong
+                import_module(name)
 
     def start(
         self,

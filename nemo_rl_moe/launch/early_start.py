@@ -6,16 +6,15 @@ import os
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
-from importlib import import_module
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import SHORTEST_WAIT, THREADS, threads_per_worker, usable_cores
+from nemo_rl_moe.distributed.worker_group import start_processes
 
-_IMPORTED_BY_WORKERS = ("torch", "nemo_rl_moe.data.tokenizer", "nemo_rl_moe.models.megatron.training.trainer")
+IMPORTED_BY_WORKERS = ("torch", "nemo_rl_moe.data.tokenizer", "nemo_rl_moe.models.megatron.training.trainer")
 
 
 class EarlyCluster:
@@ -66,16 +65,15 @@ class EarlyCluster:
         is_on_cpus = self._config.cluster.gpus_per_node == 0
         # Variables of the user's may change what libraries do when they are loaded.
         if ray.is_initialized() and is_on_cpus and not self._config.policy.megatron_cfg.env_vars:
-            with suppress(Exception):  # workers import for themselves then
-                _import_on_workers(cluster)
+            with suppress(Exception):  # the group starts its own then
+                _start_workers(cluster)
         self._cluster.set_result(cluster)
         self._closing.wait()
 
 
-def _import_on_workers(cluster: RayCluster) -> None:
-    """Have as many processes as there are workers import what these need; Ray makes the workers of them afterwards."""
-    workers = cluster.config.workers_per_node
-    threads = str(threads_per_worker(usable_cores(), workers, cluster.num_threads))
+def _start_workers(cluster: RayCluster) -> None:
+    """Start the processes of the first group of workers, and have them import what they need."""
+    threads = str(threads_per_worker(usable_cores(), cluster.config.workers_per_node, cluster.num_threads))
     # Numeric libraries read these when they are loaded; workers get the same.
     environment = {
         THREADS: threads,
@@ -84,17 +82,7 @@ def _import_on_workers(cluster: RayCluster) -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    task = ray.remote(_import_all).options(
-        num_cpus=1,
-        max_retries=0,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(cluster.placement_group, placement_group_bundle_index=0),
-    )
-    for _ in range(workers):
-        task.remote(environment)
-
-
-def _import_all(environment: dict[str, str]) -> None:  # pragma: no cover  (runs in another process)
-    os.environ.update(environment)
-    for name in _IMPORTED_BY_WORKERS:
-        with suppress(Exception):  # the worker's own import says what is wrong
-            import_module(name)
+    # Actors, not tasks: Ray never makes an actor of a process that has run a task.
+    cluster.started_processes = start_processes(cluster)
+    for process in cluster.started_processes:
+        process.prepare.remote(environment, IMPORTED_BY_WORKERS)
