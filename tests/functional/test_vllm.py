@@ -16,7 +16,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import generate_all
-from nemo_rl_moe.generation.vllm import engine as engine_module
+from nemo_rl_moe.generation.vllm import actors
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.models.megatron.generation.sampling import StopCondition
@@ -319,7 +319,7 @@ def test_every_tensor_of_an_engine_is_compared(vllm_cluster: RayCluster, trainer
 def test_kernels_that_stay_packed_are_found(
     vllm_cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "VllmWorker", worker_that_keeps_kernels())
+    monkeypatch.setattr(actors, "VllmWorker", worker_that_keeps_kernels())
     # Experts so large that their memory goes back to the system, and is not the new weights' by luck.
     trainer = Trainer(tmp_path / "model", expert_size=256)
     engine = start_engine(vllm_cluster, trainer)
