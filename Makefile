@@ -122,7 +122,7 @@ test-trl: $(TEST_STAMP) $(TRL_STAMP) ## what runs in trainers of transformers an
 test-browser: $(TEST_STAMP) ## reports of runs opened in a browser, skipped without one: apt-get install chromium
 	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_report_images_browser.py tests/functional/test_audit_browser.py $(PYTEST_ARGUMENTS)
 
-test-slow: test-slow-unit test-slow-functional test-drills ## tests that `make test` leaves out, for the time that they take
+test-slow: test-slow-unit test-slow-functional test-drills test-trl ## tests that `make test` leaves out, for the time that they take
 
 # Exit code 5: PYTEST_ARGUMENTS choose none of them.
 test-slow-unit: $(TEST_STAMP) ## the slow unit tests: model families in every layout, memory, kills while saving
