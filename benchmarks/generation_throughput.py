@@ -213,7 +213,7 @@ def engine_run(engine: MegatronGenerator, prompts: np.ndarray, how: SamplingPara
 
 
 def transformers_model(weights: Mapping[str, Tensor], config: Qwen3MoeConfig) -> Qwen3MoeForCausalLM:
-    """Return the load the model into transformers, through a folder as its loader wants it."""
+    """Load the model into transformers, through a folder as its loader wants it."""
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory(prefix="generation_throughput_") as folder:

@@ -86,7 +86,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def of_files(scene: Scene, settings: str, num_runs: int, num_steps: int, num_seeds: int) -> list[Row]:
-    """Return the plant faults into the files of healthy runs, and audit them with and without."""
+    """Plant faults into the files of healthy runs, and audit them with and without."""
     found = dict.fromkeys((*KINDS, "healthy"), 0)
     for run in range(num_runs):
         tape = tape_of(scene, None, 1, num_steps, (*RUNS[settings], f"grpo.seed={100 + run}"))

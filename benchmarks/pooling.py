@@ -68,7 +68,7 @@ class OpenEngine:
         self._token_s = token_s
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Return the continue one sequence."""
+        """Continue one sequence."""
         sequence = sequence_of(request)
         await asyncio.sleep(len(sequence.token_ids) * self._token_s)
         return sequence
@@ -90,13 +90,13 @@ class SlowScorer:
     """Scores each response in `SCORE_S`."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """Return the score all."""
+        """Score all."""
         time.sleep(SCORE_S * len(items))
         return [Score(1.0, is_correct=True) for _ in items]
 
 
 async def several_turns(session: Session) -> Trajectory:
-    """Return the generate, call a tool, and go on, a number of times that follows from the seed."""
+    """Generate, call a tool, and go on, a number of times that follows from the seed."""
     for _ in range(session.seed % MOST_TURNS):
         await session.generate()
         await asyncio.sleep(TOOL_S)

@@ -153,11 +153,11 @@ class LocalPolicy:
         self._trainer, self._batch_size = trainer, batch_size
 
     def logprobs(self, batch: TokenBatch) -> torch.Tensor:
-        """Return the compute the log-probability of every token, by the batch's tape where it has one."""
+        """Compute the log-probability of every token, by the batch's tape where it has one."""
         return _in_one(batch, self._trainer.logprobs(self._microbatches(batch, self._batch_size)))
 
     def logprobs_and_routes(self, batch: TokenBatch) -> tuple[torch.Tensor, Any]:
-        """Return the compute log-probabilities, and the experts that the routers chose."""
+        """Compute log-probabilities, and the experts that the routers chose."""
         found, routes = self._trainer.logprobs_and_routes(self._microbatches(batch, self._batch_size))
         return _in_one(batch, found), stored_per_token([StoredRows.of(rows) for rows in routes], fill=UNKNOWN)
 

@@ -164,7 +164,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def start_contestant(config: SFTMasterConfig, num_steps: int, run_folder: Path, stack: ExitStack) -> Contestant:
-    """Return the start one policy with loggers of its own; the stack ends both."""
+    """Start one policy with loggers of its own; the stack ends both."""
     policy = start_policy(config, RayCluster(config.cluster), stack, seed=config.sft.seed, num_steps=num_steps)
     run_folder.mkdir()
     clock = StepClock()

@@ -113,7 +113,7 @@ def surroundings() -> dict[str, object]:
 
 
 def confine(num_cores: int) -> set[int]:
-    """Return the confines this process, and with it all that it starts, to some of its cores, of which each worker
+    """Confine this process, and with it all that it starts, to some of its cores, of which each worker
     gets a share.
 
     Returns:
@@ -270,7 +270,7 @@ def start_policy(
     num_steps: int | None,
     keep_reference: bool = False,
 ) -> "MegatronPolicy":
-    """Return the start the workers of a policy; the stack ends them and the cluster."""
+    """Start the workers of a policy; the stack ends them and the cluster."""
     from nemo_rl_moe.models.hf_files import find_model
     from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 

@@ -147,7 +147,7 @@ _DRAW: dict[str, Callable[[Random, "ImageDraw"], tuple[str, str]]] = {
 
 
 def draw_sets(parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> dict[str, list[Item]]:
-    """Return the sets `validation`, `grpo` and `train`, drawn in this order, with no item twice in any or in two of
+    """Draw the sets `validation`, `grpo` and `train`, drawn in this order, with no item twice in any or in two of
     them.
     """
     chance = Random(f"shapes {parameters.seed}")
@@ -228,7 +228,7 @@ def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], N
 
 
 def is_made(folder: Path, parameters: Parameters) -> bool:
-    """Return the whether the folder holds just what `write_data` would write."""
+    """Return whether the folder holds just what `write_data` would write."""
     try:
         found = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         return bool(found == _manifest(folder, parameters))

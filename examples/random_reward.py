@@ -21,7 +21,7 @@ END_OF_THINKING = "</think>"
 
 
 def score(item: ScoringItem) -> tuple[float, bool]:
-    """Return the tosses a coin for each response, and says whether it is right.
+    """Toss a coin for each response, and says whether it is right.
 
     The same response to the same prompt always gets the same side, in whichever process it is scored.
 

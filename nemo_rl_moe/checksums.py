@@ -99,7 +99,7 @@ class ChecksumStream:
         self.parts: list[Part] = []
 
     def write(self, content: Any) -> int:
-        """Return the write bytes or a buffer."""
+        """Write bytes or a buffer."""
         view = memoryview(content).cast("B")
         self._hash.update(view)
         self._num_bytes += view.nbytes
@@ -126,7 +126,7 @@ class ChecksumStream:
 
 
 def checksum_of(*contents: Any) -> str:
-    """Return the compute the XXH3 of consecutive bytes or buffers, in hexadecimal."""
+    """Compute the XXH3 of consecutive bytes or buffers, in hexadecimal."""
     found = xxh3_128()
     for content in contents:
         found.update(content)

@@ -228,7 +228,7 @@ def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], N
 
 
 def is_made(folder: Path, parameters: Parameters) -> bool:
-    """Return the whether the folder holds just what `write_data` would write."""
+    """Return whether the folder holds just what `write_data` would write."""
     try:
         found = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         return bool(found == _manifest(folder, parameters))

@@ -117,7 +117,7 @@ class TrainingDivergedError(RuntimeError):
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """Return the make a text printable: control characters are written out, passwords in addresses are masked.
+    """Make a text printable: control characters are written out, passwords in addresses are masked.
 
     Args:
         kept: Characters that stay.

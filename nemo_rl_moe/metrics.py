@@ -29,7 +29,7 @@ class MetricSeries:
     reduction: Reduction
 
     def reduce(self) -> float:
-        """Return the reduce the values to one number; NaN without values."""
+        """Reduce the values to one number; NaN without values."""
         if not self.values:
             return math.nan
         if self.reduction in (Reduction.SUM, Reduction.SHARE):
@@ -40,7 +40,7 @@ class MetricSeries:
 
 
 def concatenate(series: Iterable[MetricSeries]) -> MetricSeries:
-    """Return the join the values that several ranks hold of one metric.
+    """Join the values that several ranks hold of one metric.
 
     Raises:
         ValueError: There are none, or the ranks disagree about the reduction.

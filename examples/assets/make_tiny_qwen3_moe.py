@@ -130,7 +130,7 @@ TOOLS_TOKENIZER_CONFIG = {
 
 
 def build_tools_tokenizer() -> Tokenizer:
-    """Return the make a tokenizer with one token a byte, and one for each tag of a turn."""
+    """Make a tokenizer with one token a byte, and one for each tag of a turn."""
     tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(TOOLS_VOCABULARY)}, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = ByteLevelDecoder()

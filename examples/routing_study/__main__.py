@@ -182,7 +182,7 @@ def _prepare(options: argparse.Namespace, output: Path) -> tuple[Path, str]:
 
 
 def _jobs(words: Sequence[str], count: int) -> int:
-    """Return the several processes, each of which takes runs that no other one has."""
+    """Return several processes, each of which takes runs that no other one has."""
     from nemo_rl_moe.distributed.run_process import signal_when_parent_ends
 
     command = [sys.executable, "-m", "examples.routing_study", *words, "--jobs", "1", "--job"]

@@ -49,7 +49,7 @@ class LentEngine:
         self.dtype = engine.dtype
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Return the continue one sequence."""
+        """Continue one sequence."""
         return await self._engine.generate(request)
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[Float[np.ndarray, " tokens"]]]:

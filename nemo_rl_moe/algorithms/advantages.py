@@ -16,7 +16,7 @@ def shape_rewards(
     max_new_tokens: int,
     config: RewardShapingConfig,
 ) -> Float[Tensor, "*responses"]:
-    """Return the take a soft punishment of long responses from their rewards (DAPO, arXiv:2503.14476, eq. 13).
+    """Take a soft punishment of long responses from their rewards (DAPO, arXiv:2503.14476, eq. 13).
 
     A response may have `max_new_tokens - overlong_buffer_length` tokens for nothing. Each one more costs
     `overlong_buffer_penalty / overlong_buffer_length`, up to the whole penalty at `max_new_tokens`.
@@ -40,7 +40,7 @@ def shape_rewards(
 def compute_advantages(
     estimator: Estimator, inputs: EstimatorInputs
 ) -> Float[Tensor, "groups generations"] | Float[Tensor, "groups generations tokens"]:
-    """Return the compute advantages, of the rewards' type; 0 for responses that take no part.
+    """Compute advantages, of the rewards' type; 0 for responses that take no part.
 
     Raises:
         ValueError: A response can be compared with nothing.
@@ -58,7 +58,7 @@ def for_each(of_responses: Bool[Tensor, "groups generations"], advantages: Tenso
 def clip_advantages(
     advantages: Float[Tensor, "groups ..."], low: float | None, high: float | None
 ) -> Float[Tensor, "groups ..."]:
-    """Return the hold advantages between two bounds, of which either may be None; NaN stays NaN."""
+    """Hold advantages between two bounds, of which either may be None; NaN stays NaN."""
     return advantages if low is None and high is None else advantages.clamp(low, high)
 
 

@@ -30,7 +30,7 @@ def find_estimator(name: str) -> Estimator:
 def custom_advantages(
     name: str, inputs: EstimatorInputs
 ) -> Float[Tensor, "groups generations"] | Float[Tensor, "groups generations tokens"]:
-    """Return the compute advantages by the user's function.
+    """Compute advantages by the user's function.
 
     In the place of a response that takes no part, the function gets the mean reward of its group.
 
@@ -58,7 +58,7 @@ def custom_advantages(
 
 
 def with_group_means(inputs: EstimatorInputs) -> EstimatorInputs:
-    """Return the put the mean of its group in place of each reward that does not count, and that of the step in empty
+    """Put the mean of its group in place of each reward that does not count, and that of the step in empty
     groups.
     """
     present = inputs.takes_part

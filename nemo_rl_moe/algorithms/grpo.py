@@ -60,7 +60,7 @@ def train_grpo(
     recorder: StepRecorder,
     observers: Sequence[RunObserver] = (),
 ) -> RunSummary:
-    """Return the train from where the run stands to its last step, validate when due, and end each step with the
+    """Train from where the run stands to its last step, validate when due, and end each step with the
     recorder.
 
     Args:
@@ -119,7 +119,7 @@ def train_grpo(
 
 
 def record_first_validation(validate: Validator, recorder: StepRecorder) -> bool:
-    """Return the validate before the first step; return False where a request to stop gave it up, and the run ends."""
+    """Validate before the first step; return False where a request to stop gave it up, and the run ends."""
     validation, responses = validated(validate)
     if validation:
         recorder.record_start(validation, responses, failures_of(responses))

@@ -73,7 +73,7 @@ def informative_groups(config: GRPOMasterConfig, trajectories: Sequence[Trajecto
 def estimator_inputs(
     config: GRPOMasterConfig, trajectories: Sequence[Trajectory], rewards: Float[Tensor, "groups generations"]
 ) -> EstimatorInputs:
-    """Return the collect what an estimator sees of trajectories, group after group, with these rewards."""
+    """Collect what an estimator sees of trajectories, group after group, with these rewards."""
     size = config.grpo.num_generations_per_prompt
     failures, is_scored = failure_rule(config), scored_responses(trajectories, size)
     weights = config.env.reward_weights or {}
@@ -108,7 +108,7 @@ def _named_rewards(
 def advantages_of(
     config: GRPOMasterConfig, groups: RolloutGroups, rewards: Float[Tensor, "groups generations"]
 ) -> Float[Tensor, "groups generations ..."]:
-    """Return the compute advantages from these rewards, held between the configuration's bounds."""
+    """Compute advantages from these rewards, held between the configuration's bounds."""
     estimator = find_estimator(config.grpo.adv_estimator.name)
     advantages = compute_advantages(estimator, estimator_inputs(config, groups.trained, rewards))
     bounded = clip_advantages(advantages, config.grpo.advantage_clip_low, config.grpo.advantage_clip_high)
@@ -116,7 +116,7 @@ def advantages_of(
 
 
 def advantages_of_groups(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations ..."]:
-    """Return the compute the advantages of the trained groups from their shaped rewards."""
+    """Compute the advantages of the trained groups from their shaped rewards."""
     return advantages_of(config, groups, shaped_rewards(config, groups))
 
 

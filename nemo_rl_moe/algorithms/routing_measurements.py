@@ -95,7 +95,7 @@ class RoutingMeasurements(RunObserver):
     def before_update(
         self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
     ) -> dict[str, float]:
-        """Return the measure the policy that sampled a step's tokens, where the step is one to measure.
+        """Measure the policy that sampled a step's tokens, where the step is one to measure.
 
         Args:
             step: Counted from 1.
@@ -119,7 +119,7 @@ class RoutingMeasurements(RunObserver):
             return with_moe_prefix(self._measure(step, sample, kept))
 
     def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
-        """Return the measure the policy after the step's updates, where it was measured before them.
+        """Measure the policy after the step's updates, where it was measured before them.
 
         Returns:
             `moe/routing_drift/...`, and after several updates `moe/routing_split_end/...`.
@@ -139,7 +139,7 @@ class RoutingMeasurements(RunObserver):
             return with_moe_prefix(metrics)
 
     def after_refit(self, clock: PhaseClock) -> dict[str, float]:
-        """Return the measure the engine's noise floor, where the step is one to measure and the engine can score
+        """Measure the engine's noise floor, where the step is one to measure and the engine can score
         tokens.
 
         The same sequences are scored together and one at a time, by the weights that have just arrived: an engine that

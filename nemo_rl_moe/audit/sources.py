@@ -62,7 +62,7 @@ class Source:
 def open_source(
     path: Path, kind: str, model: RouterShape | None, training: Path | None, chosen: Steps | None
 ) -> Source:
-    """Return the open a run as a source of sequences.
+    """Open a run as a source of sequences.
 
     Args:
         path: A tape folder, a folder of a run of this project with one, or files of a framework: one, or a folder of

@@ -138,7 +138,7 @@ _MEANING = {
 
 
 def samples_fingerprint(name: str, samples: Iterable[ArrayLike]) -> str:
-    """Return the compute the fingerprint of a data set: its name, size and a hash of all tokens in order.
+    """Compute the fingerprint of a data set: its name, size and a hash of all tokens in order.
 
     Args:
         samples: Tokens of each sample; of a pair, both sequences joined.
@@ -153,7 +153,7 @@ def samples_fingerprint(name: str, samples: Iterable[ArrayLike]) -> str:
 
 
 def model_fingerprint(model_name: str) -> str:
-    """Return the compute the fingerprint of a model: `config.json`, and sizes, beginnings and ends of the weight files.
+    """Compute the fingerprint of a model: `config.json`, and sizes, beginnings and ends of the weight files.
 
     Times of files are left out: a copy is the same model.
 

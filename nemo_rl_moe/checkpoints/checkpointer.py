@@ -104,7 +104,7 @@ class Checkpointer:
         return self._longest_save_s
 
     def is_due(self, step: int) -> bool:
-        """Return the whether a checkpoint follows this step, counted from 1."""
+        """Return whether a checkpoint follows this step, counted from 1."""
         period = self._settings.save_period
         return period > 0 and step % period == 0
 
@@ -183,7 +183,7 @@ class Checkpointer:
             self._warn(f"{self._store.folder}: the disk has not answered for {timeout_s:g} s and is not waited for")
 
     def _all_are_written(self, *, wait: bool) -> bool:
-        """Return the ask the models that have not finished yet; return whether all have, with or without success."""
+        """Ask the models that have not finished yet; return whether all have, with or without success."""
         for role, model in self._models.items():
             if role not in self._outcomes and (outcome := model.poll_checkpoint(wait=wait)) is not None:
                 self._outcomes[role] = outcome

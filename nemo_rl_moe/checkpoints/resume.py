@@ -67,7 +67,7 @@ def checkpoint_dir_of(config: MasterConfig, run_folder: Path) -> Path:
 def find_resume_point(
     config: MasterConfig, run_id: str, restart_number: int, warn: Callable[[str], None]
 ) -> ResumePoint | None:
-    """Return the find the checkpoint to resume from; None to start at the beginning.
+    """Find the checkpoint to resume from; None to start at the beginning.
 
     A restart resumes from the newest checkpoint of its own run. Without one, and on a first launch,
     `checkpointing.resume` decides; where no folder is configured, the newest run with checkpoints is continued only if
@@ -120,7 +120,7 @@ def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def _has_begun_anew(config: MasterConfig, run_id: str) -> bool:
-    """Return the whether a run with a new folder of its own has begun: it does not continue what others have saved
+    """Return whether a run with a new folder of its own has begun: it does not continue what others have saved
     since.
     """
     return config.checkpointing.checkpoint_dir is None and find_run_folder(config.logger.log_dir, run_id) is not None
@@ -142,7 +142,7 @@ def _swept_checkpoints(store: CheckpointStore) -> list[Checkpoint]:
 
 
 def _own_checkpoint(config: MasterConfig, run_id: str, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Return the find the run's own newest checkpoint, without locking folders of other runs, which may be active."""
+    """Find the run's own newest checkpoint, without locking folders of other runs, which may be active."""
     for store in _stores(config, warn):
         if any(checkpoint.state.run_id == run_id for checkpoint in store.checkpoints()):
             own = [checkpoint for checkpoint in _swept_checkpoints(store) if checkpoint.state.run_id == run_id]
@@ -151,7 +151,7 @@ def _own_checkpoint(config: MasterConfig, run_id: str, warn: Callable[[str], Non
 
 
 def _checkpoint_of_earlier_run(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Return the find the checkpoint that `checkpointing.resume` selects."""
+    """Find the checkpoint that `checkpointing.resume` selects."""
     settings = config.checkpointing
     if settings.checkpoint_dir is None:
         return _newest_of_same_experiment(config, warn) if settings.resume == "auto" else None
@@ -176,7 +176,7 @@ def _refuse_damage_alone(store: CheckpointStore, usable: Sequence[Checkpoint]) -
 
 
 def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Return the find the newest checkpoint of the newest run that has any; None, with a warning, for another
+    """Find the newest checkpoint of the newest run that has any; None, with a warning, for another
     experiment.
     """
     resolved = dump_resolved(config)
@@ -203,7 +203,7 @@ def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]
 
 
 def _checked_resume_point(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[str], None]) -> ResumePoint:
-    """Return the resume point of a checkpoint whose training the configuration can continue.
+    """Resume point of a checkpoint whose training the configuration can continue.
 
     Raises:
         CheckpointError: The algorithm, or a key that must not change, differs.

@@ -114,7 +114,7 @@ def layout_of(config: MasterConfig) -> dict[str, int]:
 
 
 def json_ready(value: Any) -> Any:
-    """Return the convert content to JSON's types, with NaN and infinities as text."""
+    """Convert content to JSON's types, with NaN and infinities as text."""
     if isinstance(value, Mapping):
         return {str(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

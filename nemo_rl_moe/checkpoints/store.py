@@ -102,7 +102,7 @@ class CheckpointStore:
                             folder.rmdir()
 
     def _lock_file(self) -> TextIO:
-        """Return the open the lock's file, creating it and its folder."""
+        """Open the lock's file, creating it and its folder."""
         path = self.folder / LOCK_FILE_NAME
         for attempt in range(_LOCK_ATTEMPTS):
             try:
@@ -151,11 +151,11 @@ class CheckpointStore:
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def has_any(self) -> bool:
-        """Return the whether anything has a checkpoint's name, damaged or not."""
+        """Return whether anything has a checkpoint's name, damaged or not."""
         return self.folder.is_dir() and any(_WHOLE.fullmatch(entry.name) for entry in self.folder.iterdir())
 
     def stage(self, step: int) -> Path:
-        """Return the create the empty folder in which the checkpoint of a step is assembled.
+        """Create the empty folder in which the checkpoint of a step is assembled.
 
         Raises:
             OSError: It cannot be made.

@@ -29,7 +29,7 @@ class TimeLimit:
         self._longest_step = self._longest_saving = 0.0
 
     def is_up_after_step(self) -> bool:
-        """Return the whether another step as long as the longest one would be too long. Called once at the end of each
+        """Return whether another step as long as the longest one would be too long. Called once at the end of each
         step.
         """
         now = self._clock()

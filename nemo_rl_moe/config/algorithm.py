@@ -160,7 +160,7 @@ def algorithm_of(config: MasterConfig) -> Algorithm:
 
 
 def metric_in_force(config: MasterConfig) -> str | None:
-    """Return the resolve `auto` in the metric that chooses the best checkpoints; None: the newest are kept."""
+    """Resolve `auto` in the metric that chooses the best checkpoints; None: the newest are kept."""
     name = config.checkpointing.metric_name
     return algorithm_of(config).best_metric(config) if name == AUTO_METRIC else name
 

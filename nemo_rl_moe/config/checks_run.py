@@ -123,7 +123,7 @@ CHECKPOINTING_RULES = (
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Return the tell a folder from a name on the hub, which has no leading dot or slash and at most one slash.
+    """Tell a folder from a name on the hub, which has no leading dot or slash and at most one slash.
 
     A name below an existing folder means a folder too: asking the hub for a mistyped one takes half a minute.
     """

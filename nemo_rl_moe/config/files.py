@@ -53,7 +53,7 @@ def exemplar_summaries() -> dict[str, str]:
 
 
 def find_config(path: str | Path) -> Path:
-    """Return the find a configuration by its path, or by the name of a shipped one.
+    """Find a configuration by its path, or by the name of a shipped one.
 
     Raises:
         ConfigurationError: There is no such file.
@@ -124,7 +124,7 @@ def _read_with_defaults(
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the merge `over` into `base` section by section; other values are replaced."""
+    """Merge `over` into `base` section by section; other values are replaced."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -133,7 +133,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Return the parse one value as YAML with OmegaConf's numbers (`1e-3` is one).
+    """Parse one value as YAML with OmegaConf's numbers (`1e-3` is one).
 
     Raises:
         YAMLError: The text is no YAML.
@@ -190,7 +190,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 # Parsing takes most of the time of loading, and every configuration of a process inherits the same few files.
 @lru_cache(maxsize=16)
 def _parsed(path: Path, text: str) -> dict[Any, Any]:
-    """Return the parse a file's text; callers must not change the result."""
+    """Parse a file's text; callers must not change the result."""
     if found := traps(text):
         raise ConfigurationError([f"{path}, line {line}: {problem}" for line, problem in found])
     try:

@@ -41,7 +41,7 @@ def load_dpo_config(path: str | Path, overrides: Sequence[str] = (), *, check_pa
 
 
 def load_any_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> MasterConfig:
-    """Return the load the configuration of any algorithm; see `load_config_as`.
+    """Load the configuration of any algorithm; see `load_config_as`.
 
     Raises:
         ConfigurationError: It is no algorithm's, or something is wrong.

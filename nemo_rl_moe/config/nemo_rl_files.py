@@ -37,7 +37,7 @@ def read_theirs(path: Path) -> dict[str, Any]:
 
 
 def _joined(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the merge `over` into `base`; sections with `_override_: true` replace whole sections."""
+    """Merge `over` into `base`; sections with `_override_: true` replace whole sections."""
     whole = {name for name, section in over.items() if isinstance(section, Mapping) and section.get("_override_")}
     stripped = {
         name: {key: value for key, value in section.items() if key != "_override_"} if name in whole else section

@@ -38,7 +38,7 @@ class Override:
 
 
 def parse_override(text: str) -> Override:
-    """Return the parse one override; its value is YAML.
+    """Parse one override; its value is YAML.
 
     Raises:
         ValueError: It has another form, or its value is no YAML; the message is for the user.
@@ -191,7 +191,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def _omegaconf_key(path: Place) -> str:
-    """Return the write a place in OmegaConf's notation, in which keys with dots stay whole."""
+    """Write a place in OmegaConf's notation, in which keys with dots stay whole."""
     return "".join(f"[{part}]" for part in path)
 
 
@@ -216,7 +216,7 @@ def _num_lookups(config: Mapping[str, Any], path: Place, counts: dict[Place, flo
 
 
 def _named_places(text: str, where: Place) -> list[Place]:
-    """Return the list the places that a text refers to; leading dots go up from its own place."""
+    """List the places that a text refers to; leading dots go up from its own place."""
     places: list[Place] = []
     for match in _NAMES_A_KEY.finditer(text):
         name = match["key"].lstrip(".")

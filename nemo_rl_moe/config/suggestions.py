@@ -15,7 +15,7 @@ LONGEST_WORD = 200
 
 
 def shortened(text: str) -> str:
-    """Return the shorten a text for a message to its beginning and its length, if it is longer than `LONGEST_WORD`."""
+    """Shorten a text for a message to its beginning and its length, if it is longer than `LONGEST_WORD`."""
     return text if len(text) <= LONGEST_WORD else f"{text[:60]}... ({len(text):,} characters)"
 
 

@@ -36,7 +36,7 @@ def import_attribute(key: str, reference: str, form: str = "package.module:funct
 
 
 def is_own(name: str) -> bool:
-    """Return the whether a name in a configuration refers to custom code, `package.module:name`."""
+    """Return whether a name in a configuration refers to custom code, `package.module:name`."""
     return ":" in name
 
 

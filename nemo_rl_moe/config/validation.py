@@ -44,7 +44,7 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def field_at(model: type[BaseModel], path: Sequence[Any]) -> tuple[tuple[str, ...], FieldInfo | None]:
-    """Return the follow a pydantic error location as far as the schema goes.
+    """Follow a pydantic error location as far as the schema goes.
 
     Returns:
         The known keys, and the field at their end; None when the first key is unknown.
@@ -72,7 +72,7 @@ def choices(field: FieldInfo) -> list[str]:
 
 
 def got(value: Any, key: str = "") -> str:
-    """Return the describe a given value: `'ten' (str)`; a secret is masked."""
+    """Describe a given value: `'ten' (str)`; a secret is masked."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):

@@ -30,7 +30,7 @@ _CLOSING = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndTo
 
 
 def traps(text: str) -> list[tuple[int, str]]:
-    """Return the find the traps of a text: the line of each, counted from 1, and what is wrong. The last one may end
+    """Find the traps of a text: the line of each, counted from 1, and what is wrong. The last one may end
     the search.
 
     An invalid text is left to the parser from where it is invalid.

@@ -65,7 +65,7 @@ def batch_tokenizer(
     run_wide: TemplateInputs = NO_INPUTS,
     images: RecordImages = NO_IMAGES,
 ) -> BatchTokenizer:
-    """Return the make a function that tokenizes a list of conversations and gives a `BadLine` for each that cannot be
+    """Make a function that tokenizes a list of conversations and gives a `BadLine` for each that cannot be
     tokenized.
 
     Args:
@@ -172,7 +172,7 @@ def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArra
 
 
 def _encode_with_prefixes(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded]:
-    """Return the compute the mask from encoded prefixes, for tokenizers in Python, which give no character offsets."""
+    """Compute the mask from encoded prefixes, for tokenizers in Python, which give no character offsets."""
 
     def ids_of(text: str) -> list[int]:
         encoding: Any = tokenizer(text, add_special_tokens=False, verbose=False)

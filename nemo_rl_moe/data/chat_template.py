@@ -94,7 +94,7 @@ class _Template:
     def render(
         self, records: Sequence[Example] | Sequence[PromptRecord], first_trained: Sequence[int | None]
     ) -> list[Rendered | str]:
-        """Return the render conversations or prompts; give for each its text or what is wrong with it.
+        """Render conversations or prompts; give for each its text or what is wrong with it.
 
         Args:
             first_trained: First message of each to train on; None: a prompt.
@@ -147,7 +147,7 @@ def _require_read(run_wide: TemplateInputs, variables: Sequence[str]) -> None:
 
 
 def _opening(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return the begin token of a tokenizer that begins every text with it."""
+    """Begin token of a tokenizer that begins every text with it."""
     opens = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return str(tokenizer.bos_token) if opens else ""
 

@@ -56,7 +56,7 @@ CORRECTED = (
 
 
 def correct_template(tokenizer: "PreTrainedTokenizerBase", setting: CorrectedTemplates) -> str | None:
-    """Return the replace a published template that gives the same texts, for this process alone; exports keep the
+    """Replace a published template that gives the same texts, for this process alone; exports keep the
     model's own.
 
     Returns:

@@ -90,7 +90,7 @@ def _parse_text(text: str, name: str) -> ImageReference:
 
 
 def parse_image_part(part: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the parse a part of type image, with its image under `image`: None where the record's own list of images
+    """Parse a part of type image, with its image under `image`: None where the record's own list of images
     has it.
 
     Raises:
@@ -119,7 +119,7 @@ def parse_images(value: object, name: str) -> list[ImageReference]:
 
 
 def image_columns(names: Sequence[str], key: str | None) -> list[str]:
-    """Return the choose a table's columns of images beside the messages: the run's or, for `require_image_key`, the
+    """Choose a table's columns of images beside the messages: the run's or, for `require_image_key`, the
     usual ones.
     """
     wanted = [] if key is None else [key] if key in names else USUAL_KEYS
@@ -240,7 +240,7 @@ def _with_parts_for_marks(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled(messages: Sequence[dict[str, Any]], images: Sequence[ImageReference]) -> list[dict[str, Any]]:
-    """Return the fill the parts of type image that have none with equally many images."""
+    """Fill the parts of type image that have none with equally many images."""
     waiting = iter(images)
 
     def fill(part: dict[str, Any]) -> dict[str, Any]:

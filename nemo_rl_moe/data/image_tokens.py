@@ -146,7 +146,7 @@ class ImageTokenizer:
     def check(
         self, records: Sequence[PicturedRecord], rendered: Sequence[Rendered | str]
     ) -> list[tuple[Rendered, tuple[StoredImage, ...]] | str]:
-        """Return the decode the images of rendered records; give each record with its images, or what is wrong with
+        """Decode the images of rendered records; give each record with its images, or what is wrong with
         it.
         """
         references = [
@@ -177,7 +177,7 @@ class ImageTokenizer:
         return stored
 
     def _problem(self, record: PicturedRecord, rendered: Rendered) -> str | None:
-        """Return the describe why tokens could represent other images than the record's."""
+        """Describe why tokens could represent other images than the record's."""
         if self.token in rendered.text and any(self.token in text for text in _texts(record.messages)):
             return f"a text spells {self.token}, which stands for an image; a part of type image shows one"
         if (shown := rendered.text.count(self.token)) != len(record.images):

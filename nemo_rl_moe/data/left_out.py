@@ -35,7 +35,7 @@ _STAND_IN = "something else"
 
 
 def with_thinking_named(message: Message, template: str) -> Message:
-    """Return the move a turn's thinking to the one key that the template reads."""
+    """Move a turn's thinking to the one key that the template reads."""
     given = [key for key in THINKING_KEYS if message.get(key)]
     read = [key for key in THINKING_KEYS if re.search(rf"(?:\.|['\"]){key}\b", template)]
     if message["role"] != "assistant" or len(given) != 1 or len(read) != 1 or given == read:
@@ -70,7 +70,7 @@ def _instead(messages: Sequence[Message], index: int) -> list[Message]:
 def _is_shown(
     part: str, text: str, other: Sequence[Message], messages: Sequence[Message], render: RenderVariant
 ) -> bool:
-    """Return the whether a text shows a part: it is long and nowhere else, or the text changes with the part.
+    """Return whether a text shows a part: it is long and nowhere else, or the text changes with the part.
 
     Args:
         other: The conversation with something else in place of the part.

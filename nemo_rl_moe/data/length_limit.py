@@ -13,7 +13,7 @@ Encoding = TypeVar("Encoding", bound=Sized)
 
 
 def encode_each(encode: Callable[[Sequence[Item]], Sequence[Encoding]], items: Sequence[Item]) -> list[Encoding | str]:
-    """Return the encode items in one call; where that fails, one by one, so that one bad text does not cost the others.
+    """Encode items in one call; where that fails, one by one, so that one bad text does not cost the others.
 
     Returns:
         The encodings, or what is wrong with an item.

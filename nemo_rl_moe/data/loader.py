@@ -16,7 +16,7 @@ from nemo_rl_moe.errors import DataError
 
 
 def collate(examples: Sequence[TokenizedExample], pad_token_id: int) -> TokenBatch:
-    """Return the pad examples on the right to the longest.
+    """Pad examples on the right to the longest.
 
     Raises:
         DataError: An image cannot be read any more, or has changed.
@@ -150,7 +150,7 @@ def sequential_batches(
     max_batches: int | None = None,
     make_batch: MakeBatch = collate,
 ) -> Iterator[TokenBatch]:
-    """Yield the iterate over examples in order, for validation; the last batch may be smaller, so that none is left
+    """Iterate over examples in order, for validation; the last batch may be smaller, so that none is left
     out.
 
     Args:

@@ -76,7 +76,7 @@ def parse_messages(value: object, name: str) -> list[Message]:
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """Return the join the texts of messages by blank lines; turns with only tool calls or images have none."""
+    """Join the texts of messages by blank lines; turns with only tool calls or images have none."""
     texts = [content_text(message["content"]) for message in messages]
     return "\n\n".join(text for text in texts if text)
 
@@ -89,7 +89,7 @@ def content_text(content: Content | None) -> str:
 
 
 def with_text_around(content: Content, before: str, behind: str) -> Content:
-    """Return the put a content between two texts."""
+    """Put a content between two texts."""
     if isinstance(content, str):
         return f"{before}{content}{behind}"
     return _joined([_text_part(before), *content, _text_part(behind)])
@@ -127,7 +127,7 @@ def _message(value: object, name: str) -> Message:
 
 
 def _from_sharegpt(message: Message, name: str) -> Message:
-    """Return the convert to a message with role and content, or with `tool_calls` for a call; other keys stay."""
+    """Convert to a message with role and content, or with `tool_calls` for a call; other keys stay."""
     message = dict(message)
     speaker = message.pop("from")
     if not isinstance(speaker, str):
@@ -147,7 +147,7 @@ def _from_sharegpt(message: Message, name: str) -> Message:
 
 
 def _content(value: object, name: str, role: str) -> Content:
-    """Return the parse a content; texts of parts are joined without a separator."""
+    """Parse a content; texts of parts are joined without a separator."""
     if isinstance(value, str):
         require_encodable(value, name)
         return value
@@ -178,7 +178,7 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[dict[str, Any]]) -> Content:
-    """Return the join neighbouring texts and drop empty ones; return one text where there is no image."""
+    """Join neighbouring texts and drop empty ones; return one text where there is no image."""
     joined: list[dict[str, Any]] = []
     for part in parts:
         if part["type"] == TEXT_PART and joined and joined[-1]["type"] == TEXT_PART:

@@ -92,7 +92,7 @@ def parse_preference(record: object, sample_id: str, image_key: str | None = Non
 
 
 def preference_columns(path: str, names: Sequence[str], image_key: str | None = None) -> list[str]:
-    """Return the choose the columns of a table to read.
+    """Choose the columns of a table to read.
 
         image_key: None: no images are read.
 
@@ -219,7 +219,7 @@ def load_preferences(
 
 
 def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBatch:
-    """Return the collate pairs padded to the longest sequence, the chosen and the rejected one of a pair side by
+    """Collate pairs padded to the longest sequence, the chosen and the rejected one of a pair side by
     side.
     """
     batch = collate([example for pair in pairs for example in (pair.chosen, pair.rejected)], pad_token_id)
@@ -230,7 +230,7 @@ def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBa
 
 
 def _tokenized_pairs(records: Sequence[PreferenceRecord], tokenize: BatchTokenizer) -> list[_TokenizedPair | BadLine]:
-    """Return the tokenize the chosen and the rejected sequence of each record in one call."""
+    """Tokenize the chosen and the rejected sequence of each record in one call."""
     sequences = tokenize([example for record in records for example in (record.chosen, record.rejected)])
     pairs: list[_TokenizedPair | BadLine] = []
     for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True):

@@ -44,7 +44,7 @@ class PromptRecord:
 
 
 def apply_template(messages: Sequence[Message], template: str | None) -> tuple[Message, ...]:
-    """Return the insert the last user turn's text at the template's `{prompt}`; None: keep the messages."""
+    """Insert the last user turn's text at the template's `{prompt}`; None: keep the messages."""
     asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
     if template is None or not asked:
         return tuple(messages)
@@ -101,7 +101,7 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
 def prompt_columns(
     data: PromptDataConfig, env: EnvironmentConfig | None
 ) -> Callable[[str, Sequence[str]], Sequence[str]]:
-    """Return the make the function that checks a table's columns, all of which are read."""
+    """Make the function that checks a table's columns, all of which are read."""
     keys = {"data.prompt_key": data.prompt_key}
     if env is not None and not env.is_own:
         keys["data.answer_key"] = data.answer_key

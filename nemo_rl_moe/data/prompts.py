@@ -298,7 +298,7 @@ def _finish(
 
 
 def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]) -> PromptDataset:
-    """Return the drop held-out prompts that equal a training prompt in tokens and images, and count them in the report.
+    """Drop held-out prompts that equal a training prompt in tokens and images, and count them in the report.
 
     Raises:
         DataError: None is left.

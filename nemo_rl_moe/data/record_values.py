@@ -43,7 +43,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def decoded_json(value: object, name: str) -> Any:
-    """Return the decode the JSON of a string; return any other value as it is.
+    """Decode the JSON of a string; return any other value as it is.
 
     Raises:
         RecordError: The string is no JSON, or gives a key twice.
@@ -60,7 +60,7 @@ def decoded_json(value: object, name: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return the drop nulls from objects at any depth: tables fill keys that a row lacks with them.
+    """Drop nulls from objects at any depth: tables fill keys that a row lacks with them.
 
     Strings of JSON and members of lists stay as they are.
     """

@@ -132,7 +132,7 @@ _BUILDER_OF_SUFFIX = {".parquet": "parquet", ".json": "json", ".csv": "csv", ".a
 
 
 def load_table(path: str, split: str) -> "Dataset":
-    """Return the load the rows of one split.
+    """Load the rows of one split.
 
     Args:
         path: A hub's name, a folder of data files or of `save_to_disk`, or a data file.
@@ -255,7 +255,7 @@ def open_source(path: str, split: str, image_key: str | None = None) -> LineSour
 
 
 def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: ChooseColumns) -> LineSource[Parsed]:
-    """Return the open a `.jsonl` file, or a data set that `datasets` can load.
+    """Open a `.jsonl` file, or a data set that `datasets` can load.
 
     Args:
         path: File, folder or hub's name.
@@ -278,7 +278,7 @@ TEXT_SUFFIX = ".txt"
 
 
 def open_text(path: str, key: str, parse: Parse[Parsed]) -> LineSource[Parsed]:
-    """Return the open a plain text file, each line as a record with one key.
+    """Open a plain text file, each line as a record with one key.
 
     Raises:
         DataError: It cannot be read.
@@ -325,7 +325,7 @@ def load_limit(limit_s: float, name: str) -> Iterator[None]:
 
 
 def noting_samples(parse: Callable[[object, str], Parsed]) -> Callable[[object, str], Parsed]:
-    """Return the wrap a parser to record the sample for `load_limit`'s message."""
+    """Wrap a parser to record the sample for `load_limit`'s message."""
 
     def parse_and_note(record: object, sample_id: str) -> Parsed:
         global _last_sample

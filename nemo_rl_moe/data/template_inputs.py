@@ -28,7 +28,7 @@ class TemplateInputs:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def or_else(self, run_wide: "TemplateInputs") -> "TemplateInputs":
-        """Return the merge with the run's inputs: a record's tools replace the run's, further names take precedence
+        """Merge with the run's inputs: a record's tools replace the run's, further names take precedence
         one by one.
         """
         tools = run_wide.tools if self.tools is None else self.tools
@@ -44,7 +44,7 @@ def run_wide_inputs(tools: Sequence[ToolDefinition], kwargs: Mapping[str, Any]) 
 
 
 def parse_template_inputs(record: Mapping[str, Any]) -> TemplateInputs:
-    """Return the parse `tools` and `chat_template_kwargs` of a record, each an object or JSON in a string.
+    """Parse `tools` and `chat_template_kwargs` of a record, each an object or JSON in a string.
 
     Raises:
         RecordError: One of them cannot be used.

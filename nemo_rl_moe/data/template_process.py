@@ -71,7 +71,7 @@ class TemplateProcess:
         return names
 
     def render(self, setup: TemplateSetup, requests: Sequence[RenderRequest]) -> list[Rendered | str]:
-        """Return the render conversations or prompts; give for each its text or what is wrong with it.
+        """Render conversations or prompts; give for each its text or what is wrong with it.
 
         Raises:
             TemplateFailure: The template has broken a limit.
@@ -90,7 +90,7 @@ class TemplateProcess:
         return results
 
     def same_texts(self, setup: TemplateSetup, other: TemplateSetup) -> bool:
-        """Return the whether two templates give the same texts for conversations with and without tools and thinking.
+        """Return whether two templates give the same texts for conversations with and without tools and thinking.
 
         Raises:
             TemplateFailure: One of them cannot be used, or has broken a limit.

@@ -126,7 +126,7 @@ class TemplateRenderer:
         self.variables = self._checked()
 
     def render(self, request: RenderRequest, size: int) -> Rendered:
-        """Return the render a prompt, or a conversation with the spans to train on.
+        """Render a prompt, or a conversation with the spans to train on.
 
         Args:
             size: Approximate number of characters.
@@ -166,7 +166,7 @@ class TemplateRenderer:
         return Rendered(text, tuple(spans), notes if note is None else (*notes, note))
 
     def renders_as(self, other: "TemplateRenderer") -> bool:
-        """Return the whether another template gives the same texts for the probes."""
+        """Return whether another template gives the same texts for the probes."""
         try:
             return all(self._probed(turns) == other._probed(turns) for turns in _PROBES)
         except RenderError:
@@ -212,7 +212,7 @@ class TemplateRenderer:
     def _form_of(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
     ) -> tuple[ToolCallForm, str | None]:
-        """Return the find the form of a conversation's tool calls, and a note on what the template leaves out of them.
+        """Find the form of a conversation's tool calls, and a note on what the template leaves out of them.
 
         A template that shows any call with any argument whole shows all of them; with any other, each conversation is
         checked: the template may be made for one tool.
@@ -280,7 +280,7 @@ class TemplateRenderer:
 
 
 def _parsed(template: str) -> Any:
-    """Return the parse a chat template; marked pieces are plain text in the result."""
+    """Parse a chat template; marked pieces are plain text in the result."""
     from jinja2 import Environment, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser

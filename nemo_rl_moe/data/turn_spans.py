@@ -36,7 +36,7 @@ def turn_spans(
     end_token: str,
     special_tokens: Collection[str],
 ) -> list[Span]:
-    """Return the find the spans of the assistant turns from one message on.
+    """Find the spans of the assistant turns from one message on.
 
     Args:
         first_trained: Earlier assistant turns are context.
@@ -102,7 +102,7 @@ class _Turn:
         raise problem
 
     def _start_by(self, before: Message, stand_in: Message) -> int:
-        """Return the find the first character after the generation prompt by stand-ins for the turn and the one
+        """Find the first character after the generation prompt by stand-ins for the turn and the one
         before.
         """
         context = [*self._before[:-1], before]
@@ -142,7 +142,7 @@ class _Turn:
         raise problem
 
     def _end_by(self, stand_in: Message, start: int, special_tokens: Collection[str]) -> int:
-        """Return the find the character after the end token by a stand-in for the turn."""
+        """Find the character after the end token by a stand-in for the turn."""
         text = self._text
         tail = self._behind(_STAND_IN, self._render([*self._before, stand_in, *self._after], False))
         ending = self._behind(_STAND_IN, self._render([*self._before, stand_in], False))
@@ -186,6 +186,6 @@ def _first_token(text: str, special_tokens: Collection[str]) -> str:
 
 
 def _without_trailing_space(text: str, start: int, end: int, end_token: str) -> int:
-    """Return the leave out a newline after the end token: generation stops before it."""
+    """Leave out a newline after the end token: generation stops before it."""
     stripped = text[start:end].rstrip()
     return start + len(stripped) if end_token and stripped.endswith(end_token) else end

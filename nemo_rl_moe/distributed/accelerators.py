@@ -73,7 +73,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Return the parse machines from `GPUSxCARD` or `NODESxGPUSxCARD`, such as `8xH100` or `4x8xA100-80GB`.
+    """Parse machines from `GPUSxCARD` or `NODESxGPUSxCARD`, such as `8xH100` or `4x8xA100-80GB`.
 
     Raises:
         ConfigurationError: It is none of these, or the card is not known.

@@ -140,7 +140,7 @@ def per_token(
 
 
 def collate_inputs(inputs: Sequence[ModelInput], longest: int) -> Column:
-    """Return the collate an input of each sequence into one column for the model.
+    """Collate an input of each sequence into one column for the model.
 
     Args:
         inputs: On one unshared axis, of one shape apart from the number of values.
@@ -307,7 +307,7 @@ def count_trained_sequences(batch: TokenBatch) -> int:
 
 
 def make_shard(batch: TokenBatch, microbatches: Sequence[Sequence[int]], totals: TokenBatch) -> GlobalBatchShard:
-    """Return the cut one rank's microbatches out of a batch.
+    """Cut one rank's microbatches out of a batch.
 
     Args:
         microbatches: Sequence indices of each microbatch.
@@ -319,7 +319,7 @@ def make_shard(batch: TokenBatch, microbatches: Sequence[Sequence[int]], totals:
 def make_shards(
     batch: TokenBatch, by_rank: Sequence[Sequence[Sequence[int]]], totals: TokenBatch
 ) -> list[GlobalBatchShard]:
-    """Return the cut the microbatches of all ranks out of a batch, whose totals are computed once.
+    """Cut the microbatches of all ranks out of a batch, whose totals are computed once.
 
     Args:
         by_rank: Sequence indices of each microbatch, for each data-parallel rank.
@@ -339,7 +339,7 @@ def make_shards(
 
 
 def append_fillers(batch: TokenBatch, fillers: Sequence[int]) -> TokenBatch:
-    """Return the append copies of some sequences, without tokens in the loss and without stored values.
+    """Append copies of some sequences, without tokens in the loss and without stored values.
 
     Args:
         fillers: Sequences to repeat, as `EvaluationPlan.fillers` lists them.

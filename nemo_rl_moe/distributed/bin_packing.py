@@ -14,14 +14,14 @@ MOST_REFUSED = 64
 
 
 def round_up(length: int, multiple: int) -> int:
-    """Return the round up to a multiple."""
+    """Round up to a multiple."""
     return -(-length // multiple) * multiple
 
 
 def first_fit_decreasing(
     sizes: Sequence[int], capacity: int, pictures: Sequence[Pictures] = (), most_patches: int | None = None
 ) -> list[list[int]]:
-    """Return the pack items into few bins: the largest item first, each into the first bin that has room.
+    """Pack items into few bins: the largest item first, each into the first bin that has room.
 
     A bin that has refused `MOST_REFUSED` items for their patches is closed.
 

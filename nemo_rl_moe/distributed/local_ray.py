@@ -210,7 +210,7 @@ class LocalRay:
         _keep_token_private()
 
     def _get_node(self, *args: Any) -> Any:
-        """Return the replace Ray's function, which waits half a minute for a starting raylet even if it is dead."""
+        """Replace Ray's function, which waits half a minute for a starting raylet even if it is dead."""
         answer: Future[Any] = Future()
 
         def ask() -> None:

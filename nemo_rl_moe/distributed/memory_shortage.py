@@ -13,7 +13,7 @@ _PROCESS = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
 
 
 def memory_shortage(report: str, names: Mapping[tuple[str, int], str]) -> str:
-    """Return the summarize why Ray ended a process: the machine's memory, the threshold, the largest processes.
+    """Summarize why Ray ended a process: the machine's memory, the threshold, the largest processes.
 
     Args:
         report: Text of Ray's `OutOfMemoryError`.

@@ -184,7 +184,7 @@ def plan_evaluation(
     group_size: int = 1,
     pictures: Sequence[Pictures] = (),
 ) -> EvaluationPlan:
-    """Return the share a batch of any size over the ranks; where it does not divide, the shortest group is run again.
+    """Share a batch of any size over the ranks; where it does not divide, the shortest group is run again.
 
     The arguments are those of `plan_microbatches`.
 
@@ -262,7 +262,7 @@ def _cheapest_by_length(
 
 
 def _with_sequences(by_rank: RankMicrobatches, group_size: int) -> RankMicrobatches:
-    """Return the replace groups by their sequences."""
+    """Replace groups by their sequences."""
     return tuple(tuple(sequences_of(groups, group_size) for groups in microbatches) for microbatches in by_rank)
 
 

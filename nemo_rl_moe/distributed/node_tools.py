@@ -77,7 +77,7 @@ def ray_folder(pid: int) -> Path:
 
 
 def folder_of_this_process(parent: Path, purpose: str) -> Path:
-    """Return the make a folder whose name contains the machine and the process; remove those of processes that run no
+    """Make a folder whose name contains the machine and the process; remove those of processes that run no
     more.
     """
     parent.mkdir(parents=True, exist_ok=True)

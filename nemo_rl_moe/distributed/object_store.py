@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 
 
 def fetch_objects(sources: Sequence[Any]) -> list[Shaped[np.ndarray, "rows ..."] | None]:
-    """Return the fetch arrays by handle, read-only; None for one that was lost with the process that stored it."""
+    """Fetch arrays by handle, read-only; None for one that was lost with the process that stored it."""
     try:
         return list(ray.get(list(sources)))
     except RayError:

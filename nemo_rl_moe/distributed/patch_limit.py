@@ -21,7 +21,7 @@ class PatchRoom:
         self._ids, self._patches = set(first), sum(first.values())
 
     def has_room_for(self, pictures: Pictures) -> bool:
-        """Return the whether another item may join."""
+        """Return whether another item may join."""
         # What is like the first one adds nothing, and where that is too much by itself, nothing else is there.
         if self._most is None or pictures.keys() == self._first:
             return True

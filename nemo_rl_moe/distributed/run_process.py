@@ -274,7 +274,7 @@ def _end_family(owner: str, main: int | None = None, spared: int | None = None) 
 
 
 def _find_family(owner: str) -> list[psutil.Process]:
-    """Return the find the processes that carry a run's mark, and those below this one, which may have been forked
+    """Find the processes that carry a run's mark, and those below this one, which may have been forked
     without it.
     """
     mark = f"{OWNER}={owner}".encode()

@@ -45,7 +45,7 @@ def num_bytes_of(array: SharedArray) -> int:
 
 
 def fetch_arrays(arrays: Iterable[SharedArray], fetch: Fetch) -> dict[int, Shaped[np.ndarray, " values"]]:
-    """Return the fetch arrays, each once; return them by the identity of their handles.
+    """Fetch arrays, each once; return them by the identity of their handles.
 
     Raises:
         ValueError: A stored array is lost.

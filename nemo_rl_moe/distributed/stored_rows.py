@@ -82,7 +82,7 @@ class StoredRows:
         return replace(self, pieces=tuple(piece for piece in kept if piece.num_rows > 0))
 
     def followed_by(self, later: "StoredRows") -> "StoredRows":
-        """Return the append rows of later tokens: of a token that was computed twice, the first counts."""
+        """Append rows of later tokens: of a token that was computed twice, the first counts."""
         more = tuple(piece.since(self.end) for piece in later.pieces if piece.end > self.end)
         return replace(self, pieces=self.pieces + more)
 
@@ -92,7 +92,7 @@ def put_together(
     put: Callable[[Shaped[np.ndarray, "rows ..."]], Any],
     most_bytes: int = 1 << 20,
 ) -> list[StoredRows]:
-    """Return the put the rows of sequences into a store, short sequences together: each stored array has a cost.
+    """Put the rows of sequences into a store, short sequences together: each stored array has a cost.
 
     A reader of one sequence fetches the whole array over the network, so that arrays stay small.
 
@@ -125,7 +125,7 @@ def fetch_rows(
     row_shape: tuple[int, ...],
     dtype: str,
 ) -> Shaped[np.ndarray, "sequences longest ..."]:
-    """Return the fetch the rows of sequences into one array.
+    """Fetch the rows of sequences into one array.
 
     Args:
         fill: Value of tokens without a row, or whose array is lost.

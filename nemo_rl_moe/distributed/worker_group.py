@@ -192,7 +192,7 @@ class WorkerGroup(Generic[Worker]):
     def start_each(
         self, method: Callable[[Worker, *Args], Result], args_by_rank: Sequence[tuple[*Args] | None]
     ) -> Callable[[], dict[int, Result]]:
-        """Return the start a method with arguments for each rank, after what the rank was asked for before.
+        """Start a method with arguments for each rank, after what the rank was asked for before.
 
         An object for several ranks is transferred once.
 
@@ -286,7 +286,7 @@ class WorkerGroup(Generic[Worker]):
         on_silence: Callable[[Sequence[int]], NoReturn],
         on_result: Callable[[int, Any], None] = lambda rank, result: None,
     ) -> dict[int, Any]:
-        """Return the wait for a call on each rank, until the first failure or the deadline.
+        """Wait for a call on each rank, until the first failure or the deadline.
 
         A rank whose call is None has nothing to do, and is not in the result, which has the order of the ranks.
         """

@@ -105,7 +105,7 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         world_size: int,
         timeout_s: float,
     ) -> WorkerFailure | None:
-        """Return the set the environment, and only then import and make the worker.
+        """Set the environment, and only then import and make the worker.
 
         A worker that hangs, as when ranks cannot reach each other, writes its stack to stderr before the driver gives
         up.

@@ -34,7 +34,7 @@ class MathEnvironment:
         self._parse_answer = lru_cache(maxsize=ANSWERS_KEPT)(self._parse_answer_anew)
 
     def score(self, item: ScoringItem) -> Score:
-        """Return the score a response.
+        """Score a response.
 
         Raises:
             ValueError: The record's answer is no mathematics.

@@ -61,7 +61,7 @@ class DrawnItems:
 
 
 def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> DrawnItems:
-    """Return the draw items with different questions; fewer than asked for when the task hardly makes new ones any
+    """Draw items with different questions; fewer than asked for when the task hardly makes new ones any
     more.
 
     Args:
@@ -91,7 +91,7 @@ def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> DrawnIt
 
 
 def make_task(config: ReasoningGymConfig, seed: int = 0, size: int = 1) -> Any:
-    """Return the make a data set of the library.
+    """Make a data set of the library.
 
     Raises:
         ConfigurationError: The library is missing, there is no such task, or it refuses its parameters.

@@ -46,7 +46,7 @@ def answer_in(response: str, answer_after: str | None) -> str:
 
 
 def make_scorer(config: EnvironmentConfig) -> Scorer:
-    """Return the make the environment that a checked configuration describes.
+    """Make the environment that a checked configuration describes.
 
     Raises:
         ConfigurationError: A library, a task, a parameter, a module or a function is missing or wrong.

@@ -118,7 +118,7 @@ class EnvironmentScorer:
         self.shutdown()
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """Return the score each response, in their order; where the environment failed, reward 0 with the fault.
+        """Score each response, in their order; where the environment failed, reward 0 with the fault.
 
         Raises:
             WorkerDiedError: A worker was lost, and the environment cannot be made again; or all have been stopped.

@@ -32,7 +32,7 @@ class CallableEnvironment:
         self._function = find_function(config.function)
 
     def score(self, item: ScoringItem) -> Score:
-        """Return the score a response.
+        """Score a response.
 
         Raises:
             TypeError: The function returned something else.

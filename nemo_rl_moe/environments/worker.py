@@ -24,7 +24,7 @@ class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
         self._timeout_s = config.timeout_s
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """Return the score each response, in their order.
+        """Score each response, in their order.
 
         Code that no alarm interrupts, such as a loop in C or a library that uses the alarm for itself, costs this
         process its life, which the driver sees; where it was is in Ray's log of the worker.
@@ -41,7 +41,7 @@ class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
 
 
 def score_within(limit_s: float, scorer: Scorer, item: ScoringItem) -> Score:
-    """Return the score a response, or give reward 0 with the fault. Only on the main thread of a process, which gets
+    """Score a response, or give reward 0 with the fault. Only on the main thread of a process, which gets
     the alarm.
 
     Args:

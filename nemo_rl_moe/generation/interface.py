@@ -176,7 +176,7 @@ class GenerationEngine(Protocol):
     shares_weights: bool
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Return the continue one sequence.
+        """Continue one sequence.
 
         Many calls wait at the same time, in one event loop, whose thread none of them may block. A call that is
         cancelled is no longer waited for. An error ends the run.

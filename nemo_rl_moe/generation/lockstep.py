@@ -52,7 +52,7 @@ class Lockstep(Generic[Request, Result]):
         return future
 
     async def ask(self, request: Request) -> Result:
-        """Return the wait for the result of a request."""
+        """Wait for the result of a request."""
         return await self.queued(request)
 
     @property
@@ -61,7 +61,7 @@ class Lockstep(Generic[Request, Result]):
         return any(not future.done() for _, future in self._queued)
 
     def answer_all(self) -> Iterator[Result]:
-        """Yield the answer what is queued; hand each result to the task that waits for it, and yield it."""
+        """Answer what is queued; hand each result to the task that waits for it, and yield it."""
         queued = [(request, future) for request, future in self._queued if not future.done()]
         self._queued = []
         size = self.most_at_a_time or len(queued) or 1
@@ -84,7 +84,7 @@ class LockstepEngine(Lockstep[GenerationRequest, GeneratedSequence]):
     shares_weights: bool = True
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Return the continue one sequence, together with those of all other tasks."""
+        """Continue one sequence, together with those of all other tasks."""
         return await self.queued(request)
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
@@ -104,7 +104,7 @@ class LockstepEngine(Lockstep[GenerationRequest, GeneratedSequence]):
 def generate_batches(
     generate: Callable[[GenerationBatch], Sequence[GeneratedSequence]], requests: Sequence[GenerationRequest]
 ) -> Iterator[tuple[int, GeneratedSequence]]:
-    """Yield the generate a batch of the requests of each kind of sampling; yield index and sequence, kind by kind."""
+    """Generate a batch of the requests of each kind of sampling; yield index and sequence, kind by kind."""
     by_sampling: dict[SamplingParameters, list[int]] = {}
     for index, request in enumerate(requests):
         by_sampling.setdefault(request.sampling, []).append(index)
@@ -121,7 +121,7 @@ def make_trainer_engine(setup: "EngineSetup") -> LockstepEngine:
 def generate_all(
     engine: GenerationEngine, requests: Sequence[GenerationRequest]
 ) -> Iterator[tuple[int, GeneratedSequence]]:
-    """Yield the generate outside of an event loop; yield the index of each request and its sequence, as they finish."""
+    """Generate outside of an event loop; yield the index of each request and its sequence, as they finish."""
     loop = asyncio.new_event_loop()
     tasks = {loop.create_task(engine.generate(request)): index for index, request in enumerate(requests)}
     try:

@@ -55,6 +55,6 @@ class EngineSetup:
 
 
 def make_engine(setup: EngineSetup) -> GenerationEngine:
-    """Return the start the engine that the configuration names."""
+    """Start the engine that the configuration names."""
     engine: GenerationEngine = setup.config.policy.generation.engine.factory()(setup)
     return engine

@@ -81,7 +81,7 @@ class Routes:
         return audit_sequences(self.description, step, self.tape(rollout))
 
     def write_tape(self, folder: Path, step: int, rollout: "Routes | None" = None) -> Path | None:
-        """Return the write the sequences into a tape folder; return the file, or None without any sequence.
+        """Write the sequences into a tape folder; return the file, or None without any sequence.
 
         The writer is the same at every step, so that findings can name it: the rank of the process in its job.
 

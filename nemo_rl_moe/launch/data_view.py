@@ -254,7 +254,7 @@ def _with_what_was_cut(
 
 
 def sequence_text(sequence: ShownSequence, decode: Callable[[Sequence[int]], str], in_colour: bool) -> Text:
-    """Return the show a sequence as text, its kinds of tokens marked by colours or by signs."""
+    """Show a sequence as text, its kinds of tokens marked by colours or by signs."""
     ids = sequence.example.input_ids.tolist()
     text, place, told = Text(), 0, ""
     shown = sequence.images()

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
-    """Return the load the configuration, and check that it can be evaluated and written.
+    """Load the configuration, and check that it can be evaluated and written.
 
     Raises:
         ConfigurationError: It cannot.

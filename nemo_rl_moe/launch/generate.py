@@ -117,7 +117,7 @@ def responses(
     chunk: int | None = None,
     report_progress: Callable[[int], object] = lambda num_responses: None,
 ) -> Iterator[tuple[Prompt, int, GeneratedSequence]]:
-    """Yield the generate responses in the order of the prompts, each as soon as those before it are there.
+    """Generate responses in the order of the prompts, each as soon as those before it are there.
 
     Args:
         prompts: At least one.
@@ -148,7 +148,7 @@ def responses(
 def requests_of(
     prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingParameters
 ) -> list[GenerationRequest]:
-    """Return the make a request of each prompt; responses to one prompt share the arrays of its images, which are read
+    """Make a request of each prompt; responses to one prompt share the arrays of its images, which are read
     here.
     """
     distinct = {id(prompt): prompt for prompt in prompts}

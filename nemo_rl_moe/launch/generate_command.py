@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
-    """Return the load the configuration, and check that the output can be written.
+    """Load the configuration, and check that the output can be written.
 
     Raises:
         ConfigurationError: One of them is wrong.

@@ -320,7 +320,7 @@ class ModelRun:
         return self._opened.enter_context(context)
 
     def prepare_model(self) -> PreparedModel:
-        """Return the fetch and check the model, load the tokenizer, and let Ray start.
+        """Fetch and check the model, load the tokenizer, and let Ray start.
 
         Raises:
             ConfigurationError: One of them cannot be had or used.

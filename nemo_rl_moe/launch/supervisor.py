@@ -138,7 +138,7 @@ def _passed_on(number: int) -> signal.Signals:
 
 
 def _collect(process: int) -> int | None:
-    """Return the collect the exit codes of children that have ended, adopted orphans too, which stay as zombies until
+    """Collect the exit codes of children that have ended, adopted orphans too, which stay as zombies until
     then.
 
     Returns:

@@ -167,7 +167,7 @@ class TrainingRun(ModelRun):
     def start_trainable_role(
         self, role: str, model: PreparedModel, heads: Collection[Head] = (Head.LOGPROBS,)
     ) -> TrainableModel:
-        """Return the start the workers of a role that is trained beside the policy, after those of the policy, before
+        """Start the workers of a role that is trained beside the policy, after those of the policy, before
         `restore`.
 
         It takes as many optimizer steps as the policy, and is saved and resumed with it.

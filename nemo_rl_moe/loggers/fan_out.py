@@ -98,7 +98,7 @@ class FanOutLogger:
             isolated.log_config(config)
 
     def flush_to_disk(self) -> bool:
-        """Return the wait until the disk has every logged step; may be called from any thread.
+        """Wait until the disk has every logged step; may be called from any thread.
 
         Returns:
             False where some steps cannot be written yet.

@@ -95,7 +95,7 @@ class MlflowLogger:
         self._client.set_terminated(self.run_id, status=outcome.upper())
 
     def _resumed(self, run_id: str) -> Any:
-        """Return the run to continue, marked as running again; None where the store does not have it."""
+        """Run to continue, marked as running again; None where the store does not have it."""
         from mlflow.exceptions import MlflowException
 
         try:

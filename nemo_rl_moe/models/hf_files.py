@@ -55,7 +55,7 @@ class HubModel:
 
 
 def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float], None]) -> tuple[HubModel, Path]:
-    """Return the fetch a model to this machine: its configuration, and the weights that its index names.
+    """Fetch a model to this machine: its configuration, and the weights that its index names.
 
     Args:
         with_weights: Fetch weights too: the files of the index, or `model.safetensors`, but no other files of the
@@ -80,7 +80,7 @@ def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float],
 
 
 def fetching_problem(model: HubModel) -> str | None:
-    """Return the fetch a model's missing files into this machine's cache; return the error, naming the machine, or
+    """Fetch a model's missing files into this machine's cache; return the error, naming the machine, or
     None.
     """
     try:
@@ -151,7 +151,7 @@ class ModelSource:
 
 
 def find_model(policy: PolicyConfig, progress: Callable[[float], None] = lambda share: None) -> ModelSource:
-    """Return the find the policy's model, and fetch it from the hub where it is no folder.
+    """Find the policy's model, and fetch it from the hub where it is no folder.
 
     Args:
         progress: Called with the share of the hub's files that are present.
@@ -168,7 +168,7 @@ def find_model(policy: PolicyConfig, progress: Callable[[float], None] = lambda 
 
 
 def load_hf_config(model_name: str) -> Any:
-    """Return the load a model's configuration as transformers reads it, without running code from the hub.
+    """Load a model's configuration as transformers reads it, without running code from the hub.
 
     A vision-language model's is flattened: the decoder's fields, and those of the whole model.
 
@@ -232,7 +232,7 @@ def plain_config(hf_config: Any) -> SimpleNamespace:
 
 
 def load_config_json(model_name: str) -> dict[str, Any]:
-    """Return the load a model's `config.json` without transformers' additions.
+    """Load a model's `config.json` without transformers' additions.
 
     Raises:
         ConfigurationError: It is missing, or cannot be read.
@@ -252,7 +252,7 @@ def load_config_json(model_name: str) -> dict[str, Any]:
 
 
 def load_model_json(model_name: str, file: str) -> Any:
-    """Return the load a small JSON file beside the model's `config.json`; None where there is none.
+    """Load a small JSON file beside the model's `config.json`; None where there is none.
 
     Args:
         file: Such as `preprocessor_config.json`.

@@ -31,7 +31,7 @@ def hub_silence() -> str | None:
 
 
 def from_cache_alone() -> bool:
-    """Return the whether the hub cannot be reached, for the `local_files_only` of its readers."""
+    """Return whether the hub cannot be reached, for the `local_files_only` of its readers."""
     return hub_silence() is not None
 
 

@@ -82,7 +82,7 @@ def pictures_in(inputs: Mapping[str, ModelInput]) -> list[Picture]:
 
 
 def has_its_pixels(inputs: Mapping[str, ModelInput]) -> bool:
-    """Return the whether a sequence has as many arrays and digests as sizes, and each array the bytes of its size."""
+    """Return whether a sequence has as many arrays and digests as sizes, and each array the bytes of its size."""
     sizes = inputs[PICTURE_SIZES].values
     found = [num_bytes_of(array) for array in inputs[PIXELS].values]
     return len(inputs[PICTURE_IDS].values) == len(sizes) and found == (3 * sizes.prod(1)).tolist()
@@ -104,7 +104,7 @@ def picture_patches(batch: TokenBatch, num_patches: Callable[[int, int], int] | 
 
 
 def distinct_pictures(ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the find repeated images.
+    """Find repeated images.
 
     Args:
         ids: Digest of each image.

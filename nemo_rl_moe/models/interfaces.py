@@ -262,7 +262,7 @@ class PolicyInterface(Protocol):
     def weight_transport(
         self, *, altered: bool = False, then: Callable[[], object] = ...
     ) -> AbstractContextManager[WeightTransport]:
-        """Return the open a transfer of the present weights to engines with copies; it closes when all have them.
+        """Open a transfer of the present weights to engines with copies; it closes when all have them.
 
         Args:
             altered: Send weights that differ in every tensor, for a check of the engine.

@@ -43,7 +43,7 @@ _LARGEST_COPIED_BYTES = 100 << 20
 def collect_model_files(
     config_json: Mapping[str, Any], hf_config: Any, model_folder: Path, tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, bytes]:
-    """Return the collect configuration, generation configuration, tokenizer and image processor for exported weights.
+    """Collect configuration, generation configuration, tokenizer and image processor for exported weights.
 
     Args:
         model_folder: Source of the generation configuration and image processor.

@@ -72,7 +72,7 @@ class PatchSizes:
         return sum(rows * columns // self.unit**2 for rows, columns in self.sizes(height, width))
 
     def pictures(self, image: "Image", resample: int) -> list[Picture]:
-        """Return the resize an RGB image."""
+        """Resize an RGB image."""
         (size,) = self.sizes(image.height, image.width)
         return [_resized(image, size, resample)]
 
@@ -162,7 +162,7 @@ class PictureRule:
         return self.sizes.pictures(image, self.resample)
 
     def takes_those_of(self, other: "PictureRule") -> bool:
-        """Return the whether a model with this rule accepts another rule's images and image tokens."""
+        """Return whether a model with this rule accepts another rule's images and image tokens."""
         mine, theirs = self.sizes, other.sizes
         if isinstance(mine, PatchSizes):
             is_same = isinstance(theirs, PatchSizes) and mine.unit == theirs.unit
@@ -172,7 +172,7 @@ class PictureRule:
 
 
 def picture_problem(own: PictureRule | None, policys: PictureRule | None) -> str | None:
-    """Return the describe why a model beside the policy cannot read the policy's batches; None: it can.
+    """Describe why a model beside the policy cannot read the policy's batches; None: it can.
 
     Args:
         own: That model's rule; None: it takes text alone.
@@ -194,7 +194,7 @@ _KEY = "policy.model_name"
 
 
 def load_picture_rule(model_name: str, hf_config: Any) -> PictureRule | None:
-    """Return the load the rule from a model's files; None for a model of text alone.
+    """Load the rule from a model's files; None for a model of text alone.
 
     As in transformers, `image_processor` of `processor_config.json` comes before `preprocessor_config.json`.
 

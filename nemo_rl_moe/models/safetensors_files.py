@@ -169,7 +169,7 @@ class TensorHeader:
 
 
 def split_into_files(tensors: Iterable[TensorHeader], max_bytes: int) -> list[list[TensorHeader]]:
-    """Return the distribute tensors over files of a maximum size; a larger tensor has a file of its own."""
+    """Distribute tensors over files of a maximum size; a larger tensor has a file of its own."""
     files: list[list[TensorHeader]] = []
     held_bytes = 0
     for tensor in tensors:

@@ -190,7 +190,7 @@ def listed(names: list[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the show a value from a file on one line: names of tensors as they are, all else quoted and truncated."""
+    """Show a value from a file on one line: names of tensors as they are, all else quoted and truncated."""
     text = str(value)
     return text if isinstance(value, str) and text.isprintable() and 0 < len(text) <= 200 else repr(value)[:200]
 
@@ -201,7 +201,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the make an object of distinct keys: readers differ in which of two equal ones they take."""
+    """Make an object of distinct keys: readers differ in which of two equal ones they take."""
     if len(pairs) != len(dict(pairs)):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"{shown(twice)} stands there twice")

@@ -56,7 +56,7 @@ def split_gap(
 
 
 def gap_metrics(gap: PerToken, limits: RatioLimits | None = None) -> dict[str, float]:
-    """Return the compute the size of a gap, or of a part of one.
+    """Compute the size of a gap, or of a part of one.
 
     - `mean_abs`, `max_abs`: of its absolute value, nats
     - `kl`: mean of `exp(d) - 1 - d`, the k3 estimate of the divergence of two distributions whose log-probabilities

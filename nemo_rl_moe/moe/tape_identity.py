@@ -302,7 +302,7 @@ def least_lead(counts: Int[np.ndarray, "*rows"]) -> Float[np.ndarray, "*rows"]:
 
 
 def foreign_tape(slot_kappa: float | None) -> list[TapeAnomaly]:
-    """Return the report routes of other tokens altogether, such as those of the step before: they agree with the
+    """Report routes of other tokens altogether, such as those of the step before: they agree with the
     routers by chance alone.
 
     Args:

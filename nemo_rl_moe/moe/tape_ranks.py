@@ -44,7 +44,7 @@ def rows_by_rank(rows: Int[Tensor, "layers kinds"], data_parallel_rank: int) -> 
 
 
 def missing_in_one_rank(by_slot: Int[Tensor, "slots kinds"]) -> RankShare | None:
-    """Return the rank that alone lacks rows: at least 5% of its own, and four times what the others lack; None without
+    """Rank that alone lacks rows: at least 5% of its own, and four times what the others lack; None without
     one.
     """
     rows = by_slot.numpy()

@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
 
 
 def write_report(folders: Sequence[Path], output: Path) -> list[int]:
-    """Return the write the report of these runs.
+    """Write the report of these runs.
 
     Returns:
         Number of findings of each run.
@@ -100,7 +100,7 @@ def write_report(folders: Sequence[Path], output: Path) -> list[int]:
 
 
 def write_page(runs: "Sequence[RunData]", output: Path, words: "PageWords | None" = None) -> list[int]:
-    """Return the write a page about runs that have been read.
+    """Write a page about runs that have been read.
 
     Args:
         output: The HTML file; `check_output` has passed it.

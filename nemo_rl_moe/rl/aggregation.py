@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def sequence_mean(
     values: Float[Tensor, "sequences targets"], mask: Bool[Tensor, "sequences targets"]
 ) -> Float[Tensor, "sequences 1"]:
-    """Return the compute the mean of each sequence over its valid tokens; 0 where it has none."""
+    """Compute the mean of each sequence over its valid tokens; 0 where it has none."""
     return values.where(mask, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -29,7 +29,7 @@ def global_mean(
     global_sequences: int,
     config: PolicyGradientLossConfig,
 ) -> Float[Tensor, ""]:
-    """Return the compute the share of this microbatch in the mean over the global batch, as the configuration averages.
+    """Compute the share of this microbatch in the mean over the global batch, as the configuration averages.
 
     - `token_level_loss: true`: over all valid tokens (DAPO, arXiv:2503.14476).
     - `length_normalizer`: over sequences, of each one's sum over its tokens divided by that number (Dr. GRPO,

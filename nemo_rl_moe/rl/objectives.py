@@ -29,7 +29,7 @@ class RatioBounds:
     upper: Float[Tensor, "sequences targets"]
 
     def clip(self, ratio: Float[Tensor, "sequences targets"]) -> Float[Tensor, "sequences targets"]:
-        """Return the hold the ratio between the bounds."""
+        """Hold the ratio between the bounds."""
         return ratio.clamp(self.lower, self.upper)
 
 
@@ -83,7 +83,7 @@ def both_bounds(advantages: Float[Tensor, "sequences targets"], config: PolicyGr
 
 
 def surrogate_bounds(advantages: Float[Tensor, "sequences targets"], config: PolicyGradientLossConfig) -> RatioBounds:
-    """Return the compute the bounds that the clipped surrogate comes to, given the sign of the advantage.
+    """Compute the bounds that the clipped surrogate comes to, given the sign of the advantage.
 
     PPO's `min(ratio * A, clip(ratio) * A)` (arXiv:1707.06347, eq. 7) only ever clips a ratio that has moved the way the
     advantage points: from above where `A > 0`, from below where `A < 0`. Dual clip's `max(..., c * A)` for `A < 0`
@@ -98,12 +98,12 @@ def surrogate_bounds(advantages: Float[Tensor, "sequences targets"], config: Pol
 
 
 def clipped(inputs: ObjectiveInputs) -> Float[Tensor, "sequences targets"]:
-    """Return the compute `-clip(ratio) * A` (PPO, arXiv:1707.06347, eq. 7). A clipped token has no gradient."""
+    """Compute `-clip(ratio) * A` (PPO, arXiv:1707.06347, eq. 7). A clipped token has no gradient."""
     return -surrogate_bounds(inputs.advantages, inputs.config).clip(inputs.ratio) * inputs.advantages
 
 
 def cispo(inputs: ObjectiveInputs) -> Float[Tensor, "sequences targets"]:
-    """Return the compute `-clip(ratio) * A * logprob` with the clipped ratio a constant (MiniMax-M1, arXiv:2506.13585).
+    """Compute `-clip(ratio) * A * logprob` with the clipped ratio a constant (MiniMax-M1, arXiv:2506.13585).
 
     Every token keeps its gradient. There is no dual clip.
     """
@@ -112,7 +112,7 @@ def cispo(inputs: ObjectiveInputs) -> Float[Tensor, "sequences targets"]:
 
 
 def reinforce(inputs: ObjectiveInputs) -> Float[Tensor, "sequences targets"]:
-    """Return the compute `-A * logprob`, without a ratio (REINFORCE, Williams 1992).
+    """Compute `-A * logprob`, without a ratio (REINFORCE, Williams 1992).
 
     Where a step is one update, its gradient is that of the others.
     """

@@ -54,7 +54,7 @@ class RunningTrajectory:
     async def wait_for(
         self, what: WaitsFor, answer: Coroutine[Any, Any, Result], then: Callable[[Result], object] = lambda found: None
     ) -> Result:
-        """Return the wait for an answer of the engine or of the scorer, whose errors end the run.
+        """Wait for an answer of the engine or of the scorer, whose errors end the run.
 
         Args:
             what: Kind of the answer.

@@ -22,7 +22,7 @@ class ScoringQueue:
         self._task: asyncio.Task[None] | None = None
 
     async def ask(self, item: ScoringItem) -> Score:
-        """Return the score one response."""
+        """Score one response."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Score] = loop.create_future()
         self._queued.append((item, future))

@@ -138,7 +138,7 @@ def where(frame: FrameType | None) -> str:
 
 
 def _innermost(frames: list[FrameType]) -> str:
-    """Return the name the innermost frame that is neither Python's own nor this package's nor an installed one's."""
+    """Name the innermost frame that is neither Python's own nor this package's nor an installed one's."""
     own = [frame for frame in frames if _is_users(frame.f_code.co_filename)] or frames
     if not own:
         return "its end"

@@ -47,7 +47,7 @@ class FailureRecord:
 
 
 def failures_of(by_split: Mapping[str, Sequence[ScoredTrajectory]]) -> list[FailedResponses]:
-    """Return the sum up the failures of each split that has any."""
+    """Sum up the failures of each split that has any."""
     found = []
     for split, trajectories in by_split.items():
         failed = [each for each in trajectories if each.fault is not None]

@@ -49,7 +49,7 @@ _PACKAGES = (
 
 
 def create_run_folder(log_dir: str | Path, run_id: str | None = None, algorithm: str | None = None) -> Path:
-    """Return the make the next free `exp_001`, `exp_002`, ... in a log folder, which is created where needed.
+    """Make the next free `exp_001`, `exp_002`, ... in a log folder, which is created where needed.
 
     Two processes that call this at the same moment get two folders.
 

@@ -100,7 +100,7 @@ class LineFile:
             self._warn(f"{self._path} was removed; it is begun anew, and lacks the lines before")
 
     def flush_to_disk(self) -> bool:
-        """Return the write the waiting lines and wait until the disk has them (fsync); may be called from any thread.
+        """Write the waiting lines and wait until the disk has them (fsync); may be called from any thread.
 
         A checkpoint must not outlive, in a power failure, the metrics of its steps.
 

@@ -54,7 +54,7 @@ class ThumbnailWriter:
         self._written: set[str] | None = None
 
     def write(self, pictures: Iterable[SavedPicture]) -> list[str]:
-        """Return the write the first pictures of a sample; those that the run has are not written again.
+        """Write the first pictures of a sample; those that the run has are not written again.
 
         Returns:
             Names of its thumbnails in the folder; fewer than there are pictures where the disk or the limit is full.

@@ -105,7 +105,7 @@ def tensor_checksum(name: str, tensor: Tensor) -> str:
 
 
 def weighted_sum(content: Tensor) -> int:
-    """Return the sum the bytes' 32-bit words, each times an odd number of its place, modulo 2^64: a checksum for
+    """Sum the bytes' 32-bit words, each times an odd number of its place, modulo 2^64: a checksum for
     devices.
 
     A change of one word, and a swap of two words, always change it.

@@ -41,7 +41,7 @@ class Carrier(Protocol):
         ...
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> object:
-        """Return the write a bucket's file. The result must live until every receiver has taken the bucket."""
+        """Write a bucket's file. The result must live until every receiver has taken the bucket."""
         ...
 
     def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
@@ -49,7 +49,7 @@ class Carrier(Protocol):
         ...
 
     def opened(self, path: Path, label: BucketLabel, receiver: int) -> AbstractContextManager[dict[str, Tensor]]:
-        """Return the open the bucket's tensors, compared with their checksums; valid until it is closed."""
+        """Open the bucket's tensors, compared with their checksums; valid until it is closed."""
         ...
 
 
@@ -224,7 +224,7 @@ class IpcCarrier:
         return tensor.detach().to(self.memory.device()).contiguous()
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> object:
-        """Return the write names, types, shapes, checksums and the handle; the buffer must live until all have taken
+        """Write names, types, shapes, checksums and the handle; the buffer must live until all have taken
         it.
         """
         buffer = packed(list(tensors.values()), self.memory.device())
@@ -322,7 +322,7 @@ CarrierFactory = Callable[[int, str], Carrier]
 
 
 def make_carrier(way: str, group: str, num_receivers: int, address: str | None) -> Carrier:
-    """Return the make the transport that `policy.generation.weight_transport` names.
+    """Make the transport that `policy.generation.weight_transport` names.
 
     Args:
         Args:

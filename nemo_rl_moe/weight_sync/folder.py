@@ -66,7 +66,7 @@ class FolderTransfer:
     carrier: Carrier = FileCarrier()  # noqa: RUF009  (it cannot change)
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
-        """Return the send this rank's tensors, and return when every receiver has taken them.
+        """Send this rank's tensors, and return when every receiver has taken them.
 
         Returns:
             Bytes sent.
@@ -80,7 +80,7 @@ class FolderTransfer:
             return _Sender(self, sender).send(tensors)
 
     def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
-        """Return the pass the tensors of all senders to a loader in order of arrival.
+        """Pass the tensors of all senders to a loader in order of arrival.
 
         Returns:
             Bytes received.
@@ -97,11 +97,11 @@ class FolderTransfer:
             return arrivals.num_bytes
 
     def label(self, sender: int, bucket: int) -> BucketLabel:
-        """Return the label one of its buckets; the folder's name is the transfer's."""
+        """Label one of its buckets; the folder's name is the transfer's."""
         return BucketLabel(self.folder.name, self.version, sender, bucket)
 
     def queue(self, name: str, after: int) -> int:
-        """Return the take the first free place for a bucket in the order of all buckets.
+        """Take the first free place for a bucket in the order of all buckets.
 
         Args:
             after: Number of places that are taken.
@@ -128,7 +128,7 @@ class FolderTransfer:
             pass
 
     def names(self) -> set[str]:
-        """Return the list the files of the transfer.
+        """List the files of the transfer.
 
         Raises:
             WeightSyncError: The transfer has ended; gives the reason.
@@ -344,7 +344,7 @@ class _Receiver:
             yield int(name.partition("-")[0]), name
 
     def _waits_for(self, senders: list[int], names: set[str]) -> str:
-        """Return the name the processes that do not progress; senders may be held up by another receiver."""
+        """Name the processes that do not progress; senders may be held up by another receiver."""
         held_up = {
             each for name in names if _BUCKET.fullmatch(name) for each in self._transfer.receivers_without(name, names)
         }
@@ -446,7 +446,7 @@ class FolderTransport:
         return self._transfer
 
     def send(self) -> int:
-        """Return the make all trainer ranks send; the receivers have been started.
+        """Make all trainer ranks send; the receivers have been started.
 
         Raises:
             WeightSyncError: Not every tensor was sent and taken.
@@ -467,7 +467,7 @@ class FolderTransport:
 
 
 def folder_of_one_machine(num_senders: int) -> Path:
-    """Return the choose shared memory where it holds twice the buckets under way, otherwise the folder of temporary
+    """Choose shared memory where it holds twice the buckets under way, otherwise the folder of temporary
     files.
 
     Containers have 64 MiB of shared memory by default.

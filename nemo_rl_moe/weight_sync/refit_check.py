@@ -51,7 +51,7 @@ class ScoringEngine(Protocol):
     """A generation engine that can be checked."""
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Inputs) -> Sequence[Scores]:
-        """Return the score each token after the first given those before it, by each copy of the weights:
+        """Score each token after the first given those before it, by each copy of the weights:
         `[copy][sequence]`.
 
         Args:
@@ -73,7 +73,7 @@ class Bound:
     of_the_mean: bool
 
     def holds(self, gap: "Gap") -> bool:
-        """Return the whether scores count as equal; never for non-finite ones."""
+        """Return whether scores count as equal; never for non-finite ones."""
         return bool(np.isfinite(gap.largest)) and (gap.mean if self.of_the_mean else gap.largest) <= self.nats
 
     def __str__(self) -> str:
@@ -229,7 +229,7 @@ class RefitCheck:
         return Finding(replace(worst, mean=max(gap.mean for gap in gaps)), weights)
 
     def _with_copies(self, ask: Callable[[], Answer]) -> Answer:
-        """Return the ask an engine; once more where a copy of the weights is lost, as the refit makes another one."""
+        """Ask an engine; once more where a copy of the weights is lost, as the refit makes another one."""
         try:
             return ask()
         except GenerationError:
@@ -294,7 +294,7 @@ def first_disagreement(
     expected: Mapping[str, Float[np.ndarray, "tokens features"]],
     tolerance: float,
 ) -> tuple[str, Int[np.ndarray, " tokens"]] | None:
-    """Return the find the first module, in the order of a forward pass, whose output differs from the reference's.
+    """Find the first module, in the order of a forward pass, whose output differs from the reference's.
 
     Args:
         expected: The reference's, in the order in which they ran.

@@ -18,7 +18,7 @@ class TransportSpec(Protocol):
     """One transfer of weights, in a form that is pickled to its participants."""
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
-        """Return the send this rank's tensors, a bucket at a time; every trainer rank calls it, also with nothing to
+        """Send this rank's tensors, a bucket at a time; every trainer rank calls it, also with nothing to
         send.
 
         Args:
@@ -34,7 +34,7 @@ class TransportSpec(Protocol):
         ...
 
     def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
-        """Return the pass the tensors of all senders to a loader; every engine worker calls it.
+        """Pass the tensors of all senders to a loader; every engine worker calls it.
 
         Args:
             receiver: Engine worker, from 0.
@@ -71,7 +71,7 @@ class WeightTransport(Protocol):
         ...
 
     def send(self) -> int:
-        """Return the make all trainer ranks send, and return when they have; called after the receivers have been
+        """Make all trainer ranks send, and return when they have; called after the receivers have been
         started.
 
         Returns:

@@ -36,7 +36,7 @@ class Receivers(Protocol):
         ...
 
     def have_ended(self) -> bool:
-        """Return the whether none of them receives any more."""
+        """Return whether none of them receives any more."""
         ...
 
 
@@ -77,7 +77,7 @@ def watched(transport: WeightTransport, receivers: Receivers) -> Iterator[None]:
 
 
 def _lost_behind_a_failure(receivers: Receivers) -> str | None:
-    """Return the find, within some seconds, the receiver whose loss made a transfer fail."""
+    """Find, within some seconds, the receiver whose loss made a transfer fail."""
     deadline = time.monotonic() + 2 * CAUSE_WAIT_S
     while True:
         if (lost := receivers.find_lost(CAUSE_WAIT_S)) is not None:

@@ -136,7 +136,7 @@ def problem_of_a_rank_s_folder(settings: RunSettings, folders: list[str]) -> str
 
 
 def problems_of_loading(settings: RunSettings, folders: list[str], variable: str | None = None) -> list[str]:
-    """Return the what loading each folder raises: the error's class and text."""
+    """Return what loading each folder raises: the error's class and text."""
     from nemo_rl_moe.errors import CheckpointError
 
     if variable is not None:

@@ -48,7 +48,7 @@ class ThreadedWriter:
         self._thread.start()
 
     def poll_checkpoint(self, *, wait: bool) -> WrittenOrNot | None:
-        """Return the how it stands."""
+        """Return how it stands."""
         if self._thread is None:
             return None
         if wait:
@@ -71,7 +71,7 @@ class ThreadedWriter:
 
 
 def is_whole(checkpoint: Checkpoint) -> bool:
-    """Return the whether all that the writer wrote is there."""
+    """Return whether all that the writer wrote is there."""
     for name in SHARDS:
         content = (checkpoint.folder / "policy" / name).read_bytes()
         if hashlib.sha256(content[:-32]).digest() != content[-32:]:
@@ -80,7 +80,7 @@ def is_whole(checkpoint: Checkpoint) -> bool:
 
 
 def description(config: MasterConfig, run_folder: Path, **changes: Any) -> RunDescription:
-    """Return the what a run of this configuration says of itself."""
+    """Return what a run of this configuration says of itself."""
     resolved = dump_resolved(config)
     values: dict[str, Any] = {
         "algorithm": next(iter(resolved)),

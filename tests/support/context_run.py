@@ -93,7 +93,7 @@ def batch_of_step(step: int, lengths: Mapping[str, int], tape: bool) -> TokenBat
 
 
 def observe(policy: Any, lengths: Mapping[str, int], tape: bool) -> Observed:
-    """Return the runs on every rank of the job: passes of all kinds, then optimizer steps.
+    """Run on every rank of the job: passes of all kinds, then optimizer steps.
 
     Args:
         policy: The configuration.
@@ -190,7 +190,7 @@ def shared_run(
 
 @cache
 def one_rank() -> Observed:
-    """Return the run that the others are compared with; made once."""
+    """Run that the others are compared with; made once."""
     return shared_run(1)[0]
 
 

@@ -17,7 +17,7 @@ ENGINE_TITLE = "ray::VllmWorker"
 
 
 def share_of_digits(item: ScoringItem) -> float:
-    """Return the how many of twelve characters are digits; where a run has the mark, the first response kills its
+    """Return how many of twelve characters are digits; where a run has the mark, the first response kills its
     engine.
     """
     mark = os.environ.get(MARK)

@@ -25,7 +25,7 @@ class Layout:
     layer_spec: str = "auto"
 
     def holds(self, model: FamilyModel) -> bool:
-        """Return the whether the model can be spread like this."""
+        """Return whether the model can be spread like this."""
         chunks = self.sizes.get("pp", 1) * self.sizes.get("vpp", 1)
         cuts_experts = self.sizes.get("etp", 1) > 1
         return model.num_layers % chunks == 0 and (not cuts_experts or model.experts_can_be_cut)

@@ -25,7 +25,7 @@ def trainer_of(folder: Path, policy: PolicyConfig, num_steps: int = 1) -> Any:
 
 
 def files_beside(folder: Path) -> dict[str, bytes]:
-    """Return the what is to lie beside the weights of a folder's model when they are written."""
+    """Return what is to lie beside the weights of a folder's model when they are written."""
     return {"config.json": (folder / "config.json").read_bytes()}
 
 

@@ -140,7 +140,7 @@ def _train_step(trainer: Any) -> Step:
 
 
 def write_references(names: Sequence[str], root: str) -> dict[str, Reference | str]:
-    """Return the runs on one rank: writes `root/NAME` for each model; what transformers does with it, or why it
+    """Run on one rank: writes `root/NAME` for each model; what transformers does with it, or why it
     fails.
     """
 
@@ -152,7 +152,7 @@ def write_references(names: Sequence[str], root: str) -> dict[str, Reference | s
 
 
 def run_families(names: Sequence[str], root: str, policy: PolicyConfig, exports: str) -> dict[str, Any]:
-    """Return the runs on every rank of a job: `run_family` of `root/NAME`, exported to `exports/NAME`, or why it
+    """Run on every rank of a job: `run_family` of `root/NAME`, exported to `exports/NAME`, or why it
     fails.
     """
     with parallel_job(policy):
@@ -160,7 +160,7 @@ def run_families(names: Sequence[str], root: str, policy: PolicyConfig, exports:
 
 
 def read_exports(names: Sequence[str], root: str, exports: str) -> dict[str, Export | str]:
-    """Return the runs on one rank: what transformers makes of the exports of `run_families`, or why it fails."""
+    """Run on one rank: what transformers makes of the exports of `run_families`, or why it fails."""
     return {name: _or_why_not(partial(_read_export, Path(root, name), Path(exports, name))) for name in names}
 
 
@@ -206,7 +206,7 @@ class ParityJobs:
         return self._root / "references" / name
 
     def reference(self, name: str) -> Reference:
-        """Return the what transformers does.
+        """Return what transformers does.
 
         Raises:
             AssertionError: It fails.
@@ -218,7 +218,7 @@ class ParityJobs:
         return found
 
     def run(self, name: str, layout_name: str) -> FamilyRun:
-        """Return the what this project does, in one of `LAYOUTS` that holds the model.
+        """Return what this project does, in one of `LAYOUTS` that holds the model.
 
         Raises:
             AssertionError: It fails.
@@ -238,7 +238,7 @@ class ParityJobs:
         return found
 
     def export(self, name: str, layout_name: str) -> Export:
-        """Return the what transformers makes of what the run wrote.
+        """Return what transformers makes of what the run wrote.
 
         Raises:
             AssertionError: The run fails, or transformers does.

@@ -87,7 +87,7 @@ def _random_values(name: str, like: Tensor) -> Tensor:
 
 
 def reference_outputs(folder: Path) -> ModelOutputs:
-    """Return the what transformers computes with a folder."""
+    """Return what transformers computes with a folder."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()

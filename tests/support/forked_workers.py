@@ -37,7 +37,7 @@ class WorkerServer:
         return f"{sys.executable} -S {__file__} {self._path}"
 
     def problems(self) -> list[str]:
-        """Return the what NCCL would not have carried of what workers have said since the last call."""
+        """Return what NCCL would not have carried of what workers have said since the last call."""
         from tests.support.nccl_order import take_problems
 
         return take_problems(Path(self._folder))

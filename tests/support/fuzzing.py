@@ -228,7 +228,7 @@ def _what_it_was(folder: Path, seed: int) -> str:
 
 
 def _judged(make_case: MakeCase, seed: int, folder: Path) -> tuple[str, bool, str | None]:
-    """Return the what was odd, whether it was accepted, and what is wrong with the end of it."""
+    """Return what was odd, whether it was accepted, and what is wrong with the end of it."""
     folder.mkdir(parents=True)
     try:
         case = make_case(random.Random(seed), folder)

@@ -74,7 +74,7 @@ def generator_of(trainer: MegatronTrainer, tokenizer: Any = None) -> MegatronGen
 
 
 def generate_run(run: GenerationRun) -> dict[int, Response]:
-    """Return the runs on every rank of the job; the responses of this rank by the number of their prompt."""
+    """Run on every rank of the job; the responses of this rank by the number of their prompt."""
     with parallel_job(run.policy):
         trainer = build_trainer(run.policy, run.model)
         share = run.shares[trainer.coordinates.data_parallel_rank]
@@ -91,7 +91,7 @@ def _response(sequence: GeneratedSequence) -> Response:
 
 
 def evaluated_logprobs(trainer: MegatronTrainer, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
-    """Return the what an evaluation forward says of the tokens of a response."""
+    """Return what an evaluation forward says of the tokens of a response."""
     tokens = torch.tensor([[*prompt, *response]])
     batch = TokenBatch(tokens, torch.tensor([tokens.shape[1]]), torch.ones_like(tokens, dtype=torch.bool), ("one",))
     return trainer.logprobs([batch])[0][0, len(prompt) :]

@@ -27,14 +27,14 @@ def fails(*, rehearse: bool) -> dict[str, Any]:
 
 
 def crashes(*, rehearse: bool) -> dict[str, Any]:
-    """Return the dies as a process does in a kernel."""
+    """Die as a process does in a kernel."""
     print("about to die", flush=True)
     os.kill(os.getpid(), signal.SIGSEGV)
     return {}
 
 
 def hangs(*, rehearse: bool) -> dict[str, Any]:
-    """Return the never ends, and does not listen."""
+    """Return never ends, and does not listen."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     print("waiting", flush=True)
     time.sleep(600)

@@ -296,7 +296,7 @@ class ListLogger:
 
 
 def as_numbers(token_ids: Sequence[int]) -> str:
-    """Return the decodes tokens as their numbers."""
+    """Decode tokens as their numbers."""
     return " ".join(map(str, token_ids))
 
 

@@ -37,7 +37,7 @@ class _Meeting:
         self._found: list[str] = []
 
     def problems(self) -> list[str]:
-        """Return the runs to the end; the first few of what differs, and who waits for whom if that is not the end."""
+        """Run to the end; the first few of what differs, and who waits for whom if that is not the end."""
         ready = deque(range(len(self._left)))
         while ready and len(self._found) < _MOST_PROBLEMS:
             rank = ready.popleft()

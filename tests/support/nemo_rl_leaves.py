@@ -126,7 +126,7 @@ def _others(value: Any) -> list[Any]:
 
 
 def main(folder: Path) -> int:
-    """Return the print the numbers of a folder; return the exit code."""
+    """Print the numbers of a folder; return the exit code."""
     refused, problems, lost = Counter[str](), Counter[str](), Counter[str]()
     files = sorted(folder.rglob("*.yaml"))
     num_leaves = num_carried = num_named = num_right = 0

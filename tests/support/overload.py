@@ -27,7 +27,7 @@ def summarise_overload(
     *,
     per_layer: bool = False,
 ) -> dict[str, float]:
-    """Return the compute the metrics of one step."""
+    """Compute the metrics of one step."""
     loads = rank_loads(counts_DMLE, expert_parallel_size)
     peaks = [float(cumulative_peak_ratios(loads, stage).amax()) for stage in stage_events]
     sums = _sums_of_all(counts_DMLE, [expert_parallel_size], expert_parallel_size)
@@ -37,7 +37,7 @@ def summarise_overload(
 def predict_overload(
     counts_DMLE: Tensor, expert_parallel_sizes: Sequence[int], *, recorded_expert_parallel_size: int = 1
 ) -> dict[int, PredictedOverload]:
-    """Return the predict overload factors for other expert-parallel sizes."""
+    """Predict overload factors for other expert-parallel sizes."""
     sums = _sums_of_all(counts_DMLE, expert_parallel_sizes, recorded_expert_parallel_size)
     return dict(zip(expert_parallel_sizes, predictions(sums), strict=True))
 

@@ -22,12 +22,12 @@ class Place:
         self.warnings: list[str] = []
 
     def overrides(self, *overrides: str, shared: bool) -> list[str]:
-        """Return the where this place is, and further overrides."""
+        """Return where this place is, and further overrides."""
         directory = SHARED.format(self.folder) if shared else "checkpointing.checkpoint_dir=null"
         return [f"logger.log_dir={self.folder / 'logs'}", directory, *overrides]
 
     def run_folder(self, number: int) -> Path:
-        """Return the where a run is."""
+        """Return where a run is."""
         return self.folder / "logs" / f"exp_{number:03d}"
 
     def run(self, number: int, *overrides: str, shared: bool = False, **changes: Any) -> Run:
@@ -46,13 +46,13 @@ class Place:
         shared: bool = False,
         name: str = "sft_tiny_moe.yaml",
     ) -> ResumePoint | None:
-        """Return the where a run would start."""
+        """Return where a run would start."""
         self.warnings.clear()
         config = load_any_config(name, self.overrides(*overrides, shared=shared), check_paths=False)
         return find_resume_point(config, run_id, restart, self.warnings.append)
 
     def found(self, *overrides: str, **arguments: Any) -> ResumePoint:
-        """Return the where a run goes on."""
+        """Return where a run goes on."""
         point = self.find(*overrides, **arguments)
         assert point is not None
         return point

@@ -104,7 +104,7 @@ class RecordedEngine(FakeEngine):
 
 
 def make_engine(_: EngineSetup) -> RecordedEngine:
-    """Return the what the configuration names."""
+    """Return what the configuration names."""
     _calls.append("engine starts")
     return RecordedEngine(_calls, shares_weights=False)
 

@@ -270,14 +270,14 @@ class FaultRun:
     num_changed: Mapping[str, int]
 
     def num_found(self, fault: str) -> int:
-        """Return the how often it was found."""
+        """Return how often it was found."""
         return sum(each is not None for each in self.said[fault])
 
 
 def plant_faults(
     name: str, root: str, faults: Sequence[str], precision: str, gives_fingerprints: bool = True, num_before: int = 2
 ) -> FaultRun:
-    """Return the plants each fault `TIMES` times into an engine of a model.
+    """Plant each fault `TIMES` times into an engine of a model.
 
     Args:
         name: A key of `FAMILY_MODELS`.

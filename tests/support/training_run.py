@@ -69,7 +69,7 @@ class RankRun:
 
 
 def train_run(settings: RunSettings) -> RankRun:
-    """Return the runs on every rank of the job."""
+    """Run on every rank of the job."""
     with parallel_job(settings.policy):
         trainer = build_trainer(settings)
         losses, norms, metrics = [], [], []
@@ -97,7 +97,7 @@ def hf_config_of(model: Mapping[str, Any] | str) -> Any:
 
 
 def shard_of_step(trainer: MegatronTrainer, settings: RunSettings, step: int) -> Any:
-    """Return the what this rank trains on in one step."""
+    """Return what this rank trains on in one step."""
     place = trainer.coordinates
     batch = tiny_batch(100 + step, **settings.batch)
     if settings.images:

@@ -31,7 +31,7 @@ EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<project
 
 
 def make_engine(setup: EngineSetup) -> "TransformersEngine":
-    """Return the what a configuration names."""
+    """Return what a configuration names."""
     return TransformersEngine(setup.source.folder())
 
 

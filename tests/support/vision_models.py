@@ -229,7 +229,7 @@ def inputs_of_row(batch: TokenBatch, row: int) -> dict[str, ModelInput]:
 
 
 def transformers_inputs(model_type: str, batch: TokenBatch) -> dict[str, Tensor]:
-    """Return the what transformers' model takes of a batch: pixels as its image processors make them, written down
+    """Return what transformers' model takes of a batch: pixels as its image processors make them, written down
     once more.
     """
     pictures = [picture for row in pictures_of_rows(batch) for picture in row]

@@ -97,7 +97,7 @@ class VisionTrainer:
         return [row[: length - 1].numpy() for row, length in zip(found, batch.lengths.tolist(), strict=True)]
 
     def check_of(self, engine: VllmEngine) -> RefitCheck:
-        """Return the check that a run makes of its refits."""
+        """Check that a run makes of its refits."""
         of_text = probe_sequences(4, 24, VOCABULARY)
         probes = [picture_probe(sequence, self.hf_config, 95, n) for n, sequence in enumerate(of_text)]
         sequences, inputs = [ids for ids, _ in probes], [each for _, each in probes]

@@ -55,7 +55,7 @@ def run_ranks_with_engine(
 
 
 def prepare() -> list[str]:
-    """Return the what a rank's process does first: imports all anew, with Transformer Engine to be found.
+    """Return what a rank's process does first: imports all anew, with Transformer Engine to be found.
 
     Returns:
         Where it is to be found from now on.

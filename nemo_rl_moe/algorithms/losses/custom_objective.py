@@ -34,7 +34,7 @@ def find_objective(name: str) -> Objective:
 def _custom_loss(
     name: str, function: Callable[[ObjectiveInputs], object], inputs: ObjectiveInputs
 ) -> Float[Tensor, "sequences targets"]:
-    """Return the compute each token's loss by the user's function.
+    """Compute each token's loss by the user's function.
 
     Raises:
         ValueError: It returned something else than one number for each token.

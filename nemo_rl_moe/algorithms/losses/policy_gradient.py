@@ -66,7 +66,7 @@ class PolicyGradientLoss:
         return frozenset({Head.ENTROPY} if self.config.entropy_bonus > 0 else ())
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Return the compute one microbatch's share of the loss.
+        """Compute one microbatch's share of the loss.
 
         Raises:
             KeyError: One of the columns is missing.
@@ -120,7 +120,7 @@ class PolicyGradientLoss:
 def _valid(
     values: Float[Tensor, "sequences targets"], mask: Bool[Tensor, "sequences targets"]
 ) -> Float[Tensor, "sequences targets"]:
-    """Return the put 0 where masked, in the gradient too; before any arithmetic, as NaN and infinity times 0 are
+    """Put 0 where masked, in the gradient too; before any arithmetic, as NaN and infinity times 0 are
     NaN.
     """
     return values.where(mask, 0.0)

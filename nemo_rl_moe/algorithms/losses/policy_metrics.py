@@ -19,7 +19,7 @@ Metrics = dict[str, tuple[Tensor, Reduction]]
 def ratio_metrics(
     ratio: Float[Tensor, "sequences targets"], bounds: RatioBounds, both: RatioBounds, inputs: LossInputs
 ) -> Metrics:
-    """Return the compute metrics of the probability ratio: the policy's move since the step began.
+    """Compute metrics of the probability ratio: the policy's move since the step began.
 
     - `probs_ratio`: its mean, and `probs_ratio_{min,max}`
     - `probs_ratio_clamped`: the mean of the ratio held between both bounds, whatever the advantage
@@ -59,7 +59,7 @@ def mismatch_metrics(
     generation: Float[Tensor, "sequences targets"],
     inputs: LossInputs,
 ) -> Metrics:
-    """Return the compute metrics of the mismatch between generation and training with the same weights, and the
+    """Compute metrics of the mismatch between generation and training with the same weights, and the
     policy's entropy.
 
     With a correction or without:
@@ -103,7 +103,7 @@ def correction_metrics(
     config: PolicyGradientLossConfig,
     inputs: LossInputs,
 ) -> Metrics:
-    """Return the compute metrics of the importance-sampling correction; none without one.
+    """Compute metrics of the importance-sampling correction; none without one.
 
     - `importance_weight`: its mean
     - `importance_weight_truncated_fraction` or, where they are left out, `importance_weight_dropped_fraction`: share of

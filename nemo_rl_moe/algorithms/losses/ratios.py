@@ -18,7 +18,7 @@ def probability_ratio(
     *,
     of_sequences: bool,
 ) -> Float[Tensor, "sequences targets"]:
-    """Return the compute the ratio of each token's probability under the policy to that before this step.
+    """Compute the ratio of each token's probability under the policy to that before this step.
 
     Args:
         logprobs: Of the policy that is trained; finite where masked.
@@ -36,7 +36,7 @@ def probability_ratio(
 def importance_ratio(
     prev_logprobs: Float[Tensor, "*shape"], generation_logprobs: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Return the compute the ratio of each token's probability in training to that in generation; no gradient."""
+    """Compute the ratio of each token's probability in training to that in generation; no gradient."""
     return bounded_exp((prev_logprobs - generation_logprobs).detach())
 
 
@@ -47,7 +47,7 @@ def sequence_importance_ratio(
     *,
     geometric: bool,
 ) -> Float[Tensor, "sequences targets"]:
-    """Return the compute the ratio of each sequence's probability in training to that in generation, at all of its
+    """Compute the ratio of each sequence's probability in training to that in generation, at all of its
     tokens.
 
     It has no gradient.
@@ -69,7 +69,7 @@ def importance_ratios(
     mask: Bool[Tensor, "sequences targets"],
     config: PolicyGradientLossConfig,
 ) -> tuple[Float[Tensor, "sequences targets"], Float[Tensor, "sequences targets"]]:
-    """Return the compute the ratios of the configured correction: the one that weighs a token, and the one that has
+    """Compute the ratios of the configured correction: the one that weighs a token, and the one that has
     bounds.
     """
     if config.importance_sampling_level == "sequence":

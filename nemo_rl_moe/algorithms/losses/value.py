@@ -37,7 +37,7 @@ class ValueLoss:
     needs: ClassVar[tuple[Head, ...]] = (Head.VALUE,)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Return the compute a microbatch's share of the loss.
+        """Compute a microbatch's share of the loss.
 
         Raises:
             KeyError: The batch lacks a column.
@@ -66,7 +66,7 @@ def clipped_squared_errors(
     previous: Float[Tensor, "sequences targets"],
     clip_range: float | None,
 ) -> Float[Tensor, "sequences targets"]:
-    """Return the compute `max((v - R)^2, (clip(v, v' - c, v' + c) - R)^2)` of each token.
+    """Compute `max((v - R)^2, (clip(v, v' - c, v' + c) - R)^2)` of each token.
 
     A value that has moved further than `c` from the value before, `v'`, gets no gradient towards the return; one that
     has moved away from it does. As in the implementation of PPO (arXiv:1707.06347) by its authors.

@@ -50,7 +50,7 @@ class EngineActor:
         return f"vLLM engine {self.number}"
 
     def ask_num_steps(self) -> Any:
-        """Return the ask for the number of its steps: answered also while it generates or receives, unless it is
+        """Ask for the number of its steps: answered also while it generates or receives, unless it is
         frozen.
         """
         return self.handle.num_steps.options(concurrency_group=PROGRESS).remote()

@@ -85,7 +85,7 @@ class VllmEngine:
         self._actors.start_missing()
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Return the continue one sequence; engines without weights get those that the policy has.
+        """Continue one sequence; engines without weights get those that the policy has.
 
         Raises:
             GenerationError: Engines fail again and again, one of them sleeps, or pictures and image tokens of a request
@@ -100,7 +100,7 @@ class VllmEngine:
         return await self._serving.generate(request)
 
     def _prepare(self) -> int:
-        """Return the make engines ready to generate; return the version of their weights."""
+        """Make engines ready to generate; return the version of their weights."""
         if self._version is None or not self._actors.present:
             self._refit(self)
         self._require_awake()
@@ -146,7 +146,7 @@ class VllmEngine:
         return found
 
     def _answers_of_all(self, doing: str, question: Callable[[Any], Any]) -> list[Any]:
-        """Return the ask every engine at the same time; return what each answers.
+        """Ask every engine at the same time; return what each answers.
 
         Raises:
             GenerationError: An engine died or does not answer while it is `doing`.

@@ -58,7 +58,7 @@ class Serving:
         self._thread = ThreadPoolExecutor(1, "vLLM engines")
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Return the continue one sequence.
+        """Continue one sequence.
 
         Raises:
             GenerationError: Engines fail again and again, or cannot be made ready.

@@ -115,7 +115,7 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attenti
 
 
 def decoder_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the map Hugging Face fields to TransformerConfig fields, except for experts.
+    """Map Hugging Face fields to TransformerConfig fields, except for experts.
 
     `activation_func` is a name in `ACTIVATIONS` of `model/transformer_config.py`: families import no Megatron-Core.
     """

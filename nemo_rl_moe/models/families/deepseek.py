@@ -45,7 +45,7 @@ ROUTER_FIELDS: Mapping[str, str | None] = {
 
 
 def decoder_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the map Hugging Face fields to TransformerConfig fields, except the router's.
+    """Map Hugging Face fields to TransformerConfig fields, except the router's.
 
     Raises:
         ConfigurationError: The scaling of positions is not supported, or heads share keys.
@@ -244,7 +244,7 @@ EXPERT_BIAS = {f"{decoder.LAYER}mlp.router.expert_bias": rule(f"{decoder.HF_LAYE
 
 
 def deepseek_v3_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the map Hugging Face fields to TransformerConfig fields.
+    """Map Hugging Face fields to TransformerConfig fields.
 
     Raises:
         ConfigurationError: See `decoder_fields`; or a token has one expert.

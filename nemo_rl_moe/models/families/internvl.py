@@ -49,7 +49,7 @@ class TowerAndProjector(nn.Module):
 
 
 def pixel_shuffle(states: Float[Tensor, "tiles patches size"], merge: int) -> Float[Tensor, "tiles tokens merged_size"]:
-    """Return the merge each square of patches into one token by concatenating their states row by row.
+    """Merge each square of patches into one token by concatenating their states row by row.
 
     Args:
         states: Of square tiles, row by row.

@@ -87,7 +87,7 @@ def encode(tower: nn.Module, pictures: Sequence[UInt8[Tensor, "height width 3"]]
 
 
 def _learned_positions(tower: nn.Module, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """Return the interpolate positions: return the entries of Qwen3-VL's table of positions for each patch, and their
+    """Interpolate positions: return the entries of Qwen3-VL's table of positions for each patch, and their
     weights, computed on the host; nothing for a tower without such a table."""
     if not hasattr(tower, "num_grid_per_side"):
         return {}

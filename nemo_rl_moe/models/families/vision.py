@@ -129,7 +129,7 @@ class VisionFamily:
         return self.encode(tower, pictures, hf_config)
 
     def flattened(self, hf_config: Any, decoder_type: str) -> Any:
-        """Return the merge the decoder's, the outer and the tower's fields into one configuration of the whole model.
+        """Merge the decoder's, the outer and the tower's fields into one configuration of the whole model.
 
         Args:
             hf_config: From transformers, with sections.
@@ -210,7 +210,7 @@ def _common_problems(flat: Any, family: VisionFamily) -> list[str]:
 
 
 def built_config(plain: Any, config_class: type) -> Any:
-    """Return the make the configuration object that a module of transformers wants from the plain one that workers
+    """Make the configuration object that a module of transformers wants from the plain one that workers
     get.
     """
     if isinstance(plain, config_class):

@@ -104,7 +104,7 @@ class TrainableModel(ModelWorkers):
         self._trains, self._is_offloaded = num_steps is not None, False
 
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
-        """Return the take one optimizer step for each global batch in `batch`.
+        """Take one optimizer step for each global batch in `batch`.
 
         Raises:
             ValueError: The loss needs a head that the model has not.
@@ -186,7 +186,7 @@ class TrainableModel(ModelWorkers):
         return vision.shape(self._hf_config).training_flops(grids, self._policy.freeze)
 
     def save_weights(self, directory: Path) -> Sequence[str]:
-        """Return the write the weights as a Hugging Face folder; it appears whole or not at all.
+        """Write the weights as a Hugging Face folder; it appears whole or not at all.
 
         Returns:
             Names of parameters that were left out because the family has no tensor for them.

@@ -193,7 +193,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         )
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> "RankTrainResult":
-        """Return the take one optimizer step for each global batch."""
+        """Take one optimizer step for each global batch."""
         at_hand = [replace(shard, microbatches=self._fetched(shard.microbatches)) for shard in shards]
         result = self._trainer.train(at_hand, loss_function)
         return as_reported(result, self._rank)
@@ -223,12 +223,12 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         return compare(self._fetched(microbatches))
 
     def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
-        """Return the generate this rank's share of responses; their routed experts lie in Ray's object store."""
+        """Generate this rank's share of responses; their routed experts lie in Ray's object store."""
         at_hand = request.fetched(fetch_objects) if self._model.has_tower else request
         return store_routes(self._model.generate(at_hand, max_batch_size), ray.put)
 
     def send_weights(self, transfer: TransportSpec, altered: bool) -> SendOutcome:
-        """Return the send this rank's part of the weights, or others in its place, to the workers of a generation
+        """Send this rank's part of the weights, or others in its place, to the workers of a generation
         engine.
         """
         try:
@@ -241,7 +241,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         return self._model.weight_fingerprints(number_format)
 
     def offload_optimizer(self) -> int:
-        """Return the move the optimizer's state to the host; return the bytes that this rank's device gained."""
+        """Move the optimizer's state to the host; return the bytes that this rank's device gained."""
         return self._trainer.host_state.leave()
 
     def onload_optimizer(self) -> None:
@@ -253,7 +253,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         torch.cuda.empty_cache()
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> WeightsOutcome:
-        """Return the write this rank's part of a Hugging Face folder."""
+        """Write this rank's part of a Hugging Face folder."""
         try:
             return WeightsOutcome(left_out=self._model.save_weights(folder, model_files))
         except CheckpointError as error:
@@ -274,7 +274,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         return write.finish()
 
     def load_checkpoint(self, directory: Path, with_optimizer: bool) -> LoadOutcome:
-        """Return the go back to a checkpoint."""
+        """Go back to a checkpoint."""
         problem = None
         try:
             self._trainer.load_checkpoint(directory, with_optimizer=with_optimizer)
@@ -283,6 +283,6 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         return LoadOutcome(self._trainer.num_updates, problem)
 
     def _fetched(self, microbatches: Sequence[TokenBatch]) -> tuple[TokenBatch, ...]:
-        """Return the fetch the microbatches' stored columns, and pictures where they are read."""
+        """Fetch the microbatches' stored columns, and pictures where they are read."""
         reads_pictures = self._model.has_tower
         return tuple(batch.fetched(fetch_objects, with_shared=reads_pictures) for batch in microbatches)

@@ -175,7 +175,7 @@ class ModelWorkers:
         return lambda: in_rows(plan, self._reported(by_rank()), batch, filled)
 
     def values(self, batch: TokenBatch) -> Tensor:
-        """Return the compute the value of the state in which each token is chosen, `[batch, sequence]`, by the model's
+        """Compute the value of the state in which each token is chosen, `[batch, sequence]`, by the model's
         value head.
 
         It is 0 for the first token and on padding.

@@ -38,7 +38,7 @@ def compare_within_groups(
     *,
     divides: bool,
 ) -> Float[Tensor, "groups generations"]:
-    """Return the compute the difference of each response from the baseline of its group.
+    """Compute the difference of each response from the baseline of its group.
 
     The baseline is the mean reward of the group (GRPO, arXiv:2402.03300) or, leaving one out, the mean of the group's
     other responses (RLOO, arXiv:2402.14740), which does not depend on the response that it is compared with. Leaving
@@ -84,7 +84,7 @@ def divide_by_spread_of_step(
     values: Float[Tensor, "groups generations"],
     takes_part: Bool[Tensor, "groups generations"],
 ) -> Float[Tensor, "groups generations"]:
-    """Return the divide by the sample standard deviation of the values of a step, plus `STANDARD_DEVIATION_FLOOR`.
+    """Divide by the sample standard deviation of the values of a step, plus `STANDARD_DEVIATION_FLOOR`.
 
     The values of responses with no other one in their group do not count.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def gdpo_advantages(inputs: EstimatorInputs) -> Float[Tensor, "groups generations"]:
-    """Return the compute the weighted sum of each reward's own advantages, divided by its sample standard deviation
+    """Compute the weighted sum of each reward's own advantages, divided by its sample standard deviation
     over the step.
 
     Its mean needs no subtracting: it is 0 in every group. Responses whose different rewards add up to the same have the

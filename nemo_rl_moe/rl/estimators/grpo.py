@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def grpo_advantages(inputs: EstimatorInputs) -> Float[Tensor, "groups generations"]:
-    """Return the compute the differences from the baseline of the group.
+    """Compute the differences from the baseline of the group.
 
     `normalize_rewards` divides by the standard deviation of the group's rewards or, with `normalize_over: batch`, of
     all rewards of the step (arXiv:2508.08221, sec. 4.1), so that a group whose rewards hardly differ is not blown up to

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def over_step(inputs: EstimatorInputs) -> Float[Tensor, "groups generations"]:
-    """Return the compute the differences from the mean reward of the step.
+    """Compute the differences from the mean reward of the step.
 
     `normalize_rewards` divides by the sample standard deviation of the step's rewards. All are 0 where these are equal.
     """
@@ -29,7 +29,7 @@ def over_step(inputs: EstimatorInputs) -> Float[Tensor, "groups generations"]:
 
 
 def over_group_and_step(inputs: EstimatorInputs) -> Float[Tensor, "groups generations"]:
-    """Return the compute the differences from the mean reward of the group.
+    """Compute the differences from the mean reward of the group.
 
     `normalize_rewards` divides by the sample standard deviation of all differences of the step. Their mean needs no
     subtracting: it is 0 in every group.

@@ -49,7 +49,7 @@ _EXPERT_BIAS = ".router.expert_bias"
 
 
 def model_names(saved: Iterable[str]) -> dict[str, str]:
-    """Return the map this project's names of a model's tensors to their names in a checkpoint.
+    """Map this project's names of a model's tensors to their names in a checkpoint.
 
     This reads checkpoints with Megatron-Core's own names.
     """
@@ -232,7 +232,7 @@ def restore_model(chunks: Sequence[GPTModel], loaded: dict[str, Tensor]) -> None
 
 @torch.no_grad()
 def restore_contents(objects: TrainingObjects, loaded: dict[str, Any]) -> TrainerCounters | None:
-    """Return the fill the objects with tensors that were read under the names of `sharded_contents`.
+    """Fill the objects with tensors that were read under the names of `sharded_contents`.
 
     Returns:
         None where the weights alone were read.

@@ -220,7 +220,7 @@ class _IndexUnpickler(pickle._Unpickler):
 
 
 def parse_index(content: bytes) -> Metadata:
-    """Return the parse the index: descriptions of tensors, and their places in the folder's files.
+    """Parse the index: descriptions of tensors, and their places in the folder's files.
 
     Raises:
         pickle.UnpicklingError: It names or holds anything else.

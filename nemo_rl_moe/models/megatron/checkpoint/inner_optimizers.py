@@ -34,7 +34,7 @@ def inner_optimizers(part: Any) -> list[Any]:
 
 
 def device_optimizers(part: Any) -> list[Any]:
-    """Return the list the optimizers whose tensors are on the device."""
+    """List the optimizers whose tensors are on the device."""
     outer = part.optimizer
     if not isinstance(outer, HybridDeviceOptimizer):
         return [outer]

@@ -34,7 +34,7 @@ from megatron.core.models.gpt import GPTModel
 
 
 def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer: bool) -> TrainerCounters | None:
-    """Return the fill model, optimizer, schedule and random states. Every rank calls it.
+    """Fill model, optimizer, schedule and random states. Every rank calls it.
 
     In another layout than the checkpoint's the random states stay: they belong to ranks.
 
@@ -60,7 +60,7 @@ def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer
 
 
 def load_model(chunks: Sequence[GPTModel], directory: Path) -> list[str]:
-    """Return the fill a model alone, before it has an optimizer. Every rank calls it.
+    """Fill a model alone, before it has an optimizer. Every rank calls it.
 
     An expert bias without a tensor in the checkpoint stays zero, and a value head unchanged.
 

@@ -54,7 +54,7 @@ class _SnapshotWriter(FileSystemWriterAsync):
         self.parts: dict[str, list[Part]] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the skip the original, which makes a missing folder and writes there what no other rank will find."""
+        """Skip the original, which makes a missing folder and writes there what no other rank will find."""
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -67,7 +67,7 @@ class _SnapshotWriter(FileSystemWriterAsync):
         self._snapshot = list(zip(plan.items, tensors, strict=True))
 
     def write(self) -> list[WriteResult]:
-        """Return the write this rank's file, and release the copies."""
+        """Write this rank's file, and release the copies."""
         snapshot, self._snapshot = self._snapshot, []
         if not snapshot:
             return []
@@ -115,7 +115,7 @@ class CheckpointWrite:
         self._thread.join()
 
     def finish(self) -> str | None:
-        """Return the write the index of all parts, on the first rank, waiting for all. Every rank calls it.
+        """Write the index of all parts, on the first rank, waiting for all. Every rank calls it.
 
         Returns:
             Problems of any rank, equal on all; None when the checkpoint is complete.
@@ -132,7 +132,7 @@ class CheckpointWrite:
         return outcome[0]
 
     def _complete(self, results: list[list[WriteResult]], files: dict[str, list[Part]]) -> str | None:
-        """Return the write index and checksums, if the first rank finds the parts of all ranks. Return the problem, or
+        """Write index and checksums, if the first rank finds the parts of all ranks. Return the problem, or
         None.
         """
         try:
@@ -194,7 +194,7 @@ def _text(error: BaseException) -> str:
 
 
 def start_write(contents: dict[str, Any], directory: Path, *, snapshot: bool = True) -> CheckpointWrite:
-    """Return the take the snapshot and begin to write it. Every rank calls it; training may go on when it returns.
+    """Take the snapshot and begin to write it. Every rank calls it; training may go on when it returns.
 
     Args:
         contents: From `sharded_contents`.

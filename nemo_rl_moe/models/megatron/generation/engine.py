@@ -181,7 +181,7 @@ class MegatronGenerator:
     def generate(
         self, request: GenerationBatch, *, weight_version: int, max_batch_size: int | None = None
     ) -> list[GeneratedSequence]:
-        """Return the generate one response for each prompt, in the order of the prompts.
+        """Generate one response for each prompt, in the order of the prompts.
 
         Every rank of the job calls it: those of one data-parallel rank with the same request, which may be empty. It
         leaves the model in evaluation mode, and everything else as it was.
@@ -214,7 +214,7 @@ class MegatronGenerator:
     def _run(
         self, request: GenerationBatch, batch: Sequence[int], stop: StopCondition
     ) -> tuple[Responses, CapturedRoutes | None]:
-        """Return the generate responses to some prompts together, with the routed experts where they are captured."""
+        """Generate responses to some prompts together, with the routed experts where they are captured."""
         parameters = request.sampling
         plan = plan_slots(
             [request.prompts[index] for index in batch],

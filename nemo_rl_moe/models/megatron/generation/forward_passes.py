@@ -128,7 +128,7 @@ class ForwardPasses:
         num_pads: Int[Tensor, " rows"] | None,
         model_inputs: Sequence[Mapping[str, ModelInput]] = (),
     ) -> CachedBatch:
-        """Return the make a batch with an empty key-value cache.
+        """Make a batch with an empty key-value cache.
 
         Args:
             num_slots: Tokens of each row.
@@ -156,7 +156,7 @@ class ForwardPasses:
     def logits(
         self, token_ids: Int[Tensor, "rows columns"], batch: CachedBatch
     ) -> Float[Tensor, "rows vocabulary"] | None:
-        """Return the put the next tokens into the cache and compute logits.
+        """Put the next tokens into the cache and compute logits.
 
         Returns:
             Logits of the last column over the real vocabulary, on the last pipeline stage; None elsewhere.

@@ -22,7 +22,7 @@ _OF_IMAGES = frozenset({PIXELS, PICTURE_SIZES, PICTURE_IDS, IS_IMAGE})
 
 
 def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
-    """Return the describe the problem of a prompt's further inputs, to follow the prompt's name; None: they are valid.
+    """Describe the problem of a prompt's further inputs, to follow the prompt's name; None: they are valid.
 
     Args:
         chunk: Any of the model's chunks.
@@ -91,7 +91,7 @@ class PromptImages:
     def place(
         self, hidden: Float[Tensor, "columns rows hidden"], first_slot: int
     ) -> tuple[Float[Tensor, "columns rows hidden"], list[Float[Tensor, "columns rows hidden"]]]:
-        """Return the replace the word embeddings of image tokens by features.
+        """Replace the word embeddings of image tokens by features.
 
         Args:
             hidden: Word embeddings of the next slots.

@@ -35,7 +35,7 @@ def uniform_numbers(seed: int, count: int) -> Float[np.ndarray, " count"]:
 def truncate(
     probs: Float[Tensor, "rows vocabulary"], top_k: int | None, top_p: float
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Return the set to zero what top-k leaves out, and then what top-p leaves out of the rest, without normalisation.
+    """Set to zero what top-k leaves out, and then what top-p leaves out of the rest, without normalisation.
 
     Args:
         probs: Of equal ones the token with the lower id ranks first.
@@ -55,7 +55,7 @@ def truncate(
 
 
 def draw(weights: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """Return the invert the cumulative distribution at one number for each row; never returns a token of weight zero.
+    """Invert the cumulative distribution at one number for each row; never returns a token of weight zero.
 
     Args:
         weights: Not negative, in any scale, some of each row positive.
@@ -125,7 +125,7 @@ class SlotPlan:
 def plan_slots(
     prompts: Sequence[TokenIds], seeds: Sequence[int], max_new_tokens: int, *, padded: bool, device: torch.device
 ) -> SlotPlan:
-    """Return the assign prompts to slots.
+    """Assign prompts to slots.
 
     Args:
         prompts: At least one, none empty.

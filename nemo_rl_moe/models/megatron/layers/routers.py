@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def group_limited_topk(
     scores: Tensor, topk: int, num_groups: int, group_topk: int, best_of_group: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the compute group-limited top-k (DeepSeek-V2 and V3): the best groups of experts, then their best experts.
+    """Compute group-limited top-k (DeepSeek-V2 and V3): the best groups of experts, then their best experts.
 
     Args:
         scores: Selection scores, `[tokens, experts]`.
@@ -134,7 +134,7 @@ def _change_logits(router: Any, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _hot_rank(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """Return the raise the logits of one expert-parallel rank's experts above all others."""
+    """Raise the logits of one expert-parallel rank's experts above all others."""
     experts_of_rank = config.num_moe_experts // config.expert_model_parallel_size
     first = config.moe_router_force_hot_rank * experts_of_rank
 

@@ -20,7 +20,7 @@ from nemo_rl_moe.models.safetensors_folder import one_line
 
 
 def union_of_ranks(mine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the merge the entries of all ranks, equal on every rank. Every rank calls it.
+    """Merge the entries of all ranks, equal on every rank. Every rank calls it.
 
     The ranks take turns, and each adds what is new: ranks that hold the same model would fill the memory of all, if
     each sent its names to each.
@@ -65,7 +65,7 @@ class SharedFailure:
             self.has_failed = True
 
     def none_failed(self, group: Any, device: torch.device) -> bool:
-        """Return the whether no rank of a group has failed; a collective of all of them."""
+        """Return whether no rank of a group has failed; a collective of all of them."""
         failed = torch.tensor([self.has_failed], dtype=torch.uint8, device=device)
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
         self.has_failed = bool(failed.item())

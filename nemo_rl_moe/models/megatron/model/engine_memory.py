@@ -50,7 +50,7 @@ class EngineMemory:
 
 
 def engine_memory(size: EngineSize, transformer: TransformerConfig, hf_config: Any) -> EngineMemory:
-    """Return the compute the memory of each rank of an engine.
+    """Compute the memory of each rank of an engine.
 
     Every tensor-parallel rank has its part of each matrix; norms and routers are whole, and so are key and value heads
     where there are more ranks than heads. Experts come to the same, cut or divided among the ranks.

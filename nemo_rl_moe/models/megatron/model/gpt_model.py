@@ -147,7 +147,7 @@ class FastVisionGPTModel(_PolicyOutput, VisionInput, FastGPTModel):
 def build_model_chunks(
     policy: PolicyConfig, config: TransformerConfig, hf_config: Any, heads: Collection[Head] = (Head.LOGPROBS,)
 ) -> list[GPTModel]:
-    """Return the build this rank's model chunks (one for each virtual pipeline stage), without weights."""
+    """Build this rank's model chunks (one for each virtual pipeline stage), without weights."""
     correct_expert_bias_with_padding()
     virtual_stages = config.virtual_pipeline_model_parallel_size
     chunks = []

@@ -288,7 +288,7 @@ class WorkerMemory:
 
 
 def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> WorkerMemory:
-    """Return the estimate the memory of each worker of a pipeline stage."""
+    """Estimate the memory of each worker of a pipeline stage."""
     megatron, generates = config.policy.megatron_cfg, generating(config.policy)
     parallel = megatron.distributed_data_parallel_config
     parameters = rank_parameters(
@@ -314,7 +314,7 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
 
 
 def _optimizer_memory(chosen: OptimizerConfig, updated: int, weight_bytes: int, gradient_bytes: int) -> OptimizerMemory:
-    """Return the estimate the memory of the optimizer.
+    """Estimate the memory of the optimizer.
 
     Args:
         updated: Parameters that this rank updates.

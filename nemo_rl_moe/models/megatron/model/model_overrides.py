@@ -36,7 +36,7 @@ _ADAPTER = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 def read_overrides(values: Mapping[str, Any], of_the_model: Collection[str]) -> dict[str, Any]:
-    """Return the convert fields for the TransformerConfig: names of enumerations become their members.
+    """Convert fields for the TransformerConfig: names of enumerations become their members.
 
     Args:
         of_the_model: Fields that the model's `config.json` decides.

@@ -25,7 +25,7 @@ BACKLOG = 4096
 
 
 def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> TCPStore:
-    """Return the open the key-value store by which the ranks find each other, at MASTER_ADDR and MASTER_PORT.
+    """Open the key-value store by which the ranks find each other, at MASTER_ADDR and MASTER_PORT.
 
     Rank 0 serves it on that address alone: torch's own listens on all interfaces without credentials, so that strangers
     could read and write its keys. Under a launcher such as torchrun, the launcher's store is used.

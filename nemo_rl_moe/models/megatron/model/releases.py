@@ -114,7 +114,7 @@ def correct_expert_bias_with_padding() -> None:
 
 
 def needs_padding_mask(config: TransformerConfig) -> bool:
-    """Return the whether a microbatch needs a padding mask even without padding.
+    """Return whether a microbatch needs a padding mask even without padding.
 
     Without a mask the router takes its own number of tokens times the number of ranks for that of all ranks. The
     global-batch loss spans the data-parallel ranks, whose microbatches differ in size.

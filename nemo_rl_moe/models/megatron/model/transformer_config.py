@@ -183,7 +183,7 @@ def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> TransformerConfig:
-    """Return the build the effective TransformerConfig: the model's fields, then the machine's, then the user's
+    """Build the effective TransformerConfig: the model's fields, then the machine's, then the user's
     `moe_*` fields.
 
     Raises:

@@ -34,7 +34,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden_states: Float[Tensor, "local_columns rows hidden"]) -> Float[Tensor, "rows columns"]:
-        """Return the compute the values; with sequence parallelism out of all tensor-parallel ranks' columns."""
+        """Compute the values; with sequence parallelism out of all tensor-parallel ranks' columns."""
         if self._is_sequence_parallel:
             # Every rank has the whole gradient: it keeps that of its own columns.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)

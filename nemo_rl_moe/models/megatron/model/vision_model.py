@@ -128,7 +128,7 @@ class VisionInput:
         return found
 
     def image_features(self, columns: Mapping[str, Tensor]) -> TowerOutput | None:
-        """Return the compute the output of tower and projector, one row an image token; repeated images run once.
+        """Compute the output of tower and projector, one row an image token; repeated images run once.
 
         Args:
             columns: The microbatch's; sizes and digests on the host, pixels of each distinct image once.
@@ -182,7 +182,7 @@ class VisionInput:
 def placed(
     hidden: Float[Tensor, "columns rows hidden"], is_image: Tensor, features: Float[Tensor, "tokens hidden"]
 ) -> Float[Tensor, "columns rows hidden"]:
-    """Return the replace the hidden states of image tokens by features, row after row.
+    """Replace the hidden states of image tokens by features, row after row.
 
     No host sync: what is chosen depends on no number on the device.
 

@@ -59,7 +59,7 @@ def statistics_of_heads(
     temperature: float,
     heads: Collection[Head],
 ) -> TokenStatistics:
-    """Return the compute the heads that are asked for from the final norm's output."""
+    """Compute the heads that are asked for from the final norm's output."""
     values = model.value_head(hidden_states) if Head.VALUE in heads else None
     if values is not None and Head.LOGPROBS not in heads:
         return TokenStatistics.of_values(values)

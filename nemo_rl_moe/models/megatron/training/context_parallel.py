@@ -104,7 +104,7 @@ class ContextCut:
         return values.index_select(1, self.held)
 
     def whole(self, values: Shaped[Tensor, "rows local_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:
-        """Return the join the columns of all ranks, every one of which calls it, into whole rows.
+        """Join the columns of all ranks, every one of which calls it, into whole rows.
 
         All ranks go on with the same rows, so that each has the whole gradient of its own columns: in the backward pass
         it takes these, and nothing is sent.

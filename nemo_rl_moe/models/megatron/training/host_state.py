@@ -46,7 +46,7 @@ class HostState:
 
     @torch.no_grad()
     def leave(self) -> int:
-        """Return the move the state to the host and free the gradients' buffers.
+        """Move the state to the host and free the gradients' buffers.
 
         Returns:
             Bytes that the device has no longer; 0 where they are away already.

@@ -127,7 +127,7 @@ class MegatronModel:
     def logprobs_and_routes(
         self, microbatches: Sequence[TokenBatch]
     ) -> tuple[list[torch.Tensor], list[Int[np.ndarray, "tokens moe_layers topk"]]]:
-        """Return the compute `logprobs`, and the routed experts of each sequence, microbatch after microbatch; of the
+        """Compute `logprobs`, and the routed experts of each sequence, microbatch after microbatch; of the
         ranks that report.
 
         The model has MoE layers, and the configuration asks for a tape.
@@ -144,7 +144,7 @@ class MegatronModel:
         return found, routes if self.coordinates.reports_loss else []
 
     def compare_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], LedgerTotals]:
-        """Return the compute `logprobs` with the routers' own experts, and their agreement with the captured routes;
+        """Compute `logprobs` with the routers' own experts, and their agreement with the captured routes;
         every rank calls it.
 
         The model has MoE layers, and the configuration asks for a tape.
@@ -161,7 +161,7 @@ class MegatronModel:
         return self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)
 
     def send_weights(self, transfer: TransportSpec, *, altered: bool = False) -> int:
-        """Return the send this rank's part of the weights to the workers of a generation engine. Every rank calls it.
+        """Send this rank's part of the weights to the workers of a generation engine. Every rank calls it.
 
         Args:
             altered: Send others in their place, of which every tensor differs.
@@ -197,7 +197,7 @@ class MegatronModel:
             torch.cuda.empty_cache()  # the engine's cache comes next
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
-        """Return the write the weights as a Hugging Face folder. Every rank calls it.
+        """Write the weights as a Hugging Face folder. Every rank calls it.
 
         Args:
             model_files: What lies beside the weights, file name to content.

@@ -44,7 +44,7 @@ def make_observers(
     ddp_chunks: Sequence[DistributedDataParallel],
     expert_bias: ExpertBias,
 ) -> list[StepObserver]:
-    """Return the attach the observers that a configuration asks for; none to a model without MoE layers.
+    """Attach the observers that a configuration asks for; none to a model without MoE layers.
 
     Their order is that of their collectives, the same on every rank. Passes that an observer runs itself must not be
     seen by those behind it: exact router gradients come first.

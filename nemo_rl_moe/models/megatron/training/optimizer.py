@@ -42,7 +42,7 @@ def half_precision_modules(config: TransformerConfig, chunks: Sequence[GPTModel]
 def wrap_data_parallel(
     policy: PolicyConfig, config: TransformerConfig, modules: Sequence[MegatronModule]
 ) -> list[DistributedDataParallel]:
-    """Return the wrap each model chunk for gradient reduction, and set how the schedule finishes a step's gradients."""
+    """Wrap each model chunk for gradient reduction, and set how the schedule finishes a step's gradients."""
     chosen = policy.megatron_cfg.distributed_data_parallel_config
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=chosen.grad_reduce_in_fp32,
@@ -134,7 +134,7 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def step_if_finite(optimizer: MegatronOptimizer, *, may_update: bool) -> tuple[float, bool]:
-    """Return the take one optimizer step, unless the loss or the gradient is NaN or infinite. All ranks come to the
+    """Take one optimizer step, unless the loss or the gradient is NaN or infinite. All ranks come to the
     same decision.
 
     Clipping multiplies by the norm's inverse, so a gradient with one NaN would make every weight NaN.

@@ -112,7 +112,7 @@ class MegatronTrainer(MegatronModel):
         self._calls = 0
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> RankTrainResult:
-        """Return the take one optimizer step for each global batch. Every rank calls it with as many shards and
+        """Take one optimizer step for each global batch. Every rank calls it with as many shards and
         microbatches.
         """
         self.host_state.come_back()
@@ -142,7 +142,7 @@ class MegatronTrainer(MegatronModel):
         )
 
     def _update(self, shard: GlobalBatchShard, loss_function: LossFunction, *, first_microbatch: int) -> _Update:
-        """Return the train on one global batch."""
+        """Train on one global batch."""
         for observer in self.observers:
             observer.start_global_batch(shard, loss_function)
         zero_gradients(self.ddp_chunks)
@@ -180,7 +180,7 @@ class MegatronTrainer(MegatronModel):
             return self.compare_routes(microbatches)
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> CheckpointWrite:
-        """Return the take a snapshot and begin to write it; what is written must have ended before. Every rank calls
+        """Take a snapshot and begin to write it; what is written must have ended before. Every rank calls
         it.
         """
         counters = TrainerCounters(self.num_updates, self._calls, self.scheduler.num_steps) if with_optimizer else None

@@ -44,7 +44,7 @@ def save_weights(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[str]:
-    """Return the write a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads. Every rank calls it.
+    """Write a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads. Every rank calls it.
 
     The folder appears complete or not at all, replacing an older one; until then all goes to `FOLDER.incomplete`. All
     ranks must share the file system.
@@ -130,7 +130,7 @@ def _write(
     has_files: bool,
     progress: Callable[[float], None],
 ) -> str | None:
-    """Return the write this rank's files; return the problem. Goes on taking part in the others' collectives."""
+    """Write this rank's files; return the problem. Goes on taking part in the others' collectives."""
     failure = SharedFailure()
     with failure.caught():
         if has_files and not staging.is_dir():
@@ -171,7 +171,7 @@ def _agree(folder: Path, staging: Path, problem: str | None) -> None:
 
 
 def _problems_of_all(problem: str | None) -> str:
-    """Return the join the problems of all ranks on one line, equal on each of them; empty where none has any."""
+    """Join the problems of all ranks on one line, equal on each of them; empty where none has any."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, problem)
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None)

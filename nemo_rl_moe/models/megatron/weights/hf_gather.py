@@ -94,7 +94,7 @@ def _replicas(is_expert: bool) -> tuple[int, int]:
 def plan_deliveries(
     chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
 ) -> tuple[list[Delivery], list[str]]:
-    """Return the list the tensors that this rank has a part of, in the order in which all ranks gather them.
+    """List the tensors that this rank has a part of, in the order in which all ranks gather them.
 
     Returns:
         The deliveries, and the parameters that the family has no tensor for.
@@ -123,7 +123,7 @@ def plan_deliveries(
 def _assigned(
     tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterPiece, Rule], ...]]],
 ) -> list[Delivery]:
-    """Return the choose who writes what, with the same outcome on all ranks that have a part in a tensor."""
+    """Choose who writes what, with the same outcome on all ranks that have a part in a tensor."""
     (_, experts_copies), (_, expert_shards) = _replicas(True), _shards(True)
     (_, copies), (_, shards) = _replicas(False), _shards(False)
     stacked = _Spread(experts_copies, parallel_state.get_expert_model_parallel_world_size(), expert_shards)
@@ -240,7 +240,7 @@ def _gather(is_expert: bool, part: Tensor, shards: Tensor | None, shard: int) ->
 
 
 def _joined(piece: ParameterPiece, shards: Tensor) -> Tensor:
-    """Return the join what `_gather` has brought."""
+    """Join what `_gather` has brought."""
     # Along the rows the shards lie one behind another already.
     return shards.flatten(0, 1) if piece.shard_dimension == 0 else torch.cat(list(shards), piece.shard_dimension or 0)
 

@@ -150,7 +150,7 @@ def load_weights(
     folder: Path,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[str]:
-    """Return the fill every parameter. Every rank calls it; nothing is read before all ranks know that all can be read.
+    """Fill every parameter. Every rank calls it; nothing is read before all ranks know that all can be read.
 
     An expert bias without a tensor in the folder stays zero, and a value head unchanged.
 
@@ -208,7 +208,7 @@ class _Shares:
 
 
 def _compared_while_read(plan: _Plan, folder: Path) -> _Shares:
-    """Return the distribute the comparison of tensors that ranks read whole; each rank says in a bit a part which it
+    """Distribute the comparison of tensors that ranks read whole; each rank says in a bit a part which it
     reads.
 
     Other tensors, slices of which go to several ranks, are compared separately.
@@ -299,7 +299,7 @@ def _fitting(folder: SafetensorsFolder, forms: Sequence[Sequence[SourcePart]]) -
 
 
 def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
-    """Return the raise what any rank has found wrong, on all of them; otherwise return what will be left out."""
+    """Raise what any rank has found wrong, on all of them; otherwise return what will be left out."""
     _raise_together(plan.problems)
     assert plan.folder is not None  # it would be a problem
     found: list[Any] = [None] * dist.get_world_size()

@@ -84,7 +84,7 @@ def set_starting_weights(
     init_seed: int,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[str]:
-    """Return the fill every parameter. Every rank calls it.
+    """Fill every parameter. Every rank calls it.
 
     Args:
         folder: Source of the weights; None for random ones.

@@ -39,7 +39,7 @@ def packed_lengths(packed: PackedSeqParams, total: int) -> list[int]:
 
 
 def worth_padding(lengths: list[int]) -> bool:
-    """Return the whether one padded batch of these sequences is faster than one call each."""
+    """Return whether one padded batch of these sequences is faster than one call each."""
     return max(lengths) * len(lengths) <= _LARGEST_PADDED_SHARE * sum(lengths)
 
 
@@ -106,7 +106,7 @@ def require_causal(attention_mask: Tensor | None, queries: int, keys: int) -> No
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """Return the compute causal attention in Megatron's layout.
+    """Compute causal attention in Megatron's layout.
 
     With more keys than queries the queries are the last positions, as when decoding with cached keys.
 
@@ -139,7 +139,7 @@ def causal_attention(
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """Return the compute attention in Megatron's layout under a mask.
+    """Compute attention in Megatron's layout under a mask.
 
     Args:
         query: `[queries, batch, heads, dim]`.
@@ -162,7 +162,7 @@ def masked_attention(
 def packed_attention(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, lengths: list[int]
 ) -> Tensor:
-    """Return the compute attention inside each sequence of a pack.
+    """Compute attention inside each sequence of a pack.
 
     Args:
         attend: Takes queries, keys and values as `causal_attention` does.
@@ -216,7 +216,7 @@ class SDPAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Return the attend to whole sequences or, with `packed_seq_params`, inside each sequence of a pack.
+        """Attend to whole sequences or, with `packed_seq_params`, inside each sequence of a pack.
 
         Raises:
             ValueError: A mask other than the causal one, or an attention bias.

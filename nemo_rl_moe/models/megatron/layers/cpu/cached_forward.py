@@ -140,7 +140,7 @@ def new_layer_cache(
     key_weight: Float[Tensor, " dim"],
     layout: HeadLayout,
 ) -> LayerCache:
-    """Return the make the empty cache of one layer.
+    """Make the empty cache of one layer.
 
     Args:
         query_weight: Of the RMS norm of each query head.
@@ -161,7 +161,7 @@ def cached_attention(
     eps: float,
     scale: float,
 ) -> Float[Tensor, "queries rows heads_dim"]:
-    """Return the normalise and rotate new queries and keys, cache keys and values, and attend to the whole cache.
+    """Normalise and rotate new queries and keys, cache keys and values, and attend to the whole cache.
 
     Args:
         mixed: Queries, keys and values in Megatron-Core's layout; overwritten. Several slots only into an empty cache.

@@ -39,7 +39,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the compute the loss of each token.
+    """Compute the loss of each token.
 
     Args:
         logits: `[sequence, batch, vocabulary]`, any floating type.
@@ -138,7 +138,7 @@ _cache_of_microbatches: _Cache = OrderedDict()
 
 
 def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the compute cosines and sines of Megatron's rotary angles once for all layers and microbatches.
+    """Compute cosines and sines of Megatron's rotary angles once for all layers and microbatches.
 
     Args:
         angles: `[positions, 1 or batch, 1, dim]`, never changed in place.
@@ -162,7 +162,7 @@ def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool
 
 
 def rotate(inputs: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Return the rotate the halves of the last dimension against each other, into a new tensor.
+    """Rotate the halves of the last dimension against each other, into a new tensor.
 
     Args:
         inputs: `[..., dim]`.

@@ -64,7 +64,7 @@ class FusedAttentionFunction(torch.autograd.Function):
         scale: float,
         layout: HeadLayout,
     ) -> Tensor:
-        """Return the compute attention.
+        """Compute attention.
 
         Args:
             mixed: `[sequence, batch, groups * (heads_per_group + 2) * dim]`.
@@ -162,7 +162,7 @@ class FastSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the attend over `[sequence, batch, hidden]`.
+        """Attend over `[sequence, batch, hidden]`.
 
         Returns:
             `[sequence, batch, hidden]`, and the output projection's bias.

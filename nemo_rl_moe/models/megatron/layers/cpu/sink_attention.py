@@ -29,7 +29,7 @@ def sink_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Return the compute causal attention with one more score in each head's softmax, of a key without a value.
+    """Compute causal attention with one more score in each head's softmax, of a key without a value.
 
     These are the learnt sinks of Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks
     (arXiv:2309.17453), as in gpt-oss: each query's weights add up to less than 1.

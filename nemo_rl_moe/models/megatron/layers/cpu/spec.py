@@ -165,7 +165,7 @@ _FURTHER: Mapping[FastModule, Callable[[TransformerConfig], bool]] = {
 
 
 def eligible(module: FastModule, config: TransformerConfig) -> bool:
-    """Return the whether a fast module computes what the stock one does under this configuration.
+    """Return whether a fast module computes what the stock one does under this configuration.
 
     `local_routing` is the index router together with the local dispatcher.
     """
