@@ -107,7 +107,7 @@ class DispatchFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, source: Tensor, place: Tensor) -> Tensor:
-        """Gather tokens: row `i` of the result is token `source[i]`; `place` `[tokens, k]` says where each token went."""
+        """Gather tokens: row `i` of the result is token `source[i]`, `place` `[tokens, k]` where each token went."""
         ctx.save_for_backward(place)
         return tokens.index_select(0, source)
 
