@@ -125,7 +125,7 @@ class PartsRead:
         return cls(folder, parts)
 
     def __contains__(self, place: Place) -> bool:
-        """Whether a range of a file is a part with its own checksum."""
+        """Return whether a range of a file is a part with its own checksum."""
         return place in self._parts
 
     def places(self) -> Sequence[Place]:

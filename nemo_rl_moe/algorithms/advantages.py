@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What stands around an estimator of advantages: shaping of rewards before it, bounds of advantages after it."""
+"""Shape rewards before an estimator of advantages, and bound the advantages after it."""
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor

@@ -69,7 +69,7 @@ class Algorithm:
 
     @property
     def generates(self) -> bool:
-        """Whether the algorithm trains on responses that it generates."""
+        """Return whether the algorithm trains on responses that it generates."""
         return self.responses_at_a_time is not None
 
     @property

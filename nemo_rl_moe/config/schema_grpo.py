@@ -356,7 +356,7 @@ class EnvironmentConfig(StrictModel):
 
     @property
     def is_own(self) -> bool:
-        """Whether custom code scores: it may read a whole record, and give several rewards by name."""
+        """Return whether custom code scores: it may read a whole record, and give several rewards by name."""
         return self.name == "callable" or is_own(self.name)
 
 

@@ -52,7 +52,7 @@ class TokenizedExample:
 
     @property
     def lacks_images(self) -> bool:
-        """Whether truncation removed an image or a part of one."""
+        """Return whether truncation removed an image or a part of one."""
         return self.images is not None and self.images.end > len(self)
 
 

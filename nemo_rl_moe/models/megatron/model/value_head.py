@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 NAME = "value_head"
 PREFIX = f"{NAME}."
-"""Of its parameters' names: no model that is published has them."""
+"""Prefix of the parameters' names, which no published model has."""
 
 
 class ValueHead(torch.nn.Module):

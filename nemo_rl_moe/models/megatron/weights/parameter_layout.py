@@ -45,7 +45,7 @@ class ParameterPiece:
 
     @property
     def is_expert_bias(self) -> bool:
-        """Whether it is a router's selection bias, which has no gradient."""
+        """Return whether it is a router's selection bias, which has no gradient."""
         return self.name.endswith(_EXPERT_BIAS)
 
     def pad_vocabulary(self, rows: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class Rotation:
 
     @property
     def of_rows(self) -> bool:
-        """Whether each row has its own angles."""
+        """Return whether each row has its own angles."""
         return self.cosines.shape[1] > 1
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
