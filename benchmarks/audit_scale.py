@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from small_model import make_parser, positive
 
-from nemo_rl_moe.run_folder.tape_folder import TapeWriter
-from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeSequence
+from nemo_rl_moe.runs.folder.capture_folder import TapeWriter
+from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence
 
 EXAMPLES = """\
 examples:

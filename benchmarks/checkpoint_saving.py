@@ -27,7 +27,7 @@ from nemo_rl_moe.data.loader import collate
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.run_folder.folder import collect_versions
+from nemo_rl_moe.runs.folder.folder import collect_versions
 
 BATCH_SIZE, SEQUENCE_LENGTH, STEPS_BETWEEN = 8, 128, 5
 EXAMPLES = """\

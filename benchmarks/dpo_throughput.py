@@ -53,7 +53,7 @@ from nemo_rl_moe.data.preferences import WORDS, PreferenceDataset
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
 from nemo_rl_moe.launch.dpo import Pairs
-from nemo_rl_moe.loggers.artifacts import ArtifactTables
+from nemo_rl_moe.runs.loggers.artifacts import ArtifactTables
 
 NUM_PAIRS, PROMPT_LENGTH, SEQUENCE_LENGTH = 8, 32, 128
 TOKENS_PER_STEP = 2 * NUM_PAIRS * SEQUENCE_LENGTH

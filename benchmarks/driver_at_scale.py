@@ -36,8 +36,8 @@ from nemo_rl_moe.models.megatron.model.parallel_state import ParallelCoordinates
 from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
 from nemo_rl_moe.models.policy import lm_policy, model_workers
 from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker, WorkerDescription, as_reported
-from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 
 TENSOR, PIPELINE = 4, 2
 LAYERS, EXPERTS, METRICS_PER_LAYER, METRICS_OF_LOSS = 48, 128, 12, 40

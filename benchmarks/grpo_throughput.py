@@ -48,16 +48,16 @@ from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
-from nemo_rl_moe.environments.interface import ScoringItem
-from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.generation.registry import EngineSetup, make_engine
 from nemo_rl_moe.launch.grpo import sampling_parameters
 from nemo_rl_moe.launch.refit import make_refit_check
-from nemo_rl_moe.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.models.hf_files import find_model, load_hf_config
+from nemo_rl_moe.rewards.interface import ScoringItem
+from nemo_rl_moe.rewards.worker_pool import EnvironmentScorer
 from nemo_rl_moe.rollouts.environment import SingleTurn
 from nemo_rl_moe.rollouts.worker import RolloutWorker
-from nemo_rl_moe.run_folder.samples import SampleLog
+from nemo_rl_moe.runs.folder.samples import SampleLog
+from nemo_rl_moe.runs.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck
 
 NUM_PROMPTS, NUM_GENERATIONS = 8, 4

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 
 from nemo_rl_moe.config.schema_run import AlertsConfig
-from nemo_rl_moe.loggers.alerts import AlertWatch
-from nemo_rl_moe.moe.load_arrays import overload_of_steps
-from nemo_rl_moe.moe.replay import RoutedTokens, TapeRoutes, in_planes
-from nemo_rl_moe.moe.tape_identity import TapeAnomaly, TapeSample
-from nemo_rl_moe.moe.tape_ledger import LedgerTotals, TapeLedger
-from nemo_rl_moe.moe.tape_passes import TapePass
-from nemo_rl_moe.moe.tape_ranks import rows_by_rank
-from nemo_rl_moe.moe.tape_repeats import RepeatedRows
-from nemo_rl_moe.moe.tape_report import CheckTotals, tape_report
+from nemo_rl_moe.routing.agreement.rank_rows import rows_by_rank
+from nemo_rl_moe.routing.agreement.repeated_rows import RepeatedRows
+from nemo_rl_moe.routing.agreement.replayed_passes import TapePass
+from nemo_rl_moe.routing.agreement.report import CheckTotals, tape_report
+from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly, TapeSample
+from nemo_rl_moe.routing.agreement.statistics import LedgerTotals, TapeLedger
+from nemo_rl_moe.routing.metrics.load_arrays import overload_of_steps
+from nemo_rl_moe.routing.replay import RoutedTokens, TapeRoutes, in_planes
+from nemo_rl_moe.runs.loggers.alerts import AlertWatch
 
 NUM_RANKS, SAMPLED, WINDOW = 2, 2, 48
 STEPS_A_RUN = 100

@@ -30,7 +30,7 @@ from nemo_rl_moe.distributed.microbatches import (
     PlainBatching,
     plan_microbatches,
 )
-from nemo_rl_moe.loggers.alerts import AlertWatch
+from nemo_rl_moe.runs.loggers.alerts import AlertWatch
 
 SEQUENCES, RANKS, LONGEST = 4096, 8, 2048
 EXAMPLES, MEGABYTE = 3000, 1_000_000
@@ -38,7 +38,7 @@ LAYERS, EXPERTS, TOPK = 48, 128, 8
 LOADING = """
 import time, torch
 started = time.process_time()
-import nemo_rl_moe.moe.load_balance_metrics, nemo_rl_moe.moe.findings, nemo_rl_moe.moe.mismatch_split
+import nemo_rl_moe.routing.metrics.load_balance_metrics, nemo_rl_moe.routing.findings.tracker, nemo_rl_moe.routing.metrics.mismatch_split
 print(time.process_time() - started)
 """
 

@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nemo_rl_moe.models.megatron.common import get_moe_metrics
-from nemo_rl_moe.moe.recorder import BACKWARD, FORWARD, ExpertLoadRecorder, StepEvent
+from nemo_rl_moe.models.megatron.moe_metrics import get_moe_metrics
+from nemo_rl_moe.routing.metrics.expert_load_recorder import BACKWARD, FORWARD, ExpertLoadRecorder, StepEvent
 
 # isort: split
 from megatron.core import parallel_state

@@ -12,12 +12,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.moe.load_balance_metrics import (
+from nemo_rl_moe.routing.metrics.load_balance_metrics import (
     compute_brief_metrics,
     compute_detailed_metrics,
     load_balance_metrics,
 )
-from nemo_rl_moe.moe.load_statistics import ExpertLoad, LayerLoad
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad, LayerLoad
 
 Input = TypeVar("Input")
 

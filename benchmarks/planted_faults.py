@@ -242,7 +242,7 @@ def _swapped(site: Site, sequences: list[Routes]) -> list[Routes]:
 
 def _dropped_in_one_rank(site: Site) -> None:
     from nemo_rl_moe.distributed.batch import TokenBatch
-    from nemo_rl_moe.moe.replay import ROUTED_EXPERTS, UNKNOWN
+    from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 
     train = site.trainer.train
 

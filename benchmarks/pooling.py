@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from nemo_rl_moe.data.prompts import Prompt
-from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import LockstepEngine
 from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rollouts.environment import RolloutFunction, Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker

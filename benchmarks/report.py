@@ -22,11 +22,11 @@ import torch
 from small_model import make_parser, positive
 
 from nemo_rl_moe.config.loading import dump_resolved, load_config
-from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
-from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
-from nemo_rl_moe.run_folder.folder import write_run_files
-from nemo_rl_moe.run_folder.metrics import JsonlLogger
+from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+from nemo_rl_moe.runs.folder.expert_load import ExpertLoadWriter
+from nemo_rl_moe.runs.folder.folder import write_run_files
+from nemo_rl_moe.runs.folder.metrics import JsonlLogger
 
 TOPK, TOKENS = 8, 16384
 # The kernel's own peak of this process alone: what `getrusage` tells includes the process that has started it.

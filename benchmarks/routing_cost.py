@@ -75,14 +75,14 @@ from nemo_rl_moe.distributed.batch import TokenBatch, make_shard, per_sequence, 
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.distributed.worker_process import keep_freed_memory
 from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
-from nemo_rl_moe.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.interfaces import RouteComparison, TrainResult
 from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer, RankTrainResult
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS, UNKNOWN
-from nemo_rl_moe.run_folder.step_tables import MAX_DELAY_S
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
+from nemo_rl_moe.runs.folder.step_tables import MAX_DELAY_S
+from nemo_rl_moe.runs.loggers.artifacts import ArtifactTables
 
 # As in the demo: 27 tokens a sequence, and responses of up to 31 tokens. Random weights draw one of three end tokens of
 # 45 or so at a time.

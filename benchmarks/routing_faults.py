@@ -35,8 +35,8 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.models.policy import model_workers
-from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_metrics
-from nemo_rl_moe.run_folder.tape_folder import TAPE_FOLDER
+from nemo_rl_moe.runs.folder.capture_folder import TAPE_FOLDER
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 
 EXAMPLES = """\
 examples:

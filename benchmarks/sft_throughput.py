@@ -52,9 +52,9 @@ from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.data.loader import GlobalBatchLoader
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
-from nemo_rl_moe.loggers.artifacts import ArtifactTables
-from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.runs.loggers.artifacts import ArtifactTables
+from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
 
 BATCH_SIZE = 8
 SEQUENCE_LENGTH = 128

@@ -21,11 +21,11 @@ from nemo_rl_moe.algorithms.step_recorder import RecordSinks, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.local_ray import object_store_bytes
-from nemo_rl_moe.loggers.console import ConsoleLogger, Notices
-from nemo_rl_moe.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.loggers.interface import MetricLogger
-from nemo_rl_moe.run_folder.folder import collect_versions
-from nemo_rl_moe.run_folder.metrics import JsonlLogger, RunOutcome
+from nemo_rl_moe.runs.folder.folder import collect_versions
+from nemo_rl_moe.runs.folder.metrics import JsonlLogger, RunOutcome
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
+from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
+from nemo_rl_moe.runs.loggers.interface import MetricLogger
 
 if TYPE_CHECKING:
     from nemo_rl_moe.config.schema import MasterConfig

@@ -25,7 +25,7 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.distributed.batch import TokenBatch, make_shard
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.run_folder.folder import collect_versions
+from nemo_rl_moe.runs.folder.folder import collect_versions
 
 KINDS = {
     "matrix_products": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"),

@@ -14,8 +14,8 @@ import numpy as np
 from planted_faults import FAULTS, RENUMBERED, Site
 
 from nemo_rl_moe.cli import main as run_command
-from nemo_rl_moe.run_folder.tape_folder import TapeWriter, read_description, read_step, steps_of
-from nemo_rl_moe.run_folder.tape_sequences import UNKNOWN, TapeDescription, TapeSequence
+from nemo_rl_moe.runs.folder.capture_folder import TapeWriter, read_description, read_step, steps_of
+from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, TapeDescription, TapeSequence
 
 NUM_WRITERS = 2
 OF_RUNS = (

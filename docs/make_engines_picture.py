@@ -21,7 +21,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
-from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, MetricHistory, read_history
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, MetricHistory, read_history
 
 OUTPUT = Path(__file__).resolve().parent / "images" / "vllm.png"
 REWARD, ACCURACY = "train/reward", "val/accuracy"

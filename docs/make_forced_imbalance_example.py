@@ -17,8 +17,8 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from nemo_rl_moe.run_folder.expert_load import read_expert_load
-from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_metrics
+from nemo_rl_moe.runs.folder.expert_load import read_expert_load
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 
 OUTPUT = Path(__file__).resolve().parent / "images" / "forced_imbalance.png"
 KEYS = (

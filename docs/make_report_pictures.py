@@ -17,7 +17,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from nemo_rl_moe.report.command import write_report
+from nemo_rl_moe.runs.report.command import write_report
 
 IMAGES = Path(__file__).resolve().parent / "images"
 EXECUTABLES = ("chromium", "chromium-browser", "google-chrome")

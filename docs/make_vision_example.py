@@ -19,7 +19,7 @@ from make_grpo_example import draw, named_runs
 from matplotlib.figure import Figure
 from PIL import Image
 
-from nemo_rl_moe.run_folder.metrics import MetricHistory
+from nemo_rl_moe.runs.folder.metrics import MetricHistory
 
 IMAGES = Path(__file__).resolve().parent / "images"
 PANELS = {

@@ -15,7 +15,7 @@ response is right is told honestly, so that `accuracy` means the same in both ru
 
 import hashlib
 
-from nemo_rl_moe.environments.interface import ScoringItem
+from nemo_rl_moe.rewards.interface import ScoringItem
 
 END_OF_THINKING = "</think>"
 

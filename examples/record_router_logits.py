@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from nemo_rl_moe.audit.adapters.router_shape import read_router_shape
-from nemo_rl_moe.audit.sources import open_source
+from nemo_rl_moe.routing.audit.adapters.router_shape import read_router_shape
+from nemo_rl_moe.routing.audit.sources import open_source
 
 
 def record(model_folder: Path, tokens: Path, output: Path, sequences_at_a_time: int) -> None:

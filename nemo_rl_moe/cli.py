@@ -13,7 +13,6 @@ from functools import partial
 from types import ModuleType
 
 from nemo_rl_moe import __version__
-from nemo_rl_moe.audit import command as audit_command
 from nemo_rl_moe.checkpoints import verify as verify_command
 from nemo_rl_moe.errors import (
     EXIT_RUN_FAILED,
@@ -29,8 +28,9 @@ from nemo_rl_moe.errors import (
     printable,
     tell,
 )
-from nemo_rl_moe.report import command as report_command
-from nemo_rl_moe.report import watch as watch_command
+from nemo_rl_moe.routing.audit import command as audit_command
+from nemo_rl_moe.runs.report import command as report_command
+from nemo_rl_moe.runs.report import watch as watch_command
 
 OF_TRAINING = ("sft", "dpo", "grpo", "run", "config", "plan", "data", "evaluate", "generate", "convert")
 """Commands that need what the extra `train` installs."""

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
-from nemo_rl_moe.run_folder.tape_folder import TapeWriter
-from nemo_rl_moe.run_folder.tape_sequences import UNKNOWN, TapeDescription, TapeSequence
+from nemo_rl_moe.runs.folder.capture_folder import TapeWriter
+from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, TapeDescription, TapeSequence
 
 Routes = Int[np.ndarray, "tokens layers topk"]
 NUM_LAYERS, NUM_EXPERTS, TOPK = 3, 8, 2

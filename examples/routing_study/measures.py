@@ -11,7 +11,7 @@ from pathlib import Path
 from examples.routing_study.grid import Run
 from nemo_rl_moe.atomic_writes import write_whole
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.run_folder.metrics import MetricHistory
+from nemo_rl_moe.runs.folder.metrics import MetricHistory
 
 RESULT_FILE = "result.json"
 

@@ -23,7 +23,7 @@ from nemo_rl_moe.distributed.local_ray import LocalRay
 from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.errors import TrainingDivergedError
 from nemo_rl_moe.launch.start import RunLaunch, launch_run
-from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_history
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_history
 
 STUDY_CONFIG = Path(__file__).with_name("study.yaml")
 CONSOLE_FILE = "console.txt"

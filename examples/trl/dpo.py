@@ -11,7 +11,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-from nemo_rl_moe.hooks.trainer import RoutingCallback
+from nemo_rl_moe.routing.hooks.trainer import RoutingCallback
 
 parser = ArgumentParser()
 parser.add_argument("--model", required=True)

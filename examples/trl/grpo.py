@@ -12,7 +12,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from nemo_rl_moe.hooks.trainer import RoutingCallback
+from nemo_rl_moe.routing.hooks.trainer import RoutingCallback
 
 parser = ArgumentParser()
 parser.add_argument("--model", required=True)

@@ -33,7 +33,7 @@ from nemo_rl_moe.models.interfaces import PolicyInterface
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.source import RolloutGroups, RolloutSource
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from nemo_rl_moe.run_folder.failures import failures_of
+from nemo_rl_moe.runs.folder.failures import failures_of
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from nemo_rl_moe.distributed.batch import TokenBatch, per_token
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import PolicyInterface
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
 from nemo_rl_moe.rl.estimators.interface import EstimatorInputs
 from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
 from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups, SynchronousSource
@@ -31,6 +30,7 @@ from nemo_rl_moe.rollouts.trajectory import (
     training_batch,
 )
 from nemo_rl_moe.rollouts.worker import RolloutWorker
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 
 
 def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:

@@ -14,9 +14,9 @@ from nemo_rl_moe.algorithms.advantages import frac_zero_std_groups
 from nemo_rl_moe.config.schema_grpo import GRPOConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import TokenBatch
-from nemo_rl_moe.environments.interface import fault_metrics
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock, with_prefix
+from nemo_rl_moe.rewards.interface import fault_metrics
 from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
 from nemo_rl_moe.rollouts.source import VALIDATION_SEEDS, RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import Trajectory, group_correctness, group_rewards, rollout_metrics

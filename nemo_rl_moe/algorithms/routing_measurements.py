@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from nemo_rl_moe.algorithms.capture_writer import MeasuredPass, TapeRecorder
 from nemo_rl_moe.algorithms.run_observers import RunObserver
-from nemo_rl_moe.algorithms.tape_recorder import MeasuredPass, TapeRecorder
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig, RoutingMeasurementsConfig
 from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch
 from nemo_rl_moe.errors import GenerationError
@@ -22,10 +22,10 @@ from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.metrics import PhaseClock, with_prefix
 from nemo_rl_moe.models.images import sequence_inputs
 from nemo_rl_moe.models.interfaces import PolicyInterface, TrainResult
-from nemo_rl_moe.moe.metric_keys import with_moe_prefix
-from nemo_rl_moe.moe.mismatch_split import RatioLimits, gap_metrics, split_gap, split_metrics
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.routing.metrics.metric_keys import with_moe_prefix
+from nemo_rl_moe.routing.metrics.mismatch_split import RatioLimits, gap_metrics, split_gap, split_metrics
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.weight_sync.refit_check import ScoringEngine
 
 PHASE = "routing_measurements"

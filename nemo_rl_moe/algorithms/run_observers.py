@@ -9,9 +9,9 @@ from nemo_rl_moe.errors import RoutingTapeError
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from nemo_rl_moe.run_folder.artifacts import ROUTING
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+from nemo_rl_moe.runs.folder.artifacts import ROUTING
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck, ScoringEngine
 
 ANOMALY_KEY = "policy.megatron_cfg.routing_replay_on_anomaly"

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, with_prefix
 from nemo_rl_moe.models.interfaces import EvaluationResult, TrainResult
-from nemo_rl_moe.moe.metric_keys import with_moe_prefix
+from nemo_rl_moe.routing.metrics.metric_keys import with_moe_prefix
 
 
 def training_metrics(

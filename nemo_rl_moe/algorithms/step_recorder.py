@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from nemo_rl_moe.algorithms.step_metrics import performance_metrics
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.errors import CheckpointError, TrainingDivergedError
-from nemo_rl_moe.loggers.interface import MetricLogger
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
-from nemo_rl_moe.moe.reward_signal import FailedResponses
-from nemo_rl_moe.run_folder.artifacts import StepArtifacts
+from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
+from nemo_rl_moe.runs.folder.artifacts import StepArtifacts
+from nemo_rl_moe.runs.loggers.interface import MetricLogger
 
 
 class ScheduleConfig(Protocol):

@@ -20,7 +20,7 @@ from nemo_rl_moe.checkpoints.state import (
 from nemo_rl_moe.checkpoints.store import CheckpointStore, of_history, state_folder
 from nemo_rl_moe.config.schema_run import POLICY_ROLE, CheckpointingConfig
 from nemo_rl_moe.errors import CheckpointSaveError
-from nemo_rl_moe.run_folder.folder import read_run_id
+from nemo_rl_moe.runs.folder.folder import read_run_id
 
 Tell = Callable[[str], None]
 _CLOSING_S = 5.0

@@ -21,7 +21,7 @@ from nemo_rl_moe.config.algorithm import ALGORITHMS, algorithm_of
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import CheckpointError
-from nemo_rl_moe.run_folder.folder import find_run_folder, newest_run_folders, read_run_id
+from nemo_rl_moe.runs.folder.folder import find_run_folder, newest_run_folders, read_run_id
 
 CHECKPOINTS_FOLDER_NAME = "checkpoints"
 """Inside the run's folder, where no other folder is configured."""

@@ -13,8 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import CheckpointError
-from nemo_rl_moe.run_folder.lines import to_plain
-from nemo_rl_moe.run_folder.metrics import json_number
+from nemo_rl_moe.runs.folder.lines import to_plain
+from nemo_rl_moe.runs.folder.metrics import json_number
 
 STATE_FILE_NAME = "state.json"
 FORMAT_VERSION: Final = 1

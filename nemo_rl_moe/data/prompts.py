@@ -23,8 +23,8 @@ from nemo_rl_moe.data.sources import TEXT_SUFFIX, LineSource, open_lines, open_t
 from nemo_rl_moe.data.template_inputs import TemplateInputs, run_wide_inputs
 from nemo_rl_moe.data.template_renderer import Rendered
 from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.environments.reasoning_gym import draw_items
 from nemo_rl_moe.errors import ConfigurationError, DataError
+from nemo_rl_moe.rewards.reasoning_gym import draw_items
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,6 @@ from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError, UserError
 from nemo_rl_moe.launch.output_folder import require_free, staged
-from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.families import vision_family_of
 from nemo_rl_moe.models.hf_files import (
     MEGATRON_WEIGHTS_FOLDER,
@@ -35,6 +34,7 @@ from nemo_rl_moe.models.model_files import (
     write_model_files,
 )
 from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, one_line, shown
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -27,9 +27,9 @@ from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError, printable
 from nemo_rl_moe.launch.grpo import read_prompts
 from nemo_rl_moe.launch.setup import images_of_data, read_samples, use_corrected_template
-from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
 from nemo_rl_moe.models.picture_rules import PictureRule, load_picture_rule
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

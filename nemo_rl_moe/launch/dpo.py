@@ -17,8 +17,8 @@ from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.launch.setup import read_samples
 from nemo_rl_moe.launch.training_run import TrainingRun
-from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.interfaces import PolicyInterface
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 
 @dataclass(frozen=True)

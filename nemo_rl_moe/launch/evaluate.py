@@ -20,10 +20,10 @@ from nemo_rl_moe.launch.grpo import prepare_rollouts, start_rollouts
 from nemo_rl_moe.launch.inference import answer_in_chunks, give_weights
 from nemo_rl_moe.launch.output_folder import next_free, staged
 from nemo_rl_moe.launch.setup import ModelRun, announce_moe
-from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from nemo_rl_moe.run_folder.folder import write_run_files
-from nemo_rl_moe.run_folder.samples import SAMPLES_FILE_NAME, SampleLog
+from nemo_rl_moe.runs.folder.folder import write_run_files
+from nemo_rl_moe.runs.folder.samples import SAMPLES_FILE_NAME, SampleLog
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 RESULTS_FILE = "results.json"
 OUTPUT_NAME = "eval"

@@ -27,10 +27,10 @@ from nemo_rl_moe.generation.lockstep import generate_all
 from nemo_rl_moe.launch.grpo import read_prompts, sampling_parameters, start_engine
 from nemo_rl_moe.launch.inference import answer_in_chunks, give_weights
 from nemo_rl_moe.launch.setup import ModelRun
-from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.hf_files import load_config_json
 from nemo_rl_moe.models.position_limit import position_limit
 from nemo_rl_moe.rollouts.environment import Decode, response_text
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 
 def generate(config: GRPOMasterConfig, output: Path | None, *, with_logprobs: bool) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from nemo_rl_moe.algorithms.capture_writer import TapeRecorder
 from nemo_rl_moe.algorithms.custom_estimator import check_estimator
 from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo
 from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
@@ -16,7 +17,6 @@ from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
 from nemo_rl_moe.algorithms.run_observers import RunObserver, TapeVolume, TapeWatch, checked_refits
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
-from nemo_rl_moe.algorithms.tape_recorder import TapeRecorder
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -26,23 +26,23 @@ from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader, load_p
 from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.object_store import fetch_objects
-from nemo_rl_moe.environments.registry import make_scorer
-from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.registry import EngineSetup, make_engine
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, images_of_data
 from nemo_rl_moe.launch.training_run import TrainingRun
-from nemo_rl_moe.loggers.console import ConsoleLogger, Notices
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.picture_rules import PictureRule
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.rewards.registry import make_scorer
+from nemo_rl_moe.rewards.worker_pool import EnvironmentScorer
 from nemo_rl_moe.rollouts.environment import Environment, make_environment
 from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.limits import RolloutLimits
 from nemo_rl_moe.rollouts.worker import RolloutWorker
-from nemo_rl_moe.run_folder.tape_folder import TAPE_FOLDER
+from nemo_rl_moe.runs.folder.capture_folder import TAPE_FOLDER
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from nemo_rl_moe.launch.plan_gpus import (
     moment_lines,
 )
 from nemo_rl_moe.launch.setup import announce_moe, model_warnings
-from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import (
     WorkerMemory,
@@ -43,6 +42,7 @@ from nemo_rl_moe.models.megatron.model.transformer_config import (
     moe_layer_indices,
 )
 from nemo_rl_moe.models.position_limit import too_long_sequences
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig

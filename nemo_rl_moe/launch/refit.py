@@ -14,10 +14,10 @@ from nemo_rl_moe.distributed.batch import ModelInput, TokenBatch
 from nemo_rl_moe.generation.diagnosis import InspectableEngine, disagreement
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.generation.refit import refit
-from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.images import Picture, image_inputs
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.weight_sync.fingerprints import FingerprintingEngine, common_format
 from nemo_rl_moe.weight_sync.refit_check import (
     FLOAT32_BOUND,

@@ -27,8 +27,6 @@ from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.early_start import EarlyCluster
-from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.loggers.factory import mlflow_tracking_uri
 from nemo_rl_moe.models.hf_files import (
     HubModel,
     ModelSource,
@@ -43,8 +41,10 @@ from nemo_rl_moe.models.picture_rules import PictureRule, load_picture_rule
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 from nemo_rl_moe.models.position_limit import too_long_sequences
-from nemo_rl_moe.run_folder.expert_load import FOLDER_NAME
-from nemo_rl_moe.run_folder.samples import SAMPLES_FILE_NAME
+from nemo_rl_moe.runs.folder.expert_load import FOLDER_NAME
+from nemo_rl_moe.runs.folder.samples import SAMPLES_FILE_NAME
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
+from nemo_rl_moe.runs.loggers.factory import mlflow_tracking_uri
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

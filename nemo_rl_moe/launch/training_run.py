@@ -47,22 +47,22 @@ from nemo_rl_moe.launch.setup import (
     summarise,
 )
 from nemo_rl_moe.launch.start import RunLaunch
-from nemo_rl_moe.loggers.artifacts import ArtifactTables
-from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, find_own_backends
-from nemo_rl_moe.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.models.interfaces import Head
 from nemo_rl_moe.models.model_files import left_out_line, write_model_files
 from nemo_rl_moe.models.picture_rules import picture_problem
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, TrainableModel
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 from nemo_rl_moe.models.safetensors_folder import one_line
-from nemo_rl_moe.moe.reward_signal import FailedResponses
-from nemo_rl_moe.report.run_findings import scoring_lines
-from nemo_rl_moe.run_folder.failures import FailureWriter
-from nemo_rl_moe.run_folder.folder import collect_versions, create_run_folder, find_run_folder, write_run_files
-from nemo_rl_moe.run_folder.samples import SampleLog
+from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
+from nemo_rl_moe.runs.folder.failures import FailureWriter
+from nemo_rl_moe.runs.folder.folder import collect_versions, create_run_folder, find_run_folder, write_run_files
+from nemo_rl_moe.runs.folder.samples import SampleLog
+from nemo_rl_moe.runs.loggers.artifacts import ArtifactTables
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
+from nemo_rl_moe.runs.loggers.factory import LoggerResume, build_loggers, find_own_backends
+from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
+from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
+from nemo_rl_moe.runs.report.run_findings import scoring_lines
 
 FINAL_RUN_FILE = "training_run.json"
 """Beside the final weights: which training they are the end of."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_moe.moe.routers import moe_layer_indices
+from nemo_rl_moe.routing.routers import moe_layer_indices
 
 _PASSES_OF_TRAINING = 3
 """A backward pass has two products for each of the forward pass: gradients of the inputs and of the weights."""

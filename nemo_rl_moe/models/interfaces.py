@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Axis, Column, StoredColumn, TokenBatch
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
-from nemo_rl_moe.moe.tape_ledger import LedgerTotals
-from nemo_rl_moe.run_folder.artifacts import StepArtifacts
+from nemo_rl_moe.routing.agreement.statistics import LedgerTotals
+from nemo_rl_moe.runs.folder.artifacts import StepArtifacts
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 

@@ -16,9 +16,9 @@ from nemo_rl_moe.config.user_code import described, import_attribute
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.distributed.stored_rows import StoredRows
-from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem, checked_score
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
+from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem, checked_score
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
 
 KEPT_MASS = "sampling_kept_mass"

@@ -5,8 +5,8 @@
 from collections.abc import Callable, Sequence
 
 from nemo_rl_moe.config.schema_grpo import OnFailure
-from nemo_rl_moe.environments.interface import METRIC_NAMES, Fault
 from nemo_rl_moe.errors import EnvironmentFailedError
+from nemo_rl_moe.rewards.interface import METRIC_NAMES, Fault
 from nemo_rl_moe.rollouts.trajectory import OVERLONG_METRIC, Trajectory
 
 KEY = "grpo.max_consecutive_failed_steps"

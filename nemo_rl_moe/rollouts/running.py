@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, copy_context
 from typing import Any, Literal, TypeVar
 
-from nemo_rl_moe.environments.interface import Fault
+from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.trajectory_timer import ThreadTime, TrajectoryTimer

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import Context
 
-from nemo_rl_moe.environments.interface import Score, ScoringItem
+from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
 
 class ScoringQueue:

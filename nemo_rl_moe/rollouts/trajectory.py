@@ -20,9 +20,9 @@ from nemo_rl_moe.distributed.batch import (
     stored_per_token,
 )
 from nemo_rl_moe.distributed.stored_rows import StoredRows
-from nemo_rl_moe.environments.interface import Fault
 from nemo_rl_moe.models.images import Picture, pictures_in
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS, UNKNOWN
+from nemo_rl_moe.rewards.interface import Fault
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 
 FinishReason = Literal["stop", "length"]
 """stop: the model or the environment ended it; length: it was cut at a limit on its tokens."""

@@ -12,10 +12,10 @@ import numpy as np
 
 from nemo_rl_moe.data.prompts import Prompt, prompt_inputs
 from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.environments.interface import BatchScorer, Score, ScoringItem
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.lockstep import Lockstep, LockstepEngine
 from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rewards.interface import BatchScorer, Score, ScoringItem
 from nemo_rl_moe.rollouts.environment import Decode, Encode, Environment, Session
 from nemo_rl_moe.rollouts.limits import RolloutLimits, RolloutWatch
 from nemo_rl_moe.rollouts.running import RunningTrajectory, task_factory

@@ -31,8 +31,8 @@ from safetensors import SafetensorError
 from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, folder_of_this_process
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.weight_sync.bucket import BucketLabel
-from nemo_rl_moe.weight_sync.carriers import Carrier, CarrierFactory, FileCarrier
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
+from nemo_rl_moe.weight_sync.transport_backends import Carrier, CarrierFactory, FileCarrier
 
 BUCKET_BYTES = 64 * 2**20
 MAX_UNACKNOWLEDGED = 2

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.environments.interface import Score, ScoringItem
+from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.functional import sft_runs, shared_ray

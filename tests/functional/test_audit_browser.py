@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe import cli
-from nemo_rl_moe.audit.auditor import audit_step
-from nemo_rl_moe.audit.sources import open_source
+from nemo_rl_moe.routing.audit.auditor import audit_step
+from nemo_rl_moe.routing.audit.sources import open_source
 from tests.support.browser import OpenPage, open_page, running_browser
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

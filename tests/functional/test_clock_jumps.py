@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from nemo_rl_moe.run_folder.run_data import read_run
+from nemo_rl_moe.runs.folder.run_data import read_run
 from tests.functional import sft_runs, shared_ray
 
 pytestmark = [pytest.mark.shared_ray, pytest.mark.slow]

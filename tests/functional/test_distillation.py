@@ -14,7 +14,7 @@ import torch
 import yaml
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from nemo_rl_moe.run_folder.run_data import RunData, read_run
+from nemo_rl_moe.runs.folder.run_data import RunData, read_run
 from tests.functional import grpo_runs, sft_runs, shared_ray
 
 pytestmark = pytest.mark.slow

@@ -16,9 +16,9 @@ import ray
 from nemo_rl_moe.config.schema_grpo import CallableConfig, EnvironmentConfig, ReasoningGymConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import usable_cores
-from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
-from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import WorkerDiedError
+from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
+from nemo_rl_moe.rewards.worker_pool import EnvironmentScorer
 from tests.support.clusters import cluster_config
 
 TIMEOUT_S = 1.5
@@ -156,7 +156,7 @@ def test_worker_killed_from_outside_in_a_batch(scorer):
 
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_is_given_up(monkeypatch):
-    monkeypatch.setattr("nemo_rl_moe.environments.scorer.CALL_SLACK_S", 1.0)
+    monkeypatch.setattr("nemo_rl_moe.rewards.worker_pool.CALL_SLACK_S", 1.0)
     with EnvironmentScorer(environment(num_workers=1)) as scorer:
         (victim,) = processes(scorer)
         os.kill(victim, signal.SIGSTOP)

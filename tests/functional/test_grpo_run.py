@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_rl_moe.moe.tape_rows import Row
-from nemo_rl_moe.run_folder.routing import ANOMALIES_FILE_NAME, read_routing
+from nemo_rl_moe.routing.agreement.row_kinds import Row
+from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, read_routing
 from tests.functional import grpo_runs, sft_runs
 from tests.support.logged_metrics import MetricHistory, read_jsonl, read_tensorboard, read_wandb_offline
 

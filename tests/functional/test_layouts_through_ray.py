@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from nemo_rl_moe.run_folder.metrics import StepRecord, read_metrics
+from nemo_rl_moe.runs.folder.metrics import StepRecord, read_metrics
 from tests.functional import sft_runs
 from tests.support.tiny_model import layout
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_metrics
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from tests.functional import grpo_runs, sft_runs
 from tests.support.own_parts import NAME
 

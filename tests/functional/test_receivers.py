@@ -14,9 +14,9 @@ import ray
 
 from nemo_rl_moe.errors import ReceiverLostError
 from nemo_rl_moe.generation.refit import ActorReceivers, refit
-from nemo_rl_moe.weight_sync.carriers import Carrier, FileCarrier, make_carrier
 from nemo_rl_moe.weight_sync.folder import FolderTransport
 from nemo_rl_moe.weight_sync.transport import TransportSpec, WeightTransport
+from nemo_rl_moe.weight_sync.transport_backends import Carrier, FileCarrier, make_carrier
 from nemo_rl_moe.weight_sync.watch import watched
 from tests.support.receiving_copy import TENSORS, Copy
 

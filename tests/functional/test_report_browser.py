@@ -14,13 +14,13 @@ import torch
 import yaml
 
 from nemo_rl_moe import cli
-from nemo_rl_moe.moe.load_arrays import utilization
-from nemo_rl_moe.moe.routing_advantage import AdvantageScores
-from nemo_rl_moe.moe.tape_identity import TapeAnomaly
-from nemo_rl_moe.moe.tape_rows import Row
-from nemo_rl_moe.run_folder.advantages import read_advantages
-from nemo_rl_moe.run_folder.expert_load import read_expert_load
-from nemo_rl_moe.run_folder.routing import read_routing
+from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.agreement.row_kinds import Row
+from nemo_rl_moe.routing.metrics.load_arrays import utilization
+from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
+from nemo_rl_moe.runs.folder.advantages import read_advantages
+from nemo_rl_moe.runs.folder.expert_load import read_expert_load
+from nemo_rl_moe.runs.folder.routing import read_routing
 from tests.functional import sft_runs
 from tests.support.browser import OpenPage, open_page, running_browser
 from tests.support.logged_metrics import read_jsonl

@@ -16,8 +16,8 @@ from unittest import mock
 import psutil
 import pytest
 
-from nemo_rl_moe.environments.interface import ScoringItem
-from nemo_rl_moe.run_folder.run_data import read_run
+from nemo_rl_moe.rewards.interface import ScoringItem
+from nemo_rl_moe.runs.folder.run_data import read_run
 from tests.functional import grpo_runs, sft_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

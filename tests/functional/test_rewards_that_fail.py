@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.environments.interface import ScoringItem
-from nemo_rl_moe.report.run_findings import findings_of
-from nemo_rl_moe.run_folder.run_data import read_run
+from nemo_rl_moe.rewards.interface import ScoringItem
+from nemo_rl_moe.runs.folder.run_data import read_run
+from nemo_rl_moe.runs.report.run_findings import findings_of
 from tests.functional import grpo_runs, sft_runs
 
 pytestmark = pytest.mark.shared_ray

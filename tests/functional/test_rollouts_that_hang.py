@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_metrics
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from tests.functional import grpo_runs, run_kills, sft_runs
 
 START_LIMIT_S = 240.0

@@ -18,7 +18,7 @@ import ray
 from nemo_rl_moe.checkpoints.store import CheckpointStore
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.distributed.node_tools import ray_folder
-from nemo_rl_moe.run_folder.metrics import read_metrics
+from nemo_rl_moe.runs.folder.metrics import read_metrics
 from tests.functional import run_kills, sft_runs
 from tests.support.saving_run import Run as SavedRun
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe import cli
-from nemo_rl_moe.run_folder.tape_folder import TAPE_FOLDER, read_description, read_step, steps_of
+from nemo_rl_moe.runs.folder.capture_folder import TAPE_FOLDER, read_description, read_step, steps_of
 from tests.functional import grpo_runs, sft_runs
 from tests.support.logged_metrics import read_jsonl
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from nemo_rl_moe.config.loading import load_config
-from nemo_rl_moe.loggers.pictures import HEATMAP_KEY, HeatmapGeometry, cell_colors
-from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_records
-from nemo_rl_moe.run_folder.run_data import read_run
+from nemo_rl_moe.runs.folder.run_data import read_run
+from nemo_rl_moe.runs.loggers.expert_load_plots import HEATMAP_KEY, HeatmapGeometry, cell_colors
+from nemo_rl_moe.runs.loggers.wandb_files import wandb_files, wandb_records
 from tests.functional import sft_runs
 from tests.support.logged_metrics import (
     MetricHistory,

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from nemo_rl_moe.hooks.trainer import RoutingCallback
+from nemo_rl_moe.routing.hooks.trainer import RoutingCallback
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.byte_tokenizer import make_byte_tokenizer
 
@@ -233,7 +233,7 @@ def test_a_generation_with_other_weights_is_found(tmp_path: Path, caplog: pytest
         trainer.train()
     assert steps_of(trainer)[0]["moe/routing/live_agreement"] < 0.6
     assert callback.findings
-    told = [record.message for record in caplog.records if record.name == "nemo_rl_moe.hooks.trainer"]
+    told = [record.message for record in caplog.records if record.name == "nemo_rl_moe.routing.hooks.trainer"]
     assert len(told) == len(callback.findings)
     assert all(text.startswith("routing, step 1") for text in told)
 

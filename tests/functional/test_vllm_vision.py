@@ -15,7 +15,7 @@ from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.releases import installed_release
-from nemo_rl_moe.run_folder.metrics import read_metrics
+from nemo_rl_moe.runs.folder.metrics import read_metrics
 from tests.functional import grpo_runs, sft_runs, vision_runs
 from tests.support.vllm_engines import generated, start_engine
 from tests.support.vllm_vision import DECODERS, VisionTrainer, engine_changes, with_pictures

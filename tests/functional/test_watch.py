@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_rl_moe.loggers.rewind import rewind_run_folder
-from nemo_rl_moe.moe.load_arrays import utilization
-from nemo_rl_moe.run_folder.expert_load import read_expert_load
+from nemo_rl_moe.routing.metrics.load_arrays import utilization
+from nemo_rl_moe.runs.folder.expert_load import read_expert_load
+from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from tests.functional import sft_runs
 from tests.support.made_runs import make_run, random_counts
-from tests.unit.report.test_watch_state import CONFIG, metrics_of, sick_counts, write_step
+from tests.unit.runs.report.test_watch_state import CONFIG, metrics_of, sick_counts, write_step
 
 OWN_SCREEN, OWN_SCREEN_LEFT, CURSOR_BACK = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?25h"
 SEQUENCES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")

@@ -327,7 +327,7 @@ def refusal_without_engine(*, rehearse: bool) -> dict[str, Any]:
     """A GPU without Transformer Engine: refused in one line, before a model is built."""
     message = None
     with _hidden("transformer_engine"):
-        from nemo_rl_moe.models.megatron import cpu_backend
+        from nemo_rl_moe.models.megatron.cpu import cpu_backend
         from nemo_rl_moe.models.megatron.model.transformer_config import require_transformer_engine
 
         was_active, cpu_backend.ACTIVE = cpu_backend.ACTIVE, cpu_backend.ACTIVE and not rehearse

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.run_folder.metrics import read_metrics
+from nemo_rl_moe.runs.folder.metrics import read_metrics
 from tests.functional import grpo_runs, sft_runs
 from tests.gpu.checks import Failed
 

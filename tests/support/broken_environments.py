@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 
-from nemo_rl_moe.environments.interface import ScoringItem
+from nemo_rl_moe.rewards.interface import ScoringItem
 
 
 class UnprintableError(Exception):

@@ -19,8 +19,8 @@ from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
-from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.tiny_model import (
     MICROBATCHES,
     logprobs_by_sequence,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from nemo_rl_moe.environments.interface import ScoringItem
+from nemo_rl_moe.rewards.interface import ScoringItem
 
 MARK = "MARK_OF_THE_KILLED_ENGINE"
 """Variable of a run whose engine is to be killed: a file that says that it has been."""

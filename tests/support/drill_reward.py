@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from nemo_rl_moe.environments.interface import ScoringItem
+from nemo_rl_moe.rewards.interface import ScoringItem
 
 NOTES = "DRILL_SCORERS"
 """Environment variable with the folder in which each process that scores leaves its id."""

@@ -19,18 +19,18 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import TokenBatch
-from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import LockstepEngine
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
 from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult
-from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.moe.tape_ledger import TapeReport
+from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rollouts.environment import Environment, SingleTurn
 from nemo_rl_moe.rollouts.failed_responses import FailureRule
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker
-from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD, ROUTING
+from nemo_rl_moe.routing.agreement.statistics import TapeReport
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
 
 END_TOKEN, PAD_TOKEN = 1, 0
 LEAVE_OUT = FailureRule("leave_out", fewest_of_group=2, fewest_of_step=2)

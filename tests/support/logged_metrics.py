@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_history
-from nemo_rl_moe.run_folder.metrics import MetricHistory as MetricHistory
-from nemo_rl_moe.run_folder.metrics import read_history
+from nemo_rl_moe.runs.folder.metrics import MetricHistory as MetricHistory
+from nemo_rl_moe.runs.folder.metrics import read_history
+from nemo_rl_moe.runs.loggers.wandb_files import wandb_files, wandb_history
 
 # How MLflow names the pictures of a step; older versions put % where newer ones put +.
 _MLFLOW_PICTURE = re.compile(r"images/(?P<key>.+?)[+%]step[+%](?P<step>\d+)[+%]timestamp[+%].*\.png")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from nemo_rl_moe.config.schema_run import LoggerConfig
-from nemo_rl_moe.loggers.interface import MetricLogger
-from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+from nemo_rl_moe.runs.loggers.interface import MetricLogger
 
 
 def settings_for(

@@ -12,16 +12,16 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
-from nemo_rl_moe.moe.findings import Thresholds
-from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.moe.reward_signal import FailedResponses
-from nemo_rl_moe.moe.routing_advantage import AdvantageScores
-from nemo_rl_moe.moe.tape_ledger import TapeReport
-from nemo_rl_moe.run_folder.advantages import AdvantageWriter
-from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
-from nemo_rl_moe.run_folder.failures import FailureWriter
-from nemo_rl_moe.run_folder.metrics import JsonlLogger
-from nemo_rl_moe.run_folder.routing import RoutingWriter
+from nemo_rl_moe.routing.agreement.statistics import TapeReport
+from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
+from nemo_rl_moe.routing.findings.tracker import Thresholds
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
+from nemo_rl_moe.runs.folder.advantages import AdvantageWriter
+from nemo_rl_moe.runs.folder.expert_load import ExpertLoadWriter
+from nemo_rl_moe.runs.folder.failures import FailureWriter
+from nemo_rl_moe.runs.folder.metrics import JsonlLogger
+from nemo_rl_moe.runs.folder.routing import RoutingWriter
 
 TOPK = 2
 THRESHOLDS = Thresholds(dead_expert_steps=3, excess_cv=0.5, overload_factor=1.5, sustained_steps=2)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from nemo_rl_moe.moe.replay import UNKNOWN, RoutedTokens, TapeRoutes
-from nemo_rl_moe.moe.tape_identity import TapeAnomaly
-from nemo_rl_moe.moe.tape_ledger import TapeLedger, TapeReport, agreement_metrics
+from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.agreement.statistics import TapeLedger, TapeReport, agreement_metrics
+from nemo_rl_moe.routing.replay import UNKNOWN, RoutedTokens, TapeRoutes
 
 NUM_EXPERTS, TOPK = 8, 2
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.moe.overload_factor import (
+from nemo_rl_moe.routing.metrics.overload_factor import (
     OverloadSums,
     PredictedOverload,
     StageEvents,

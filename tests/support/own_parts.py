@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from nemo_rl_moe.environments.interface import Score, ScoringItem
+from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rl.estimators.interface import EstimatorInputs
 from nemo_rl_moe.rl.objectives import ObjectiveInputs
-from nemo_rl_moe.run_folder.metrics import RunOutcome
+from nemo_rl_moe.runs.folder.metrics import RunOutcome
 
 NAME = "tests.support.own_parts"
 NOT_CALLABLE = 3

@@ -9,9 +9,9 @@ from typing import Any
 
 from nemo_rl_moe.algorithms.step_recorder import Checkpoints, RecordSinks, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
-from nemo_rl_moe.loggers.interface import MetricLogger
-from nemo_rl_moe.moe.tape_ledger import TapeReport
-from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD, ROUTING
+from nemo_rl_moe.routing.agreement.statistics import TapeReport
+from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
+from nemo_rl_moe.runs.loggers.interface import MetricLogger
 
 
 @dataclass

@@ -16,16 +16,16 @@ import torch
 from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.loading import load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.distributed.accelerators import parse_target
-from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
 from nemo_rl_moe.launch import generate_command
-from nemo_rl_moe.loggers.console import Notices
-from nemo_rl_moe.loggers.isolated import IsolatedLogger
-from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rl.objectives import ObjectiveInputs
-from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
-from nemo_rl_moe.run_folder.metrics import StepRecord
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+from nemo_rl_moe.runs.folder.expert_load import ExpertLoadWriter
+from nemo_rl_moe.runs.folder.metrics import StepRecord
+from nemo_rl_moe.runs.loggers.console import Notices
+from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger
 from nemo_rl_moe.weight_sync.folder import FolderTransport
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.estimators import inputs_of_rewards
@@ -116,8 +116,10 @@ def test_files_that_are_named_are_there(page: Path) -> None:
 
 def test_missing_files_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("`examples/run_sft.py` `moe/none.py` `moe/recorder.py` `docs/make_*.py` `families/NAME.py`\n")
-    assert missing_files(page) == ["moe/none.py"]
+    page.write_text(
+        "`examples/run_sft.py` `routing/metrics/none.py` `routing/metrics/expert_load_recorder.py` `docs/make_*.py` `families/NAME.py`\n"
+    )
+    assert missing_files(page) == ["routing/metrics/none.py"]
 
 
 COMMANDS = [(page, words) for page in PAGES for words in commands(page) if "--config" in words]

@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe import cli, training_cli
-from nemo_rl_moe.audit import command as audit_command
 from nemo_rl_moe.checkpoints import verify as verify_command
 from nemo_rl_moe.checksums import accept_files
 from nemo_rl_moe.config.files import exemplar_names
 from nemo_rl_moe.config.loading import load_any_config
-from nemo_rl_moe.report.run_findings import thresholds_of
-from nemo_rl_moe.run_folder.tape_folder import TapeWriter
-from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeSequence
+from nemo_rl_moe.routing.audit import command as audit_command
+from nemo_rl_moe.runs.folder.capture_folder import TapeWriter
+from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence
+from nemo_rl_moe.runs.report.run_findings import thresholds_of
 from tests.conftest import REPOSITORY_ROOT
 from tests.unit.test_docs_examples import PAGES, commands
 
@@ -134,7 +134,7 @@ def test_a_page_of_the_report_says_what_a_sudden_finding_needs() -> None:
     if node is None:
         pytest.skip("no node to run the page's script with")
     thresholds = json.dumps(asdict(thresholds_of({})))
-    script = (REPOSITORY_ROOT / "nemo_rl_moe/report/page/tables.js").read_text()
+    script = (REPOSITORY_ROOT / "nemo_rl_moe/runs/report/page/tables.js").read_text()
     program = f"{script}\nconsole.log(thresholdText({thresholds}));"
     done = subprocess.run([node, "-e", program], capture_output=True, text=True, timeout=120, check=True)
     assert "experts dead for 20 steps in a row (2 where it comes at once), " in done.stdout

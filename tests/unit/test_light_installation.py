@@ -12,8 +12,8 @@ from packaging.requirements import Requirement
 
 from nemo_rl_moe import cli, training_cli
 from nemo_rl_moe.checksums import accept_files
-from nemo_rl_moe.run_folder.tape_folder import TapeWriter
-from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeSequence
+from nemo_rl_moe.runs.folder.capture_folder import TapeWriter
+from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence
 
 # A package stands for what it is imported as; the standard library and what torch, pyarrow and jaxtyping bring go free.
 ONLY = """
@@ -100,10 +100,10 @@ def test_metrics_need_torch_and_numpy_alone(of_training: str, repository_root: P
     others = modules_of(distributions(project["dependencies"]) - {"torch", "numpy", "typing-extensions"})
     code = """
 import torch
-from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
-from nemo_rl_moe.moe.load_statistics import ExpertLoad
-import nemo_rl_moe.moe.findings, nemo_rl_moe.moe.load_balance_tracking, nemo_rl_moe.hooks.routes
-import nemo_rl_moe.hooks.router_replay
+from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+import nemo_rl_moe.routing.findings.tracker, nemo_rl_moe.routing.metrics.load_balance_tracking, nemo_rl_moe.routing.hooks.routes
+import nemo_rl_moe.routing.hooks.router_replay
 print(load_balance_metrics(ExpertLoad((0,), torch.tensor([[4, 0]])), router_topk=1)["dead_expert_frac_mean"])
 """
     done = run_without(f"{of_training},{others}", code)
@@ -112,13 +112,13 @@ print(load_balance_metrics(ExpertLoad((0,), torch.tensor([[4, 0]])), router_topk
 
 def test_the_callback_needs_transformers_besides(repository_root: Path) -> None:
     others = modules_of({"jaxtyping", "msgpack", "omegaconf", "plotly", "pyarrow", "xxhash", "pydantic", "ray"})
-    code = "from nemo_rl_moe.hooks.trainer import RoutingCallback; print(RoutingCallback().findings)"
+    code = "from nemo_rl_moe.routing.hooks.trainer import RoutingCallback; print(RoutingCallback().findings)"
     done = run_without(others, code)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
 def test_hooks_load_without_their_hosts(of_training: str) -> None:
-    done = run_without(of_training, "import nemo_rl_moe.hooks.routes, nemo_rl_moe.hooks.router_replay")
+    done = run_without(of_training, "import nemo_rl_moe.routing.hooks.routes, nemo_rl_moe.routing.hooks.router_replay")
     assert done.returncode == 0, done.stderr
 
 
@@ -153,8 +153,8 @@ def test_routing_functions_load_nothing_but_torch_and_the_shapes(of_training: st
     code = """
 import torch
 before = set(sys.modules)
-import nemo_rl_moe.moe.load_balance_metrics, nemo_rl_moe.moe.tape_identity, nemo_rl_moe.moe.tape_ledger
-import nemo_rl_moe.moe.mismatch_split, nemo_rl_moe.moe.findings
+import nemo_rl_moe.routing.metrics.load_balance_metrics, nemo_rl_moe.routing.agreement.route_identity, nemo_rl_moe.routing.agreement.statistics
+import nemo_rl_moe.routing.metrics.mismatch_split, nemo_rl_moe.routing.findings.tracker
 names = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(*sorted(names - {name.partition(".")[0] for name in before} - sys.stdlib_module_names))
 """

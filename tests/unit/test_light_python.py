@@ -29,7 +29,7 @@ LATER: dict[str, set[str]] = {
     "warnings": {"deprecated"},
 }
 """Names that came with Python 3.11 or later, by module; `tomllib` is a module that did."""
-ROOTS = ("cli", "audit", "moe", "report", "run_folder/tape_folder")
+ROOTS = ("cli", "routing", "runs/report", "runs/folder/capture_folder")
 
 
 def module_file(package: Path, name: str) -> Path | None:
@@ -64,7 +64,7 @@ def light(repository_root: Path) -> dict[Path, ast.Module]:
             if module.split(".")[0] == "nemo_rl_moe":
                 files = [module_file(package, name) for name in (module, *(f"{module}.{name}" for name in names))]
                 left += [file for file in files if file is not None]
-    assert package / "run_folder" / "step_tables.py" in found
+    assert package / "runs/folder/step_tables.py" in found
     assert package / "config" / "files.py" in found
     return found
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_rl_moe.run_folder.tape_folder import TapeWriter
-from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeSequence
+from nemo_rl_moe.runs.folder.capture_folder import TapeWriter
+from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence
 
 NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
 

@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from nemo_rl_moe.errors import GenerationError
-from nemo_rl_moe.moe.replay import UNKNOWN
+from nemo_rl_moe.routing.replay import UNKNOWN
 
 
 class RouteRecorder:

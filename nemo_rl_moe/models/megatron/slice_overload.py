@@ -16,7 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices, moe_positions_of_chunks
-from nemo_rl_moe.moe.overload_factor import (
+from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
+from nemo_rl_moe.routing.metrics.overload_factor import (
     OverloadSums,
     StageEvents,
     check_split,
@@ -25,7 +26,6 @@ from nemo_rl_moe.moe.overload_factor import (
     overload_sums,
     rank_loads,
 )
-from nemo_rl_moe.moe.recorder import ExpertLoadRecorder
 
 # isort: split
 from megatron.core import parallel_state

@@ -43,11 +43,11 @@ from nemo_rl_moe.models.interfaces import (
 )
 from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers, in_rows, join_metrics
-from nemo_rl_moe.moe.replay import UNKNOWN
-from nemo_rl_moe.weight_sync.carriers import Carrier, make_carrier
+from nemo_rl_moe.routing.replay import UNKNOWN
 from nemo_rl_moe.weight_sync.fingerprints import Fingerprints
 from nemo_rl_moe.weight_sync.folder import FolderTransport, folder_of_one_machine
 from nemo_rl_moe.weight_sync.transport import TransportSpec
+from nemo_rl_moe.weight_sync.transport_backends import Carrier, make_carrier
 
 if TYPE_CHECKING:
     from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult

@@ -23,7 +23,7 @@ from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.flops import ForwardFlops, forward_flops
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.interfaces import Head, LossFunction
-from nemo_rl_moe.moe.tape_ledger import LedgerTotals
+from nemo_rl_moe.routing.agreement.statistics import LedgerTotals
 from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import OnFailure
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.distributed.batch import count_trained_sequences, per_token
-from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rl.estimators.interface import EstimatorInputs
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import Trajectory, rollout_metrics

@@ -21,17 +21,17 @@ from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.distributed.batch import TokenBatch
-from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.errors import RoutingTapeError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
-from nemo_rl_moe.loggers.console import train_line
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
-from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.moe.tape_identity import TapeAnomaly
-from nemo_rl_moe.moe.tape_ledger import TapeReport
+from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.agreement.statistics import TapeReport
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+from nemo_rl_moe.runs.loggers.console import train_line
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck
 from tests.support.grpo_fakes import (
     PAD_TOKEN,

@@ -10,8 +10,8 @@ from nemo_rl_moe.algorithms.run_observers import TapeWatch
 from nemo_rl_moe.errors import RoutingTapeError
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
-from nemo_rl_moe.moe.tape_identity import TapeAnomaly
-from nemo_rl_moe.run_folder.artifacts import ROUTING
+from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.runs.folder.artifacts import ROUTING
 from tests.support.made_tapes import tape_report
 
 

@@ -23,8 +23,8 @@ from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult
-from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.grpo_fakes import ListLogger
 from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
 

@@ -31,7 +31,7 @@ def plain_types(annotation: Any) -> set[str]:
 
 @pytest.mark.megatron
 def test_table_is_the_installed_dataclass() -> None:
-    from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core, on a machine without a GPU)
+    from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core, on a machine without a GPU)
 
     # isort: split
     from megatron.core.transformer.transformer_config import TransformerConfig

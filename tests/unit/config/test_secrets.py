@@ -17,11 +17,11 @@ from nemo_rl_moe.cli import main
 from nemo_rl_moe.config.loading import dump_resolved, load_config, load_dumped
 from nemo_rl_moe.launch import start
 from nemo_rl_moe.launch.supervisor import Supervision
-from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.loggers.factory import build_loggers
-from nemo_rl_moe.report.page_data import configuration_rows
-from nemo_rl_moe.run_folder.folder import write_run_files
-from nemo_rl_moe.run_folder.run_data import describe_run
+from nemo_rl_moe.runs.folder.folder import write_run_files
+from nemo_rl_moe.runs.folder.run_data import describe_run
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
+from nemo_rl_moe.runs.loggers.factory import build_loggers
+from nemo_rl_moe.runs.report.page_data import configuration_rows
 from tests.unit.config.test_nemo_rl import COMMON, GENERATION, GRPO, write
 
 SECRETS = ("hf_abcdef123456", "pa55word")

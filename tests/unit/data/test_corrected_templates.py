@@ -21,7 +21,7 @@ from nemo_rl_moe.data.left_out import require_all_shown
 from nemo_rl_moe.data.template_renderer import Rendered, RenderRequest, TemplateRenderer
 from nemo_rl_moe.data.turn_spans import RenderError
 from nemo_rl_moe.launch.setup import use_corrected_template
-from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.published_templates import PUBLISHED, SPECIAL_TOKENS, WIDE_BAR
 

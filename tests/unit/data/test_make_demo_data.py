@@ -16,8 +16,8 @@ from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, 
 from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.prompts import load_prompts
 from nemo_rl_moe.data.sft import load_sft_dataset
-from nemo_rl_moe.environments.interface import Score, ScoringItem
-from nemo_rl_moe.environments.registry import make_scorer
+from nemo_rl_moe.rewards.interface import Score, ScoringItem
+from nemo_rl_moe.rewards.registry import make_scorer
 
 
 @pytest.fixture(scope="module")

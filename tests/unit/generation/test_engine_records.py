@@ -28,7 +28,7 @@ MAY_NAME_VLLM = {
     "audit": "dumps that vLLM has written",
     "launch/evaluate_command.py": "an example in the help",
     "launch/generate_command.py": "an example in the help",
-    "run_folder/folder.py": "packages whose versions a run notes",
+    "runs/folder/folder.py": "packages whose versions a run notes",
 }
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError
 from nemo_rl_moe.launch.convert import Conversion, _check_size, _dtype_of, _policy, _staged, _told_of, convert
-from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 HALF = torch.ones(4, dtype=torch.bfloat16)
 CONSOLE = ConsoleLogger(total_steps=0, live="never")

@@ -10,7 +10,7 @@ from nemo_rl_moe import cli
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.setup import prepare_model
-from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 pytestmark = pytest.mark.megatron
 

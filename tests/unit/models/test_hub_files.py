@@ -22,8 +22,8 @@ from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.setup import _fetched
-from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.hf_files import HubModel, check_weights, fetching_problem, find_model, load_config_json
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from tests.support.hf_folders import write_folder
 
 NAME, COMMIT = "someone/tiny", "0123456789" * 4

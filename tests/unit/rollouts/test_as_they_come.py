@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rollouts.environment import Environment, RolloutFunction, Session, SingleTurn
 from nemo_rl_moe.rollouts.limits import STOP_GRACE_S, RolloutLimits, RolloutsGivenUpError
 from nemo_rl_moe.rollouts.trajectory import Trajectory

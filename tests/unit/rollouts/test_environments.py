@@ -12,10 +12,10 @@ import torch
 
 from nemo_rl_moe.distributed.batch import Axis, Destination
 from nemo_rl_moe.distributed.stored_rows import StoredRows
-from nemo_rl_moe.environments.interface import Fault, Score
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.environment import RolloutFunction, Session, SingleTurn, make_environment
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, rollout_metrics, training_batch
 from tests.support.grpo_fakes import END_TOKEN, SAMPLING, FakeEngine, FakeScorer, make_worker, prompts, small_config

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from nemo_rl_moe.config.schema_grpo import OnFailure
-from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.errors import EXIT_RUN_FAILED, EnvironmentFailedError
 from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, make_worker, prompts, trajectory

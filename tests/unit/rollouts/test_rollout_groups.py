@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from nemo_rl_moe.algorithms.grpo_batch import make_source
 from nemo_rl_moe.data.prompts import PromptLoader
-from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rollouts.source import RolloutGroups, SynchronousSource
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from nemo_rl_moe.environments.interface import Fault, Score
 from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts import limits as limits_module
 from nemo_rl_moe.rollouts.environment import RolloutFunction, Session
 from nemo_rl_moe.rollouts.limits import (

@@ -23,8 +23,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nemo_rl_moe.errors import WeightSyncError
-from nemo_rl_moe.weight_sync import carriers
 from nemo_rl_moe.weight_sync import folder as folder_module
+from nemo_rl_moe.weight_sync import transport_backends as carriers
 from nemo_rl_moe.weight_sync.bucket import BucketLabel, write_bucket
 from nemo_rl_moe.weight_sync.folder import FolderTransfer, FolderTransport, folder_of_one_machine
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec

@@ -7,4 +7,4 @@ from nemo_rl_moe.models.megatron.checkpoint.save import CheckpointWrite, start_w
 
 __all__ = ["CheckpointWrite", "load_checkpoint", "start_write"]
 
-from nemo_rl_moe.models.megatron import first_import  # noqa: F401
+from nemo_rl_moe.models.megatron.cpu import first_import  # noqa: F401

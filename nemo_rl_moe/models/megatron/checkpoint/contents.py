@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_moe.errors import CheckpointError
-from nemo_rl_moe.models.megatron import cpu_backend
 from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import masters_from_weights
 from nemo_rl_moe.models.megatron.checkpoint.optimizer_state import (
     SHARDED_TYPES,
@@ -29,6 +28,7 @@ from nemo_rl_moe.models.megatron.checkpoint.optimizer_state import (
     set_num_updates,
     sharded_optimizer_state,
 )
+from nemo_rl_moe.models.megatron.cpu import cpu_backend
 from nemo_rl_moe.models.megatron.model.agreement import union_of_ranks
 from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PREFIX
 from nemo_rl_moe.models.megatron.weights.parameter_layout import plain_norm_name

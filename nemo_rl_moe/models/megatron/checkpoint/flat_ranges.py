@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Shaped
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 
 # isort: split
 from megatron.core.dist_checkpointing.dict_utils import nested_values

@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from nemo_rl_moe.checked_reading import HashingReader, PartsRead, Place
 from nemo_rl_moe.errors import CheckpointError
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 
 # isort: split
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies

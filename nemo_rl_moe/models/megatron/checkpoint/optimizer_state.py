@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.checkpoint.flat_ranges import sharded_range
 from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import (
     MOMENTS,
@@ -23,6 +22,7 @@ from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import (
     optimizer_parts,
     step_count,
 )
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 
 # isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nemo_rl_moe.atomic_writes import sync
 from nemo_rl_moe.checksums import INVENTORY_FILE_NAME, ChecksumStream, Part, write_inventory
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.checkpoint.index import COMMON_FILE, FORMAT, FORMAT_FILE
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 
 # isort: split
 from megatron.core import parallel_state

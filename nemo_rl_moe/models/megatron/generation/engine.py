@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.generation.forward_passes import ForwardPasses
 from nemo_rl_moe.models.megatron.generation.prompt_images import input_problem
 from nemo_rl_moe.models.megatron.generation.sampling import Responses, StopCondition, plan_slots, sample

@@ -12,15 +12,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.generation.prompt_images import PromptImages
-from nemo_rl_moe.models.megatron.layers.cpu.attention import causal_mask
-from nemo_rl_moe.models.megatron.layers.cpu.cached_forward import (
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu.attention import causal_mask
+from nemo_rl_moe.models.megatron.cpu.cached_forward import (
     CachedForward,
     PaddedInferenceContext,
     Rotation,
     has_cached_forward,
 )
+from nemo_rl_moe.models.megatron.generation.prompt_images import PromptImages
 from nemo_rl_moe.models.megatron.model.vision_model import VisionInput
 
 # isort: split

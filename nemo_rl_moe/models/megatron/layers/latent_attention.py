@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.layers.cpu.attention import SDPAttention
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu.attention import SDPAttention
 
 # isort: split
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear

@@ -13,9 +13,9 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.decoder import inverse_frequencies
 from nemo_rl_moe.models.interfaces import Head
-from nemo_rl_moe.models.megatron import cpu_backend
+from nemo_rl_moe.models.megatron.cpu import cpu_backend
+from nemo_rl_moe.models.megatron.cpu.spec import FastGPTModel, block_spec
 from nemo_rl_moe.models.megatron.layers.all_heads_norm import normalize_all_heads
-from nemo_rl_moe.models.megatron.layers.cpu.spec import FastGPTModel, block_spec
 from nemo_rl_moe.models.megatron.layers.deep_features import use_deep_layers
 from nemo_rl_moe.models.megatron.layers.latent_attention import use_latent_attention
 from nemo_rl_moe.models.megatron.layers.routers import limit_groups

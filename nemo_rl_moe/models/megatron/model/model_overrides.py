@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from nemo_rl_moe.config.schema_policy import MegatronConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transformer_config_fields
 
 # isort: split

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store, TCPStore, distributed_c10d
 
 from nemo_rl_moe.config.schema_policy import MegatronConfig
-from nemo_rl_moe.models.megatron import cpu_backend
+from nemo_rl_moe.models.megatron.cpu import cpu_backend
 
 # isort: split
 from megatron.core import parallel_state

@@ -14,12 +14,12 @@ from torch import Tensor
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
-from nemo_rl_moe.models.megatron import cpu_backend
+from nemo_rl_moe.models.megatron.cpu import cpu_backend
 from nemo_rl_moe.models.megatron.install_transformer_engine import problem_with_extension
 from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS, forced_routing_in_force
 from nemo_rl_moe.models.megatron.model.model_overrides import read_overrides
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transformer_config_fields
-from nemo_rl_moe.moe.routers import moe_layer_indices
+from nemo_rl_moe.routing.routers import moe_layer_indices
 
 # isort: split
 from megatron.core.fusions.fused_bias_geglu import quick_gelu

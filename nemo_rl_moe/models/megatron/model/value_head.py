@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nemo_rl_moe.models.interfaces import Head
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 
 # isort: split
 from megatron.core.models.gpt import GPTModel

@@ -18,7 +18,7 @@ from nemo_rl_moe.config.schema_policy import FreezeConfig
 from nemo_rl_moe.models.families import VISION_FAMILIES, family_of
 from nemo_rl_moe.models.families.vision import TowerOutput, VisionFamily
 from nemo_rl_moe.models.images import IS_IMAGE, PICTURE_IDS, PICTURE_SIZES, PIXELS, distinct_pictures
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.releases import padding_mask_for_stage
 
 # isort: split

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from jaxtyping import Int
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps, SequenceCut
-from nemo_rl_moe.moe.replay import UNKNOWN
+from nemo_rl_moe.routing.replay import UNKNOWN
 
 # isort: split
 from megatron.core import parallel_state

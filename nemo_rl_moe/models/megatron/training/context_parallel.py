@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import sequence_multiple
 from nemo_rl_moe.distributed.batch import to_device
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 
 # isort: split
 from megatron.core import parallel_state

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.models.interfaces import LossFunction
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.models.megatron.training.router_gradients import placed_routers, share_of_rank, sources_of
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, is_due
-from nemo_rl_moe.moe.gradient_sources import AUXILIARY, POLICY, Z, inner_products, last_layer_metrics
+from nemo_rl_moe.routing.metrics.gradient_sources import AUXILIARY, POLICY, Z, inner_products, last_layer_metrics
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallel

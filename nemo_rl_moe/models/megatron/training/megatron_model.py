@@ -30,7 +30,7 @@ from nemo_rl_moe.models.megatron.training.router_taps import attach_taps
 from nemo_rl_moe.models.megatron.weights.hf_export import save_weights, tensors_of_this_rank
 from nemo_rl_moe.models.megatron.weights.starting_weights import set_starting_weights
 from nemo_rl_moe.models.model_files import write_model_files
-from nemo_rl_moe.moe.tape_ledger import LedgerTotals
+from nemo_rl_moe.routing.agreement.statistics import LedgerTotals
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.transport import TransportSpec
 

@@ -15,7 +15,7 @@ from nemo_rl_moe.distributed.batch import Axis, Column, Destination, TokenBatch,
 from nemo_rl_moe.distributed.bin_packing import round_up
 from nemo_rl_moe.models.image_positions import image_positions
 from nemo_rl_moe.models.images import IS_IMAGE, ON_HOST, PICTURE_IDS, PICTURE_SIZES, PIXELS, distinct_pixels
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.context_parallel import ALONE, ContextCut, ContextPlace
 
 # isort: split

@@ -12,24 +12,24 @@ from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.models.images import IS_IMAGE
-from nemo_rl_moe.models.megatron.common import get_moe_metrics
 from nemo_rl_moe.models.megatron.layers.routers import ExpertBias
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
-from nemo_rl_moe.models.megatron.training.advantage_recorder import AdvantageRecorder
+from nemo_rl_moe.models.megatron.moe_metrics import get_moe_metrics
+from nemo_rl_moe.models.megatron.training.expert_advantages import AdvantageRecorder
+from nemo_rl_moe.models.megatron.training.expert_load import attach_recorder
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
 from nemo_rl_moe.models.megatron.training.gradients_at_logits import GradientsAtLogits
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
 from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps, cut_of_rank, in_router_order
-from nemo_rl_moe.models.megatron.training.routing_recorder import attach_recorder
 from nemo_rl_moe.models.megatron.training.step_observer import (
     StepObservations,
     StepObserver,
     TrainingForward,
     is_due,
 )
-from nemo_rl_moe.moe.recorder import ExpertLoadRecorder
-from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD, ROUTING
+from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
+from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallel

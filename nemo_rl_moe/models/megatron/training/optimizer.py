@@ -9,8 +9,8 @@ import torch
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.megatron import cpu_backend  # before megatron.core
 from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import optimizer_parts
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # before megatron.core
 from nemo_rl_moe.models.megatron.layers.routers import router_state_in_float32
 from nemo_rl_moe.models.megatron.model.transformer_config import DTYPES
 from nemo_rl_moe.models.megatron.model.vision_model import tower_buffers_in_float32

@@ -15,13 +15,13 @@ from torch import Tensor
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.distributed.bin_packing import round_up
 from nemo_rl_moe.models.interfaces import LossFunction, LossInputs, LossOutputs, needs_of
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.transformer_config import Z_LOSS, auxiliary_loss_names, moe_layer_indices
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
 from nemo_rl_moe.models.megatron.training.side_passes import side_pass
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, is_due
-from nemo_rl_moe.moe.gradient_sources import AUXILIARY, POLICY, Z, gradient_metrics, inner_products
-from nemo_rl_moe.moe.routers import routers_of
+from nemo_rl_moe.routing.metrics.gradient_sources import AUXILIARY, POLICY, Z, gradient_metrics, inner_products
+from nemo_rl_moe.routing.routers import routers_of
 
 # isort: split
 from megatron.core import parallel_state

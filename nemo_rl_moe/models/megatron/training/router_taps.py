@@ -20,12 +20,15 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.tape_checks import TapeChecks, computes_in_float32
 from nemo_rl_moe.models.megatron.training.tape_probe import TapeProbe
-from nemo_rl_moe.moe.replay import (
+from nemo_rl_moe.routing.agreement.replayed_passes import MOST_ENTRIES, TapePass, join_passes
+from nemo_rl_moe.routing.agreement.report import tape_report
+from nemo_rl_moe.routing.agreement.statistics import LedgerTotals, Row, TapeLedger, TapeReport
+from nemo_rl_moe.routing.replay import (
     ROUTED_EXPERTS,
     UNKNOWN,
     LayerRoutes,
@@ -34,10 +37,7 @@ from nemo_rl_moe.moe.replay import (
     TapeRoutes,
     experts_as_map,
 )
-from nemo_rl_moe.moe.routers import routers_of
-from nemo_rl_moe.moe.tape_ledger import LedgerTotals, Row, TapeLedger, TapeReport
-from nemo_rl_moe.moe.tape_passes import MOST_ENTRIES, TapePass, join_passes
-from nemo_rl_moe.moe.tape_report import tape_report
+from nemo_rl_moe.routing.routers import routers_of
 
 # isort: split
 from megatron.core import parallel_state

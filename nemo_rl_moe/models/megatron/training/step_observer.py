@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.models.interfaces import LossFunction
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
-from nemo_rl_moe.run_folder.artifacts import StepArtifacts
+from nemo_rl_moe.runs.folder.artifacts import StepArtifacts
 
 
 @dataclass(frozen=True)

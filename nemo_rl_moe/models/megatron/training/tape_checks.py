@@ -8,12 +8,12 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import generating, rollouts_in_float32
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.moe.recorder import sum_over_ranks
-from nemo_rl_moe.moe.replay import TapeRoutes
-from nemo_rl_moe.moe.tape_ranks import rows_by_rank
-from nemo_rl_moe.moe.tape_repeats import RepeatedRows
-from nemo_rl_moe.moe.tape_report import CheckTotals
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.routing.agreement.rank_rows import rows_by_rank
+from nemo_rl_moe.routing.agreement.repeated_rows import RepeatedRows
+from nemo_rl_moe.routing.agreement.report import CheckTotals
+from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
+from nemo_rl_moe.routing.replay import TapeRoutes
 
 # isort: split
 from megatron.core import parallel_state

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from jaxtyping import Int
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
-from nemo_rl_moe.moe.tape_identity import TapeSample
+from nemo_rl_moe.routing.agreement.route_identity import TapeSample
 
 # isort: split
 from megatron.core import parallel_state

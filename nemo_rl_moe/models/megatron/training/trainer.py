@@ -30,8 +30,8 @@ from nemo_rl_moe.models.megatron.training.optimizer import (
 )
 from nemo_rl_moe.models.megatron.training.side_passes import zero_gradients
 from nemo_rl_moe.models.megatron.weights.starting_weights import ReferenceWeights
-from nemo_rl_moe.moe.tape_ledger import LedgerTotals
-from nemo_rl_moe.run_folder.artifacts import StepArtifacts
+from nemo_rl_moe.routing.agreement.statistics import LedgerTotals
+from nemo_rl_moe.runs.folder.artifacts import StepArtifacts
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_shard
-from nemo_rl_moe.models.megatron.common import get_moe_metrics
 from nemo_rl_moe.models.megatron.model import releases as corrections
 from nemo_rl_moe.models.megatron.model import transformer_config
 from nemo_rl_moe.models.megatron.model.releases import (
@@ -26,6 +25,7 @@ from nemo_rl_moe.models.megatron.model.releases import (
     MEGATRON_VERSION,
     recorded_auxiliary_losses,
 )
+from nemo_rl_moe.models.megatron.moe_metrics import get_moe_metrics
 from tests.support.gloo_ranks import RankError, run_ranks
 from tests.support.recorded_losses import record_auxiliary_loss
 from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_hf_config, tiny_policy

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl_moe.models.megatron import cpu_backend
-from nemo_rl_moe.models.megatron.cpu_backend import SourceEdit
+from nemo_rl_moe.models.megatron.cpu import cpu_backend
+from nemo_rl_moe.models.megatron.cpu.cpu_backend import SourceEdit
 from tests.support.with_transformer_engine import STAND_IN
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an accelerator")
@@ -35,7 +35,7 @@ names = ("current_device", "Stream", "Event", "current_stream", "stream", "synch
          "set_rng_state", "manual_seed", "empty_cache")
 before, finders = [getattr(torch.cuda, name) for name in names], list(sys.meta_path)
 random_state = torch.cuda.random.get_rng_state
-from nemo_rl_moe.models.megatron import cpu_backend
+from nemo_rl_moe.models.megatron.cpu import cpu_backend
 assert cpu_backend.ACTIVE is False
 assert before == [getattr(torch.cuda, name) for name in names]
 assert torch.cuda.random.get_rng_state is random_state
@@ -52,12 +52,12 @@ import importlib.metadata, sys, torch
 real = importlib.metadata.version
 importlib.metadata.version = lambda name: "0.99.0" if name == "megatron-core" else real(name)
 try:
-    import nemo_rl_moe.models.megatron.cpu_backend
+    import nemo_rl_moe.models.megatron.cpu.cpu_backend
 except ImportError as error:
     print(error)
 sys.modules["megatron.core.utils"] = sys
 try:
-    import nemo_rl_moe.models.megatron.cpu_backend
+    import nemo_rl_moe.models.megatron.cpu.cpu_backend
 except ImportError as error:
     print(error)
 print(len(sys.meta_path), torch.cuda.synchronize.__module__)
@@ -65,7 +65,7 @@ print(len(sys.meta_path), torch.cuda.synchronize.__module__)
     done = run_python(program)
     assert done.stdout.splitlines()[:2] == [
         "megatron-core 0.99.0 was not tried on a CPU; install one of 0.16.1, 0.19.2",
-        "import nemo_rl_moe.models.megatron.cpu_backend before anything of megatron.core",
+        "import nemo_rl_moe.models.megatron.cpu.cpu_backend before anything of megatron.core",
     ], done.stderr
     assert done.stdout.splitlines()[2].endswith("torch.cuda"), "nothing was replaced"
 

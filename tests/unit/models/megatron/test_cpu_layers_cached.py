@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.megatron.layers.cpu.attention import causal_attention
-from nemo_rl_moe.models.megatron.layers.cpu.cached_forward import (
+from nemo_rl_moe.models.megatron.cpu.attention import causal_attention
+from nemo_rl_moe.models.megatron.cpu.cached_forward import (
     PaddedInferenceContext,
     Rotation,
     add_experts,
@@ -19,8 +19,8 @@ from nemo_rl_moe.models.megatron.layers.cpu.cached_forward import (
     has_cached_forward,
     new_layer_cache,
 )
-from nemo_rl_moe.models.megatron.layers.cpu.functions import rotate
-from nemo_rl_moe.models.megatron.layers.cpu.fused_attention import HeadLayout
+from nemo_rl_moe.models.megatron.cpu.functions import rotate
+from nemo_rl_moe.models.megatron.cpu.fused_attention import HeadLayout
 from tests.support.generation_run import build_trainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_policy

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.layers.cpu.attention import (
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu.attention import (
     PaddedBatch,
     SDPAttention,
     causal_attention,
@@ -19,9 +19,9 @@ from nemo_rl_moe.models.megatron.layers.cpu.attention import (
     packed_lengths,
     worth_padding,
 )
-from nemo_rl_moe.models.megatron.layers.cpu.functions import RMSNorm, RotaryFunction, cosines_and_sines, cross_entropy
-from nemo_rl_moe.models.megatron.layers.cpu.moe import CombineFunction, DispatchFunction, SwigluExpertsFunction
-from nemo_rl_moe.models.megatron.layers.cpu.spec import FastModule, eligible
+from nemo_rl_moe.models.megatron.cpu.functions import RMSNorm, RotaryFunction, cosines_and_sines, cross_entropy
+from nemo_rl_moe.models.megatron.cpu.moe import CombineFunction, DispatchFunction, SwigluExpertsFunction
+from nemo_rl_moe.models.megatron.cpu.spec import FastModule, eligible
 
 # isort: split
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd

@@ -23,7 +23,7 @@ from test_cpu_layers_support import (
     train_once,
 )
 
-from nemo_rl_moe.models.megatron.layers.cpu.moe import GroupedExperts
+from nemo_rl_moe.models.megatron.cpu.moe import GroupedExperts
 from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses, recorded_auxiliary_losses
 from tests.support.gloo_ranks import run_ranks
 

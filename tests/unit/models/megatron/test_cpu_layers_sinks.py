@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron.layers.cpu.attention import causal_attention, causal_mask
-from nemo_rl_moe.models.megatron.layers.cpu.sink_attention import SinkAttention, sink_attention
-from nemo_rl_moe.models.megatron.layers.cpu.spec import eligible
+from nemo_rl_moe.models.megatron.cpu.attention import causal_attention, causal_mask
+from nemo_rl_moe.models.megatron.cpu.sink_attention import SinkAttention, sink_attention
+from nemo_rl_moe.models.megatron.cpu.spec import eligible
 from tests.unit.models.megatron.test_cpu_layers_support import layout, make_config, megatron_causal_mask, process_groups
 
 # isort: split

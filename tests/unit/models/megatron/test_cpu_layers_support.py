@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.layers.cpu.spec import FastGPTModel, block_spec
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu.spec import FastGPTModel, block_spec
 from nemo_rl_moe.models.megatron.model.releases import (
     HAS_MOE_METRICS_TRACKER,
     clear_auxiliary_losses,

@@ -12,9 +12,9 @@ import torch
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
-from nemo_rl_moe.moe.routers import routers_of
-from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+from nemo_rl_moe.routing.routers import routers_of
+from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_grpo_policy, tiny_hf_config
 

@@ -19,7 +19,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_shard
 from nemo_rl_moe.distributed.microbatches import Batching, DynamicBatching, PackedBatching, plan_microbatches
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
+from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import MICROBATCHES, layout, parallel_job, tiny_batch, tiny_hf_config, tiny_policy
 

@@ -16,7 +16,7 @@ import torch
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.megatron.training.observers import ExpertLoadReports
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.moe.overload_factor import what_if_metrics
+from nemo_rl_moe.routing.metrics.overload_factor import what_if_metrics
 from tests.support.gloo_ranks import run_ranks
 from tests.support.observed import observer_of
 from tests.support.overload import predict_overload

@@ -13,8 +13,8 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, make_shard, per_sequence, per_token
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
-from nemo_rl_moe.moe.routing_advantage import advantage_metrics, advantage_scores
+from nemo_rl_moe.routing.metrics.routing_advantage import advantage_metrics, advantage_scores
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_grpo_policy, tiny_hf_config
 

@@ -17,7 +17,7 @@ import torch
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families.rules import InterleavedRows
 from nemo_rl_moe.models.hf_files import load_hf_config
-from nemo_rl_moe.models.megatron.layers.cpu.sink_attention import SinkAttention
+from nemo_rl_moe.models.megatron.cpu.sink_attention import SinkAttention
 from nemo_rl_moe.models.megatron.model.memory_estimate import whole_model_parameters
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from tests.support.checkpoint_run import load_and_train, train_and_save

@@ -12,10 +12,10 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, make_shard, per_token
 from nemo_rl_moe.models.images import IS_IMAGE
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.moe.modality_metrics import modality_metrics
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
-from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+from nemo_rl_moe.routing.metrics.modality_metrics import modality_metrics
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
     layout,

@@ -18,7 +18,7 @@ from nemo_rl_moe.generation.interface import GenerationBatch
 from nemo_rl_moe.models.images import IS_IMAGE
 from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, logprobs_by_sequence, parallel_job, shard_of_rank, tiny_grpo_policy
 from tests.support.vision_models import IMAGE, mixed_batch, transformers_inputs, vision_batch, write_vision_model

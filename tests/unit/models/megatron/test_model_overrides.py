@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.megatron import cpu_backend
+from nemo_rl_moe.models.megatron.cpu import cpu_backend
 from nemo_rl_moe.models.megatron.model import transformer_config
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, mark_duplicated_weights
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, require_transformer_engine

@@ -19,7 +19,7 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
 from nemo_rl_moe.models.megatron.training import observers
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
     layout,

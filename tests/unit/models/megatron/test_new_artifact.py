@@ -17,16 +17,16 @@ from nemo_rl_moe.algorithms.step_recorder import RecordSinks, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import SFTConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
-from nemo_rl_moe.loggers.artifacts import ARTIFACTS, ArtifactKind, ArtifactTables
-from nemo_rl_moe.loggers.console import Notices
-from nemo_rl_moe.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
-from nemo_rl_moe.loggers.rewind import rewind_run_folder
-from nemo_rl_moe.loggers.step_pictures import StepPictures
 from nemo_rl_moe.models.interfaces import LossFunction, TrainResult
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer, RankTrainResult
-from nemo_rl_moe.run_folder.step_tables import StepTable, StepTableWriter, read_steps
+from nemo_rl_moe.runs.folder.step_tables import StepTable, StepTableWriter, read_steps
+from nemo_rl_moe.runs.loggers.artifacts import ARTIFACTS, ArtifactKind, ArtifactTables
+from nemo_rl_moe.runs.loggers.console import Notices
+from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
+from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger, Patience
+from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
+from nemo_rl_moe.runs.loggers.step_pictures import StepPictures
 from tests.support.gloo_ranks import run_ranks
 from tests.support.loggers import ListBackend
 from tests.support.tiny_model import parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy

@@ -13,7 +13,7 @@ from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from tests.support.generation_run import build_trainer, request_of
 from tests.support.gloo_ranks import run_ranks
 from tests.support.pretended_gpu import PretendedGpu, Wait, by_owner

@@ -23,8 +23,8 @@ from nemo_rl_moe.models.megatron.training.gradients_at_logits import GradientsAt
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
-from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
 from tests.support.observed import observer_of
 from tests.support.tiny_model import (

@@ -19,9 +19,9 @@ from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBa
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
-from nemo_rl_moe.moe.tape_ledger import LedgerTotals
-from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD, ROUTING
+from nemo_rl_moe.routing.agreement.statistics import LedgerTotals
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
 from tests.support.generation_run import build_trainer, prompts, request_of
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (

@@ -17,7 +17,7 @@ import torch
 from test_cpu_layers_support import build, gradients, layout, make_config, megatron_causal_mask, process_groups
 from torch import Tensor
 
-from nemo_rl_moe.hooks.router_replay import RouterReplayAudit
+from nemo_rl_moe.routing.hooks.router_replay import RouterReplayAudit
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.gloo_ranks import run_ranks
 

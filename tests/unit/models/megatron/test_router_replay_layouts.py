@@ -19,7 +19,7 @@ from test_router_replay_hook import (
     microbatches,
 )
 
-from nemo_rl_moe.hooks.router_replay import RouterReplayAudit
+from nemo_rl_moe.routing.hooks.router_replay import RouterReplayAudit
 from tests.support.gloo_ranks import run_ranks
 
 # isort: split

@@ -22,8 +22,8 @@ from nemo_rl_moe.models.megatron.training.router_taps import (
     in_router_order,
 )
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
-from nemo_rl_moe.run_folder.artifacts import ROUTING
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+from nemo_rl_moe.runs.folder.artifacts import ROUTING
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
     MICROBATCHES,

@@ -1,0 +1,150 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Measured sequences of a run as a tape folder, which `nemo-rl-moe audit` reads."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Float
+from torch import Tensor
+
+from nemo_rl_moe.distributed.batch import Axis, StoredColumn, TokenBatch
+from nemo_rl_moe.distributed.stored_rows import Fetch, fetch_rows
+from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+from nemo_rl_moe.runs.folder.capture_folder import TapeWriter
+from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence
+
+_WRITER = "driver"
+PerToken = Float[Tensor, "sequences tokens"]
+
+
+@dataclass(frozen=True)
+class MeasuredPass:
+    """One log-probability pass over the first sequences of a sample.
+
+    Attributes:
+        logprobs: Of every token given those before it.
+        routes: Experts that its routers took; None where they are not of interest.
+    """
+
+    logprobs: PerToken
+    routes: StoredColumn | None = None
+
+
+class TapeRecorder:
+    """Writer of the sequences that a run measures.
+
+    Args:
+        folder: The tape folder.
+        moe_configuration: Router settings that are in force.
+        warn: Told once when writing fails; the run goes on without its tape.
+        fetch: Fetches stored routes.
+        is_exact: Engine and trainer compute in float32; what is measured has the weights of the rollout.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        moe_configuration: Mapping[str, Any],
+        warn: Callable[[str], None],
+        fetch: Fetch,
+        *,
+        is_exact: bool = False,
+    ):
+        self._folder, self._moe, self._warn, self._fetch = folder, moe_configuration, warn, fetch
+        self._is_exact = is_exact
+        self._writer: TapeWriter | None = None
+        self._failed = False
+
+    def write(
+        self,
+        step: int,
+        sample: TokenBatch,
+        trajectories: Sequence[Trajectory],
+        own: MeasuredPass,
+        replayed: PerToken | None,
+        repeated: MeasuredPass,
+    ) -> None:
+        """Add a step.
+
+        Args:
+            step: Counted from 1.
+            sample: The sequences, with the rollout's routes where there are any.
+            trajectories: They were made of.
+            own: The pass with the routers' own choice.
+            replayed: Log-probabilities with the experts of the rollout.
+            repeated: The same as `own` with another composition of the batches, of the first of them alone.
+        """
+        if self._failed:
+            return
+        part = len(repeated.logprobs)
+        try:
+            assert own.routes is not None
+            sequences = self._sequences(sample, trajectories, own, replayed, repeated)
+            self._writer = self._writer or TapeWriter(self._folder, self._description(own.routes), _WRITER)
+            # A file has the columns that all of its sequences have.
+            for some in filter(None, (sequences[:part], sequences[part:])):
+                self._writer.write(step, some)
+        except (OSError, ValueError, DataError, pa.ArrowException) as error:
+            self._failed = True
+            self._warn(f"{self._folder}: cannot be written, no further tape is saved: {error}")
+
+    def _description(self, routes: StoredColumn) -> TapeDescription:
+        num_layers, topk = routes.row_shape
+        frequency = self._moe.get("moe_layer_freq") or 1
+        if isinstance(frequency, list):
+            layers = [layer for layer, has_experts in enumerate(frequency) if has_experts]
+        else:
+            layers = [frequency * place for place in range(num_layers)]
+        num_experts = int(self._moe["num_moe_experts"])
+        return TapeDescription(tuple(layers), num_experts, topk, "nemo-rl-moe grpo", self._is_exact)
+
+    def _sequences(
+        self,
+        sample: TokenBatch,
+        trajectories: Sequence[Trajectory],
+        own: MeasuredPass,
+        replayed: PerToken | None,
+        repeated: MeasuredPass,
+    ) -> list[TapeSequence]:
+        advantages = sample.columns["advantages"]
+        logprobs = {
+            "rollout_logprobs": sample.columns["generation_logprobs"].values,
+            "training_logprobs": own.logprobs,
+            "repeated_logprobs": repeated.logprobs,
+        }
+        if replayed is not None:
+            logprobs["replayed_logprobs"] = replayed
+        experts = {
+            "rollout_experts": self._fetched(sample, sample.stored.get(ROUTED_EXPERTS)),
+            "training_experts": self._fetched(sample, own.routes),
+            "repeated_experts": self._fetched(sample, repeated.routes),
+        }
+        found = []
+        for row, trajectory in enumerate(trajectories):
+            length = int(sample.lengths[row])
+            of_tokens: dict[str, np.ndarray] = {
+                "token_ids": sample.input_ids[row, :length].numpy(),
+                "loss_mask": sample.token_mask[row, :length].numpy(),
+                "weight_versions": np.asarray(trajectory.weight_versions),
+                "advantages": advantages.values[row].expand(length).numpy()
+                if advantages.axis is Axis.SEQUENCE
+                else advantages.values[row, :length].numpy(),
+            }
+            of_tokens |= {name: values[row, :length].numpy() for name, values in logprobs.items() if row < len(values)}
+            of_tokens |= {name: rows[row][:length] for name, rows in experts.items() if row < len(rows)}
+            found.append(TapeSequence(f"{trajectory.sample_id} ({row})", length, of_tokens, trajectory.reward))
+        return found
+
+    def _fetched(self, sample: TokenBatch, column: StoredColumn | None) -> np.ndarray:
+        """Return the experts of the sequences that the column is of; of none without one."""
+        if column is None:
+            return np.zeros(0, dtype=np.int16)
+        longest = sample.input_ids.shape[1]
+        return fetch_rows(column.rows, longest, column.fill, self._fetch, column.row_shape, column.dtype)

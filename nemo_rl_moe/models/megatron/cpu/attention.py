@@ -1,0 +1,243 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Causal attention with torch's scaled dot product: one batch, packed sequences, masks and cached keys."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+
+# isort: split
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# Padding packed sequences to the longest saves calls; with more rows than this share a call each is faster.
+_LARGEST_PADDED_SHARE = 1.5
+
+
+def packed_lengths(packed: PackedSeqParams, total: int) -> list[int]:
+    """Return the lengths of the packed sequences, including their own padding.
+
+    Raises:
+        ValueError: The format is not `thd`, or lengths do not add up to `total`.
+    """
+    if packed.qkv_format != "thd":
+        raise ValueError(f"packed sequences: qkv_format must be 'thd', got {packed.qkv_format!r}")
+    padded = packed.cu_seqlens_q_padded
+    bounds = (packed.cu_seqlens_q if padded is None else padded).tolist()
+    if bounds[0] != 0 or bounds[-1] != total:
+        raise ValueError(f"packed sequences: cu_seqlens must run from 0 to {total}, got {bounds[0]} to {bounds[-1]}")
+    return [end - start for start, end in itertools.pairwise(bounds) if end > start]
+
+
+def worth_padding(lengths: list[int]) -> bool:
+    """Return whether one padded batch of these sequences is faster than one call each."""
+    return max(lengths) * len(lengths) <= _LARGEST_PADDED_SHARE * sum(lengths)
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """Padded batch `[longest, sequences]` of packed sequences.
+
+    Padding follows each sequence, where causal attention of real tokens never looks.
+
+    Attributes:
+        places: `[tokens]`, index of each token in the flattened batch.
+    """
+
+    longest: int
+    sequences: int
+    places: Tensor
+
+    @classmethod
+    def of(cls, lengths: list[int]) -> "PaddedBatch":
+        """Return the batch for sequences of these lengths."""
+        # The same few tensors for every layer of a microbatch are cheaper to make than to keep.
+        places = [torch.arange(length).mul_(len(lengths)).add_(index) for index, length in enumerate(lengths)]
+        return cls(max(lengths), len(lengths), torch.cat(places))
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """`[tokens, ...]` to `[longest, sequences, ...]`, zero where there is no token."""
+        rows = packed.new_zeros(self.longest * self.sequences, *packed.shape[1:])
+        return rows.index_copy(0, self.places, packed).view(self.longest, self.sequences, *packed.shape[1:])
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """`[longest, sequences, ...]` to `[tokens, ...]`."""
+        return padded.flatten(0, 1).index_select(0, self.places)
+
+
+def causal_mask(queries: int, keys: int, device: torch.device | None = None, window: int | None = None) -> Tensor:
+    """Return a mask `[queries, keys]`, True where a query may look at a key; the last query belongs to the last key.
+
+    Args:
+        window: Number of keys that a query sees, its own included; None: all up to its own.
+    """
+    allowed = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
+    return allowed if window is None else allowed.triu_(keys - queries - window + 1)
+
+
+def require_causal(attention_mask: Tensor | None, queries: int, keys: int) -> None:
+    """Refuse every attention mask except the causal one, or None, which means causal.
+
+    Args:
+        attention_mask: As in Megatron-Core: True where a query must not look; broadcasts to `[..., queries, keys]`.
+
+    Raises:
+        ValueError: The mask is not causal.
+    """
+    if attention_mask is None:
+        return
+    allowed = causal_mask(queries, keys, attention_mask.device)
+    if attention_mask.shape[-2:] != allowed.shape or not bool((attention_mask != allowed).all()):
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)} is not the causal mask of {queries} queries and "
+            f"{keys} keys; pass None, which means causal, or choose Megatron-Core's own layer spec for other masks"
+        )
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """Compute causal attention in Megatron's layout.
+
+    With more keys than queries the queries are the last positions, as when decoding with cached keys.
+
+    Args:
+        query: `[queries, batch, heads, dim]`.
+        key: `[keys, batch, groups, dim]`, heads a multiple of groups.
+        value: `[keys, batch, groups, value_dim]`.
+        scale: Factor of the scores; None means `dim ** -0.5`.
+        window: Number of keys that a query sees, its own included; None: all up to its own.
+
+    Returns:
+        `[queries, batch, heads * value_dim]`.
+    """
+    queries, batch, heads, dim = query.shape
+    width = heads * value.shape[-1]
+    if queries == 1 and window is not None:
+        key, value = key[-window:], value[-window:]
+    keys, groups = key.shape[0], key.shape[2]
+    if queries == 1:
+        # Nothing is hidden from the last position, and the heads of one group can share a product.
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        query = query.reshape(batch, groups, heads // groups, dim)
+        return F.scaled_dot_product_attention(query, key, value, scale=scale).reshape(1, batch, width)
+    # torch aligns its causal mask to the first key, which is right only for as many keys as queries.
+    plain = queries == keys and window is None
+    mask = None if plain else causal_mask(queries, keys, query.device, window)
+    return masked_attention(query, key, value, mask, scale).reshape(queries, batch, width)
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
+) -> Tensor:
+    """Compute attention in Megatron's layout under a mask.
+
+    Args:
+        query: `[queries, batch, heads, dim]`.
+        key: `[keys, batch, groups, dim]`, heads a multiple of groups.
+        value: `[keys, batch, groups, value_dim]`.
+        mask: `[queries, keys]`, True where a query may look at a key; None: causal, with as many keys as queries.
+        scale: Factor of the scores; None means `dim ** -0.5`.
+
+    Returns:
+        `[queries, batch, heads, value_dim]`.
+    """
+    shares_keys = query.shape[2] != key.shape[2]
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    context = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shares_keys
+    )
+    return context.permute(2, 0, 1, 3)
+
+
+def packed_attention(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, lengths: list[int]
+) -> Tensor:
+    """Compute attention inside each sequence of a pack.
+
+    Args:
+        attend: Takes queries, keys and values as `causal_attention` does.
+        query: `[tokens, heads, dim]`.
+        key: `[tokens, groups, dim]`.
+        value: `[tokens, groups, value_dim]`.
+        lengths: Of the sequences, adding up to `tokens`.
+
+    Returns:
+        `[tokens, heads * value_dim]`.
+    """
+    tensors = (query, key, value)
+    if worth_padding(lengths):
+        batch = PaddedBatch.of(lengths)
+        query, key, value = (batch.pad(tensor) for tensor in tensors)
+        return batch.unpad(attend(query, key, value))
+    sequences = zip(*(tensor.unsqueeze(1).split(lengths) for tensor in tensors), strict=True)
+    return torch.cat([attend(q, k, v) for q, k, v in sequences]).squeeze(1)
+
+
+class SDPAttention(MegatronModule):
+    """Core attention for Megatron-Core's `SelfAttention` and `MLASelfAttention`: causal only, no dropout.
+
+    Args:
+        attn_mask_type: Must be causal, or causal with padding at the end.
+        softmax_scale: Factor of the scores; None means `dim ** -0.5`.
+        **_others: Megatron-Core's other arguments, which the tensors or the layer spec determine; unused.
+
+    Raises:
+        ValueError: Another `attn_mask_type`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        attn_mask_type: AttnMaskType,
+        softmax_scale: float | None = None,
+        **_others: Any,
+    ):
+        super().__init__(config=config)
+        _require_causal_type(attn_mask_type)
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend to whole sequences or, with `packed_seq_params`, inside each sequence of a pack.
+
+        Raises:
+            ValueError: A mask other than the causal one, or an attention bias.
+        """
+        if attention_bias is not None:
+            raise ValueError("attention_bias is not supported here; choose Megatron-Core's own layer spec")
+        queries, keys = query.shape[0], key.shape[0]
+        if queries > 1:
+            # Nothing is hidden from one query: Megatron then says that there is no mask.
+            _require_causal_type(attn_mask_type)
+        require_causal(attention_mask, queries, keys)
+        if packed_seq_params is not None:
+            lengths = packed_lengths(packed_seq_params, queries)
+            return packed_attention(self.attend, query, key, value, lengths)
+        return self.attend(query, key, value)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `causal_attention`."""
+        return causal_attention(query, key, value, self.softmax_scale)
+
+
+def _require_causal_type(attn_mask_type: AttnMaskType | None) -> None:
+    if attn_mask_type not in (None, AttnMaskType.causal, AttnMaskType.padding_causal):
+        raise ValueError(f"only causal attention is supported here, got attn_mask_type {attn_mask_type}")

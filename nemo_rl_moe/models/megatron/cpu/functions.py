@@ -1,0 +1,198 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers, norms, rotary embedding and cross entropy as single autograd functions."""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+
+# isort: split
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class CrossEntropyFunction(torch.autograd.Function):
+    """Token losses of `[tokens, vocabulary]` logits; keeps the logits, builds the gradient in one buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the losses `[tokens]` in float32."""
+        logits = logits.float()
+        log_total = torch.logsumexp(logits, -1, keepdim=True)
+        outside = (targets < 0) | (targets >= logits.size(-1))
+        rows = targets.masked_fill(outside, 0).unsqueeze(-1)
+        ctx.save_for_backward(logits, log_total, rows, outside)
+        return (log_total - logits.gather(-1, rows)).squeeze(-1).masked_fill_(outside, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return softmax minus one at the target, times the gradient of each loss."""
+        logits, log_total, rows, outside = ctx.saved_tensors
+        grad_logits = (logits - log_total).exp_()
+        grad_logits.scatter_add_(-1, rows, torch.full_like(log_total, -1.0))
+        return grad_logits.mul_(grad.masked_fill(outside, 0.0).unsqueeze(-1)), None
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the loss of each token.
+
+    Args:
+        logits: `[sequence, batch, vocabulary]`, any floating type.
+        labels: `[batch, sequence]`, token ids; one outside the vocabulary (such as -100) has loss and gradient zero.
+
+    Returns:
+        `[batch, sequence]`, in nats, float32.
+    """
+    sequence, batch, vocabulary = logits.shape
+    losses = CrossEntropyFunction.apply(logits.reshape(-1, vocabulary), labels.t().reshape(-1))
+    return losses.view(sequence, batch).t()
+
+
+class PlainColumnLinear(ColumnParallelLinear):
+    """`ColumnParallelLinear` for a tensor-parallel group of one rank."""
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Multiply `[..., input_size]` by the weight; there is nothing to gather.
+
+        Returns:
+            The product `[..., output_size]`, and a bias that the caller adds.
+        """
+        chosen = self.weight if weight is None else weight
+        if self.skip_bias_add:
+            return F.linear(input_, chosen), self.bias
+        return F.linear(input_, chosen, self.bias), None
+
+
+class PlainRowLinear(RowParallelLinear):
+    """`RowParallelLinear` for a tensor-parallel group of one rank."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Multiply `[..., input_size]` by the weight; there is nothing to reduce.
+
+        Returns:
+            The product `[..., output_size]`, and a bias that the caller adds.
+        """
+        if self.skip_bias_add:
+            return F.linear(input_, self.weight), self.bias
+        return F.linear(input_, self.weight, self.bias), None
+
+
+def rms_normalize(inputs: Tensor, eps: float) -> Tensor:
+    """`inputs / rms(inputs)` over the last dimension, without a gradient."""
+    return inputs * inputs.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """RMS normalisation over the last dimension as one node of the graph, for float32."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return `inputs / rms(inputs) * weight`; any shape `[..., hidden]`."""
+        inverse_rms = inputs.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        normalized = inputs * inverse_rms
+        ctx.save_for_backward(normalized, inverse_rms, weight)
+        return normalized * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        normalized, inverse_rms, weight = ctx.saved_tensors
+        hidden = normalized.size(-1)
+        grad_weight = (grad * normalized).reshape(-1, hidden).sum(0)
+        grad_normalized = grad * weight
+        projection = (grad_normalized * normalized).sum(-1, keepdim=True).div_(-hidden)
+        return grad_normalized.addcmul_(normalized, projection).mul_(inverse_rms), grad_weight, None
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm with sequence parallelism, which Megatron's wrapper of the torch norm refuses.
+
+    Args:
+        **_others: Arguments of some versions of Megatron-Core for every norm (`has_residual`, `name`); unused.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_others: Any):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Each rank sees a part of the sequence, so the gradient must be summed over the tensor-parallel group.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Normalise `[..., hidden]`; statistics are float32 for every type."""
+        if inputs.dtype == torch.float32 and self.weight.dtype == torch.float32:
+            return RMSNormFunction.apply(inputs, self.weight, self.eps)
+        return F.rms_norm(inputs, self.weight.shape, self.weight, self.eps)
+
+
+_CACHED_LENGTHS, _CACHED_MICROBATCHES = 64, 2
+_Cache = OrderedDict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]]
+_cache: _Cache = OrderedDict()
+_cache_of_microbatches: _Cache = OrderedDict()
+
+
+def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool = False) -> tuple[Tensor, Tensor]:
+    """Compute cosines and sines of Megatron's rotary angles once for all layers and microbatches.
+
+    Args:
+        angles: `[positions, 1 or batch, 1, dim]`, never changed in place.
+        of_microbatch: The angles belong to one microbatch.
+
+    Returns:
+        Two tensors in the shape of `angles`.
+    """
+    key = (angles.data_ptr(), tuple(angles.shape), angles.stride(), dtype)
+    cache, most = (_cache_of_microbatches, _CACHED_MICROBATCHES) if of_microbatch else (_cache, _CACHED_LENGTHS)
+    entry = cache.get(key)
+    if entry is None:
+        # Tensors made in inference mode could not be saved for a later backward pass.
+        with torch.inference_mode(False), torch.no_grad():
+            # The angles are kept as well: while they live, no other tensor has their address.
+            entry = (angles.cos().to(dtype), angles.sin().to(dtype), angles)
+        cache[key] = entry
+        if len(cache) > most:
+            cache.popitem(last=False)
+    return entry[0], entry[1]
+
+
+def rotate(inputs: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotate the halves of the last dimension against each other, into a new tensor.
+
+    Args:
+        inputs: `[..., dim]`.
+        cosines: Broadcasts against `inputs`; its halves are equal.
+        sines: As `cosines`; negative sines rotate back.
+    """
+    half = inputs.size(-1) // 2
+    rotated = inputs * cosines
+    rotated[..., :half].addcmul_(inputs[..., half:], sines[..., :half], value=-1)
+    rotated[..., half:].addcmul_(inputs[..., :half], sines[..., half:])
+    return rotated
+
+
+def rotate_back(grad: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Return the gradient of `rotate` with respect to its inputs."""
+    half = grad.size(-1) // 2
+    result = grad * cosines
+    result[..., :half].addcmul_(grad[..., half:], sines[..., half:])
+    result[..., half:].addcmul_(grad[..., :half], sines[..., :half], value=-1)
+    return result
+
+
+class RotaryFunction(torch.autograd.Function):
+    """`rotate` with a gradient for the inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        return rotate(inputs, cosines, sines)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return rotate_back(grad, *ctx.saved_tensors), None, None

@@ -1,0 +1,225 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Query and key norm, rotary embedding and causal attention as one autograd node, for short float32 sequences."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu.attention import (
+    PaddedBatch,
+    causal_attention,
+    packed_lengths,
+    require_causal,
+    worth_padding,
+)
+from nemo_rl_moe.models.megatron.cpu.functions import RMSNorm, RotaryFunction, cosines_and_sines, rotate_back
+
+# isort: split
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+
+LONGEST_SEQUENCE = 192
+"""Up to here keeping the scores `[queries, keys]` is faster than torch's attention, which computes them again."""
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Layout of Megatron-Core's fused queries, keys and values: for each group its query heads, its key, its value.
+
+    Attributes:
+        groups: On this rank.
+        heads_per_group: Query heads that share a key.
+    """
+
+    groups: int
+    heads_per_group: int
+    dim: int
+
+
+@functools.lru_cache(maxsize=32)
+def _added_mask(sequence: int, heads_per_group: int) -> Tensor:
+    """Return the minus infinity where a query must not look, `[heads_per_group * sequence, sequence]`."""
+    # A tensor made in inference mode could not be saved for a later backward pass.
+    with torch.inference_mode(False):
+        return torch.full((sequence, sequence), float("-inf")).triu_(1).repeat(heads_per_group, 1)
+
+
+class FusedAttentionFunction(torch.autograd.Function):
+    """Attention from mixed queries, keys and values, by the formulas of the separate modules."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mixed: Tensor,
+        query_weight: Tensor,
+        key_weight: Tensor,
+        cosines: Tensor,
+        sines: Tensor,
+        eps: float,
+        scale: float,
+        layout: HeadLayout,
+    ) -> Tensor:
+        """Compute attention.
+
+        Args:
+            mixed: `[sequence, batch, groups * (heads_per_group + 2) * dim]`.
+            query_weight: `[dim]`, of the RMS norm of each query head.
+            key_weight: As `query_weight`, of the keys.
+            cosines: `[sequence, 1 or batch, 1, dim]`.
+            sines: As `cosines`.
+            eps: Of both norms.
+
+        Returns:
+            `[sequence, batch, groups * heads_per_group * dim]`.
+        """
+        sequence, batch, _ = mixed.shape
+        groups, heads, dim = layout.groups, layout.heads_per_group, layout.dim
+        half = dim // 2
+        split = mixed.view(sequence, batch, groups, heads + 2, dim)
+        # Queries and keys are normalised and rotated together; their weights differ.
+        queries_and_keys = split[..., : heads + 1, :]
+        inverse_rms = queries_and_keys.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        normalized = queries_and_keys * inverse_rms
+        weight = torch.cat([query_weight.expand(heads, dim), key_weight.view(1, dim)])
+        cosines, sines = cosines.unsqueeze(2), sines.unsqueeze(2)
+        rotated = normalized * (cosines * weight)
+        swapped = sines * torch.cat([-weight[:, half:], weight[:, :half]], -1)
+        rotated[..., :half].addcmul_(normalized[..., half:], swapped[..., :half])
+        rotated[..., half:].addcmul_(normalized[..., :half], swapped[..., half:])
+        # The heads of a group share its key: together they are one long list of queries.
+        query = rotated[..., :heads, :].permute(1, 2, 3, 0, 4).reshape(batch * groups, heads * sequence, dim)
+        key = rotated[..., heads, :].permute(1, 2, 0, 3).reshape(batch * groups, sequence, dim)
+        value = split[..., heads + 1, :].permute(1, 2, 0, 3).reshape(batch * groups, sequence, dim)
+        scores = torch.baddbmm(_added_mask(sequence, heads), query, key.transpose(1, 2), alpha=scale)
+        probs = torch.softmax(scores, -1)
+        context = torch.bmm(probs, value)
+        ctx.save_for_backward(normalized, inverse_rms, weight, cosines, sines, query, key, value, probs)
+        ctx.scale, ctx.layout = scale, layout
+        return context.view(batch, groups, heads, sequence, dim).permute(3, 0, 1, 2, 4).reshape(sequence, batch, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `mixed` and of the two norm weights."""
+        normalized, inverse_rms, weight, cosines, sines, query, key, value, probs = ctx.saved_tensors
+        groups, heads, dim = ctx.layout.groups, ctx.layout.heads_per_group, ctx.layout.dim
+        sequence, batch, _ = grad.shape
+        grad = grad.reshape(sequence, batch, groups, heads, dim).permute(1, 2, 3, 0, 4)
+        grad = grad.reshape(batch * groups, heads * sequence, dim)
+        grad_mixed = grad.new_empty(sequence, batch, groups, heads + 2, dim)
+        grad_value = torch.bmm(probs.transpose(1, 2), grad)
+        grad_mixed[..., heads + 1, :] = grad_value.view(batch, groups, sequence, dim).permute(2, 0, 1, 3)
+        grad_probs = torch.bmm(grad, value.transpose(1, 2))
+        grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, torch.float32)
+        grad_query = torch.bmm(grad_scores, key).view(batch, groups, heads, sequence, dim)
+        grad_key = torch.bmm(grad_scores.transpose(1, 2), query).view(batch, groups, sequence, dim)
+        grad_rotated = grad.new_empty(sequence, batch, groups, heads + 1, dim)
+        torch.mul(grad_query.permute(3, 0, 1, 2, 4), ctx.scale, out=grad_rotated[..., :heads, :])
+        torch.mul(grad_key.permute(2, 0, 1, 3), ctx.scale, out=grad_rotated[..., heads, :])
+        grad_weighted = rotate_back(grad_rotated, cosines, sines)
+        grad_weight = (grad_weighted * normalized).sum((0, 1, 2))
+        grad_normalized = grad_weighted.mul_(weight)
+        projection = (grad_normalized * normalized).sum(-1, keepdim=True).div_(-dim)
+        grad_normalized.addcmul_(normalized, projection)
+        torch.mul(grad_normalized, inverse_rms, out=grad_mixed[..., : heads + 1, :])
+        grad_mixed = grad_mixed.view(sequence, batch, -1)
+        return grad_mixed, grad_weight[:heads].sum(0), grad_weight[heads], None, None, None, None, None
+
+
+class FastSelfAttention(SelfAttention):
+    """`SelfAttention` with a short forward pass for causal sequences, packed or not.
+
+    Other cases (inference contexts, cross attention, recomputed core attention) go through the stock pass.
+    """
+
+    @property
+    def has_own_norms(self) -> bool:
+        """True where queries and keys have this project's norm, which cached and fused attention need."""
+        return isinstance(self.q_layernorm, RMSNorm) and isinstance(self.k_layernorm, RMSNorm)
+
+    @property
+    def head_layout(self) -> HeadLayout:
+        groups = self.num_query_groups_per_partition
+        heads_per_group = self.num_attention_heads_per_partition // groups
+        return HeadLayout(groups, heads_per_group, self.hidden_size_per_attention_head)
+
+    @property
+    def softmax_scale(self) -> float:
+        scale: float | None = self.config.softmax_scale
+        return self.hidden_size_per_attention_head**-0.5 if scale is None else scale
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        key_value_states: Tensor | None = None,
+        inference_context: Any = None,
+        rotary_pos_emb: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend over `[sequence, batch, hidden]`.
+
+        Returns:
+            `[sequence, batch, hidden]`, and the output projection's bias.
+        """
+        known = key_value_states is None and inference_context is None and isinstance(rotary_pos_emb, Tensor)
+        if not known or not self._can_shorten(rotary_pos_emb, others):
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                key_value_states=key_value_states,
+                inference_context=inference_context,
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packed_seq_params,
+                **others,
+            )
+        mixed, _ = self.linear_qkv(hidden_states)
+        sequence = mixed.size(0)
+        require_causal(attention_mask, sequence, sequence)
+        # With images each token has angles of its own; otherwise every sequence begins with the first ones.
+        own_angles = self.config.mrope_section is not None
+        cosines, sines = cosines_and_sines(rotary_pos_emb, mixed.dtype, of_microbatch=own_angles)
+        if packed_seq_params is None:
+            return self.linear_proj(self._attend(mixed, cosines, sines))
+        lengths = packed_lengths(packed_seq_params, sequence)
+        if worth_padding(lengths):
+            batch = PaddedBatch.of(lengths)
+            if own_angles:
+                cosines, sines = batch.pad(cosines.squeeze(1)), batch.pad(sines.squeeze(1))
+            context = batch.unpad(self._attend(batch.pad(mixed.squeeze(1)), cosines, sines)).unsqueeze(1)
+        elif own_angles:
+            parts = zip(mixed.split(lengths), cosines.split(lengths), sines.split(lengths), strict=True)
+            context = torch.cat([self._attend(*part) for part in parts])
+        else:
+            context = torch.cat([self._attend(part, cosines, sines) for part in mixed.split(lengths)])
+        return self.linear_proj(context)
+
+    def _can_shorten(self, angles: Tensor, others: dict[str, Any]) -> bool:
+        full_rotation = angles.shape[2:] == (1, self.hidden_size_per_attention_head)
+        recomputed = self.checkpoint_core_attention and self.training
+        return full_rotation and not recomputed and all(value is None for value in others.values())
+
+    def _attend(self, mixed: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """Context of mixed queries, keys and values `[sequence, batch, ...]`; angles of these positions, or of more."""
+        sequence, batch, _ = mixed.shape
+        layout, scale = self.head_layout, self.softmax_scale
+        cosines, sines = cosines[:sequence], sines[:sequence]
+        norms = self.q_layernorm, self.k_layernorm
+        if self.has_own_norms and mixed.dtype == torch.float32 and sequence <= LONGEST_SEQUENCE:
+            weights = (norm.weight for norm in norms)
+            return FusedAttentionFunction.apply(mixed, *weights, cosines, sines, norms[0].eps, scale, layout)
+        heads = mixed.view(sequence, batch, layout.groups, layout.heads_per_group + 2, layout.dim)
+        query, key, value = heads.split([layout.heads_per_group, 1, 1], dim=3)
+        query = query.reshape(sequence, batch, -1, layout.dim)
+        key, value = key.squeeze(3), value.squeeze(3)
+        if norms[0] is not None:
+            query = norms[0](query)
+        if norms[1] is not None:
+            key = norms[1](key)
+        query, key = (RotaryFunction.apply(tensor, cosines, sines) for tensor in (query, key))
+        return causal_attention(query, key, value, scale)

@@ -1,0 +1,371 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The MoE layer on a CPU: router, dispatcher and grouped experts."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class IndexTopKRouter(TopKRouter):
+    """`TopKRouter` for one rank with softmax scores and at most the plain auxiliary loss.
+
+    Probabilities, gradients and the recorded auxiliary loss are the stock router's; see `eligibility` for the limits.
+
+    Attributes:
+        last_topk_indices: `[tokens, k]`, experts of the last forward pass, best first; None before it.
+    """
+
+    last_topk_indices: Tensor | None = None
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the routes each token.
+
+        Args:
+            input: `[sequence, batch, hidden]`.
+            padding_mask: `[sequence, batch]`, True for padding, which is routed but not in the auxiliary loss.
+
+        Returns:
+            Probabilities and expert indices, both `[tokens, k]` with tokens = sequence x batch.
+        """
+        logits = self.gating(input).view(-1, self.num_experts)
+        probs, indices = self._choose(logits)
+        # Not when a checkpointed segment runs without gradients: its second pass counts.
+        if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
+            counted = getattr(self.router_replay, "counted", None)
+            probs = self._attach_auxiliary_loss(logits, probs, indices if counted is None else counted, padding_mask)
+        self.last_topk_indices = indices
+        return probs, indices
+
+    def evaluate(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the route `[tokens, hidden]` as `forward` does, without side effects."""
+        weight = self.weight
+        as_it_is = self.config.moe_router_dtype is None or (
+            self.config.moe_router_dtype == "fp32" and tokens.dtype == weight.dtype == torch.float32
+        )
+        return self._choose(F.linear(tokens, weight) if as_it_is and self.bias is None else self.gating(tokens))
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if self.config.moe_router_pre_softmax:
+            scores = logits.softmax(-1, dtype=torch.float32).type_as(logits)
+            probs, indices = self._top_experts(scores)
+        else:
+            chosen, indices = self._top_experts(logits)
+            probs = chosen.softmax(-1, dtype=torch.float32).type_as(logits)
+        if self.config.moe_router_topk_scaling_factor:
+            probs = probs * self.config.moe_router_topk_scaling_factor
+        return probs, indices
+
+    def _top_experts(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        if self.router_replay is None:
+            return scores.topk(self.topk, dim=-1)
+        # Asked as the stock router asks it: a router that did not would take its own experts without a word.
+        return self.router_replay.get_replay_topk(scores, self.topk, None, None, _plain_topk)
+
+    def _attach_auxiliary_loss(
+        self, logits: Tensor, probs: Tensor, indices: Tensor, padding_mask: Tensor | None
+    ) -> Tensor:
+        scores = logits.softmax(-1, dtype=torch.float32)
+        if padding_mask is None:
+            valid_tokens, score_sums = indices.size(0), scores.sum(0)
+        else:
+            valid = ~padding_mask.reshape(-1)
+            indices = indices[valid]
+            # A microbatch of padding alone has no loss; the stock router divides by zero.
+            valid_tokens, score_sums = max(indices.size(0), 1), valid.to(scores.dtype) @ scores
+        tokens_per_expert = indices.reshape(-1).bincount(minlength=self.num_experts)
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        scale = self.num_experts * coefficient / (self.topk * valid_tokens * valid_tokens)
+        loss = (score_sums * tokens_per_expert).sum() * scale
+        return self.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, "load_balancing_loss", self.tp_cp_group, valid_token_count=valid_tokens
+        )
+
+
+def _plain_topk(scores: Tensor, topk: int, *_groups: Any, **_named_groups: Any) -> tuple[Tensor, Tensor]:
+    return scores.topk(topk, dim=-1)
+
+
+class DispatchFunction(torch.autograd.Function):
+    """`[tokens, hidden]` to `[tokens * k, hidden]`, sorted by expert."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, source: Tensor, place: Tensor) -> Tensor:
+        """Gather tokens: row `i` of the result is token `source[i]`, `place` `[tokens, k]` where each token went."""
+        ctx.save_for_backward(place)
+        return tokens.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Add up the gradients of each token's k rows: a gather, which is faster than scattered additions."""
+        (place,) = ctx.saved_tensors
+        return gather_sum(grad, place), None, None
+
+
+class CombineFunction(torch.autograd.Function):
+    """`[tokens * k, hidden]`, sorted by expert, to the sum of each token's k rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, source: Tensor, place: Tensor) -> Tensor:
+        """Return the reverse of `DispatchFunction`, with the same two index tensors."""
+        ctx.save_for_backward(source)
+        return gather_sum(rows, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return every row gets its token's gradient."""
+        (source,) = ctx.saved_tensors
+        return grad.index_select(0, source), None, None
+
+
+def gather_sum(rows: Tensor, place: Tensor) -> Tensor:
+    """Return the sum of each token's rows; `place` `[tokens, k]` says which they are."""
+    return rows.index_select(0, place.reshape(-1)).view(*place.shape, rows.size(-1)).sum(1)
+
+
+class LocalTokenDispatcher(MoETokenDispatcher):
+    """Token dispatcher for one expert-parallel and one expert-tensor-parallel rank.
+
+    Takes the experts as indices `[tokens, k]` (`IndexTopKRouter`), where stock dispatchers take a map over experts.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: Any):
+        super().__init__(config=config, pg_collection=pg_collection)
+        self._num_experts = config.num_moe_experts
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Sort copies of the tokens by expert.
+
+        Args:
+            hidden_states: `[sequence, batch, hidden]`.
+            routing_map: The experts' indices `[tokens, k]`.
+            probs: `[tokens, k]`.
+
+        Returns:
+            `[tokens * k, hidden]` and the probabilities `[tokens * k]`, in the same order.
+        """
+        self._hidden_shape = hidden_states.shape
+        experts = routing_map.reshape(-1)
+        # Stable, so that each expert sees its tokens in their order, as with the stock dispatcher.
+        order = experts.argsort(stable=True)
+        self._source = order // routing_map.size(1)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.numel(), device=order.device)
+        self._place = place.view_as(routing_map)
+        self._tokens_per_expert = experts.bincount(minlength=self._num_experts)
+        tokens = hidden_states.reshape(-1, hidden_states.size(-1))
+        return DispatchFunction.apply(tokens, self._source, self._place), probs.reshape(-1).index_select(0, order)
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Nothing to send."""
+        return hidden_states, probs
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add the number of rows of each expert, `[experts]`."""
+        return hidden_states, self._tokens_per_expert, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Nothing to do."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Nothing to receive."""
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Add up each token's rows; back to `[sequence, batch, hidden]`."""
+        return CombineFunction.apply(hidden_states, self._source, self._place).view(self._hidden_shape)
+
+
+class LocalMoELayer(MoELayer):
+    """`MoELayer` with `LocalTokenDispatcher`; its router must be an `IndexTopKRouter`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Any = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        **others: Any,
+    ):
+        # Older versions of TransformerLayer pass the process groups only to the classes that they know.
+        groups = get_default_pg_collection() if pg_collection is None else pg_collection
+        super().__init__(config, submodules, layer_number, groups, **others)
+        self.token_dispatcher = LocalTokenDispatcher(config, groups)
+
+
+_GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class ExpertProducts:
+    """Products of each expert's rows, which are contiguous.
+
+    Args:
+        ends: End of each expert's rows, `[experts]`, int32.
+        rows: Example of the rows' type and number.
+        widths: Last dimensions of all operands.
+    """
+
+    def __init__(self, ends: Tensor, rows: Tensor, widths: tuple[int, ...]):
+        # torch's grouped product wants every line of a matrix to be a multiple of 16 bytes, and some rows.
+        aligned = all(width * rows.element_size() % 16 == 0 for width in widths)
+        self._offsets = None
+        if rows.size(0) and aligned and rows.dtype in _GROUPED_TYPES:
+            self._offsets = ends
+        else:
+            self._counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+
+    def with_weights(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """`[rows, inner]` times its expert's matrix of `[experts, inner, outer]`."""
+        if self._offsets is not None:
+            return F.grouped_mm(rows, weights, offs=self._offsets)
+        parts = zip(rows.split(self._counts), weights, strict=True)
+        return torch.cat([part @ weight for part, weight in parts])
+
+    def of_rows(self, left: Tensor, right: Tensor) -> Tensor:
+        """`left.T @ right` of the rows of each expert: `[experts, left width, right width]`, zero without rows."""
+        if self._offsets is not None:
+            return F.grouped_mm(left.t(), right, offs=self._offsets)
+        parts = zip(left.split(self._counts), right.split(self._counts), strict=True)
+        return torch.stack([left_part.t() @ right_part for left_part, right_part in parts])
+
+
+class SwigluExpertsFunction(torch.autograd.Function):
+    """All experts as one autograd node.
+
+    Under plain autograd, torch's grouped product refuses expanded or empty gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, probs: Tensor, weights_1: Tensor, weights_2: Tensor, tokens_per_expert: Tensor
+    ) -> Tensor:
+        """Return `probs * silu(gate) * up` through the second weight, `[tokens, hidden]`."""
+        widths = (tokens.size(1), weights_1.size(1), weights_2.size(2))
+        products = ExpertProducts(tokens_per_expert.cumsum(0).to(torch.int32), tokens, widths)
+        gate_up = products.with_weights(tokens, weights_1.transpose(1, 2))
+        gate, up = gate_up.chunk(2, -1)
+        activated = F.silu(gate)
+        product = activated * up
+        scaled = (product * probs.unsqueeze(-1)).to(tokens.dtype)
+        ctx.save_for_backward(tokens, probs, weights_1, weights_2, gate_up, activated, product, scaled)
+        ctx.products = products
+        return products.with_weights(scaled, weights_2.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        """Return the gradients of tokens, probabilities and both weights; those of unused experts are zero."""
+        tokens, probs, weights_1, weights_2, gate_up, activated, product, scaled = ctx.saved_tensors
+        products: ExpertProducts = ctx.products
+        grad = grad.contiguous()
+        grad_product = products.with_weights(grad, weights_2)
+        grad_weights_2 = products.of_rows(grad, scaled)
+        grad_probs = (grad_product * product).sum(-1).to(probs.dtype)
+        grad_product.mul_(probs.unsqueeze(-1))
+        grad_gate_up = torch.empty_like(gate_up)
+        (gate, up), (grad_gate, grad_up) = gate_up.chunk(2, -1), grad_gate_up.chunk(2, -1)
+        torch.mul(grad_product, activated, out=grad_up)
+        grad_gate.copy_(torch.ops.aten.silu_backward(grad_product.mul_(up), gate))
+        grad_tokens = products.with_weights(grad_gate_up, weights_1)
+        return grad_tokens, grad_probs, products.of_rows(grad_gate_up, tokens), grad_weights_2, None
+
+
+class GroupedExperts(MegatronModule):
+    """The routed experts of one rank, in place of Megatron's `SequentialMLP`; no expert-tensor parallelism.
+
+    Attributes:
+        linear_fc1_weights: `[local experts, 2 * expert_ffn, hidden]`, gate rows before up rows.
+        linear_fc2_weights: `[local experts, hidden, expert_ffn]`.
+
+    Args:
+        pg_collection: Unused: the dispatcher communicates.
+        **_others: Arguments of some versions of Megatron-Core for every module (`name`).
+    """
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None, **_others: Any):
+        super().__init__(config=config)
+        self.num_local_experts = num_local_experts
+        hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
+        self.linear_fc1_weights = self._parameter(num_local_experts, 2 * ffn, hidden)
+        self.linear_fc2_weights = self._parameter(num_local_experts, hidden, ffn)
+        if config.perform_initialization:
+            self._initialize()
+
+    def _parameter(self, *shape: int) -> torch.nn.Parameter:
+        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        parameter = torch.nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=device))
+        # Reduced over the expert data-parallel group in every layout; otherwise replicas of experts would drift
+        # apart under tensor parallelism without expert parallelism.
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        # As Megatron marks every expert weight: each tensor-parallel rank counts its own in the gradient norm.
+        set_tensor_model_parallel_attributes(parameter, True, 1, 1)
+        return parameter
+
+    def _initialize(self) -> None:
+        # One draw an expert, as in Megatron, from the random state that differs between expert-parallel ranks.
+        with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+            for expert in range(self.num_local_experts):
+                self.config.init_method(self.linear_fc1_weights.data[expert])
+                self.config.output_layer_init_method(self.linear_fc2_weights.data[expert])
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Apply each expert to its rows.
+
+        Args:
+            permuted_local_hidden_states: `[tokens, hidden]`, sorted by local expert.
+            tokens_per_expert: `[local experts]`, adding up to `tokens`.
+            permuted_probs: `[tokens]`, each row's routing probability.
+
+        Returns:
+            `[tokens, hidden]`, and no bias.
+        """
+        output = SwigluExpertsFunction.apply(
+            permuted_local_hidden_states,
+            permuted_probs,
+            self.linear_fc1_weights,
+            self.linear_fc2_weights,
+            tokens_per_expert,
+        )
+        return output, None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the weights as pieces of all experts' weights, under `SequentialMLP`'s names and shapes.
+
+        So checkpoints are interchangeable with Megatron-Core's own experts, including Transformer Engine's.
+        """
+        offset = (len(sharded_offsets), parallel_state.get_expert_model_parallel_rank())
+        size = parallel_state.get_expert_model_parallel_world_size()
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}experts.{name.removesuffix('_weights')}.weight",
+                weights,
+                *sharded_offsets,
+                (*offset, size),
+                replica_id=(0, 0, parallel_state.get_expert_data_parallel_rank()),
+                prepend_axis_num=len(sharded_offsets),
+            )
+            for name, weights in self.named_parameters(recurse=False)
+        }
+
+    def backward_dw(self) -> None:
+        """Do nothing: weight gradients are never delayed here."""

@@ -1,0 +1,109 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Core attention with a sliding window, with attention sinks, or with both."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu.attention import (
+    SDPAttention,
+    causal_attention,
+    causal_mask,
+    masked_attention,
+)
+
+# isort: split
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+
+
+def sink_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Compute causal attention with one more score in each head's softmax, of a key without a value.
+
+    These are the learnt sinks of Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks
+    (arXiv:2309.17453), as in gpt-oss: each query's weights add up to less than 1.
+
+    Args:
+        query: `[queries, batch, heads, dim]`, the last positions of the keys.
+        key: `[keys, batch, groups, dim]`, heads a multiple of groups.
+        value: As `key`.
+        sinks: `[heads]`, the additional scores, which are not scaled.
+        scale: Factor of the other scores; None means `dim ** -0.5`.
+        window: Number of keys that a query sees, its own included; None: all up to its own.
+
+    Returns:
+        `[queries, batch, heads * dim]`.
+    """
+    queries, batch, heads, dim = query.shape
+    scale = dim**-0.5 if scale is None else scale
+    if queries == 1 and window is not None:
+        key, value = key[-window:], value[-window:]
+    # The sink is a key before all others, zero but for one more dimension, in which each query has its head's sink.
+    # As a mask with a gradient it would rule out torch's fused product.
+    sink = sinks.to(query.dtype).view(heads, 1).expand(queries, batch, heads, 1)
+    query = torch.cat([query, sink], dim=-1)
+    key, value = (F.pad(tensor, (0, 1, 0, 0, 0, 0, 1, 0)) for tensor in (key, value))
+    key[0, ..., dim] = 1 / scale
+    mask = F.pad(causal_mask(queries, key.shape[0] - 1, query.device, window), (1, 0), value=True)
+    context = masked_attention(query, key, value, mask, scale)
+    return context[..., :dim].reshape(queries, batch, heads * dim)
+
+
+class SinkAttention(SDPAttention):
+    """Core attention under `window_size`, `window_attn_skip_freq` and `softmax_type` of the configuration.
+
+    Attributes:
+        softmax_offset: `[heads of this rank]`, the sinks, under Megatron-Core's name; None without.
+        window: Number of keys that a query of this layer sees, its own included; None: all up to its own.
+
+    Args:
+        layer_number: Counted from 1 over the whole model.
+        **others: See `SDPAttention`.
+
+    Raises:
+        ValueError: Another `attn_mask_type`.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **others: Any):
+        super().__init__(config, **others)
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        # Megatron-Core counts the keys before a query's own.
+        self.window = config.window_size[0] + 1 if has_window else None
+        self.softmax_offset = self._new_sinks() if config.softmax_type == "learnable" else None
+
+    def _new_sinks(self) -> torch.nn.Parameter:
+        config = self.config
+        sinks = torch.empty(
+            config.num_attention_heads // config.tensor_model_parallel_size,
+            dtype=config.params_dtype,
+            device="cpu" if config.use_cpu_initialization else torch.cuda.current_device(),
+        )
+        if config.perform_initialization:
+            config.init_method(sinks)
+        return torch.nn.Parameter(sinks)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `sink_attention` or, without sinks, `causal_attention`."""
+        if self.softmax_offset is None:
+            return causal_attention(query, key, value, self.softmax_scale, self.window)
+        return sink_attention(query, key, value, self.softmax_offset, self.softmax_scale, self.window)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the sinks as this rank's piece of those of all heads."""
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
+        )
+        return state

@@ -1,0 +1,268 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""MoE metrics of a training step with Megatron-Core: reduced over all ranks, then arithmetic on the host.
+
+In any Megatron-Core training loop, once a step and on every rank:
+
+    metrics = get_moe_metrics(1 / num_microbatches, total_loss_dict)
+"""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
+from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses, recorded_auxiliary_losses
+from nemo_rl_moe.models.megatron.model.transformer_config import (
+    AUXILIARY_LOSSES,
+    GLOBAL_BATCH_LOSS,
+    Z_LOSS,
+    auxiliary_loss_names,
+    moe_layer_indices,
+)
+from nemo_rl_moe.models.megatron.slice_overload import overload_of_rank
+from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder, reduce_over_ranks, sum_over_ranks
+from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+from nemo_rl_moe.routing.metrics.modality_metrics import modality_metrics
+from nemo_rl_moe.routing.metrics.overload_factor import (
+    OverloadSums,
+    numbers_on,
+    overload_metrics,
+    predictions,
+    what_if_metrics,
+)
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+MAX_TRACKED_LAYERS = 1024
+"""Decoder layers that the reduction has room for where no configuration tells their number."""
+
+
+def get_moe_metrics(
+    loss_scale: float,
+    total_loss_dict: MutableMapping[str, Any] | None = None,
+    per_layer_logging: bool = False,
+    *,
+    config: TransformerConfig | None = None,
+    device: torch.device | None = None,
+    recorder: ExpertLoadRecorder | None = None,
+    detailed: bool = False,
+    top_k_experts: int = 5,
+    overload: bool = True,
+    what_if_expert_parallel_sizes: Sequence[int] = (),
+) -> dict[str, float]:
+    """Return the MoE metrics since the last call, reduced over all ranks. A collective operation: every rank calls it.
+
+    `get_moe_metrics(loss_scale)` needs nothing but Megatron-Core's tracker and its parallel state. All ranks then
+    enter one all-reduce of a fixed shape, a row for each auxiliary loss that Megatron-Core knows, so a pipeline stage
+    without MoE layers, which recorded nothing, takes part like the others. A layer carries a loss where a rank recorded
+    a value other than 0.
+
+    With a configuration, names and layers follow from it, and a loss that is enabled and was not recorded is 0. Also
+    with a recorder, load balance travels in the same all-reduce, that of image tokens too where the recorder tells them
+    apart. Overload factors are worked out among the ranks that exchange tokens; their sums travel in it too, and their
+    maxima in a second one. What goes over the whole job grows neither with ranks nor with microbatches.
+
+    Args:
+        loss_scale: `1 / num_microbatches`, with the microbatches of the whole step on each data-parallel rank.
+        total_loss_dict: When given, each auxiliary loss is added to its entry, as in Megatron-LM's training loop.
+        per_layer_logging: Adds `{name}_layer_{i}` for each MoE layer, and the overload factors of each; `i` is the
+            global decoder layer index, 0-based. Without a configuration, layers of multi-token prediction follow the
+            decoder's.
+        config: The model's effective configuration, the same on every rank, as `recorder` and what follows it.
+        device: Device of the reduction; by default that of the tracker, or the one that this rank computes on.
+        recorder: Counts of this rank's routers; adds load balance and overload factors, and gets the load matrix of
+            all ranks as its `expert_load`. Needs `config`.
+        detailed: Adds the load balance of each layer.
+        top_k_experts: Number of the most and of the least loaded experts to report.
+        overload: Adds the overload factors.
+        what_if_expert_parallel_sizes: Expert-parallel sizes whose overload is predicted from the same counts.
+
+    Returns:
+        The same dictionary on every rank, keys without the `moe/` prefix. Auxiliary losses are those before their
+        coefficients; `{name}` is the mean over the MoE layers that carry the loss (their number, not the tracker's
+        length). A loss that is not enabled has no key. Megatron-Core's tracker is cleared.
+
+    Raises:
+        ValueError: A recorder without a configuration; or, on every rank, a tracker of more than `MAX_TRACKED_LAYERS`
+            layers without one.
+    """
+    if config is None:
+        if recorder is not None:
+            raise ValueError("a recorder needs the model's configuration too: get_moe_metrics(..., config=config)")
+        losses = _reduce_tracker(loss_scale, device or _device_of_tracker())
+        clear_auxiliary_losses()
+        metrics = _auxiliary_loss_metrics(losses, per_layer_logging)
+        _add_to_totals(total_loss_dict, losses, metrics)
+        return metrics
+
+    names, layers = auxiliary_loss_names(config), moe_layer_indices(config)
+    if not layers or not (names or recorder):
+        clear_auxiliary_losses()
+        return {}
+    what_if = what_if_expert_parallel_sizes if overload else None
+    reduced = _reduce(names, layers, config, device or _device_of_tracker(), recorder, what_if)
+    clear_auxiliary_losses()
+    losses = {
+        name: dict(zip(layers, values, strict=True))
+        for name, values in zip(names, (reduced.losses * loss_scale).tolist(), strict=True)
+    }
+    metrics = _auxiliary_loss_metrics(losses, per_layer_logging)
+    _add_to_totals(total_loss_dict, losses, metrics)
+    if recorder is None:
+        return metrics
+    assert reduced.load is not None
+    recorder.expert_load = load = ExpertLoad(
+        tuple(layers), reduced.load, reduced.image_load, int(config.moe_router_topk)
+    )
+    metrics |= load_balance_metrics(
+        load,
+        router_topk=config.moe_router_topk,
+        aux_losses=next((list(losses[name].values()) for name in names if name != Z_LOSS), None),
+        top_k_experts=top_k_experts,
+        detailed=detailed,
+    )
+    metrics |= modality_metrics(load, detailed=detailed)
+    if reduced.overload is not None:
+        metrics |= overload_metrics(reduced.overload, layers, reduced.peak_ratio, per_layer=per_layer_logging)
+        if what_if_expert_parallel_sizes:
+            _, *predicted = predictions(reduced.overload)
+            metrics |= what_if_metrics(dict(zip(what_if_expert_parallel_sizes, predicted, strict=True)))
+    return metrics
+
+
+def _auxiliary_loss_metrics(losses: Mapping[str, Mapping[int, float]], per_layer: bool) -> dict[str, float]:
+    """Return the mean of each loss over the layers that carry it, from name and layer to value."""
+    metrics = {}
+    for name, by_layer in losses.items():
+        metrics[name] = sum(by_layer.values()) / len(by_layer)
+        if per_layer:
+            metrics |= {f"{name}_layer_{layer}": value for layer, value in by_layer.items()}
+    return metrics
+
+
+def _add_to_totals(
+    totals: MutableMapping[str, Any] | None, losses: Mapping[str, Any], metrics: Mapping[str, float]
+) -> None:
+    if totals is not None:
+        for name in losses:
+            totals[name] = totals.get(name, 0.0) + metrics[name]
+
+
+# What the tracker alone tells
+
+
+def _device_of_tracker() -> torch.device:
+    recorded = recorded_auxiliary_losses()
+    return next((values.device for values in recorded.values()), None) or project_parallel_state.device()
+
+
+def _reduce_tracker(loss_scale: float, device: torch.device) -> dict[str, dict[int, float]]:
+    """Return the scaled losses of all ranks by name and layer, of the layers that some rank recorded.
+
+    The shape is fixed because a stage without MoE layers knows neither the losses nor the number of layers; asking
+    first would be a second collective. A tracker that is too long is counted and not raised at once, for the other
+    ranks are in the collective.
+    """
+    recorded = recorded_auxiliary_losses()
+    losses = torch.zeros(len(AUXILIARY_LOSSES), MAX_TRACKED_LAYERS, dtype=torch.float64, device=device)
+    for row, name in enumerate(AUXILIARY_LOSSES):
+        if name in recorded:
+            values = recorded[name][:MAX_TRACKED_LAYERS]
+            losses[row, : len(values)] = values.to(losses) * _share_of_rank(name)
+    too_long = any(len(values) > MAX_TRACKED_LAYERS for values in recorded.values())
+    flag = torch.tensor([float(too_long)], device=device)
+    totals, contributors, num_too_long = sum_over_ranks([losses, (losses != 0).double(), flag], device)
+    if num_too_long.item() > 0:
+        raise ValueError(
+            f"a tracker has more than {MAX_TRACKED_LAYERS} layers: give the model's configuration to get_moe_metrics"
+        )
+    scaled = (totals * loss_scale).tolist()
+    found = {
+        name: {layer: scaled[row][layer] for layer in contributors[row].nonzero()[:, 0].tolist()}
+        for row, name in enumerate(AUXILIARY_LOSSES)
+    }
+    return {name: by_layer for name, by_layer in found.items() if by_layer}
+
+
+# What a configuration and a recorder add
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """The sums and maxima over all ranks, on the host.
+
+    Attributes:
+        losses: Auxiliary losses by name and MoE layer, summed over the microbatches.
+        load: Assignments of each layer's experts; None without a recorder.
+        image_load: Those of image tokens; None where the recorder does not tell them apart.
+        overload: Overload factors of the size that ran and of those that are asked for; None where nobody asks.
+        peak_ratio: Highest of all ranks' `cumulative_peak_ratios`; None with `overload`.
+    """
+
+    losses: Float[Tensor, "names layers"]
+    load: Int[Tensor, "layers experts"] | None = None
+    image_load: Int[Tensor, "layers experts"] | None = None
+    overload: OverloadSums | None = None
+    peak_ratio: float | None = None
+
+
+def _reduce(
+    names: Sequence[str],
+    layers: Sequence[int],
+    config: TransformerConfig,
+    device: torch.device,
+    recorder: ExpertLoadRecorder | None,
+    what_if_sizes: Sequence[int] | None,
+) -> _Reduced:
+    sums, maxima = [_own_losses(names, config, device)], list[Tensor]()
+    if recorder is not None:
+        sums.append(recorder.counts.sum(0))
+        if recorder.image_counts is not None:
+            sums.append(recorder.image_counts)
+        if what_if_sizes is not None:
+            share, peak = overload_of_rank(recorder, config, what_if_sizes)
+            sums += [share.factors, share.routed]
+            maxima = [share.maxima, peak]
+    (losses, *rest), highest = reduce_over_ranks(sums, maxima, device)
+    losses = losses.index_select(1, numbers_on(losses.device, tuple(layers)))
+    if recorder is None:
+        return _Reduced(losses)
+    load = rest.pop(0).long()
+    image_load = None if recorder.image_counts is None else rest.pop(0).long()
+    if not rest:
+        return _Reduced(losses, load, image_load)
+    factors, routed = rest
+    return _Reduced(losses, load, image_load, OverloadSums(factors, routed, highest[0]), highest[1].item())
+
+
+def _share_of_rank(name: str) -> float:
+    """Return the weight of one rank's recorded loss in the sum over all ranks.
+
+    The routers record: for the micro-batch and sequence losses, this rank's part of a sum over the tensor and context
+    ranks; for the global-batch loss, its part of a sum over the data-parallel ranks too; for the z-loss, the mean over
+    its own tokens. Reported is the mean over data-parallel ranks.
+    """
+    if name == GLOBAL_BATCH_LOSS:
+        return 1.0
+    data_parallel_size: int = parallel_state.get_data_parallel_world_size()
+    if name == Z_LOSS:
+        return 1.0 / (data_parallel_size * parallel_state.get_tensor_and_context_parallel_group().size())
+    return 1.0 / data_parallel_size
+
+
+def _own_losses(names: Sequence[str], config: TransformerConfig, device: torch.device) -> Tensor:
+    """[names, decoder layers]; zeros for layers of other stages and for a loss that this rank did not record."""
+    recorded = recorded_auxiliary_losses()
+    shares = torch.zeros(len(names), config.num_layers, dtype=torch.float64, device=device)
+    for row, name in enumerate(names):
+        if name in recorded:
+            shares[row] = recorded[name][: config.num_layers].to(shares) * _share_of_rank(name)
+    return shares

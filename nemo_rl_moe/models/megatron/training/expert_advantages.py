@@ -1,0 +1,181 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that each sequence's trained tokens go to, counted in training forward passes, beside its advantage."""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from nemo_rl_moe.distributed.batch import Axis, GlobalBatchShard, TokenBatch
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
+from nemo_rl_moe.models.megatron.training.router_taps import SequenceCut, cut_of_rank, in_router_order
+from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
+from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
+from nemo_rl_moe.routing.metrics.routing_advantage import (
+    AdvantageScores,
+    add_sequence_assignments,
+    advantage_metrics,
+    advantage_scores,
+)
+from nemo_rl_moe.routing.routers import RouterLayer, routed_experts, routers_of
+from nemo_rl_moe.runs.folder.artifacts import EXPERTS_BY_ADVANTAGE
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+ADVANTAGES = "advantages"
+"""Column of a batch that is trained by advantages: one for each sequence or each token."""
+
+
+class AdvantageRecorder(StepObserver):
+    """The counts `n[s,i,e]` of one `train` call: tokens of sequence `s` from which a trained token is predicted, and
+    that layer `i` sends to expert `e`."""
+
+    def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, per_layer: bool):
+        self._config, self._device, self._per_layer = config, device, per_layer
+        self._layers = moe_layer_indices(config)
+        self._shards: Sequence[GlobalBatchShard] = ()
+        self._first_rows: list[int] = []
+        self._counts = self._new_counts(0)
+        self._rows: Int[Tensor, " tokens"] | None = None
+        self._indices: dict[int, Tensor] = {}
+        self._own_layers: dict[tuple[int, ...], Tensor] = {}
+        positions = {layer: position for position, layer in enumerate(self._layers)}
+        for chunk in chunks:
+            # The decoder's own routers, as on a tape.
+            for layer, router in routers_of(chunk.decoder):
+                hook = self._hook(positions[layer.key], layer)  # type: ignore[index]  # Megatron-Core numbers its layers
+                router.register_forward_hook(hook)
+
+    def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
+        """Clear what was counted and make room for these sequences; for none where they have no advantages."""
+        microbatches = [microbatch for shard in shards for microbatch in shard.microbatches]
+        has_advantages = all(ADVANTAGES in microbatch.columns for microbatch in microbatches)
+        self._shards = shards if has_advantages else ()
+        if not has_advantages:
+            return
+        *self._first_rows, num_rows = accumulate(map(len, microbatches), initial=0)
+        if len(self._counts) == num_rows + 1:
+            self._counts.zero_()
+        else:
+            self._counts = self._new_counts(num_rows)
+
+    @contextmanager
+    def training_forward(self, forward: TrainingForward) -> Iterator[None]:
+        """Count what the routers choose for the sequences of this microbatch while open."""
+        if not self._shards:
+            yield
+            return
+        first_row, other_row = self._first_rows[forward.number], len(self._counts) - 1
+        self._rows = rows_of_tokens(forward.microbatch, first_row, other_row, cut_of_rank(self._config))
+        try:
+            yield
+            self._add_indices(self._rows)
+        finally:
+            self._rows = None
+            self._indices = {}
+
+    def end_step(self) -> StepObservations:
+        """Return metrics and scores on rank 0 alone. A collective where there are advantages: all ranks call it."""
+        if not self._shards:
+            return StepObservations()
+        counts, facts = sum_over_ranks(self._of_whole_batch(), self._device)
+        if dist.get_rank() > 0:  # once is enough
+            return StepObservations()
+        (trained,) = facts[2].nonzero(as_tuple=True)
+        if not len(trained):
+            return StepObservations()
+        advantages, groups, _ = facts.index_select(1, trained)
+        metrics: dict[str, float] = {}
+        of_both = advantage_scores(counts.index_select(0, trained), advantages, groups)
+        for of_shares, scores in enumerate(of_both):
+            metrics |= advantage_metrics(scores, self._layers, per_layer=self._per_layer, of_shares=bool(of_shares))
+        # Of numbers of tokens every expert has a preference where long responses are good ones.
+        found = AdvantageScores(tuple(self._layers), scores.cpu())
+        return StepObservations(metrics, {EXPERTS_BY_ADVANTAGE.name: found})
+
+    def _of_whole_batch(self) -> list[Tensor]:
+        """This rank's counts, and advantage, group and whether it is trained of its sequences, at their places."""
+        batches = [microbatch for shard in self._shards for microbatch in shard.microbatches]
+        places = np.array([place for shard in self._shards for place in shard.places])
+        num_sequences = self._shards[0].num_batch_sequences
+        counts = self._counts.new_zeros(num_sequences, *self._counts.shape[1:])
+        tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        if self._config.sequence_parallel or tensor_rank == 0:
+            counts.index_copy_(0, torch.from_numpy(places).to(self._device), self._counts[:-1])
+        facts = np.zeros((3, num_sequences))
+        is_first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
+        if is_first_stage and parallel_state.get_tensor_and_context_parallel_group().rank() == 0:
+            facts[:, places] = np.concatenate([_facts_of(batch) for batch in batches], 1)
+        return [counts, torch.from_numpy(facts)]
+
+    def _new_counts(self, num_rows: int) -> Int[Tensor, "rows layers experts"]:
+        """Return the zeros for so many sequences, and a row for tokens that do not count."""
+        shape = (num_rows + 1, len(self._layers), int(self._config.num_moe_experts or 0))
+        return torch.zeros(shape, dtype=torch.int32, device=self._device)
+
+    def _add_indices(self, rows: Int[Tensor, " tokens"]) -> None:
+        """Add the calls of all layers at once: on small models each operation takes its time."""
+        positions = tuple(self._indices)
+        if not positions:
+            return
+        if positions not in self._own_layers:
+            self._own_layers[positions] = torch.tensor(positions, device=self._device)[:, None, None]
+        of_layers = torch.stack(list(self._indices.values()))
+        add_sequence_assignments(self._counts, self._own_layers[positions], of_layers, rows)
+
+    def _hook(self, position: int, layer: RouterLayer) -> Any:
+        def count(router: nn.Module, args: Any, outputs: Any) -> None:
+            if self._rows is None:
+                return
+            routed = routed_experts(layer, router, outputs)
+            if routed.dtype == torch.bool:
+                add_sequence_assignments(self._counts, position, routed, self._rows)
+            else:  # a router runs once in a forward pass
+                self._indices[position] = routed
+
+        return count
+
+
+def rows_of_tokens(
+    microbatch: ModelMicrobatch, first_row: int, other_row: int, cut: SequenceCut
+) -> Int[Tensor, " tokens"]:
+    """Return the row of each token in the routers' order: that of its sequence where a trained token is predicted from
+    it.
+
+    Args:
+        first_row: Row of its first sequence.
+        other_row: Row of all other tokens, padding among them.
+    """
+    trained = microbatch.batch.token_mask[:, 1:]
+    rows = torch.arange(first_row, first_row + len(trained), device=trained.device)[:, None].expand_as(trained)
+    return in_router_order(microbatch.at_tokens(rows, trained, other_row), cut)
+
+
+def _facts_of(batch: TokenBatch) -> Float[np.ndarray, "3 sequences"]:
+    """Return advantage (the mean over a sequence's trained tokens), number of its group, and 1 where it has such a
+    token.
+
+    Responses to the same prompt, which advantages compare, come from the same sample.
+    """
+    column, trained = batch.columns[ADVANTAGES], batch.token_mask[:, 1:].numpy()
+    facts = np.empty((3, len(batch)))
+    values = column.of_targets().values.double().numpy()
+    if column.axis is Axis.TOKEN:
+        values = values.sum(1, where=trained) / np.maximum(trained.sum(1), 1)
+    facts[0] = values
+    facts[1] = [zlib.crc32(sample_id.encode()) for sample_id in batch.sample_ids]
+    facts[2] = trained.any(1)
+    return facts

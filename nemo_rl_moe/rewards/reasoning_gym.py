@@ -1,0 +1,129 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks of the reasoning-gym library: scored by their own verifiers, and a source of prompts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nemo_rl_moe.config.schema_grpo import ReasoningGymConfig
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.errors import ConfigurationError, one_line
+from nemo_rl_moe.rewards.interface import Score, ScoringItem
+
+FULL_SCORE = 1.0
+
+SEED_STRIDE = 10_000_000
+"""The library draws item i of a set from the set's seed + i, so that sets of neighbouring seeds are nearly the same.
+Here the seeds of two sets lie so far apart that no item of one has the seed of an item of the other."""
+DRAWS_PER_ITEM = 4
+SPARE_DRAWS = 100
+FROM_DATA_SECTION = {"seed": "data.*.seed", "size": "data.*.num_items"}
+
+
+class ReasoningGymEnvironment:
+    """Score a response with its task's verifier.
+
+    The record needs `answer` and `metadata` as the task made them. A verifier gives part of a score for, say, a text
+    that merely contains the answer; only a full score is right.
+
+    Raises:
+        ConfigurationError: There is no such task, or it refuses its parameters.
+    """
+
+    def __init__(self, config: ReasoningGymConfig):
+        self._task = make_task(config)
+        self._partial_credit = config.partial_credit
+
+    def score(self, item: ScoringItem) -> Score:
+        """Score a response, without the blank space around it."""
+        entry = {
+            "question": item.record.get("question", item.prompt),
+            "answer": item.record["answer"],
+            "metadata": item.record["metadata"],
+        }
+        value = float(self._task.score_answer(item.response.strip(), entry))
+        is_correct = value >= FULL_SCORE
+        return Score(value if self._partial_credit else float(is_correct), is_correct)
+
+
+@dataclass(frozen=True)
+class DrawnItems:
+    """Items that a task has made.
+
+    Attributes:
+        items: Each with its number in the order of drawing; no two ask the same question.
+        num_repeated: Items left out because their question was a repetition.
+    """
+
+    items: tuple[tuple[int, Mapping[str, Any]], ...]
+    num_repeated: int
+
+
+def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> DrawnItems:
+    """Draw items with different questions; fewer than asked for when the task hardly makes new ones any
+    more.
+
+    Args:
+        seed: Items of one seed are others than those of any other seed, but for chance.
+
+    Raises:
+        ConfigurationError: There is no such task, it refuses its parameters, or it cannot make an item.
+    """
+    most = DRAWS_PER_ITEM * num_items + SPARE_DRAWS
+    task = make_task(config, seed=SEED_STRIDE * seed, size=most)
+    items: dict[str, tuple[int, Mapping[str, Any]]] = {}
+    num_repeated = 0
+    for index in range(most):
+        try:
+            item = task[index]
+        except Exception as error:  # whatever the task raises
+            raise ConfigurationError(
+                f"env.reasoning_gym: {config.task} cannot make item {index} of seed {seed}: {one_line(error)}"
+            ) from error
+        if item["question"] in items:
+            num_repeated += 1
+            continue
+        items[item["question"]] = (index, item)
+        if len(items) == num_items:
+            break
+    return DrawnItems(tuple(items.values()), num_repeated)
+
+
+def make_task(config: ReasoningGymConfig, seed: int = 0, size: int = 1) -> Any:
+    """Make a data set of the library.
+
+    Raises:
+        ConfigurationError: The library is missing, there is no such task, or it refuses its parameters.
+    """
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigurationError(
+            f"env.name: reasoning_gym cannot be imported ({error}); pip install reasoning-gym"
+        ) from error
+    if config.task not in DATASETS:
+        hint = did_you_mean(nearest(config.task, DATASETS)) or f"; they are: {', '.join(sorted(DATASETS))}"
+        raise ConfigurationError(f"env.reasoning_gym.task: reasoning-gym has no task {config.task!r}{hint}")
+    if problems := _parameter_problems(config, [field.name for field in fields(DATASETS[config.task][1])]):
+        raise ConfigurationError(problems)
+    try:
+        return reasoning_gym.create_dataset(config.task, **config.parameters, seed=seed, size=size)
+    except Exception as error:  # assertions, and whatever else a task raises
+        raise ConfigurationError(
+            f"env.reasoning_gym.parameters: {config.task} refuses them: {one_line(error)}"
+        ) from error
+
+
+def _parameter_problems(config: ReasoningGymConfig, known: list[str]) -> list[str]:
+    problems = []
+    for name in config.parameters:
+        key = f"env.reasoning_gym.parameters.{name}"
+        if name in FROM_DATA_SECTION:
+            problems.append(f"{key}: is set by {FROM_DATA_SECTION[name]}; leave it out here")
+        elif name not in known:
+            allowed = ", ".join(other for other in known if other not in FROM_DATA_SECTION)
+            hint = did_you_mean(nearest(name, known))
+            problems.append(f"{key}: {config.task} has no such parameter; its parameters: {allowed}{hint}")
+    return problems

@@ -1,0 +1,74 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A Python function of the user's own as environment."""
+
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from nemo_rl_moe.config.schema_grpo import CallableConfig
+from nemo_rl_moe.config.user_code import described, import_function
+from nemo_rl_moe.rewards.interface import Score, ScoringItem
+
+KEY = "env.callable.function"
+FULL_REWARD = 1.0
+
+
+class CallableEnvironment:
+    """Score a response with a function of a `ScoringItem`.
+
+    The function returns a reward, a number; a response is then right when its reward is 1 or more. Or it returns
+    several rewards by name, a dict, of which the first says so in the same way. Or it returns a pair of either and a
+    bool that says whether the response is right. The score must depend on the item alone: which worker gets a response,
+    and in which order, is not defined.
+
+    Raises:
+        ConfigurationError: There is no such function.
+    """
+
+    def __init__(self, config: CallableConfig):
+        self._function = find_function(config.function)
+
+    def score(self, item: ScoringItem) -> Score:
+        """Score a response.
+
+        Raises:
+            TypeError: The function returned something else.
+        """
+        result = self._function(item)
+        is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], bool | np.bool_)
+        reward = result[0] if is_pair else result
+        if _is_number(reward):
+            return Score(float(reward), bool(result[1] if is_pair else reward >= FULL_REWARD))
+        if _are_rewards(reward):
+            first = next(iter(reward.values()))
+            rewards = {name: float(value) for name, value in reward.items()}
+            return Score.named(rewards, is_correct=bool(result[1] if is_pair else first >= FULL_REWARD))
+        raise TypeError(
+            f"{KEY} returned {described(result)}, expected a number, or a dict of numbers by name, or a pair of either"
+            " and a bool"
+        )
+
+
+def find_function(name: str) -> Callable[[ScoringItem], Any]:
+    """Import what `package.module:function` names. The working folder is searched too, after all else.
+
+    Raises:
+        ConfigurationError: There is no such module or function, or it does not take one argument.
+    """
+    function: Callable[[ScoringItem], Any] = import_function(KEY, name, "one ScoringItem")
+    return function
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real | np.bool_)
+
+
+def _are_rewards(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and len(value) > 0
+        and all(isinstance(name, str) and _is_number(reward) for name, reward in value.items())
+    )

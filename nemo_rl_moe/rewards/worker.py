@@ -1,0 +1,67 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The environment worker: a process that scores its share of a batch, each response within its time limit."""
+
+import faulthandler
+from collections.abc import Sequence
+
+from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.errors import one_line
+from nemo_rl_moe.rewards.interface import Fault, Score, Scorer, ScoringItem
+from nemo_rl_moe.rewards.registry import make_scorer
+
+INTERRUPTION_S = 1.0
+"""Seconds after the alarm at which the process of an environment that has not stopped is ended."""
+_STDERR = 2
+
+
+class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
+    """An environment and the loop over the responses of a call."""
+
+    def __init__(self, rank: int, world_size: int, *, config: EnvironmentConfig):
+        self._environment = make_scorer(config)
+        self._timeout_s = config.timeout_s
+
+    def score(self, items: Sequence[ScoringItem]) -> list[Score]:
+        """Score each response, in their order.
+
+        Code that no alarm interrupts, such as a loop in C or a library that uses the alarm for itself, costs this
+        process its life, which the driver sees; where it was is in Ray's log of the worker.
+        """
+        scores = []
+        try:
+            for item in items:
+                # Kept by a thread that needs no interpreter.
+                faulthandler.dump_traceback_later(self._timeout_s + INTERRUPTION_S, exit=True, file=_STDERR)
+                scores.append(score_within(self._timeout_s, self._environment, item))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        return scores
+
+
+def score_within(limit_s: float, scorer: Scorer, item: ScoringItem) -> Score:
+    """Score a response, or give reward 0 with the fault. Only on the main thread of a process, which gets
+    the alarm.
+
+    Args:
+        limit_s: Seconds that the environment may take. Code that never returns to the interpreter is not interrupted.
+
+    Returns:
+        The environment's score, or reward 0 with the fault: it raised or took too long.
+    """
+    try:
+        with interrupted_after(limit_s):
+            score = _score_or_error(scorer, item)
+    except TimeIsUp:
+        return Score(0.0, is_correct=False, fault=Fault.TIMEOUT, message=f"took longer than {limit_s:g} s")
+    return score
+
+
+def _score_or_error(scorer: Scorer, item: ScoringItem) -> Score:
+    try:
+        return scorer.score(item)
+    except TimeIsUp:
+        raise
+    except BaseException as error:  # SystemExit too: it would end the worker
+        return Score(0.0, is_correct=False, fault=Fault.ERROR, message=one_line(error))

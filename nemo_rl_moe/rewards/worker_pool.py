@@ -1,0 +1,246 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Pool of environment workers (Ray actors) that scores many responses and survives the loss of a worker."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
+
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.distributed.memory_shortage import memory_shortage
+from nemo_rl_moe.distributed.worker_group import exit_reason, outcome
+from nemo_rl_moe.distributed.worker_process import WorkerFailure, WorkerProcess
+from nemo_rl_moe.errors import WorkerDiedError
+from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem, checked_score
+from nemo_rl_moe.rewards.worker import INTERRUPTION_S, EnvironmentWorker
+
+START_TIMEOUT_S = 300.0
+CALL_SLACK_S = 30.0
+"""Seconds that a call may take beyond the limits of its responses, before its worker is taken for dead."""
+LONGEST_MESSAGE = 300
+WORKER_ENVIRONMENT = {
+    # The policy workers have the cores and the GPUs.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Responses that one call scores.
+
+    Attributes:
+        indices: Their places in the batch.
+        is_retry: A single response of a share whose worker was lost. If its worker is lost too, it gets the fault.
+    """
+
+    indices: tuple[int, ...]
+    is_retry: bool = False
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A running call of a worker.
+
+    Attributes:
+        worker: The worker's number.
+        share: The responses that it scores; None while it starts.
+        ping: Of a retry: a call that the worker answers before it scores. If that failed too, the worker had been lost
+            before (killed from outside between two calls) and the response is not at fault.
+        started_at: Seconds, by the monotonic clock.
+        deadline: Time at which the worker is taken for dead.
+    """
+
+    worker: int
+    share: _Share | None
+    ping: Any
+    started_at: float
+    deadline: float
+
+
+class EnvironmentScorer:
+    """Pool of environment workers; a context manager. Ray must be running.
+
+    A batch is one call to each worker, which reports responses that raise or exceed their time limit. Where a response
+    ends its worker (a segmentation fault, `os._exit`, memory) or blocks it outside of the interpreter, the worker is
+    replaced, and its responses are scored again one by one: each is scored twice at most.
+
+    The workers are spread over the nodes of the cluster, and Ray ends them when the driver is killed, even those that
+    are blocked. Scores do not depend on how responses are shared among workers, unless the environment keeps state.
+
+    Args:
+        config: The workers take no place from the policy workers.
+
+    Raises:
+        WorkerDiedError: An environment cannot be made in its worker; carries the worker's own error.
+    """
+
+    def __init__(self, config: EnvironmentConfig):
+        self._config = config
+        self._actors: dict[int, Any] = {}
+        self._calls: dict[Any, _Call] = {}
+        self._idle: list[int] = []
+        search_path = [str(Path(folder).absolute()) for folder in sys.path]
+        self._start_arguments = (
+            WORKER_ENVIRONMENT,
+            search_path,
+            cloudpickle.dumps(partial(EnvironmentWorker, config=config)),
+        )
+        try:
+            for worker in range(config.num_workers):
+                self._start(worker)
+            while self._calls:
+                for call in self._wait():
+                    self._finish_start(call, self._calls.pop(call))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def __enter__(self) -> "EnvironmentScorer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def score(self, items: Sequence[ScoringItem]) -> list[Score]:
+        """Score each response, in their order; where the environment failed, reward 0 with the fault.
+
+        Raises:
+            WorkerDiedError: A worker was lost, and the environment cannot be made again; or all have been stopped.
+        """
+        if not self._actors:
+            raise WorkerDiedError("cannot score: the environment workers have been stopped")
+        try:
+            return self._score(items)
+        except BaseException:
+            self.shutdown()  # calls of this batch must not be taken for those of a later one
+            raise
+
+    def shutdown(self) -> None:
+        """Stop all workers. Does nothing the second time."""
+        actors, self._actors = self._actors, {}
+        self._calls.clear()
+        for actor in actors.values():
+            _kill(actor)
+
+    def _score(self, items: Sequence[ScoringItem]) -> list[Score]:
+        scores: dict[int, Score] = {}
+        waiting = deque(_shares(len(items), self._config.num_workers))
+        while len(scores) < len(items):
+            while waiting and self._idle:
+                self._send(items, waiting.popleft())
+            for call in self._wait():
+                doing = self._calls.pop(call)
+                if doing.share is None:
+                    self._finish_start(call, doing)
+                    continue
+                result = outcome(call)
+                if isinstance(result, list):
+                    self._idle.append(doing.worker)
+                    # Environments of this project give one number, also within a rollout that gives several.
+                    weights = self._config.reward_weights if self._config.is_own else None
+                    checked = (checked_score(score, weights) for score in result)
+                    scores.update(zip(doing.share.indices, checked, strict=True))
+                else:
+                    self._start(doing.worker)
+                    self._retry_or_fail(doing, result, waiting, scores)
+        return [scores[index] for index in range(len(items))]
+
+    def _start(self, worker: int) -> None:
+        """Start a worker, in place of an earlier one with its number."""
+        if worker in self._actors:
+            _kill(self._actors[worker])
+        actor_class = ray.remote(WorkerProcess)
+        actor = actor_class.options(num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy="SPREAD").remote()
+        self._actors[worker] = actor
+        call = actor.start.remote(*self._start_arguments, worker, self._config.num_workers, START_TIMEOUT_S)
+        now = time.monotonic()
+        self._calls[call] = _Call(worker, None, None, now, now + START_TIMEOUT_S)
+
+    def _send(self, items: Sequence[ScoringItem], share: _Share) -> None:
+        worker = self._idle.pop()
+        allowed_s = len(share.indices) * (self._config.timeout_s + INTERRUPTION_S) + CALL_SLACK_S
+        actor = self._actors[worker]
+        ping = actor.place.remote() if share.is_retry else None
+        call = actor.call.remote(allowed_s, EnvironmentWorker.score, [items[index] for index in share.indices])
+        now = time.monotonic()
+        self._calls[call] = _Call(worker, share, ping, now, now + allowed_s)
+
+    def _wait(self) -> list[Any]:
+        """Wait until a call has ended, or its time has; kills the worker of a call that is overdue, which ends it."""
+        next_deadline = min(doing.deadline for doing in self._calls.values())
+        ready, _ = ray.wait(list(self._calls), num_returns=1, timeout=max(0.0, next_deadline - time.monotonic()))
+        if ready:
+            return list(ready)
+        overdue = [call for call, doing in self._calls.items() if doing.deadline <= time.monotonic()]
+        for call in overdue:
+            _kill(self._actors[self._calls[call].worker])
+        return overdue
+
+    def _finish_start(self, call: Any, doing: _Call) -> None:
+        result = outcome(call)
+        if result is None:
+            self._idle.append(doing.worker)
+            return
+        name = f"environment worker {doing.worker}"
+        if isinstance(result, WorkerFailure):
+            raise WorkerDiedError(f"{name} {result.summary} while starting:\n{result.details}")
+        if time.monotonic() >= doing.deadline:
+            raise WorkerDiedError(f"{name} did not start within {START_TIMEOUT_S:g} s")
+        raise WorkerDiedError(f"{name} died while starting:\n{_reason(result)}")
+
+    def _retry_or_fail(self, doing: _Call, result: Any, waiting: deque[_Share], scores: dict[int, Score]) -> None:
+        """Queue the responses of a lost worker to be scored one by one; a retried one gets the fault."""
+        assert doing.share is not None
+        if not doing.share.is_retry:
+            waiting.extend(_Share((index,), is_retry=True) for index in doing.share.indices)
+            return
+        if isinstance(outcome(doing.ping), RayError):  # the worker had been lost before
+            waiting.append(doing.share)
+            return
+        (index,) = doing.share.indices
+        limit_s = self._config.timeout_s
+        if time.monotonic() - doing.started_at >= limit_s:
+            message = f"took longer than {limit_s:g} s and could not be interrupted"
+            scores[index] = Score(0.0, is_correct=False, fault=Fault.TIMEOUT, message=message)
+        else:
+            message = f"its worker died: {_reason(result)}"[:LONGEST_MESSAGE]
+            scores[index] = Score(0.0, is_correct=False, fault=Fault.DIED, message=message)
+
+
+def _shares(num_items: int, num_workers: int) -> list[_Share]:
+    """Return an equal share for each worker; the responses to one prompt, which take about as long, go to different
+    ones.
+    """
+    shares = (_Share(tuple(range(worker, num_items, num_workers))) for worker in range(num_workers))
+    return [share for share in shares if share.indices]
+
+
+def _kill(actor: Any) -> None:
+    # Raised where Ray has been stopped or the actor has died already.
+    with suppress(RayError, ValueError):
+        if ray.is_initialized():
+            ray.kill(actor, no_restart=True)
+
+
+def _reason(result: Any) -> str:
+    if isinstance(result, WorkerFailure):
+        return result.details
+    if isinstance(result, OutOfMemoryError):
+        return memory_shortage(str(result), {})
+    return exit_reason(result) if isinstance(result, RayActorError) else " ".join(str(result).split())

@@ -1,0 +1,82 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Agreement of captured routes with the routers that is to be expected of any run, from its first step on.
+
+Rounding and a few updates change near ties. So a layer agrees far beyond chance, and the rows that differ are those in
+which the last expert chosen lies close to the first one left out. Both hold in every number format.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nemo_rl_moe.routing.agreement.route_identity import LEAST_KAPPA, TapeAnomaly, foreign_tape, least_lead
+from nemo_rl_moe.routing.agreement.row_kinds import Row
+from nemo_rl_moe.routing.agreement.statistics import LedgerTotals, agreement_metrics, slot_chance
+from nemo_rl_moe.shapes import Bool
+
+_CLEAR_SHARE, _LEAST_CLEAR_ROWS = 0.25, 200
+"""Rows of a layer with the widest margins: at least this share of those that are not in the narrowest class."""
+_LEAST_DIFFERING, _OF_ALL_ROWS = 0.05, 0.75
+"""Share of clear rows that differ, and of the share of all rows that do, from which on margins explain nothing."""
+_TIES_ALONE = 0.5
+"""The latter of all rows but those with the narrowest margins, below which equal scores explain what differs."""
+
+
+def unexplained_disagreement(totals: LedgerTotals, layers: Sequence[int]) -> list[TapeAnomaly]:
+    """Return layers whose captured routes agree with the routers by little more than chance; one anomaly for all.
+
+    A layer's agreement lies below the middle of chance and 1 by 0.1 and by six standard errors.
+    """
+    kappa = agreement_metrics(totals, tuple(layers), per_layer=False).get("routing/slot_kappa")
+    if found := foreign_tape(kappa):
+        return found
+    rows, slots = totals.rows.numpy(), totals.tape_experts.sum(1).numpy()
+    chance, usable = slot_chance(totals).numpy(), rows[:, Row.USABLE]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        agreement = rows[:, Row.LIVE_SLOTS] / slots
+        is_low = chance + LEAST_KAPPA * (1 - chance) - agreement > least_lead(usable)
+    is_compared = totals.live_experts.numpy().any(1)
+    low = np.flatnonzero(is_low & is_compared & (rows[:, Row.LIVE_SAME] < usable) & ~_ties_alone(totals))
+    if not len(low):
+        return []
+    numbers = ", ".join(str(layers[place]) for place in low.tolist())
+    text = (
+        f"the routes of layer{'s' if len(low) > 1 else ''} {numbers} are not those of these tokens: they agree in"
+        f" {agreement[low].mean():.3f} of the experts, by chance it would be {chance[low].mean():.3f}"
+    )
+    return [TapeAnomaly("unrelated", text, int(layers[low[0]]) if len(low) == 1 else None)]
+
+
+def _ties_alone(totals: LedgerTotals) -> Bool[np.ndarray, " layers"]:
+    """Return True for layers that differ where margins are narrowest alone: of experts with equal scores either is
+    right.
+    """
+    margins = totals.margins.numpy()
+    usable, differing = margins.sum(1).T
+    of_others, differing_of_others = margins[:, 1:].sum(1).T
+    return (usable > 0) & (differing_of_others * usable <= _TIES_ALONE * differing * of_others)
+
+
+def clear_differences(totals: LedgerTotals, layers: Sequence[int]) -> dict[str, float]:
+    """Return metrics of the layer whose clear choices differ most; none where margins explain what differs.
+
+    Clear choices are those of the widest classes of margins. Where they differ in 5% of their rows or more, and in
+    three quarters of the share of all rows, neither rounding nor a few updates is the cause.
+    """
+    margins = totals.margins.numpy()
+    found: dict[str, float] = {}
+    for layer, (usable, differing) in zip(layers, margins.transpose(0, 2, 1), strict=True):
+        least = max(_LEAST_CLEAR_ROWS, _CLEAR_SHARE * usable[1:].sum())
+        above = usable[::-1].cumsum()[::-1]
+        classes = np.flatnonzero(above[1:] >= least) + 1
+        if not len(classes):
+            continue
+        first = classes[-1]
+        share, of_all = differing[first:].sum() / above[first], differing.sum() / usable.sum()
+        if share >= max(_LEAST_DIFFERING, _OF_ALL_ROWS * of_all, found.get("routing/clear_rows_differing_share", 0)):
+            found = {
+                "routing/clear_rows_differing_share": float(share),
+                "routing/clear_rows_differing_layer": float(layer),
+            }
+    return found

@@ -1,0 +1,96 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of each data-parallel rank: routes that one rank never gets, or that are those of another.
+
+Sums over all ranks hide the routes of one rank (AReno#524), so each rank adds its counts in its own of 64 slots; in a
+larger job several ranks share a slot.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.agreement.statistics import Row
+from nemo_rl_moe.shapes import Int
+
+SLOTS = 64
+_LEAST_MISSING, _OTHERS_AT_MOST = 0.05, 0.25
+"""Share of a rank's rows, and of that share what all the others lack at most."""
+_LEAST_LEAD, _SIGMAS = 0.2, 6.0
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """One rank's share of something.
+
+    Attributes:
+        share: Share of its rows.
+        of_others: The share of all other ranks together.
+    """
+
+    slot: int
+    share: float
+    of_others: float
+
+
+def rows_by_rank(rows: Int[Tensor, "layers kinds"], data_parallel_rank: int) -> Int[Tensor, "slots kinds"]:
+    """Return a rank's rows in its slot; over all ranks they add up to the rows of each slot."""
+    slots = rows.new_zeros(SLOTS, rows.shape[1])
+    slots[data_parallel_rank % SLOTS] = rows.sum(0)
+    return slots
+
+
+def missing_in_one_rank(by_slot: Int[Tensor, "slots kinds"]) -> RankShare | None:
+    """Rank that alone lacks rows: at least 5% of its own, and four times what the others lack; None without
+    one.
+    """
+    rows = by_slot.numpy()
+    found = _furthest(rows[:, Row.MISSING], rows[:, Row.EXPECTED])
+    if found is None or found.share < _LEAST_MISSING or found.of_others > _OTHERS_AT_MOST * found.share:
+        return None
+    return found
+
+
+def rank_anomalies(
+    by_slot: Int[Tensor, "slots kinds"], num_layers: int, name_of: Callable[[int], str]
+) -> list[TapeAnomaly]:
+    """Return the rank whose routers would choose other experts than its tape has, while those of the others agree with
+    theirs.
+
+    Its agreement is lower by 0.2 and by six standard errors, a token counting once for all layers.
+    """
+    rows = by_slot.numpy()
+    usable = rows[:, Row.USABLE]
+    found = _furthest(usable - rows[:, Row.LIVE_SAME], usable)
+    if found is None:
+        return []
+    tokens = int(usable[found.slot]) / max(num_layers, 1)
+    if found.share - found.of_others < max(_LEAST_LEAD, _SIGMAS * 0.5 / max(tokens, 1.0) ** 0.5):
+        return []
+    text = (
+        f"{name_of(found.slot)} has routes that are not its tokens': its routers would choose them in"
+        f" {1 - found.share:.3f} of the rows, those of the other ranks in {1 - found.of_others:.3f}"
+    )
+    return [TapeAnomaly("rank", text)]
+
+
+def rank_name(slot: int, num_ranks: int) -> str:
+    """Return the name of the data-parallel rank of a slot; of all that share it in a larger job."""
+    if num_ranks <= SLOTS:
+        return f"data-parallel rank {slot}"
+    return f"one of the data-parallel ranks {', '.join(map(str, range(slot, num_ranks, SLOTS)))}"
+
+
+def _furthest(part: Int[np.ndarray, " slots"], whole: Int[np.ndarray, " slots"]) -> RankShare | None:
+    """Return the slot with the highest share; None where there are no others."""
+    has_rows = np.flatnonzero(whole)
+    if len(has_rows) < 2:
+        return None
+    parts, wholes = part[has_rows], whole[has_rows]
+    shares = parts / wholes
+    furthest = int(shares.argmax())
+    others = (parts.sum() - parts[furthest]) / (wholes.sum() - wholes[furthest])
+    return RankShare(int(has_rows[furthest]), float(shares[furthest]), float(others))

@@ -1,0 +1,62 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Forward passes beside their tape, which are joined before they are counted: on small models each operation costs its
+start rather than its tokens."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.routing.replay import RoutedTokens, TapeRoutes
+from nemo_rl_moe.shapes import Bool
+
+MOST_ENTRIES = 1 << 18
+"""Experts on the tapes of passes that are joined. A larger pass is counted at once: no memory is held for it."""
+
+
+@dataclass(frozen=True)
+class TapePass:
+    """Forward pass of some layers over one microbatch or several, one behind the other.
+
+    Attributes:
+        seen: Choices of the layers' routers.
+        distance: Places from a token to the next one of the same sequence.
+        follows: Tokens that have one before them, at that distance.
+    """
+
+    tokens: Mapping[int, int]
+    routes: TapeRoutes
+    fed: Bool[Tensor, " tokens"]
+    seen: Sequence[RoutedTokens]
+    distance: int
+    follows: Bool[Tensor, " tokens"]
+
+    @property
+    def num_entries(self) -> int:
+        """Experts on its tape."""
+        return self.routes.planes.numel()
+
+
+def join_passes(passes: Sequence[TapePass]) -> TapePass:
+    """Return one pass over the tokens of several, which are of the same layers and distance."""
+    if len(passes) == 1:
+        return passes[0]
+    routes = TapeRoutes(*(torch.cat(parts, -1) for parts in zip(*(each.routes for each in passes), strict=True)))
+    return TapePass(
+        {number: count for each in passes for number, count in each.tokens.items()},
+        routes,
+        torch.cat([each.fed for each in passes]),
+        [_join_tokens(of_layer) for of_layer in zip(*(each.seen for each in passes), strict=True)],
+        passes[0].distance,
+        torch.cat([each.follows for each in passes]),
+    )
+
+
+def _join_tokens(parts: Iterable[RoutedTokens]) -> RoutedTokens:
+    parts = tuple(parts)
+    live = torch.cat([part.live for part in parts])
+    taken = live if all(part.taken is part.live for part in parts) else torch.cat([part.taken for part in parts])
+    margins = [part.margin for part in parts if part.margin is not None]
+    return RoutedTokens(live, taken, torch.cat(margins) if len(margins) == len(parts) else None)

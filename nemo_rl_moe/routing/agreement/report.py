@@ -1,0 +1,82 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a step's tape: its ledger, its checks and the identity of its rows, of a live step as of files."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nemo_rl_moe.routing.agreement.expected_agreement import clear_differences, unexplained_disagreement
+from nemo_rl_moe.routing.agreement.rank_rows import missing_in_one_rank, rank_anomalies, rank_name
+from nemo_rl_moe.routing.agreement.repeated_rows import repeat_anomalies
+from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly, TapeSample, find_anomalies
+from nemo_rl_moe.routing.agreement.statistics import LedgerTotals, Row, TapeReport, agreement_metrics, row_anomalies
+from nemo_rl_moe.shapes import Int
+
+
+@dataclass(frozen=True)
+class CheckTotals:
+    """A step's counts over all ranks, on the host.
+
+    Attributes:
+        repeats: Counts of `RepeatedRows`.
+        by_slot: Rows of each rank, see `rows_by_rank`.
+        num_ranks: Data-parallel ranks.
+        is_exact: The tape was made with the weights of training, both in float32: rows differ by near ties alone.
+        rank_names: Names of the ranks; by default their numbers.
+    """
+
+    repeats: Int[Tensor, " kinds"]
+    by_slot: Int[Tensor, "slots kinds"]
+    num_ranks: int
+    is_exact: bool
+    rank_names: Sequence[str] = ()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics under `routing/` of what a healthy step has nothing of; they are absent then."""
+        found = {}
+        if self.is_exact:
+            rows = self.by_slot.sum(0).tolist()
+            if (differing := rows[Row.USABLE] - rows[Row.LIVE_SAME]) > 0:
+                found["routing/float32_flips_share"] = differing / rows[Row.USABLE]
+        if (missing := missing_in_one_rank(self.by_slot)) is not None:
+            found["routing/rows_missing_in_one_rank"] = missing.share
+            found["routing/rank_with_missing_rows"] = float(missing.slot)
+        return found
+
+    def anomalies(self, num_layers: int) -> list[TapeAnomaly]:
+        """Return the rows that cannot be right, of a model with so many MoE layers."""
+        return repeat_anomalies(self.repeats) + rank_anomalies(self.by_slot, num_layers, self._name_of)
+
+    def _name_of(self, slot: int) -> str:
+        return self.rank_names[slot] if self.rank_names else rank_name(slot, self.num_ranks)
+
+
+def tape_report(
+    layers: tuple[int, ...],
+    totals: LedgerTotals,
+    checked: CheckTotals,
+    sample: TapeSample | None,
+    sequences: Sequence[str] = (),
+    *,
+    num_experts: int,
+    per_layer: bool,
+    more_anomalies: Sequence[TapeAnomaly] = (),
+) -> TapeReport:
+    """Return the content of a step's tape, and its anomalies.
+
+    Args:
+        sample: Routes of a few sequences; None where nothing is known of training.
+        more_anomalies: Anomalies of rows that the totals do not count.
+    """
+    anomalies = [*more_anomalies, *row_anomalies(totals, layers), *checked.anomalies(len(layers))]
+    if sample is not None:
+        anomalies += find_anomalies(sample, num_experts, layers, sequences, totals.of_experts)
+    metrics = agreement_metrics(totals, layers, per_layer=per_layer) | checked.metrics()
+    if not anomalies:
+        anomalies += unexplained_disagreement(totals, layers)
+    if not anomalies:
+        metrics |= clear_differences(totals, layers)
+    metrics["routing/anomalies"] = float(len(anomalies))
+    return TapeReport(layers, totals, metrics, tuple(anomalies))

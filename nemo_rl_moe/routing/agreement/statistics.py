@@ -1,0 +1,322 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger of a routing tape: what its rows hold, and how far the routers that train agree with them.
+
+A tape has the experts of each token in each MoE layer as another pass chose them, such as the rollout. Everything is
+counted on the device and without a host synchronisation, in tensors of the same shape on every rank, which one
+collective adds up.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf, nan
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.agreement.row_kinds import MARGIN_EDGES, Row
+from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
+from nemo_rl_moe.routing.replay import RoutedTokens, TapeRoutes, all_of, in_planes, named_too, num_in_common
+from nemo_rl_moe.shapes import Bool, Float, Int
+
+_COMPARED, _DIFFERS = 1, 2
+_NARROW = MARGIN_EDGES.index(1e-2)
+
+
+def classify_rows(routes: TapeRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Row, Bool[Tensor, "*layers tokens"]]:
+    """Return the kinds of a tape's rows, as masks.
+
+    Args:
+        fed: Tokens that were fed to the model that chose these routes.
+    """
+    planes, unknown, in_range, usable, _ = routes
+    zero = all_of(planes == 0) & ~usable
+    return {
+        Row.EXPECTED: fed.expand_as(usable),
+        Row.USABLE: usable & fed,
+        Row.MISSING: unknown & fed,
+        Row.ZERO: zero & fed,
+        Row.DUPLICATED: in_range & ~usable & ~zero & fed,
+        Row.OUT_OF_RANGE: ~in_range & ~unknown & fed,
+        Row.UNEXPECTED: usable & ~fed,
+    }
+
+
+class TapeLedger:
+    """Counts of one step of training on one rank.
+
+    Args:
+        num_layers: MoE layers of the whole model; a rank fills those that it holds.
+        num_experts: Routed experts of a layer.
+
+    Attributes:
+        rows: A row for each MoE layer, a column for each `Row`.
+        tape_experts: How often the tape's usable rows name each expert, by layer.
+        live_experts: How often the routers would choose each, for the same tokens.
+        agreed_experts: How often they would choose an expert that the tape names, for the same token.
+        margins: Usable rows by class of the router's margin, `[layers, classes, 2]`: all, and those that differ.
+        tokens: Tokens of each microbatch, by its number: `_COMPARED` where a layer had a usable row, `_DIFFERS` where
+            the router of any would choose other experts.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, device: torch.device):
+        self._num_experts = num_experts
+        counted = {"dtype": torch.long, "device": device}
+        self.rows: Int[Tensor, "layers kinds"] = torch.zeros(num_layers, len(Row), **counted)  # type: ignore[call-overload]
+        self._experts = torch.zeros(3 * num_layers * num_experts, **counted)  # type: ignore[call-overload]
+        self.tape_experts, self.live_experts, self.agreed_experts = self._experts.view(3, num_layers, num_experts)
+        self.margins: Int[Tensor, "layers classes 2"] = torch.zeros(num_layers, len(MARGIN_EDGES) + 1, 2, **counted)  # type: ignore[call-overload]
+        self.tokens: dict[int, Int[Tensor, " tokens"]] = {}
+        self._edges = torch.tensor(MARGIN_EDGES, device=device)[:, None, None]
+        self._last_layers: Int[Tensor, " layers"] | None = None
+
+    def clear(self) -> None:
+        """Start anew."""
+        for counts in (self.rows, self._experts, self.margins):
+            counts.zero_()
+        self.tokens.clear()
+
+    def add(
+        self,
+        number: int | Mapping[int, int],
+        layers: Int[Tensor, " layers"],
+        routes: TapeRoutes,
+        fed: Bool[Tensor, " tokens"],
+        seen: Sequence[RoutedTokens],
+    ) -> Int[Tensor, "topk layers tokens"] | None:
+        """Add the forward pass of some layers over a microbatch, or over several, one behind the other.
+
+        Args:
+            number: Number of the microbatch in the step, the same on all pipeline stages; for several, with their
+                numbers of tokens.
+            layers: Positions of the MoE layers, of which a stage may have none.
+            routes: The tape's rows of these layers, of the tokens in the routers' order.
+            fed: Tokens that were fed to the model that made the tape.
+            seen: Choices of the layers' routers; none: the rows are counted and compared with nothing.
+
+        Returns:
+            What the routers would choose, `in_planes`; None where nothing is seen.
+        """
+        tokens = {number: len(fed)} if isinstance(number, int) else number
+        for each, count in tokens.items():
+            if each not in self.tokens:
+                self.tokens[each] = torch.zeros(count, dtype=torch.uint8, device=fed.device)
+        if not len(layers):
+            return None
+        self._find_places(layers)
+        kinds: dict[Row, Tensor] = dict(classify_rows(routes, fed))
+        usable, named = kinds[Row.USABLE], [routes.planes]
+        counts = [usable.view(torch.uint8).expand(routes.planes.shape)]
+        live = None
+        if seen:
+            live = in_planes(torch.stack([of_layer.live for of_layer in seen]).transpose(0, 1), self._num_experts)
+            agreed = named_too(routes.planes, live) * usable
+            kinds |= self._compare(tokens, layers, routes, live, agreed.sum(0, dtype=torch.uint8), usable, seen)
+            named += [live, routes.planes]
+            counts += [counts[0], agreed]
+        # What stands in a row that does not count is no place.
+        places = torch.stack(named).clamp_(0, self._num_experts - 1) + self._places_of_experts[: len(named)]
+        self._experts.scatter_add_(0, places.view(-1), torch.stack(counts).view(-1).long())
+        of_kinds = torch.stack([kinds[kind].view(torch.uint8) for kind in Row if kind in kinds])
+        # In 32 bits, which takes a twentieth of 64 on a CPU.
+        counted = of_kinds.sum(-1, dtype=torch.int32).long()
+        self.rows[:, : len(kinds)].index_add_(0, layers, counted.T)
+        return live
+
+    def _compare(
+        self,
+        tokens: Mapping[int, int],
+        layers: Int[Tensor, " layers"],
+        routes: TapeRoutes,
+        live: Int[Tensor, "topk layers tokens"],
+        slots: Int[Tensor, "layers tokens"],
+        usable: Bool[Tensor, "layers tokens"],
+        seen: Sequence[RoutedTokens],
+    ) -> dict[Row, Tensor]:
+        """Return the rows, and slots of each row, in which routers and tape agree; counts margins and tokens."""
+        live_same = taken_same = slots == len(live)
+        if any(of_layer.taken is not of_layer.live for of_layer in seen):
+            taken = in_planes(torch.stack([of_layer.taken for of_layer in seen]).transpose(0, 1), self._num_experts)
+            taken_same = (num_in_common(routes.planes, taken) == len(taken)) & usable
+        differs = usable & ~live_same
+        # The mark of the layer that tells most.
+        of_layers = torch.add(usable.view(torch.uint8), differs.view(torch.uint8), alpha=_DIFFERS)  # usable: _COMPARED
+        for number, marks in zip(tokens, of_layers.amax(0).split(list(tokens.values())), strict=True):
+            self.tokens[number] |= marks
+        if all(of_layer.margin is not None for of_layer in seen):
+            margin = torch.stack([of_layer.margin for of_layer in seen if of_layer.margin is not None])
+            self.margins.index_add_(0, layers, self._classes(margin, torch.stack([usable, differs])).permute(2, 0, 1))
+        return {Row.TAKEN_SAME: taken_same, Row.LIVE_SAME: live_same, Row.LIVE_SLOTS: slots}
+
+    def _classes(
+        self, margin: Float[Tensor, "layers tokens"], of_kinds: Bool[Tensor, "2 layers tokens"]
+    ) -> Int[Tensor, "classes 2 layers"]:
+        """Return the numbers of tokens by class of their margin: those above one edge less those above the next."""
+        above = ((margin > self._edges)[:, None] & of_kinds).sum(-1, dtype=torch.int32)
+        everywhere = of_kinds.sum(-1, dtype=torch.int32)[None]
+        return torch.cat([everywhere, above, torch.zeros_like(everywhere)]).diff(dim=0).neg_().long()
+
+    def _find_places(self, layers: Int[Tensor, " layers"]) -> None:
+        """Find where the counts of some layers' experts lie; those of the layers asked for last are known."""
+        if layers is self._last_layers:
+            return
+        self._last_layers = layers
+        # By the tape first, then by the routers, then by both.
+        of_kinds = torch.arange(3, device=layers.device)[:, None]
+        self._places_of_experts = ((of_kinds * len(self.rows) + layers) * self._num_experts)[:, None, :, None]
+
+    def reduced(self, stages: dist.ProcessGroup | None = None) -> "LedgerTotals":
+        """Return the sums over all ranks, in one collective, once stages of a pipeline have shared their tokens' marks.
+        Every rank calls it.
+
+        Args:
+            stages: The ranks that hold other layers of this rank's tokens; None: it holds all of them.
+        """
+        # One more than there are, so that no rank has nothing to share.
+        marks = torch.cat([self.rows.new_zeros(1).to(torch.uint8), *(self.tokens[key] for key in sorted(self.tokens))])
+        tells = True
+        if stages is not None and dist.get_world_size(stages) > 1:
+            # A token that differs is compared too, so that its mark is the largest of all stages'.
+            dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=stages)
+            tells = dist.get_rank(stages) == 0
+        # A mark is 0, that of what is compared, or with it that of what differs. In 32 bits as in `add`.
+        tokens = torch.stack([marks >= _COMPARED, marks >= _DIFFERS]).sum(1, dtype=torch.int32) * int(tells)
+        parts = [self.rows, self.tape_experts, self.live_experts, self.agreed_experts, self.margins, tokens]
+        return LedgerTotals(*(part.long() for part in sum_over_ranks(parts, self.rows.device)))
+
+
+@dataclass(frozen=True)
+class LedgerTotals:
+    """A step's counts over all ranks, on the host.
+
+    Attributes:
+        tokens: Number of tokens with a usable row in any layer, and of those for which any router would choose other
+            experts.
+        rows, tape_experts, live_experts, agreed_experts, margins: Counts as in `TapeLedger`.
+    """
+
+    rows: Int[Tensor, "layers kinds"]
+    tape_experts: Int[Tensor, "layers experts"]
+    live_experts: Int[Tensor, "layers experts"]
+    agreed_experts: Int[Tensor, "layers experts"]
+    margins: Int[Tensor, "layers classes 2"]
+    tokens: Int[Tensor, " 2"]
+
+    @property
+    def of_experts(self) -> Int[np.ndarray, "kinds layers experts"]:
+        """Return the counts of each expert in the captured routes, by the routers, and by both."""
+        return torch.stack([self.tape_experts, self.live_experts, self.agreed_experts]).numpy()
+
+    @property
+    def rows_differing(self) -> float:
+        """Share of usable rows whose set of experts the router would not choose; NaN without any."""
+        usable, same = (float(self.rows[:, kind].sum()) for kind in (Row.USABLE, Row.LIVE_SAME))
+        return 1 - same / usable if usable else nan
+
+    @property
+    def tokens_differing(self) -> float:
+        """Share of tokens of which any router would choose another set, of those with a usable row; NaN without any."""
+        compared, differing = self.tokens.tolist()
+        return differing / compared if compared else nan
+
+
+@dataclass(frozen=True)
+class TapeReport:
+    """Content of one step's tape, and agreement of the routers that train with it.
+
+    Attributes:
+        layers: Global indices of the MoE layers.
+        metrics: `agreement_metrics` and `routing/anomalies`.
+        anomalies: Rows that cannot be right.
+    """
+
+    layers: tuple[int, ...]
+    totals: LedgerTotals
+    metrics: dict[str, float]
+    anomalies: tuple[TapeAnomaly, ...]
+
+
+def slot_chance(totals: LedgerTotals) -> Float[Tensor, " layers"]:
+    """Return the share of a token's experts on which tape and router would agree if either chose for a token of its
+    own.
+
+    `sum_e a_e b_e / k`, with `a_e` and `b_e` the shares of tokens that have expert `e` on the tape and by the router:
+    what the experts' popularity alone makes them agree on. NaN in a layer without usable rows.
+    """
+    on_tape, live = (of.numpy().astype(np.float64) for of in (totals.tape_experts, totals.live_experts))
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy((on_tape * live).sum(1) / (totals.rows.numpy()[:, Row.USABLE] * on_tape.sum(1)))
+
+
+def agreement_metrics(totals: LedgerTotals, layers: tuple[int, ...], *, per_layer: bool) -> dict[str, float]:
+    """Return the metrics of the ledger, under `routing/`; empty where no row was expected.
+
+    `rows_*_share` are shares of the rows that were expected. `agreement` is the share of usable rows whose set of
+    experts the routers took, `live_agreement` of those that they would choose by themselves, `slot_agreement` the share
+    of single experts; `slot_kappa` is the last corrected for chance (Cohen's kappa, with `slot_chance`).
+    `narrow_margin_share` is the share of rows whose margin is at most 0.01, and `flip_margin_median` the upper bound of
+    the class (`MARGIN_EDGES`) that holds the median margin of the rows where tape and router differ, if there are any.
+    """
+    rows = totals.rows.double().tolist()
+    sums = [sum(of_kind) for of_kind in zip(*rows, strict=True)]
+    expected, usable = sums[Row.EXPECTED], sums[Row.USABLE]
+    if not expected:
+        return {}
+    kinds = (Row.USABLE, Row.MISSING, Row.ZERO, Row.DUPLICATED, Row.OUT_OF_RANGE)
+    metrics = {"routing/rows_expected": expected}
+    metrics |= {f"routing/rows_{kind.name.lower()}_share": sums[kind] / expected for kind in kinds}
+    metrics["routing/rows_unexpected"] = sums[Row.UNEXPECTED]
+    compared, differing = totals.tokens.tolist()
+    if not compared:
+        return metrics
+    slots_of_layers = totals.tape_experts.sum(1).tolist()
+    slots = sum(slots_of_layers)
+    slot_agreement = sums[Row.LIVE_SLOTS] / slots
+    by_chance = zip(slots_of_layers, slot_chance(totals).tolist(), strict=True)
+    chance = sum(of_layer * share for of_layer, share in by_chance if of_layer) / slots
+    metrics |= {
+        "routing/agreement": sums[Row.TAKEN_SAME] / usable,
+        "routing/live_agreement": sums[Row.LIVE_SAME] / usable,
+        "routing/tokens_differing_share": differing / compared,
+        "routing/slot_agreement": slot_agreement,
+        "routing/slot_kappa": (slot_agreement - chance) / (1 - chance) if chance < 1 else 1.0,
+    }
+    of_classes, differing_of_classes = totals.margins.sum(0).T.tolist()
+    metrics["routing/narrow_margin_share"] = sum(of_classes[: _NARROW + 1]) / usable
+    if any(differing_of_classes):
+        up_to_class = list(accumulate(differing_of_classes))
+        class_of_median = bisect_left(up_to_class, up_to_class[-1] / 2)
+        metrics["routing/flip_margin_median"] = (*MARGIN_EDGES, inf)[class_of_median]
+    if per_layer:
+        for layer, of_layer in zip(layers, rows, strict=True):
+            if of_layer[Row.USABLE]:
+                metrics[f"routing/live_agreement_layer_{layer}"] = of_layer[Row.LIVE_SAME] / of_layer[Row.USABLE]
+    return metrics
+
+
+_WRONG_ROWS = {
+    Row.ZERO: "hold expert 0 alone",
+    Row.DUPLICATED: "name an expert twice",
+    Row.OUT_OF_RANGE: "name experts that there are not",
+    Row.UNEXPECTED: "belong to padding or to the last token of a sequence",
+}
+
+
+def row_anomalies(totals: LedgerTotals, layers: Sequence[int]) -> list[TapeAnomaly]:
+    """Return the rows that hold what no router chooses; rows that are missing are none, as an engine may have been
+    lost.
+    """
+    found = []
+    by_kind = totals.rows.T.tolist()
+    for kind, words in _WRONG_ROWS.items():
+        if wrong := sum(by_kind[kind]):
+            numbers = [str(layer) for layer, count in zip(layers, by_kind[kind], strict=True) if count]
+            where = "all layers" if len(numbers) == len(layers) else f"layers {', '.join(numbers)}"
+            share = f"{wrong:,} of {sum(by_kind[Row.EXPECTED]):,} rows"
+            found.append(TapeAnomaly("rows", f"{share} {words}, in {where}"))
+    return found

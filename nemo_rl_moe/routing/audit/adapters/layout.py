@@ -1,0 +1,161 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One place where what frameworks write becomes sequences of a tape: padding, joins of prompt and response, rows of
+routes.
+
+Frameworks give what is of a token for the whole sequence or for its response alone; which of both, its length tells.
+What is not known is never filled in: log-probabilities of a prompt are NaN, routes that are missing -1. Rows that a
+framework has filled with zeros stay zeros: they cannot be told from routes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.routing.audit.adapters.inert_pickle import PickledArray
+from nemo_rl_moe.runs.folder.captured_sequences import EXPERTS, UNKNOWN, TapeSequence
+from nemo_rl_moe.shapes import Bool, Float, Int, Shaped
+
+_MOST_TOKENS = 2**24
+_FLOATS = ("rollout_logprobs", "training_logprobs", "advantages")
+
+
+def array(value: Any, where: str) -> Shaped[np.ndarray, "..."]:
+    """Return the numbers as an array, of a tensor, an array or nested lists.
+
+    Raises:
+        DataError: It is none of them.
+    """
+    if isinstance(value, PickledArray):
+        value = value.values
+    if isinstance(value, torch.Tensor):
+        value = (value.float() if value.dtype == torch.bfloat16 else value).detach().numpy()
+    try:
+        found = np.asarray(value)
+    except (ValueError, TypeError):
+        found = np.empty(0, dtype=object)
+    if found.dtype.kind not in "biuf":
+        raise DataError(f"{where}: got {type(value).__name__} of {found.dtype}, expected numbers, as many in every row")
+    return found
+
+
+def expert_rows(value: Any, length: int, where: str, *, first: int = 0) -> Int[np.ndarray, "tokens layers topk"]:
+    """Return the routes of a sequence, a row for each token, -1 in those that are missing.
+
+    Args:
+        value: Up to `length` rows, `[rows, layers, topk]`; the last token, which no engine feeds, may have none.
+        length: Tokens of the sequence.
+        first: Token of the first row.
+
+    Raises:
+        DataError: It has another shape, or numbers that are no experts.
+    """
+    rows = array(value, where)
+    if rows.ndim != 3 or not rows.shape[1] * rows.shape[2] or rows.dtype.kind == "f":
+        raise DataError(f"{where}: got {rows.dtype} {list(rows.shape)}, expected integers [tokens, layers, topk]")
+    if not 0 <= first <= first + len(rows) <= length <= _MOST_TOKENS:
+        raise DataError(f"{where}: got {len(rows)} rows from token {first} on, expected at most {length} tokens")
+    if len(rows) and (rows.max() > np.iinfo(np.int16).max or rows.min() < np.iinfo(np.int16).min):
+        raise DataError(f"{where}: got the expert {rows.max()}, expected at most {np.iinfo(np.int16).max}")
+    found = np.full((length, *rows.shape[1:]), UNKNOWN, dtype=np.int16)
+    found[first : first + len(rows)] = rows
+    return found
+
+
+def sequence(
+    name: str, where: str, length: int, prompt_length: int | None, reward: Any = None, **columns: Any
+) -> TapeSequence:
+    """Return a sequence of a tape.
+
+    Args:
+        prompt_length: Tokens before the response; None: not known, then everything covers the whole sequence.
+        reward: A number; anything else is left out.
+        columns: Columns by name, of the whole sequence or of the response; None: there is none.
+
+    Raises:
+        DataError: A column has another length, or the sequence has no token or far too many.
+    """
+    if not 0 < length <= _MOST_TOKENS or not 0 <= (prompt_length or 0) <= length:
+        raise DataError(
+            f"{where}: got {prompt_length} tokens of a prompt and {length} in all, expected 1 to {_MOST_TOKENS}"
+        )
+    found: dict[str, np.ndarray] = {}
+    for column, value in columns.items():
+        if value is None:
+            continue
+        place = f"{where}: {column}"
+        if column in EXPERTS:
+            found[column] = expert_rows(value, length, place)
+            continue
+        values = array(value, place)
+        rows = [length] if prompt_length is None else [length, length - prompt_length]
+        if len(values) not in rows:
+            raise DataError(f"{place}: got {len(values)} values, expected {' or '.join(map(str, rows))}")
+        if len(values) < length:
+            values = _after_prompt(values, length, column)
+        found[column] = values.astype(np.float32) if column in _FLOATS else values
+    if "loss_mask" in found:
+        found["loss_mask"] = found["loss_mask"].astype(bool)
+    elif prompt_length:
+        found["loss_mask"] = np.arange(length) >= prompt_length
+    if isinstance(reward, torch.Tensor | np.generic) and np.ndim(reward) == 0:
+        reward = reward.item()
+    is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+    return TapeSequence(name, length, found, float(reward) if is_number else None)
+
+
+def _after_prompt(
+    values: Shaped[np.ndarray, "response ..."], length: int, column: str
+) -> Shaped[np.ndarray, "tokens ..."]:
+    unknown = np.nan if column in _FLOATS else 0
+    whole = np.full((length, *values.shape[1:]), unknown, dtype=np.float32 if column in _FLOATS else values.dtype)
+    whole[length - len(values) :] = values
+    return whole
+
+
+def real_tokens(mask: Any, where: str) -> Bool[np.ndarray, "sequences tokens"]:
+    """Return the tokens of a padded batch that are none of its padding.
+
+    Raises:
+        DataError: A sequence is empty, or padding stands in its middle.
+    """
+    found: np.ndarray = array(mask, where).astype(bool)
+    starts = found & ~np.pad(found, ((0, 0), (1, 0)))[:, :-1] if found.ndim == 2 else found
+    if found.ndim != 2 or (starts.sum(1) != 1).any():
+        raise DataError(f"{where}: got {list(found.shape)}, expected [sequences, tokens] with 1 in one block of each")
+    return found
+
+
+def padded_column(
+    batch: Mapping[str, Any], field: str, shape: tuple[int, int], where: str
+) -> Shaped[np.ndarray, "sequences tokens ..."] | None:
+    """Return a field of a padded batch on the axis of all its tokens; None where it is missing.
+
+    Args:
+        field: Covers whole sequences, or responses, which stand at the end; a mask has 0 before them.
+
+    Raises:
+        DataError: It is of other sequences, or longer.
+    """
+    value = batch.get(field)
+    if value is None:
+        return None
+    values = array(value, f"{where}: {field}")
+    if values.ndim < 2 or values.shape[0] != shape[0] or values.shape[1] > shape[1]:
+        raise DataError(
+            f"{where}: {field}: got {list(values.shape)}, expected {shape[0]} rows of at most {shape[1]} tokens"
+        )
+    missing = shape[1] - values.shape[1]
+    if not missing:
+        return values
+    known = field.endswith("mask") or values.dtype.kind != "f"
+    before = np.full((shape[0], missing, *values.shape[2:]), 0 if known else np.nan, dtype=values.dtype)
+    return np.concatenate([before, values], axis=1)
+
+
+def token_rewards(value: Float[np.ndarray, "tokens"] | None) -> float | None:
+    """Return the reward of a sequence, of what each token earned; NaN, where nothing is known, counts nothing."""
+    return None if value is None else float(np.nansum(value))

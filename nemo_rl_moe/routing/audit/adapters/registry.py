@@ -1,0 +1,117 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The formats that are read, how a file's own is recognised, and what lies in a folder."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.routing.audit.adapters import nemo_rl, prime_rl, router_logits, sglang, skyrl, slime, verl, vllm
+from nemo_rl_moe.routing.audit.adapters.inert_pickle import read_pickle
+from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
+from nemo_rl_moe.runs.folder.captured_sequences import TapeSequence
+
+_Read = Callable[[Any, str, RouterShape | None], Iterator[TapeSequence]]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Reader of one format; `read` raises a DataError where a field is missing or does not fit the others."""
+
+    made_by: str
+    claims: Callable[[Any], bool]
+    read: _Read
+
+
+ADAPTERS: Mapping[str, Adapter] = {
+    "transformers": Adapter("router logits of transformers", router_logits.claims, router_logits.read),
+    "slime": Adapter("slime or miles", slime.claims, slime.read),
+    "skyrl": Adapter("SkyRL", skyrl.claims, skyrl.read),
+    "nemo-rl": Adapter("NeMo-RL", nemo_rl.claims, nemo_rl.read),
+    "verl": Adapter("verl", verl.claims, verl.read),
+    "prime-rl": Adapter("prime-rl", prime_rl.claims, prime_rl.read),
+    "sglang": Adapter("SGLang", sglang.claims, sglang.read),
+    "vllm": Adapter("vLLM", vllm.claims, vllm.read),
+}
+"""By the name that `--format` takes, in the order in which they are asked. miles writes slime's format."""
+
+
+def load(path: Path) -> Any:
+    """Return the content of a file: JSON, JSON lines, a pickle or `torch.save` file, safetensors, or MessagePack.
+
+    Raises:
+        DataError: It is none of them, is damaged, or names code.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    if head.startswith((b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        return read_pickle(path.read_bytes(), str(path))
+    try:
+        if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size:
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        if head.lstrip()[:1] in (b"{", b"["):
+            return _json(path)
+        if head and (0x90 <= head[0] <= 0x9F or head[0] in (0xDC, 0xDD)):
+            import msgpack
+
+            return msgpack.unpackb(path.read_bytes())
+    except Exception as error:  # each library has its own
+        raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
+    raise DataError(f"{path}: is neither JSON nor a pickle, a torch.save, safetensors or MessagePack file")
+
+
+def _json(path: Path) -> Any:
+    """Return a JSON value, or a list of those of each line."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        found = json.loads(text)
+        return [found] if path.suffix == ".jsonl" and isinstance(found, dict) else found
+    except json.JSONDecodeError:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def recognised(content: Any) -> str | None:
+    """Return the name of the format of a file's content; None for none that is known."""
+    return next((name for name, adapter in ADAPTERS.items() if adapter.claims(content)), None)
+
+
+_SUFFIXES = (".pkl", ".pt", ".pth", ".dp", ".json", ".jsonl", ".bin", ".safetensors")
+_LEFT_OUT = ("eval_", "val_", ".")
+
+
+def files_by_step(path: Path) -> dict[int, list[Path]]:
+    """Find the files below a folder, or one file, by the step in its name or its folder's, in the order of
+    the steps.
+
+    The step is the number behind "step", or the first number, of the file's name, or else of its folder's; 0 where
+    there is none. Files of evaluations are left out.
+    """
+    files = [path]
+    if path.is_dir():
+        found = (file for file in sorted(path.rglob("*")) if file.suffix in _SUFFIXES and file.is_file())
+        files = [
+            file
+            for file in found
+            if not file.name.startswith(_LEFT_OUT) and file.name not in ("config.json", "meta.json")
+        ]
+    steps: dict[int, list[Path]] = {}
+    for file in files:
+        steps.setdefault(_step_of(file), []).append(file)
+    return dict(sorted(steps.items()))
+
+
+def _step_of(path: Path) -> int:
+    for pattern in (r"step[_-]?(\d+)", r"(\d+)"):
+        for text in (path.stem, path.parent.name):
+            if (match := re.search(pattern, text)) is not None:
+                return int(match.group(1))
+    return 0

@@ -1,0 +1,76 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face transformers: router logits of a forward pass (`output_router_logits=True`), by layer.
+
+Layout: a `torch.save` or safetensors file with `input_ids` and, where they are padded, `attention_mask`
+`[sequences, tokens]`, and the model's `router_logits`: a tuple of `[sequences x tokens, experts]` as transformers 5.19
+gives it (`modeling_outputs.py`), one for each layer with experts; in safetensors `router_logits.0`, `.1`, ... Optional
+`logprobs` `[sequences, tokens]`, of each token given those before it. The experts are those of the `topk` largest
+logits; margins are differences of their softmax. They are the routes of the training's side.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.routing.audit.adapters.layout import array, padded_column, real_tokens, sequence
+from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
+from nemo_rl_moe.runs.folder.captured_sequences import TapeSequence
+
+_PREFIX = "router_logits."
+
+
+def claims(content: Any) -> bool:
+    """Return True for router logits beside token ids."""
+    return isinstance(content, dict) and "input_ids" in content and bool(_logits(content))
+
+
+def _logits(content: Mapping[str, Any]) -> list[Any]:
+    if isinstance(content.get("router_logits"), list | tuple):
+        return list(content["router_logits"])
+    names = [name for name in content if isinstance(name, str) and name.startswith(_PREFIX)]
+    return [content[name] for name in sorted(names, key=lambda name: (len(name), name))]
+
+
+def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
+    """Yield the sequences of a file.
+
+    Raises:
+        DataError: A field does not fit the others, or the model's experts are not those of its largest logits.
+    """
+    if model is None:
+        raise DataError(f"{where}: router_logits: how many experts a token has is not in it; --model DIR tells")
+    if not model.plain_topk:
+        raise DataError(
+            f"{where}: router_logits: routers of {model.family} may choose by more than their largest logits"
+        )
+    tokens = array(content["input_ids"], f"{where}: input_ids")
+    real = real_tokens(content.get("attention_mask", np.ones_like(tokens)), f"{where}: attention_mask")
+    layers = [array(logits, f"{where}: router_logits") for logits in _logits(content)]
+    expected = (tokens.size, model.num_experts)
+    if real.shape != tokens.shape or any(logits.size != expected[0] * expected[1] for logits in layers):
+        shapes = [list(logits.shape) for logits in layers[:4]]
+        raise DataError(f"{where}: router_logits: got {shapes}, expected {list(expected)} of each layer with experts")
+    stacked = torch.from_numpy(np.stack([logits.astype(np.float32).reshape(*tokens.shape, -1) for logits in layers], 2))
+    best = stacked.softmax(-1).topk(min(model.topk + 1, model.num_experts), dim=-1)
+    experts = best.indices[..., : model.topk].numpy()
+    margins = (
+        (best.values[..., model.topk - 1] - best.values[..., model.topk]).numpy()
+        if model.topk < model.num_experts
+        else None
+    )
+    logprobs = padded_column(content, "logprobs", (tokens.shape[0], tokens.shape[1]), where)
+    for number, mask in enumerate(real):
+        yield sequence(
+            str(number),
+            f"{where}: sequence {number}",
+            int(mask.sum()),
+            None,
+            token_ids=tokens[number][mask],
+            training_experts=experts[number][mask],
+            margins=None if margins is None else margins[number][mask],
+            training_logprobs=None if logprobs is None else logprobs[number][mask],
+        )

@@ -1,0 +1,79 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang: responses of `/generate`, saved as JSON.
+
+Layout of SGLang 0.5.16, as `slime/utils/types.py` (0.3.1) and `miles/rollout/sglang_rollout.py` read it, and by its
+pull requests: `meta_info.routed_experts` is base64 of int32, a row less than there are tokens, dense layers as slots,
+without a shape; `routed_experts_start_len` rows before them were not asked for. The prompt's ids stand in
+`input_token_logprobs` (`return_logprob`, `logprob_start_len=0`), or in `input_ids` if they were saved beside.
+"""
+
+import base64
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.routing.audit.adapters.layout import array, expert_rows, sequence
+from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
+from nemo_rl_moe.runs.folder.captured_sequences import TapeSequence
+
+
+def claims(content: Any) -> bool:
+    """Return True for responses with `meta_info`."""
+    first = content[0] if isinstance(content, list) and content else content
+    return isinstance(first, dict) and isinstance(first.get("meta_info"), dict)
+
+
+def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
+    """Yield the sequences of a file.
+
+    Raises:
+        DataError: A field is missing or does not fit the others, or the routes' shape is not known.
+    """
+    for number, response in enumerate(content if isinstance(content, list) else [content]):
+        place = f"{where}: response {number}"
+        if not claims(response):
+            raise DataError(f"{place}: meta_info: missing, expected an object")
+        meta = response["meta_info"]
+        drawn = [entry[:2] for entry in meta.get("output_token_logprobs") or ()]
+        tokens = response.get("output_ids") or [token for _, token in drawn]
+        prompt = response.get("input_ids") or [entry[1] for entry in meta.get("input_token_logprobs") or ()]
+        num_prompt, num_drawn = (
+            int(meta.get("prompt_tokens", len(prompt))),
+            int(meta.get("completion_tokens", len(tokens))),
+        )
+        length = num_prompt + num_drawn
+        whole = len(prompt) == num_prompt and len(tokens) == num_drawn
+        yield sequence(
+            str(number),
+            place,
+            length,
+            num_prompt,
+            token_ids=[*prompt, *tokens] if whole else None,
+            rollout_experts=_routes(meta, length, model, f"{place}: meta_info.routed_experts"),
+            rollout_logprobs=[logprob for logprob, _ in drawn] or None,
+        )
+
+
+def _routes(meta: Mapping[str, Any], length: int, model: RouterShape | None, place: str) -> np.ndarray | None:
+    value, first = meta.get("routed_experts"), int(meta.get("routed_experts_start_len") or 0)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if model is None:
+            raise DataError(f"{place}: has no shape; --model DIR (its config.json) tells layers and experts of a token")
+        try:
+            numbers = np.frombuffer(base64.b64decode(value, validate=True), dtype=np.int32)
+        except ValueError as error:
+            raise DataError(f"{place}: no base64 of int32: {error}") from error
+        rows, topk = max(length - 1 - first, 0), model.topk
+        layers = next((n for n in (model.num_layers, len(model.moe_layers)) if numbers.size == rows * n * topk), None)
+        if layers is None:
+            raise DataError(
+                f"{place}: got {numbers.size} numbers, expected {rows} rows of {model.num_layers} layers, or of the"
+                f" {len(model.moe_layers)} with experts, and {topk} experts"
+            )
+        value = numbers.reshape(rows, layers, topk)
+    return expert_rows(array(value, place), length, place, first=first)

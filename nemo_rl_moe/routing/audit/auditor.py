@@ -1,0 +1,303 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The audit of one step of a tape: ledger, agreement, identity, load balance and mismatch, from what is there.
+
+Rows are taken a few sequences at a time, so that a step may be larger than memory.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nemo_rl_moe.metrics import with_prefix
+from nemo_rl_moe.routing.agreement.rank_rows import SLOTS, rows_by_rank
+from nemo_rl_moe.routing.agreement.repeated_rows import RepeatedRows
+from nemo_rl_moe.routing.agreement.report import CheckTotals, tape_report
+from nemo_rl_moe.routing.agreement.route_identity import TapeSample, layer_overlap
+from nemo_rl_moe.routing.agreement.statistics import Row, TapeLedger, TapeReport, row_anomalies
+from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
+from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+from nemo_rl_moe.routing.metrics.mismatch_split import gap_metrics, split_gap, split_metrics
+from nemo_rl_moe.routing.replay import RoutedTokens, TapeRoutes
+from nemo_rl_moe.runs.folder.captured_sequences import LOGPROBS, UNKNOWN, TapeDescription, TapeRows
+from nemo_rl_moe.shapes import Float, Int
+
+_TOKENS_AT_A_TIME = 4096
+_SAMPLED_SEQUENCES, _SAMPLED_TOKENS = 16, 48
+_OF_TOKENS = (*LOGPROBS, "advantages")
+
+
+@dataclass(frozen=True)
+class AuditedStep:
+    """Audit of one step.
+
+    Attributes:
+        metrics: Names as a run of this project logs them, without `train/`.
+        report: Report of the rollout's routes; None without any.
+        rollout_load: Assignments of each layer's experts in the rollout; None without routes.
+        training_load: Assignments in training.
+        layer_overlap: Of a sample, the share of the rollout's experts in one layer that training would choose in
+            another; None where one of the two is missing.
+        columns: Columns that all its sequences have.
+    """
+
+    step: int
+    num_sequences: int
+    num_tokens: int
+    metrics: Mapping[str, float]
+    report: TapeReport | None
+    rollout_load: Int[np.ndarray, "layers experts"] | None
+    training_load: Int[np.ndarray, "layers experts"] | None
+    layer_overlap: Float[np.ndarray, "layers layers"] | None = None
+    columns: frozenset[str] = field(default_factory=frozenset)
+
+
+def audit_step(
+    description: TapeDescription, step: int, parts: Iterable[TapeRows], writers: Sequence[str] = ()
+) -> AuditedStep:
+    """Audit of one step.
+
+    Args:
+        parts: Its sequences, a few at a time.
+        writers: Writers of all rows, in order; without them, rows of one writer are not compared with those of others.
+    """
+    audit = _StepAudit(description, writers)
+    for part in parts:
+        audit.add(part)
+    return audit.finished(step)
+
+
+def names_of_slots(writers: Sequence[str]) -> list[str]:
+    """Return the names of the writers whose rows are counted together, for texts."""
+    return [f"the writer {' or '.join(writers[slot::SLOTS])}" for slot in range(min(len(writers), SLOTS))]
+
+
+class _StepAudit:
+    """Sums over the sequences of one step."""
+
+    def __init__(self, description: TapeDescription, writers: Sequence[str]):
+        self._description, self._writers = description, writers
+        device = torch.device("cpu")
+        shape = (len(description.layers), description.num_experts)
+        self._layers = torch.arange(len(description.layers))
+        # Of sequences that training has, and of others, which would pass for such that it routes otherwise.
+        self._ledger, self._alone = TapeLedger(*shape, device), TapeLedger(*shape, device)
+        self._repeated = TapeLedger(*shape, device)
+        self._repeats = RepeatedRows(device)
+        self._by_slot, self._alone_by_slot = (rows_by_rank(self._ledger.rows, 0) for _ in range(2))
+        self._loads = {name: np.zeros(shape, dtype=np.int64) for name in ("rollout_experts", "training_experts")}
+        self._values: dict[str, list[Float[np.ndarray, " tokens"]]] = {name: [] for name in _OF_TOKENS}
+        self._noise_gaps: list[Float[np.ndarray, " tokens"]] = []
+        self._sampled: list[tuple[str, np.ndarray, np.ndarray]] = []
+        self._rewards: list[np.ndarray] = []
+        self._columns: set[str] | None = None
+        self._num_sequences = self._num_tokens = self._num_passes = 0
+
+    def add(self, rows: TapeRows) -> None:
+        """Add some sequences."""
+        self._num_sequences += len(rows.lengths)
+        self._num_tokens += int(rows.lengths.sum())
+        self._columns = set(rows.columns) if self._columns is None else self._columns & set(rows.columns)
+        if rows.rewards is not None:
+            self._rewards.append(rows.rewards)
+        ends = rows.lengths.cumsum()
+        fed = np.ones(int(ends[-1]), dtype=bool)
+        fed[ends - 1] = False
+        tape, live = rows.columns.get("rollout_experts"), rows.columns.get("training_experts")
+        if tape is not None:
+            self._count_load("rollout_experts", tape[fed])  # some write a row of zeros for the last token
+        if live is not None:
+            self._count_load("training_experts", live)
+        if tape is not None:
+            ledger, by_slot = (self._ledger, self._by_slot) if live is not None else (self._alone, self._alone_by_slot)
+            before = ledger.rows.clone()
+            self._compare(ledger, tape, live, rows.columns.get("margins"), fed)
+            slot = self._writers.index(rows.writer) if rows.writer in self._writers else 0
+            by_slot += rows_by_rank(ledger.rows - before, slot)
+            if live is not None:
+                self._count_repeats(tape, live, fed, ends - rows.lengths)
+                self._sample(rows, tape, live)
+        if live is not None and (again := rows.columns.get("repeated_experts")) is not None:
+            self._compare(self._repeated, again, live, None, fed)
+        trained = rows.columns.get("loss_mask", np.ones(len(fed), dtype=bool)).copy()
+        trained[ends - rows.lengths] = False  # nothing comes before a first token
+        for name in _OF_TOKENS:
+            if name in rows.columns:
+                self._values[name].append(rows.columns[name][trained])
+        if (again := rows.columns.get("repeated_logprobs")) is not None and "training_logprobs" in rows.columns:
+            # A part of the sequences may do for a noise floor.
+            gap = again.astype(np.float64) - rows.columns["training_logprobs"]
+            self._noise_gaps.append(gap[trained])
+
+    def finished(self, step: int) -> AuditedStep:
+        """Return the audit of what was added; in a job of several processes by all of them, and a collective."""
+        self._add_up_processes()
+        layers = self._description.layers
+        totals, alone = self._ledger.reduced(), self._alone.reduced()
+        by_slot, more = self._by_slot, row_anomalies(alone, layers)
+        is_compared = bool(totals.rows.any())
+        if not is_compared:
+            totals, by_slot, more = alone, self._alone_by_slot, []
+        metrics: dict[str, float] = {}
+        report = overlap = None
+        if totals.rows[:, Row.EXPECTED].any():
+            num_experts = self._description.num_experts
+            sample = self._tape_sample() if self._sampled else None
+            names = [name for name, _, _ in self._sampled]
+            checked = CheckTotals(
+                self._repeats.counts,
+                by_slot,
+                num_ranks=len(self._writers),
+                is_exact=self._description.is_exact and is_compared,
+                rank_names=names_of_slots(self._writers),
+            )
+            report = tape_report(
+                layers, totals, checked, sample, names, num_experts=num_experts, per_layer=True, more_anomalies=more
+            )
+            overlap = None if sample is None else layer_overlap(sample, num_experts)
+            metrics |= with_prefix("moe", report.metrics)
+        metrics |= with_prefix("moe", self._noise()) | with_prefix("moe", self._split())
+        if self._rewards:
+            metrics["reward"] = float(np.concatenate(self._rewards).mean())
+        if (advantages := self._of_all("advantages")) is not None:
+            metrics |= {"advantages/min": float(advantages.min()), "advantages/max": float(advantages.max())}
+        loads = {name: counts if counts.any() else None for name, counts in self._loads.items()}
+        for name, prefix in (("training_experts", "moe"), ("rollout_experts", "rollout_moe")):
+            if (counts := loads[name]) is not None:
+                load = ExpertLoad(layers, torch.from_numpy(counts))
+                metrics |= with_prefix(prefix, load_balance_metrics(load, router_topk=self._description.topk))
+        return AuditedStep(
+            step,
+            self._num_sequences,
+            self._num_tokens,
+            metrics,
+            report,
+            loads["rollout_experts"],
+            loads["training_experts"],
+            overlap,
+            frozenset(self._columns or ()),
+        )
+
+    def _add_up_processes(self) -> None:
+        """Counts of all processes in each, and the sampled sequences of the first ones; values of tokens stay apart."""
+        if not dist.is_initialized() or (size := dist.get_world_size()) == 1:
+            return
+        names = list(self._loads)
+        parts = [torch.tensor([self._num_sequences, self._num_tokens]), self._repeats.counts]
+        parts += [self._by_slot, self._alone_by_slot, *(torch.from_numpy(self._loads[name]) for name in names)]
+        sums = [part.long() for part in sum_over_ranks(parts, torch.device("cpu"))]
+        numbers, self._repeats.counts, self._by_slot, self._alone_by_slot, *loads = sums
+        self._num_sequences, self._num_tokens = numbers.tolist()
+        self._loads = {name: load.numpy() for name, load in zip(names, loads, strict=True)}
+        everyone: list[Any] = [None] * size
+        dist.all_gather_object(everyone, self._sampled[: max(_SAMPLED_SEQUENCES // size, 1)])
+        self._sampled = [window for of_process in everyone for window in of_process][:_SAMPLED_SEQUENCES]
+
+    def _count_load(self, name: str, experts: Int[np.ndarray, "tokens layers topk"]) -> None:
+        num_layers, num_experts = self._loads[name].shape
+        for layer in range(num_layers):
+            numbers = experts[:, layer].reshape(-1)
+            known = numbers[(numbers >= 0) & (numbers < num_experts)]
+            self._loads[name][layer] += np.bincount(known, minlength=num_experts)
+
+    def _compare(
+        self,
+        ledger: TapeLedger,
+        tape: Int[np.ndarray, "tokens layers topk"],
+        live: Int[np.ndarray, "tokens layers topk"] | None,
+        margins: Float[np.ndarray, "tokens layers"] | None,
+        fed: np.ndarray,
+    ) -> None:
+        for first in range(0, len(tape), _TOKENS_AT_A_TIME):
+            chosen = slice(first, first + _TOKENS_AT_A_TIME)
+            of_tokens, routes = torch.from_numpy(fed[chosen]), tape[chosen].copy()
+            seen: list[RoutedTokens] = []
+            if live is not None:
+                # A token of which training knows nothing is compared with nothing, and its row is not one of padding.
+                unknown = (live[chosen] == UNKNOWN).any((1, 2))
+                routes[unknown & fed[chosen]] = UNKNOWN
+                of_tokens = of_tokens & torch.from_numpy(~unknown)
+                margin = None if margins is None else torch.from_numpy(margins[chosen].copy())
+                # Experts that there are not agree with nothing.
+                is_expert = (live[chosen] >= 0) & (live[chosen] < self._description.num_experts)
+                named = torch.from_numpy(np.where(is_expert, live[chosen], UNKNOWN))
+                seen = [
+                    RoutedTokens(experts, experts, None if margin is None else margin[:, layer])
+                    for layer, experts in enumerate(named.unbind(1))
+                ]
+            ledger.add(self._num_passes, self._layers, self._rows(routes), of_tokens, seen)
+            self._num_passes += 1
+
+    def _count_repeats(
+        self,
+        tape: Int[np.ndarray, "tokens layers topk"],
+        live: Int[np.ndarray, "tokens layers topk"],
+        fed: np.ndarray,
+        starts: Int[np.ndarray, " sequences"],
+    ) -> None:
+        known = (live != UNKNOWN).all((1, 2))
+        follows = known.copy()
+        follows[1:] &= known[:-1]
+        follows[starts] = False
+        for first in range(0, len(tape), _TOKENS_AT_A_TIME):
+            chosen = slice(first, first + _TOKENS_AT_A_TIME)
+            self._repeats.add(
+                self._rows(tape[chosen].copy()),
+                self._rows(live[chosen].copy()).planes,
+                torch.from_numpy(fed[chosen] & known[chosen]),
+                1,
+                torch.from_numpy(follows[chosen]),
+            )
+
+    def _rows(self, routes: Int[np.ndarray, "tokens layers topk"]) -> TapeRoutes:
+        return TapeRoutes.of(torch.from_numpy(routes), self._description.num_experts)
+
+    def _sample(self, rows: TapeRows, tape: np.ndarray, live: np.ndarray) -> None:
+        ends = rows.lengths.cumsum()
+        for name, length, end in zip(rows.names, rows.lengths.tolist(), ends.tolist(), strict=True):
+            if len(self._sampled) == _SAMPLED_SEQUENCES:
+                return
+            window = slice(max(end - length, end - 1 - _SAMPLED_TOKENS), end - 1)
+            self._sampled.append((name, tape[window], live[window]))
+
+    def _tape_sample(self) -> TapeSample:
+        shape = (len(self._sampled), _SAMPLED_TOKENS, len(self._description.layers), self._description.topk)
+        both = np.full((2, *shape), UNKNOWN, dtype=np.int16)
+        for number, (_, *windows) in enumerate(self._sampled):
+            for kind, window in enumerate(windows):
+                both[kind, number, : len(window)] = window
+        return TapeSample(tape=both[0], live=both[1])
+
+    def _noise(self) -> dict[str, float]:
+        totals = self._repeated.reduced()
+        found = {}
+        if totals.tokens[0]:
+            found["rows_differing_trainer"] = totals.rows_differing
+            found["tokens_differing_trainer"] = totals.tokens_differing
+        gaps = np.concatenate(self._noise_gaps) if self._noise_gaps else np.zeros(0)
+        if len(gaps):
+            gap = gap_metrics(gaps)
+            found |= {f"{name}_trainer": gap[name] for name in ("mean_abs", "max_abs", "kl")}
+        return with_prefix("routing_noise", found)
+
+    def _split(self) -> dict[str, float]:
+        generation, training = self._of_all("rollout_logprobs"), self._of_all("training_logprobs")
+        if generation is None or training is None:
+            return {}
+        replayed = self._of_all("replayed_logprobs")
+        if replayed is None:
+            parts = {"total": training.astype(np.float64) - generation}
+        else:
+            parts = split_gap(generation, replayed, training)
+        return with_prefix("routing_split", split_metrics(parts) | {"tokens": float(len(training))})
+
+    def _of_all(self, name: str) -> Float[np.ndarray, " tokens"] | None:
+        """Return a column of the trained tokens, where all sequences have it."""
+        found = self._values[name]
+        joined = np.concatenate(found) if found and name in (self._columns or ()) else None
+        return joined if joined is not None and len(joined) else None

@@ -1,0 +1,163 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-rl-moe audit`: what the routes of an RL run hold, whoever trained it, and what of it cannot be right."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl_moe.atomic_writes import write_whole
+from nemo_rl_moe.errors import DataError, RoutesAuditError, printable
+
+if TYPE_CHECKING:
+    # The command line starts without torch.
+    from nemo_rl_moe.routing.audit.audited_run import AuditedRun
+    from nemo_rl_moe.routing.audit.sources import Source
+
+SUMMARY = "check the routed experts of an RL run, of any trainer: ledger, agreement, load balance, mismatch, findings"
+EXAMPLES = """\
+A tape folder holds token ids, routed experts and log-probabilities of a run's sequences, step by step; docs/audit.md
+describes it, and which files of other frameworks are read: verl, slime, miles, NeMo-RL, prime-rl, SkyRL, vLLM, SGLang,
+transformers. Nothing in a file is run. PATH alone is needed: what it holds tells its format.
+
+examples:
+  nemo-rl-moe audit my_run/tape                 a tape folder, or the folder of a run of this project with one
+  nemo-rl-moe audit dump/rollout_data --model Qwen3-30B-A3B
+  nemo-rl-moe audit dump/rollout_data --model Qwen3-30B-A3B --training router_logits --write-tape my_run/tape
+  nemo-rl-moe audit my_run/tape --html audit.html --json audit.json
+  nemo-rl-moe audit my_run/tape --steps 10:20
+  nemo-rl-moe audit my_run/tape --against yesterdays_run/tape
+
+exit code: 0 nothing is wrong; 1 routes cannot be right, each told in a line; 2 there is nothing that can be read
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("tapes", nargs="+", type=Path, metavar="PATH", help="a tape folder, or a framework's files")
+    parser.add_argument(
+        "--format",
+        default="auto",
+        metavar="NAME",
+        help="of the files: tape, verl, slime (and miles), "
+        "nemo-rl, prime-rl, skyrl, vllm, sglang, transformers; auto, the default: by what they hold",
+    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="the model's folder or config.json: layers, experts")
+    parser.add_argument(
+        "--training", type=Path, metavar="PATH", help="files with the training's routes of the same tokens"
+    )
+    parser.add_argument(
+        "--against", type=Path, metavar="OTHER", help="compare with this: another engine or remedy, another day"
+    )
+    parser.add_argument("--write-tape", type=Path, metavar="DIR", help="write what was read as a tape folder too")
+    parser.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="only these steps; either may be left out")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="one HTML file about all of it; opens from disk, without a network"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="everything as JSON; - for standard output alone")
+
+
+def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
+    """Audit each run, and print the findings.
+
+    Args:
+        more: Paths that follow an option.
+
+    Raises:
+        DataError: Nothing can be read there, or a file cannot be read.
+        RoutesAuditError: Routes cannot be right.
+    """
+    from nemo_rl_moe.routing.audit.adapters.router_shape import read_router_shape
+    from nemo_rl_moe.routing.audit.comparison import compared, comparison_json, comparison_lines, distance_lines
+    from nemo_rl_moe.routing.audit.page import write_audit_page
+    from nemo_rl_moe.routing.audit.sources import AUTO, FORMATS, open_source
+    from nemo_rl_moe.routing.audit.summary import as_json, lines_of, problems_of
+    from nemo_rl_moe.runs.folder.capture_folder import DESCRIPTION_FILE
+    from nemo_rl_moe.runs.report.command import check_output
+
+    paths = [*options.tapes, *map(Path, more)]
+    if options.write_tape is not None and len(paths) > 1:
+        raise DataError(
+            f"--write-tape {options.write_tape}: got {len(paths)} paths, expected one: a tape is of one run"
+        )
+    if options.against is not None and len(paths) > 1:
+        raise DataError(f"--against {options.against}: got {len(paths)} paths, expected one to compare with it")
+    if options.format not in FORMATS:
+        raise DataError(f"--format: got {options.format!r}, expected one of {', '.join(FORMATS)}")
+    model = None if options.model is None else read_router_shape(options.model)
+    only_json = options.json is not None and str(options.json) == "-"
+    quiet = only_json or not sys.stderr.isatty()
+    if options.html is not None:
+        check_output(options.html, "--html")
+    found, sources = [], []
+    for path in [*paths, *([] if options.against is None else [options.against])]:
+        is_other = path is options.against
+        # The page says to give OTHER as a tape, whatever PATH is.
+        kind = AUTO if is_other and (path / DESCRIPTION_FILE).is_file() else options.format
+        source = open_source(path, kind, model, None if is_other else options.training, options.steps)
+        found.append(_audited(path, source, None if is_other else options.write_tape, quiet=quiet))
+        sources.append(source)
+        if not only_json:
+            print(printable("\n".join(lines_of(found[-1]))), flush=True)
+    comparison = None
+    if options.against is not None:
+        comparison = compared(found[0], sources[0], found[1], sources[1])
+        if not only_json:
+            print(printable("\n".join(comparison_lines(comparison))), flush=True)
+    if options.json is not None:
+        text = json.dumps(
+            [dict(as_json(run)) for run in found]
+            if comparison is None
+            else [{**as_json(found[0]), "against": comparison_json(comparison)}, as_json(found[1])],
+            indent=1,
+            allow_nan=False,
+        )
+        if only_json:
+            print(text)
+        else:
+            try:
+                write_whole(options.json, f"{text}\n")
+            except OSError as error:
+                raise DataError(f"--json {options.json}: cannot be written: {error}") from None
+    if options.html is not None:
+        write_audit_page(found, options.html, [] if comparison is None else distance_lines(comparison))
+    # The other run is there to compare with: what is wrong with it alone is told in its own lines.
+    looked_at = found if comparison is None else found[:1]
+    problems = [f"{run.path}: {text}" for run in looked_at for text in problems_of(run)]
+    problems += [] if comparison is None else [f"{found[0].path}: {text}" for text in comparison.problems]
+    if problems:
+        raise RoutesAuditError(problems)
+
+
+def _audited(path: Path, source: "Source", tape: Path | None, *, quiet: bool) -> "AuditedRun":
+    from nemo_rl_moe.routing.audit.audited_run import AuditedRun
+    from nemo_rl_moe.routing.audit.auditor import audit_step
+    from nemo_rl_moe.runs.folder.capture_folder import TapeWriter
+
+    if tape is not None and source.sequences is None:
+        raise DataError(f"--write-tape {tape}: {path} is a tape already")
+    writer = None if tape is None else TapeWriter(tape, source.description)
+    audited = []
+    for number, (step, read) in enumerate(source.read.items(), start=1):
+        if not quiet:
+            print(f"\r{path}: step {step} ({number} of {len(source.read)})", end="", file=sys.stderr, flush=True)
+        if writer is not None and source.sequences is not None:
+            for part in source.sequences[step]():
+                writer.write(step, part)
+        audited.append(audit_step(source.description, step, read(), source.writers))
+    if not quiet:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return AuditedRun(path, source.description, audited, source.notices, source.writers)
+
+
+def _steps(text: str) -> tuple[int | None, int | None]:
+    first, colon, last = text.partition(":")
+    try:
+        if not colon:
+            return int(first), int(first)
+        return int(first) if first else None, int(last) if last else None
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected FIRST:LAST, such as 10:20") from None

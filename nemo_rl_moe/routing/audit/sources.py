@@ -1,0 +1,381 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Sources of an audit: a tape folder, or another framework's files, converted in memory a file at a time.
+
+The routes and log-probabilities of training may lie in files of their own. Their sequences are found by their token
+ids.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.routing.audit.adapters.registry import ADAPTERS, Adapter, files_by_step, load, recognised
+from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
+from nemo_rl_moe.runs.folder.capture_folder import (
+    DESCRIPTION_FILE,
+    TAPE_FOLDER,
+    read_description,
+    read_step,
+    steps_of,
+    writers_of,
+)
+from nemo_rl_moe.runs.folder.captured_sequences import (
+    EXPERTS,
+    UNKNOWN,
+    TapeDescription,
+    TapeRows,
+    TapeSequence,
+    rows_of,
+    sequences_of,
+)
+
+AUTO, TAPE = "auto", "tape"
+FORMATS = (AUTO, TAPE, *ADAPTERS)
+_OF_TRAINING = ("training_experts", "margins", "training_logprobs", "repeated_experts", "repeated_logprobs")
+Steps = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Sequences of a run.
+
+    Attributes:
+        read: Rows of each step, a few sequences or a file at a time.
+        sequences: The sequences as they are written into a tape; None of a tape.
+        notices: Assumptions, each in a line; grows while steps are read.
+        writers: Writers of all rows, in order.
+    """
+
+    description: TapeDescription
+    read: Mapping[int, Callable[[], Iterator[TapeRows]]]
+    sequences: Mapping[int, Callable[[], Iterator[list[TapeSequence]]]] | None = None
+    notices: list[str] = field(default_factory=list)
+    writers: Sequence[str] = ()
+
+
+def open_source(
+    path: Path, kind: str, model: RouterShape | None, training: Path | None, chosen: Steps | None
+) -> Source:
+    """Open a run as a source of sequences.
+
+    Args:
+        path: A tape folder, a folder of a run of this project with one, or files of a framework: one, or a folder of
+            them.
+        kind: One of `FORMATS`.
+        model: Experts of the model; None: as the files have them.
+        training: Files with the training's side of the same sequences.
+        chosen: First and last step; None: all.
+
+    Raises:
+        DataError: There is nothing that can be read.
+    """
+    tape = _tape_folder(path) if kind in (AUTO, TAPE) else None
+    if tape is not None or kind == TAPE:
+        if training is not None:
+            raise DataError(f"--training {training}: is for other formats; a tape has columns of its own for training")
+        return _tape(tape or path, chosen)
+    for name, place in (("", path), ("--training ", training)):
+        if place is not None and not place.exists():
+            raise DataError(f"{name}{place}: there is no such file or folder{_format_hint(place)}")
+    files = _Files(path, kind, model, chosen)
+    converted = _Converted(files, None if training is None else _training_files(training, model))
+    description = converted.description()
+    return Source(
+        description,
+        {step: partial(_rows, description, step, partial(converted.sequences, step)) for step in files.steps},
+        {step: partial(converted.sequences, step) for step in files.steps},
+        converted.notices,
+        [_file_name(number) for number in range(max(map(len, files.steps.values())))],
+    )
+
+
+def _tape_folder(path: Path) -> Path | None:
+    """Return the tape folder at a path or in the folder of a run; None without any."""
+    return next((found for found in (path, path / TAPE_FOLDER) if (found / DESCRIPTION_FILE).is_file()), None)
+
+
+def _format_hint(path: Path) -> str:
+    """Say that formats are named by an option, where one was given as a path."""
+    return f"; for a format: --format {path}" if str(path) in FORMATS else ""
+
+
+def _tape(folder: Path, chosen: Steps | None) -> Source:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: is no folder{_format_hint(folder)}")
+    description = read_description(folder)
+    steps = _only(steps_of(folder), chosen, folder)
+    read = {step: partial(read_step, description, step, paths) for step, paths in steps.items()}
+    return Source(description, read, writers=writers_of(folder))
+
+
+def _only(steps: dict[int, list[Path]], chosen: Steps | None, path: Path) -> dict[int, list[Path]]:
+    first, last = chosen or (None, None)
+    kept = {
+        step: paths
+        for step, paths in steps.items()
+        if (first is None or step >= first) and (last is None or step <= last)
+    }
+    if not kept:
+        raise DataError(f"{path}: holds no step{' of those chosen' if chosen else ''}")
+    return kept
+
+
+def _rows(
+    description: TapeDescription, step: int, sequences: Callable[[], Iterator[list[TapeSequence]]]
+) -> Iterator[TapeRows]:
+    for number, part in enumerate(sequences()):
+        try:
+            rows = rows_of(description, step, part)
+        except ValueError as error:
+            raise DataError(f"step {step}: {error}") from None
+        yield replace(rows, writer=_file_name(number))
+
+
+def _file_name(number: int) -> str:
+    return f"of file {number + 1} of the step"
+
+
+class _Files:
+    """Files of one format.
+
+    Args:
+        path: A file, or a folder of them.
+        kind: Name of an adapter, or `AUTO`.
+        model: Experts of the model.
+        chosen: First and last step.
+    """
+
+    def __init__(self, path: Path, kind: str, model: RouterShape | None, chosen: Steps | None):
+        self.path, self.model = path, model
+        steps = files_by_step(path)
+        if path.is_dir():
+            if not steps:
+                raise DataError(f"{path}: holds neither {DESCRIPTION_FILE} nor files of a format that is read")
+            known = next((file for files in steps.values() for file in files if kind != AUTO or _kind_of(file)), None)
+            if known is None:
+                raise DataError(_unknown(path))
+            # Other kinds of files beside them belong to somebody else.
+            steps = {step: [file for file in files if file.suffix == known.suffix] for step, files in steps.items()}
+            steps = {step: files for step, files in steps.items() if files}
+        else:
+            known = path
+        self.steps = _only(steps, chosen, path)
+        name = (_kind_of(known) or "") if kind == AUTO else kind
+        if name not in ADAPTERS:
+            raise DataError(_unknown(path))
+        self.adapter: Adapter = ADAPTERS[name]
+
+    def read(self, step: int) -> Iterator[list[TapeSequence]]:
+        """Yield the sequences of a step, a file at a time, with the layers that the file has."""
+        for file in self.steps[step]:
+            content: Any = load(file)
+            if not self.adapter.claims(content):
+                raise DataError(f"{file}: is no file of {self.adapter.made_by}; --format takes {', '.join(FORMATS)}")
+            try:
+                found = list(self.adapter.read(content, str(file), self.model))
+            except DataError:
+                raise
+            except Exception as error:  # fields may hold anything
+                raise DataError(f"{file}: no file of {self.adapter.made_by}: {one_line(error)}") from error
+            if found:
+                yield found
+
+
+class _CapturedRoutes:
+    """Sequences of a tape folder, read as those of other files are.
+
+    Args:
+        folder: The tape's.
+        model: Experts of the model.
+
+    Raises:
+        DataError: It is of another model.
+    """
+
+    def __init__(self, folder: Path, model: RouterShape | None):
+        self.path, self._description = folder, read_description(folder)
+        self.steps = _only(steps_of(folder), None, folder)
+        layers = self._description.layers
+        if model is not None and layers != model.moe_layers:
+            raise DataError(
+                f"--training {folder}: has routes of the layers {_numbers(layers)}, expected "
+                f"{_numbers(model.moe_layers)} as --model says"
+            )
+
+    def read(self, step: int) -> Iterator[list[TapeSequence]]:
+        """Read the sequences of a step, a few at a time."""
+        for rows in read_step(self._description, step, self.steps[step]):
+            yield sequences_of(rows)
+
+
+def _numbers(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers)) or "none"
+
+
+def _training_files(path: Path, model: RouterShape | None) -> _Files | _CapturedRoutes:
+    """Return the files of the training's side, of any format."""
+    tape = _tape_folder(path)
+    return _Files(path, AUTO, model, None) if tape is None else _CapturedRoutes(tape, model)
+
+
+def _kind_of(file: Path) -> str | None:
+    return recognised(load(file))
+
+
+def _unknown(path: Path) -> str:
+    return f"{path}: is of no format that is known; --format takes {', '.join(FORMATS)}"
+
+
+class _Converted:
+    """Sequences of files as a tape has them.
+
+    Args:
+        training: Files of training; None: its columns are in `files`.
+    """
+
+    def __init__(self, files: _Files, training: _Files | _CapturedRoutes | None):
+        self._files, self._training, self._model = files, training, files.model
+        self.notices: list[str] = []
+
+    def description(self) -> TapeDescription:
+        """Return the layers and experts: of the model's configuration, or of what all files hold."""
+        made_by = self._files.adapter.made_by
+        shape: tuple[int, ...] | None = None
+        largest, written = -1, np.zeros(0, dtype=bool)
+        both: list[_Files | _CapturedRoutes] = [self._files, *([] if self._training is None else [self._training])]
+        for files in both:
+            for step in files.steps:
+                for experts in _experts(files.read(step)):
+                    if shape is not None and experts.shape[1:] != shape and self._model is None:
+                        raise DataError(
+                            f"{files.path}: step {step}: got {list(experts.shape[1:])} layers and experts of a token,"
+                            f" elsewhere {list(shape)}; --model DIR tells which layers have experts"
+                        )
+                    if shape is None:
+                        shape, written = experts.shape[1:], np.zeros(experts.shape[1], dtype=bool)
+                    if self._model is None:
+                        largest = max(largest, int(experts.max(initial=-1)))
+                        written |= (experts > 0).any((0, 2))
+                if shape and self._model:
+                    break
+        if shape is None:
+            self.notices.append("no sequence has routed experts: nothing is told of routes")
+            return TapeDescription((), 0, 0, made_by)
+        if self._model is not None:
+            return TapeDescription(self._model.moe_layers, self._model.num_experts, self._model.topk, made_by)
+        self.notices.append(f"num_experts: {largest + 1}, the largest number of an expert and 1; --model tells")
+        if not written.all():
+            layers = ", ".join(map(str, np.flatnonzero(~written)))
+            self.notices.append(f"layers {layers} hold expert 0 alone everywhere: --model tells whether they are dense")
+        return TapeDescription(tuple(range(shape[0])), largest + 1, shape[1], made_by)
+
+    def sequences(self, step: int) -> Iterator[list[TapeSequence]]:
+        """Yield the sequences of a step, a file at a time.
+
+        Raises:
+            DataError: Files do not fit the model or each other.
+        """
+        partners = None if self._training is None else _Partners(self._training, step, self._fitted)
+        for part in self._files.read(step):
+            kept = [self._fitted(sequence, self._files.path) for sequence in part]
+            yield kept if partners is None else [partners.joined(sequence) for sequence in kept]
+        if partners is not None and (text := partners.told(step)):
+            self.notices.append(text)
+
+    def _fitted(self, sequence: TapeSequence, path: Path) -> TapeSequence:
+        """Return the sequence with rows of the layers with experts alone."""
+        columns = dict(sequence.columns)
+        for name in (*EXPERTS, "margins"):
+            if name in columns and self._model is not None:
+                columns[name] = _of_moe_layers(columns[name], self._model, f"{path}: sequence {sequence.name}: {name}")
+        return replace(sequence, columns=columns)
+
+
+def _experts(parts: Iterator[list[TapeSequence]]) -> Iterator[np.ndarray]:
+    for part in parts:
+        for sequence in part:
+            yield from (sequence.columns[name] for name in EXPERTS if name in sequence.columns)
+
+
+def _of_moe_layers(values: np.ndarray, model: RouterShape, where: str) -> np.ndarray:
+    """Return the rows of the layers with experts, of rows of these or of all layers."""
+    if values.ndim == 3 and values.shape[2] != model.topk:
+        raise DataError(f"{where}: got {values.shape[2]} experts of a token, expected {model.topk} as --model says")
+    if values.shape[1] == len(model.moe_layers):
+        return values
+    if values.shape[1] != model.num_layers:
+        raise DataError(
+            f"{where}: got {values.shape[1]} layers, expected {model.num_layers} as --model says, or the"
+            f" {len(model.moe_layers)} of them with experts"
+        )
+    return values[:, list(model.moe_layers)]
+
+
+class _Partners:
+    """Training's side of a step's sequences, by their token ids.
+
+    Args:
+        files: Files of training; those of one step serve every step.
+        fitted: Brings a sequence to the layers of the tape.
+    """
+
+    def __init__(
+        self, files: _Files | _CapturedRoutes, step: int, fitted: Callable[[TapeSequence, Path], TapeSequence]
+    ):
+        self._path, self._missing, self._joined = files.path, 0, 0
+        steps: Sequence[int] = (step,) if step in files.steps else list(files.steps) if len(files.steps) == 1 else ()
+        self._columns: dict[bytes, list[Mapping[str, np.ndarray]]] = {}
+        for number in steps:
+            for part in files.read(number):
+                for sequence in (fitted(found, files.path) for found in part):
+                    if "token_ids" in sequence.columns:
+                        self._columns.setdefault(_key(sequence), []).append(_as_training(sequence))
+
+    def joined(self, sequence: TapeSequence) -> TapeSequence:
+        """Return the sequence with the columns of its partner, of which each serves once."""
+        if "token_ids" not in sequence.columns:
+            raise DataError(f"--training {self._path}: sequence {sequence.name} has no token ids to find it by")
+        found = self._columns.get(_key(sequence))
+        if not found:
+            self._missing += 1
+            routes = sequence.columns.get("rollout_experts")
+            if routes is None:
+                return sequence
+            # A column that one sequence lacks is none of all the others' either.
+            unknown = np.full((sequence.num_tokens, *routes.shape[1:]), UNKNOWN, dtype=np.int16)
+            return replace(sequence, columns={**sequence.columns, "training_experts": unknown})
+        self._joined += 1
+        return replace(sequence, columns={**sequence.columns, **(found.pop(0) if len(found) > 1 else found[0])})
+
+    def told(self, step: int) -> str:
+        """Return the parts that were not found; empty for none.
+
+        Raises:
+            DataError: No sequence was found.
+        """
+        if not self._joined:
+            raise DataError(f"--training {self._path}: has the token ids of no sequence of step {step}")
+        total = self._joined + self._missing
+        return f"step {step}: --training has {self._joined} of {total} sequences" if self._missing else ""
+
+
+def _key(sequence: TapeSequence) -> bytes:
+    return np.asarray(sequence.columns["token_ids"], dtype=np.int64).tobytes()
+
+
+def _as_training(sequence: TapeSequence) -> Mapping[str, np.ndarray]:
+    """Return the columns of training; routes that are only called routes, such as verl's recorded ones, are those of
+    training.
+    """
+    found = {name: sequence.columns[name] for name in _OF_TRAINING if name in sequence.columns}
+    if "training_experts" not in found and "rollout_experts" in sequence.columns:
+        found["training_experts"] = sequence.columns["rollout_experts"]
+    if "advantages" in sequence.columns:
+        found["advantages"] = sequence.columns["advantages"]
+    return found

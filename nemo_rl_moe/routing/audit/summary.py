@@ -1,0 +1,145 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""An audit's results, as text for a person and as JSON."""
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from nemo_rl_moe.routing.audit.audited_run import AuditedRun, findings_over_steps
+from nemo_rl_moe.routing.audit.auditor import AuditedStep
+
+SHOWN = (
+    ("rollout routes", (
+        ("rows a step", "moe/routing/rows_expected"),
+        ("usable", "moe/routing/rows_usable_share"),
+        ("missing", "moe/routing/rows_missing_share"),
+    )),
+    ("training against rollout", (
+        ("rows that agree", "moe/routing/live_agreement"),
+        ("tokens that differ anywhere", "moe/routing/tokens_differing_share"),
+        ("single experts that agree", "moe/routing/slot_agreement"),
+        ("the same beyond chance", "moe/routing/slot_kappa"),
+    )),
+    ("noise floor of the trainer", (
+        ("rows that differ", "moe/routing_noise/rows_differing_trainer"),
+        ("log-prob gap, mean of its size", "moe/routing_noise/mean_abs_trainer"),
+    )),
+    ("log-prob gap of training and rollout", (
+        ("mean of its size", "moe/routing_split/mean_abs_total"),
+        ("  of this routing", "moe/routing_split/mean_abs_routing"),
+        ("  of this numerics", "moe/routing_split/mean_abs_numerics"),
+        ("divergence (k3)", "moe/routing_split/kl_total"),
+        ("  of this routing", "moe/routing_split/kl_routing"),
+        ("share of routing in its variance", "moe/routing_split/variance_share_routing"),
+    )),
+    ("load of the experts in training", (
+        ("cv", "moe/cv_mean"),
+        ("cv beyond chance", "moe/cv_excess_mean"),
+        ("share of dead experts", "moe/dead_expert_frac_mean"),
+    )),
+    ("load of the experts in the rollout", (
+        ("cv", "rollout_moe/cv_mean"),
+        ("cv beyond chance", "rollout_moe/cv_excess_mean"),
+        ("share of dead experts", "rollout_moe/dead_expert_frac_mean"),
+    )),
+)  # fmt: skip
+"""Titles, and under each the labels and keys of its metrics."""
+_OF_FINDINGS = ("kind", "layer", "first_step", "last_step", "is_over", "text")
+
+
+def lines_of(run: AuditedRun) -> list[str]:
+    """Return text for a person: first and last step beside each other, then what the files do not show."""
+    lines = heading_of(run)
+    lines.append(f"{'':40}{'first step':>12}{'last':>12}{'lowest':>12}{'highest':>12}")
+    for title, rows in SHOWN:
+        shown = [(label, values) for label, key in rows if (values := run.series(key))]
+        if shown:
+            lines.append(title)
+        for label, values in shown:
+            numbers = (values[0], values[-1], min(values), max(values))
+            lines.append(f"  {label:38}" + "".join(f"{number_text(number):>12}" for number in numbers))
+    if run.missing:
+        lines += ["not told, for want of a column:", *(f"  {text}" for text in run.missing)]
+    lines += [f"note: {text}" for text in dict.fromkeys(run.notices)]
+    lines.append(counted(len(problems_of(run)), "finding", zero="no"))
+    return lines
+
+
+def problems_of(run: AuditedRun) -> list[str]:
+    """Everything that cannot be right or is sick, a line each."""
+    return _of_steps(run) + [found.text for found in findings_over_steps(run)]
+
+
+def _of_steps(run: AuditedRun) -> list[str]:
+    """Return lines about single steps, one for each kind and layer: a lasting cause is reported once."""
+    found: dict[tuple[str, int | None], list[tuple[int, str]]] = {}
+    for step in run.steps:
+        for anomaly in () if step.report is None else step.report.anomalies:
+            found.setdefault((anomaly.kind, anomaly.layer), []).append((step.step, anomaly.text))
+    lines = []
+    for of_cause in found.values():
+        first, last = of_cause[0][0], of_cause[-1][0]
+        if first == last:  # a step may have several of a kind, such as sequences
+            lines += [f"step {first}: {text}" for _, text in of_cause]
+        else:
+            number = len({step for step, _ in of_cause})
+            lines.append(f"steps {first} to {last} ({number} of them), at first: {of_cause[0][1]}")
+    return lines
+
+
+def heading_of(run: AuditedRun) -> list[str]:
+    """Return two lines of what was audited."""
+    description = run.description
+    made_by = f", {description.made_by}" if description.made_by else ""
+    sequences, tokens = (
+        sum(counts) for counts in zip(*((s.num_sequences, s.num_tokens) for s in run.steps), strict=True)
+    )
+    return [
+        f"{run.path}: {counted(len(run.steps), 'step')}, {counted(sequences, 'sequence')},"
+        f" {counted(tokens, 'token')}{made_by}",
+        f"{counted(len(description.layers), 'MoE layer')}, {counted(description.num_experts, 'expert')},"
+        f" {description.topk} a token",
+    ]
+
+
+def counted(number: int, noun: str, zero: str = "0") -> str:
+    """Return a number of things, such as "1 step" or "2 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}" if number else f"{zero} {noun}s"
+
+
+def number_text(value: float) -> str:
+    """Return a number in few characters."""
+    return f"{value:,.0f}" if isfinite(value) and abs(value) >= 1000 and value == int(value) else f"{value:.4g}"
+
+
+def anomalies_of(step: AuditedStep) -> list[str]:
+    """Return the texts of what cannot be right in a step's routes."""
+    return [] if step.report is None else [anomaly.text for anomaly in step.report.anomalies]
+
+
+def as_json(run: AuditedRun) -> Mapping[str, Any]:
+    """Everything of a run."""
+    description = run.description
+    return {
+        "tape": str(run.path),
+        "layers": list(description.layers),
+        "num_experts": description.num_experts,
+        "topk": description.topk,
+        "notices": list(dict.fromkeys(run.notices)),
+        "findings": [
+            {"side": found.side, **{name: getattr(found.finding, name) for name in _OF_FINDINGS}}
+            for found in findings_over_steps(run)
+        ],
+        "steps": [
+            {
+                "step": step.step,
+                "num_sequences": step.num_sequences,
+                "num_tokens": step.num_tokens,
+                "columns": sorted(step.columns),
+                "metrics": {key: value for key, value in step.metrics.items() if isfinite(value)},
+                "findings": anomalies_of(step),
+            }
+            for step in run.steps
+        ],
+    }

@@ -1,0 +1,100 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Signs that rollout and training route by different rules, or that balancing stands still, from a step's metrics.
+
+Such failures leave rows well-shaped and the loss finite.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+from nemo_rl_moe.routing.findings.running_level import RunningLevel
+
+RoutingKind = Literal["low_agreement", "float32_flips", "clear_choices_differ", "missing_rows", "frozen_expert_bias"]
+LIVE_AGREEMENT = "train/moe/routing/live_agreement"
+FLOAT32_FLIPS = "train/moe/routing/float32_flips_share"
+MISSING_SHARE = "train/moe/routing/rows_missing_in_one_rank"
+MISSING_RANK = "train/moe/routing/rank_with_missing_rows"
+FROZEN_LAYERS = "train/moe/expert_bias_frozen_layers"
+CLEAR_DIFFERING = "train/moe/routing/clear_rows_differing_share"
+CLEAR_LAYER = "train/moe/routing/clear_rows_differing_layer"
+METRICS = (LIVE_AGREEMENT, FLOAT32_FLIPS, CLEAR_DIFFERING, CLEAR_LAYER, MISSING_SHARE, MISSING_RANK, FROZEN_LAYERS)
+"""Keys that `RoutingSignal` reads."""
+LEAST_DROP = 0.02
+"""Drop of live agreement: right runs drift less from one step to the next."""
+MOST_FLOAT32_FLIPS = 2e-4
+"""Share of rows that differ between two passes in float32 with the same weights: right ones stay below 1e-4, with a
+router that computes in bfloat16 it is some 1e-3."""
+
+
+class RoutingSignal:
+    """Streaks of steps whose routing cannot be right, fed step by step.
+
+    Args:
+        num_steps: Steps in a row that make a streak; None: no streak is reported.
+        rank_names: Names of data-parallel ranks; by default their numbers.
+    """
+
+    def __init__(self, num_steps: int | None, rank_names: Sequence[str] = ()):
+        self._num_steps, self._rank_names = num_steps, rank_names
+        self._agreement = RunningLevel(LEAST_DROP)
+        self._since: dict[RoutingKind, tuple[int, int]] = {}
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[RoutingKind, int, str]]:
+        """Return the streaks that are long enough with the next step.
+
+        Args:
+            metrics: A step that lacks a condition's keys ends its streak.
+
+        Yields:
+            The condition, the first step of its streak, and the description, with `{}` for that step.
+        """
+        if self._num_steps is None:
+            return
+        texts = self._conditions(metrics)
+        for kind in self._since.keys() - texts.keys():
+            del self._since[kind]
+        for kind, text in texts.items():
+            first, length = self._since.get(kind, (step, 0))
+            self._since[kind] = first, length + 1
+            if length + 1 >= self._num_steps:
+                yield kind, first, text.format(first)
+
+    def _conditions(self, metrics: Mapping[str, float]) -> dict[RoutingKind, str]:
+        """Return the conditions of a step that hold, with their descriptions."""
+        found: dict[RoutingKind, str] = {}
+        agreement = metrics.get(LIVE_AGREEMENT)
+        if agreement is not None:
+            usual = self._agreement.median
+            if self._agreement.leaves(agreement, upwards=False):
+                found["low_agreement"] = (
+                    f"routers would choose the rollout's experts in {agreement:.3f} of the rows since step {{}},"
+                    f" before in {usual:.3f}: weights, routes or number formats of rollout and training differ"
+                )
+        flips = metrics.get(FLOAT32_FLIPS, 0.0)
+        if flips > MOST_FLOAT32_FLIPS:
+            found["float32_flips"] = (
+                f"rollout and training choose other experts in {flips:.2%} of the rows since step {{}}, though both"
+                " have the same weights in float32, where near ties alone differ: one of them computes in another"
+                " number format (its router, say), or the routes are not those of these tokens"
+            )
+        if CLEAR_DIFFERING in metrics:
+            found["clear_choices_differ"] = (
+                f"routers of layer {metrics.get(CLEAR_LAYER, -1):.0f} would choose other experts than the rollout in"
+                f" {metrics[CLEAR_DIFFERING]:.1%} of their clearest choices since step {{}}, where rounding and a few"
+                " updates change near ties alone: weights or routes of rollout and training differ"
+            )
+        if MISSING_SHARE in metrics:
+            rank = int(metrics.get(MISSING_RANK, -1))
+            name = self._rank_names[rank] if self._rank_names else f"data-parallel rank {rank}"
+            found["missing_rows"] = (
+                f"{name} has lacked {metrics[MISSING_SHARE]:.0%} of the rollout's routes since"
+                " step {}, and the others next to none: they are lost on the way to it"
+            )
+        frozen = metrics.get(FROZEN_LAYERS, 0.0)
+        if frozen > 0:
+            found["frozen_expert_bias"] = (
+                f"the expert bias of {frozen:.0f} layers has not moved since step {{}}, though"
+                " moe_router_bias_update_rate is above 0: nothing evens out their loads"
+            )
+        return found

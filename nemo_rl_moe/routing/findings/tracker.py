@@ -1,0 +1,346 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Findings of sick routing, wrong routes, failing scorers and idle steps, in words: for alerts, the report and `watch`.
+
+A finding is an episode: it begins when a condition has held for enough steps in a row, and is over at the first step
+at which it does not hold. A condition that returns soon continues the same episode. Chance is not a finding: a router
+that sends tokens to experts at random, layer by layer, has none.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.findings.learning_signal import IdleKind, LearningSignal
+from nemo_rl_moe.routing.findings.load_shift import LEAST_SHARE, SuddenlyIdle
+from nemo_rl_moe.routing.findings.reward_signal import FailedResponses, RewardKind, RewardSignal
+from nemo_rl_moe.routing.findings.routing_signal import RoutingKind, RoutingSignal
+from nemo_rl_moe.routing.findings.running_level import RunningLevel
+from nemo_rl_moe.routing.findings.wrong_routes import MISSING_METRIC, WRONG_ROUTES, WrongRoutesKind, wrong_routes
+from nemo_rl_moe.routing.metrics.load_arrays import (
+    coefficient_of_variation,
+    dead,
+    excess_coefficient_of_variation,
+    highest_coefficient_of_variation_by_chance,
+    null_variance,
+    utilization,
+)
+from nemo_rl_moe.shapes import Bool, Int
+
+FindingKind = (
+    Literal["dead_experts", "imbalance", "overload", "skipped_updates", "forced_routing", "missing_routes"]
+    | IdleKind
+    | RewardKind
+    | RoutingKind
+    | WrongRoutesKind
+)
+CHANCE = 1e-9
+"""Highest probability of a finding, in one layer at one step, under random routing; a run has very many of both."""
+QUIET_STEPS = 100
+"""Longest interruption within an episode: a condition that comes and goes would otherwise be reported each time."""
+_MOST_LAYERS_NAMED = 8
+_SUDDEN_OVERLOAD = 0.25
+"""Rise of the overload factor above its running level that is reported soon, where it exceeds the limit as well."""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Limits beyond which a condition is a finding; None turns that kind of finding off.
+
+    Attributes:
+        dead_expert_steps: Steps in a row that an expert gets no token.
+        excess_cv: Imbalance of a layer beyond sampling noise, `sqrt(cv^2 - cv_null^2)`.
+        overload_factor: Work of the busiest expert-parallel rank over the mean one's, `avg_overload_factor`. Chance
+            is no excuse here: the other ranks wait all the same.
+        sustained_steps: Steps in a row that `excess_cv` or `overload_factor` must be exceeded.
+        idle_steps: Steps in a row of reinforcement learning that teach nothing; and from the first one on, without any
+            variation of a reward.
+        missing_routes_share: Share of the rows of a rollout's tape that are missing.
+        missing_routes_steps: Steps in a row that `missing_routes_share` must be exceeded.
+        sudden_steps: Steps in a row that routing must have changed at once, or cannot be right: an expert that had its
+            share is dead, or never had a token while all others of its layer have theirs; the overload factor is far
+            above its own level; or what `RoutingSignal` knows.
+        failed_responses_share: Share of the responses of a step or validation that the environment failed to score.
+    """
+
+    dead_expert_steps: int | None
+    excess_cv: float | None
+    overload_factor: float | None
+    sustained_steps: int
+    idle_steps: int | None = None
+    missing_routes_share: float | None = None
+    missing_routes_steps: int = 1
+    sudden_steps: int | None = None
+    failed_responses_share: float | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One episode.
+
+    Attributes:
+        layer: Index of the layer in the whole model; None: the whole model.
+        is_over: Whether it has ended; one that returns within `QUIET_STEPS` goes on again.
+    """
+
+    kind: FindingKind
+    layer: int | None
+    first_step: int
+    last_step: int
+    is_over: bool
+    text: str
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """Kind and layer; at most one finding of a key goes on at a time."""
+        return self.kind, self.layer
+
+
+def likewise(others: Sequence[Finding]) -> str:
+    """Return the end of a line about one finding that names further layers with the same one; empty where there are
+    none.
+    """
+    if not others:
+        return ""
+    named = [str(finding.layer) for finding in others[:_MOST_LAYERS_NAMED]]
+    more = [f"{len(others) - _MOST_LAYERS_NAMED} more"] if len(others) > _MOST_LAYERS_NAMED else []
+    return f" (likewise layer{'s' if len(others) > 1 else ''} {', '.join(named + more)})"
+
+
+class FindingTracker:
+    """Tracker of the findings of a run, fed step by step.
+
+    Args:
+        topk: Experts that each token is routed to; None where that is not known: no imbalance is found then.
+        rank_names: Names of data-parallel ranks; by default their numbers.
+    """
+
+    def __init__(self, thresholds: Thresholds, topk: int | None, rank_names: Sequence[str] = ()):
+        self._thresholds, self._topk = thresholds, topk
+        self._overloaded, self._imbalanced, self._missing = _Streaks(1), _Streaks(0), _Streaks(1)
+        self._overload_rose, self._overload_level = _Streaks(1), RunningLevel(_SUDDEN_OVERLOAD)
+        self._idle, self._suddenly_idle = _IdleExperts((0, 0)), SuddenlyIdle((0, 0))
+        self._signal = LearningSignal(thresholds.idle_steps)
+        self._rewards = RewardSignal(thresholds.failed_responses_share, thresholds.idle_steps, QUIET_STEPS)
+        self._routing = RoutingSignal(thresholds.sudden_steps, rank_names)
+        self._latest: dict[tuple[str, int | None], Finding] = {}
+        self._earlier: list[Finding] = []
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings so far, in the order in which they began."""
+        return sorted([*self._earlier, *self._latest.values()], key=_order)
+
+    def observe(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        layers: Sequence[int] = (),
+        counts: Int[np.ndarray, "layers experts"] | None = None,
+        failed: Sequence[FailedResponses] = (),
+    ) -> list[Finding]:
+        """Return findings that begin with the next step, except those of its captured routes.
+
+        Args:
+            metrics: Complete key to value, `train/moe/...`.
+            layers: Index of each MoE layer in the whole model.
+            counts: Assignments of each expert; None where they are not known.
+            failed: Responses of the step and its validation that could not be scored.
+        """
+        found = list(self._of_step(step, metrics, layers, counts))
+        for kind, since, text in self._rewards.observe(step, metrics, failed):
+            found.append(Finding(kind, None, since, step, False, text))
+        return self._continue({key for key in self._latest if key[0] not in WRONG_ROUTES.values()}, found)
+
+    def observe_tape(self, step: int, anomalies: Sequence[TapeAnomaly]) -> list[Finding]:
+        """Return findings that begin with the captured routes of a step; a run may end by it, before its metrics are
+        there."""
+        found = []
+        for kind, layer, text in wrong_routes(anomalies):
+            since = self._since(kind, layer, step)
+            found.append(Finding(kind, layer, since, step, False, f"{text}; since step {since}"))
+        return self._continue({key for key in self._latest if key[0] in WRONG_ROUTES.values()}, found)
+
+    def _continue(self, known: Set[tuple[str, int | None]], found: Sequence[Finding]) -> list[Finding]:
+        """Continue and ends episodes, those of the known keys alone; those that begin."""
+        present = {finding.key: finding for finding in found}
+        begun = []
+        for key in known - present.keys():
+            self._latest[key] = replace(self._latest[key], is_over=True)
+        for key, finding in present.items():
+            latest = self._latest.get(key)
+            if latest is not None and _is_same_episode(latest, finding.first_step):
+                self._latest[key] = replace(finding, first_step=latest.first_step)
+                continue
+            if latest is not None:
+                self._earlier.append(latest)
+            self._latest[key] = finding
+            begun.append(finding)
+        return begun
+
+    def _of_step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        layers: Sequence[int],
+        counts: Int[np.ndarray, "layers experts"] | None,
+    ) -> Iterator[Finding]:
+        yield from self._overload(step, metrics)
+        yield from self._skipped_updates(step, metrics)
+        yield from self._missing_routes(step, metrics)
+        for kind, since, text in (*self._signal.observe(step, metrics), *self._routing.observe(step, metrics)):
+            yield Finding(kind, None, since, step, False, text)
+        if counts is not None:
+            if self._idle.shape != counts.shape:
+                self._idle, self._suddenly_idle = _IdleExperts(counts.shape), SuddenlyIdle(counts.shape)
+                self._imbalanced = _Streaks(len(layers))
+            yield from self._dead_experts(step, layers, counts)
+            yield from self._imbalance(step, layers, counts)
+
+    def _overload(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
+        limit = self._thresholds.overload_factor
+        value = metrics.get("train/moe/avg_overload_factor")
+        if limit is None or value is None:
+            return
+        rose = self._overload_level.leaves(value, upwards=True)
+        self._overloaded.observe(step, np.array([value > limit]))
+        self._overload_rose.observe(step, np.array([value > limit and rose]))
+        sudden = self._thresholds.sudden_steps
+        is_sudden = sudden is not None and self._overload_rose.length[0] >= sudden
+        if is_sudden or self._overloaded.length[0] >= self._thresholds.sustained_steps:
+            since = int(self._overloaded.since[0])
+            text = f"the busiest expert-parallel rank has {value:.2f} times the work of the mean one since step {since}"
+            yield Finding("overload", None, since, step, False, text)
+
+    def _skipped_updates(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
+        if metrics.get("train/skipped_updates", 0.0) > 0:
+            since = self._since("skipped_updates", None, step)
+            text = f"updates have been left out since step {since}: their loss or gradient was NaN or infinite"
+            yield Finding("skipped_updates", None, since, step, False, text)
+
+    def _missing_routes(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
+        limit, share = self._thresholds.missing_routes_share, metrics.get(MISSING_METRIC)
+        if limit is None or share is None:
+            return
+        self._missing.observe(step, np.array([share > limit]))
+        if self._missing.length[0] >= self._thresholds.missing_routes_steps:
+            since = int(self._missing.since[0])
+            text = (
+                f"{100 * share:.3g}% of the routes of rollouts are missing, and some have been since step {since}: an "
+                "engine has lost them, or trajectories end with tokens of the environment; routers choose there"
+            )
+            yield Finding("missing_routes", None, since, step, False, text)
+
+    def _since(self, kind: FindingKind, layer: int | None, step: int) -> int:
+        """Return the first step of the episode to which a condition belongs that holds at a step."""
+        latest = self._latest.get((kind, layer))
+        return step if latest is None or not _is_same_episode(latest, step) else latest.first_step
+
+    def _imbalance(
+        self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]
+    ) -> Iterator[Finding]:
+        limit = self._thresholds.excess_cv
+        if limit is None or self._topk is None:
+            return
+        cv, variance = coefficient_of_variation(counts), null_variance(counts, self._topk)
+        excess = excess_coefficient_of_variation(cv, variance)
+        # With few tokens, cv is far above its null now and then.
+        by_chance = highest_coefficient_of_variation_by_chance(counts, self._topk, CHANCE)
+        self._imbalanced.observe(step, (excess > limit) & (cv > by_chance))
+        for row in np.flatnonzero(self._imbalanced.length >= self._thresholds.sustained_steps).tolist():
+            since = int(self._imbalanced.since[row])
+            text = (
+                f"layer {layers[row]}: the loads of its experts have spread by {cv[row]:.2f} of their mean since step "
+                f"{since}; by chance it would be {math.sqrt(variance[row]):.2f}"
+            )
+            yield Finding("imbalance", int(layers[row]), since, step, False, text)
+
+    def _dead_experts(
+        self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]
+    ) -> Iterator[Finding]:
+        limit = self._thresholds.dead_expert_steps
+        if limit is None:
+            return
+        self._idle.observe(step, counts)
+        self._suddenly_idle.observe(counts)
+        soon = self._thresholds.sudden_steps
+        sudden = self._suddenly_idle.for_steps(soon)
+        if soon is not None:
+            sudden |= self._idle.outliers() & self._idle.longer_than(soon)
+        chosen = self._idle.longer_than(limit) | (sudden & self._idle.longer_than(1, LEAST_SHARE))
+        for row in np.flatnonzero(chosen.any(1)).tolist():
+            since = int(self._idle.since[row][chosen[row]].min())
+            text = (
+                f"layer {layers[row]}: {int(chosen[row].sum())} of {counts.shape[1]} experts dead since step {since}; "
+                "beyond sampling noise"
+            )
+            yield Finding("dead_experts", int(layers[row]), since, step, False, text)
+
+
+def _is_same_episode(latest: Finding, since: int) -> bool:
+    """Return whether a condition that holds since a step continues a finding.
+
+    The steps until a condition has held long enough to be found are no interruption.
+    """
+    return since - latest.last_step - 1 <= QUIET_STEPS
+
+
+def _order(finding: Finding) -> tuple[int, str, int]:
+    return finding.first_step, finding.kind, -1 if finding.layer is None else finding.layer
+
+
+class _Streaks:
+    """Length and first step of the current streak of a condition, at each of several places."""
+
+    def __init__(self, num_places: int):
+        self.length = np.zeros(num_places, dtype=np.int64)
+        self.since = np.zeros(num_places, dtype=np.int64)
+
+    def observe(self, step: int, is_so: Bool[np.ndarray, " places"]) -> None:
+        """Extend or ends the streaks with the next step."""
+        self.since = np.where(is_so & (self.length == 0), step, self.since)
+        self.length = np.where(is_so, self.length + 1, 0)
+
+
+class _IdleExperts:
+    """Steps that each expert has had no token, and the tokens that a fair share would have been meanwhile."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape = shape
+        self.since = np.zeros(shape, dtype=np.int64)
+        self._steps = np.zeros(shape, dtype=np.int64)
+        self._expected = np.zeros(shape)
+        self._total = np.zeros(shape, dtype=np.int64)
+
+    def observe(self, step: int, counts: Int[np.ndarray, "layers experts"]) -> None:
+        """Count the next step; a layer without any load neither extends nor ends a streak."""
+        fair_share = counts.sum(1, keepdims=True) / counts.shape[1]
+        is_dead, has_load = dead(counts), counts > 0
+        self.since = np.where(is_dead & (self._steps == 0), step, self.since)
+        self._steps = np.where(has_load, 0, self._steps + is_dead)
+        self._expected = np.where(has_load, 0.0, self._expected + fair_share)
+        self._total += counts
+
+    def longer_than(self, num_steps: int, share: float = 1.0) -> Bool[np.ndarray, "layers experts"]:
+        """Return experts that have been dead for at least so many steps, and for longer than chance explains.
+
+        Args:
+            share: Fraction of a fair share that an expert would get.
+        """
+        # By chance an expert misses all of its expected tokens with probability exp(-expected), in its layer some
+        # expert with at most E times that.
+        beyond_chance = share * self._expected > math.log(max(self.shape[1], 1) / CHANCE)
+        chosen: Bool[np.ndarray, "layers experts"] = (self._steps >= max(num_steps, 1)) & beyond_chance
+        return chosen
+
+    def outliers(self) -> Bool[np.ndarray, "layers experts"]:
+        """Return experts that never had a token, where each of the others in the layer has half of a fair share or
+        more."""
+        has_load = self._total > 0
+        lowest = np.where(has_load, utilization(self._total), np.inf).min(1, keepdims=True)
+        found: Bool[np.ndarray, "layers experts"] = ~has_load & np.isfinite(lowest) & (lowest >= LEAST_SHARE)
+        return found

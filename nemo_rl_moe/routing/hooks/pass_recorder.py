@@ -1,0 +1,210 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Recording of the routes of forward passes, in training or in generation, of any model whose routers are known.
+
+A pass that activation checkpointing repeats is recorded once. Nothing that the model computes is touched.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nemo_rl_moe.routing.metrics.load_balance_tracking import ForwardWatcher, known_routers, watch_model
+from nemo_rl_moe.routing.replay import UNKNOWN
+from nemo_rl_moe.routing.routers import RouterKind, RouterLayer, padding_mask_of_call, routed_experts
+from nemo_rl_moe.shapes import Bool, Float, Int
+
+
+class PassKind(NamedTuple):
+    """Kind of a forward pass.
+
+    Attributes:
+        is_training: The routers are in training mode, and gradients were on where the model was entered.
+        has_cache: It was given a cache of keys and values, as generation does.
+    """
+
+    is_training: bool
+    has_cache: bool
+
+
+@dataclass(frozen=True)
+class RoutedPass:
+    """Routes of one forward pass, on the host.
+
+    Attributes:
+        num_cached: Columns of the batch that an earlier pass has fed; 0 without a cache.
+        experts: Experts of every row of the routers, int16; `UNKNOWN` where a token was dropped.
+        margins: Probability of the least likely expert chosen less that of the likeliest one left out, by layer; None
+            where the router shows no logits, or does not choose the largest.
+        real: False on padding.
+        shape: Sequences and tokens of each, where rows are sequence by sequence; None where that is not known: a rank
+            of tensor parallelism sees a part of them.
+        token_ids: None where the model was not given any.
+    """
+
+    kind: PassKind
+    num_cached: int
+    experts: Int[Tensor, "rows layers topk"]
+    margins: Float[Tensor, "rows layers"] | None
+    real: Bool[Tensor, " rows"]
+    shape: tuple[int, int] | None
+    token_ids: Int[Tensor, " rows"] | None
+
+
+class RouteRecorder(ForwardWatcher):
+    """Recorder of the passes of one model.
+
+    Args:
+        model: What the training loop calls, a wrapper of it, or one chunk of it (virtual pipeline stage).
+
+    Raises:
+        ValueError: No router is known, or layers have different numbers of experts.
+    """
+
+    def __init__(self, model: nn.Module, wants: Callable[[PassKind], bool] = lambda kind: True):
+        routers = known_routers(model)
+        super().__init__([layer for layer, _ in routers])
+        sizes = {(layer.num_experts, layer.topk) for layer in self.layers}
+        if len(sizes) > 1:
+            raise ValueError(f"layers with different numbers of experts and top-k cannot be recorded: {sorted(sizes)}")
+        ((self.num_experts, self.topk),) = sizes
+        self._wants = wants
+        self._passes: list[RoutedPass] = []
+        self._arguments: Mapping[str, Any] = {}
+        self._seen: dict[RouterLayer, tuple[Tensor, Tensor | None]] = {}
+        self._kind: PassKind | None = None
+        self._num_cached = 0
+        self._padding: Tensor | None = None
+        watch_model(_entry(model, routers[0][1]), routers, self)
+
+    def take(self) -> list[RoutedPass]:
+        """Return the passes recorded since they were last taken, in their order."""
+        passes, self._passes = self._passes, []
+        return passes
+
+    def enter_model(self, arguments: Mapping[str, Any]) -> None:
+        """Note the start of the model's forward."""
+        super().enter_model(arguments)
+        if self.is_recomputed():
+            return
+        cache = arguments.get("past_key_values")
+        self._arguments, self._seen, self._kind, self._padding = arguments, {}, None, None
+        self._num_cached = 0 if cache is None else int(cache.get_seq_length())
+
+    def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
+        """Take one call of a router, unless it is repeated, or runs without its model."""
+        if self.is_recomputed() or self._gradients_at_entry is None:
+            return
+        if self._kind is None:
+            has_cache = self._arguments.get("past_key_values") is not None
+            self._kind = PassKind(self.is_training_forward(router), has_cache)
+        if not self._wants(self._kind):
+            return
+        with torch.no_grad():
+            experts = as_numbers(routed_experts(layer, router, outputs), layer.topk)
+            self._seen[layer] = experts, _margins(layer, outputs, experts)
+        if layer.kind is RouterKind.MEGATRON:
+            self._padding = padding_mask_of_call(args, kwargs)
+
+    def leave_model(self) -> None:
+        """Keep the pass, unless it has failed on its way."""
+        if self._kind is not None and len(self._seen) == len(self.layers):
+            self._passes.append(self._finished(self._kind))
+        if not self.is_recomputed():
+            self._arguments, self._seen, self._kind = {}, {}, None
+        super().leave_model()
+
+    def _finished(self, kind: PassKind) -> RoutedPass:
+        seen = [self._seen[layer] for layer in self.layers]
+        experts = torch.stack([experts for experts, _ in seen], 1)
+        found = [margin for _, margin in seen if margin is not None]
+        margins = torch.stack(found, 1).cpu() if len(found) == len(seen) else None
+        if margins is not None and bool((margins < 0).any()):
+            margins = None  # chosen by more than the logits, such as a bias or groups of experts
+        token_ids, mask = self._arguments.get("input_ids"), self._attention_mask
+        shape = None
+        if isinstance(token_ids, Tensor) and token_ids.ndim == 2 and token_ids.numel() == len(experts):
+            shape = (token_ids.shape[0], token_ids.shape[1])
+        if shape is not None and self.layers[0].kind is RouterKind.MEGATRON:
+            experts = _by_sequence(experts, shape)
+        real = torch.ones(len(experts), dtype=torch.bool)
+        if self._padding is not None and self._padding.numel() == len(experts):
+            real = ~self._padding.cpu()
+            real = real if shape is None else _by_sequence(real, shape)
+        elif shape is not None and mask is not None and mask.shape[1] >= self._num_cached + shape[1]:
+            real = mask[:, self._num_cached : self._num_cached + shape[1]].bool().reshape(-1).cpu()
+        elif shape is not None and mask is None and kind.has_cache:
+            real = _seen_by_themselves(self._arguments.get("attention_mask"), shape, self._num_cached).reshape(-1).cpu()
+        return RoutedPass(
+            kind,
+            self._num_cached,
+            experts.to(torch.int16).cpu(),
+            margins,
+            real,
+            shape,
+            None if shape is None or token_ids is None else token_ids.reshape(-1).cpu(),
+        )
+
+
+def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> Bool[Tensor, "batch tokens"]:
+    """Return the tokens of a causal pass that see themselves, by masks of who sees whom; all where none is known.
+
+    A cache of fixed size gets such masks, prepared before the model is entered, and a padded token is seen by none.
+    Some kernels cannot have a row that sees nothing, and open it to every key: to later ones too, which no token sees.
+
+    Args:
+        masks: `[batch, 1, tokens, keys]`, bool or added to the scores (0 where a key is seen); or one of each kind of
+            attention, by its name.
+        num_cached: Keys before those of the tokens.
+    """
+    kinds = masks.values() if isinstance(masks, Mapping) else [masks]
+    found = [mask for mask in kinds if isinstance(mask, Tensor) and mask.ndim == 4]
+    num_sequences, num_tokens = shape
+    if not found or found[0].shape[2] != num_tokens or found[0].shape[3] < num_cached + num_tokens:
+        return torch.ones(shape, dtype=torch.bool)
+    mask = found[0][:, 0].expand(num_sequences, -1, -1)
+    sees = mask if mask.dtype == torch.bool else mask == 0
+    later = torch.ones_like(sees[0]).triu(num_cached + 1)
+    return sees.diagonal(num_cached, dim1=1, dim2=2) & ~(sees & later).any(-1)
+
+
+def _by_sequence(rows: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return the rows sequence by sequence, of Megatron-Core's, which has the token axis first."""
+    return rows.unflatten(0, shape[::-1]).transpose(0, 1).flatten(0, 1)
+
+
+def _entry(model: nn.Module, router: nn.Module) -> nn.Module:
+    """Return the innermost module around a router that is given token ids: some losses call it without what is around
+    it.
+    """
+    modules = dict(model.named_modules())
+    path = next(name for name, module in modules.items() if module is router)
+    while path:
+        path = path.rpartition(".")[0]
+        if "input_ids" in inspect.signature(modules[path].forward).parameters:
+            return modules[path]
+    return model
+
+
+def as_numbers(routed: Tensor, topk: int) -> Int[Tensor, "tokens topk"]:
+    """Return the numbers of the experts of each token, from these or a map of the assignments."""
+    if routed.dtype != torch.bool:
+        return routed
+    chosen, experts = routed.int().topk(topk, dim=-1)
+    return experts.masked_fill(chosen == 0, UNKNOWN)
+
+
+def _margins(layer: RouterLayer, outputs: Any, experts: Int[Tensor, "tokens topk"]) -> Float[Tensor, " tokens"] | None:
+    """Return the margins of a router of transformers by the logits in its output; negative where it chose otherwise."""
+    if layer.kind is not RouterKind.TRANSFORMERS or layer.topk >= layer.num_experts or not isinstance(outputs, tuple):
+        return None
+    logits = outputs[0]
+    if not isinstance(logits, Tensor) or tuple(logits.shape) != (len(experts), layer.num_experts):
+        return None
+    scores = logits.detach().float().softmax(-1)
+    chosen = scores.gather(1, experts.long()).min(-1).values
+    return chosen - scores.scatter(1, experts.long(), -torch.inf).max(-1).values

@@ -1,0 +1,417 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Audit of Megatron-Core's RouterReplay in any training loop: what is set as targets, what is taken, what is live.
+
+    audit = RouterReplayAudit(model_chunks)
+    ...                                        # set_replay_data, forward, backward: as the loop does it
+    found = audit.end_step(step)               # every rank calls it
+    for anomaly in found.report.anomalies: ...
+
+Every forward pass under REPLAY_FORWARD is audited. A pass that activation checkpointing repeats is compared with the
+first one. The router's own choice costs one more top-k; nothing that the model computes is touched.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nemo_rl_moe.metrics import with_prefix
+from nemo_rl_moe.routing.agreement.expected_agreement import unexplained_disagreement
+from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly, TapeSample, find_anomalies
+from nemo_rl_moe.routing.agreement.statistics import (
+    LedgerTotals,
+    Row,
+    TapeLedger,
+    TapeReport,
+    agreement_metrics,
+    row_anomalies,
+)
+from nemo_rl_moe.routing.audit.auditor import AuditedStep
+from nemo_rl_moe.routing.hooks.pass_recorder import as_numbers
+from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
+from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
+from nemo_rl_moe.routing.metrics.load_balance_tracking import ForwardWatcher, watch_model
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+from nemo_rl_moe.routing.replay import UNKNOWN, RoutedTokens, TapeRoutes, in_order, margins
+from nemo_rl_moe.routing.routers import RouterKind, RouterLayer, moe_layer_indices, routed_experts, router_kind
+from nemo_rl_moe.shapes import Bool, Int
+
+_SAMPLED_SEQUENCES, _SAMPLED_TOKENS = 16, 48
+_RECOMPUTED, _RECOMPUTED_WRONG = 0, 1
+
+Unfed = Callable[[Mapping[str, Any]], Bool[Tensor, "batch tokens"]]
+
+
+class _Place(NamedTuple):
+    """Place of this process in the layout: the stages of its pipeline, None where it is the only one."""
+
+    stages: dist.ProcessGroup | None
+    tensor_rank: int
+    tensor_size: int
+
+
+class RouterReplayAudit:
+    """Hooks on the model chunks of one rank, and the counts of one step.
+
+    Args:
+        chunks: The rank's model chunks, with `moe_enable_routing_replay`; wrapped or not.
+        unfed: From the arguments of a chunk's forward, by name, to the tokens of which the rollout has no routes, such
+            as padding and the last one of each sequence, whatever their targets hold. Without it all tokens count.
+
+    Raises:
+        ValueError: Routers have no RouterReplay.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], unfed: Unfed | None = None):
+        self._unfed = unfed
+        self._config = cast(Any, _entry(chunks[0]).config)
+        self._layers = tuple(moe_layer_indices(self._config))
+        self._position = {layer: position for position, layer in enumerate(self._layers)}
+        self._num_experts, self._topk = int(self._config.num_moe_experts), int(self._config.moe_router_topk)
+        device = next((parameter.device for parameter in chunks[0].parameters()), torch.device("cpu"))
+        self._ledger = TapeLedger(len(self._layers), self._num_experts, device)
+        self._recomputed = torch.zeros(len(self._layers), 2, dtype=torch.long, device=device)
+        # By pass and sequence; chunks fill their layers.
+        self._sampled: dict[tuple[int, int], np.ndarray] = {}
+        self._place = _place()
+        # Without sequence parallelism all ranks of tensor parallelism see the same tokens.
+        self._counts = self._place.tensor_rank == 0 or bool(self._config.sequence_parallel)
+        self._watchers = [_ChunkWatcher(self, chunk) for chunk in chunks]
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for watcher in self._watchers:
+            watcher.remove()
+
+    def end_step(self, step: int) -> AuditedStep:
+        """Return the audit of the passes since the last step, over all ranks; a collective operation.
+
+        `metrics` are those of `nemo-rl-moe audit`. `rollout_load` counts the targets, `training_load` what the routers
+        would choose for the same tokens. Anomalies of all ranks are reported, each kind once for a layer.
+        """
+        totals = self._ledger.reduced(self._place.stages)
+        (recomputed,) = sum_over_ranks([self._recomputed], self._recomputed.device)
+        anomalies = self._anomalies(totals, recomputed.long())
+        found = agreement_metrics(totals, self._layers, per_layer=True)
+        metrics: dict[str, float] = {}
+        report = None
+        if found:
+            found["routing/anomalies"] = float(len(anomalies))
+            report = TapeReport(self._layers, totals, found, tuple(anomalies))
+            metrics = with_prefix("moe", found)
+            for prefix, counts in (("moe", totals.live_experts), ("rollout_moe", totals.tape_experts)):
+                load = ExpertLoad(self._layers, counts)
+                metrics |= with_prefix(prefix, load_balance_metrics(load, router_topk=self._topk))
+        audited = AuditedStep(
+            step,
+            len(self._sampled),
+            int(totals.tokens[0]),
+            metrics,
+            report,
+            totals.tape_experts.numpy() if found else None,
+            totals.live_experts.numpy() if found else None,
+            columns=frozenset({"rollout_experts", "training_experts", "margins"} if found else ()),
+        )
+        self._ledger.clear()
+        self._recomputed.zero_()
+        self._sampled.clear()
+        for watcher in self._watchers:
+            watcher.start_step()
+        return audited
+
+    def fed_tokens(self, arguments: Mapping[str, Any], num_rows: int) -> Bool[Tensor, " tokens"]:
+        """Return the tokens of a pass that count, in the order of the routers'."""
+        if self._unfed is None:
+            return torch.ones(num_rows, dtype=torch.bool, device=self._recomputed.device)
+        by_column = ~self._unfed(arguments).transpose(0, 1)
+        if by_column.numel() != num_rows:  # sequence parallel: a block of columns each
+            by_column = by_column.chunk(self._place.tensor_size)[self._place.tensor_rank]
+        return by_column.reshape(-1)
+
+    def add(self, number: int, seen: Mapping[int, "_Seen"], fed: Bool[Tensor, " tokens"], num_sequences: int) -> None:
+        """Add one forward pass of a chunk.
+
+        Args:
+            number: Number of the pass in the step, the same on all stages.
+            seen: Routes of each layer under replay, by its index; empty without replay.
+            fed: Tokens that count.
+        """
+        if not self._counts:
+            return
+        layers = sorted(seen)
+        positions = torch.tensor([self._position[layer] for layer in layers], dtype=torch.long, device=fed.device)
+        if not layers:
+            nothing = TapeRoutes.of(fed.new_zeros(len(fed), 0, self._topk, dtype=torch.long), self._num_experts)
+            self._ledger.add(number, positions, nothing, fed, [])
+            return
+        # A target may be of any type of integers, such as one that cannot hold what is unknown.
+        targets = torch.stack([seen[layer].target.to(fed.device, torch.long) for layer in layers], 1)
+        # A target stands for tokens too that no engine has fed; what it holds there says nothing.
+        targets = targets.masked_fill(~fed[:, None, None], UNKNOWN)
+        routed = [seen[layer].routed for layer in layers]
+        self._ledger.add(number, positions, TapeRoutes.of(targets, self._num_experts), fed, routed)
+        live = torch.stack([of_layer.live for of_layer in routed], 1)
+        self._sample(number, layers, torch.stack([targets, live]), fed, num_sequences)
+
+    def add_recomputed(self, layer: int, wrong: Int[Tensor, ""], num_rows: int) -> None:
+        """Add the repeated pass of one layer: its rows, and those that took other experts than the first pass."""
+        self._recomputed[self._position[layer], _RECOMPUTED] += num_rows
+        self._recomputed[self._position[layer], _RECOMPUTED_WRONG] += wrong
+
+    def rows_of_batch(self, token_ids: Tensor) -> int:
+        """Return the tokens of a batch that routers of this rank would see."""
+        parts = self._place.tensor_size if self._config.sequence_parallel else 1
+        return token_ids.numel() // parts
+
+    def _sample(
+        self,
+        number: int,
+        layers: Sequence[int],
+        both: Int[Tensor, "2 tokens layers topk"],
+        fed: Bool[Tensor, " tokens"],
+        num_sequences: int,
+    ) -> None:
+        """Keep targets and live choices of the last tokens of a few sequences."""
+        if len(fed) % num_sequences:
+            return
+        places = [self._position[layer] for layer in layers]
+        for sequence in range(num_sequences):
+            key = number, sequence
+            if key not in self._sampled:
+                if len(self._sampled) == _SAMPLED_SEQUENCES:
+                    return
+                shape = (2, _SAMPLED_TOKENS, len(self._layers), self._topk)
+                self._sampled[key] = np.full(shape, UNKNOWN, dtype=np.int16)
+            rows = fed.view(-1, num_sequences)[:, sequence].nonzero()[-_SAMPLED_TOKENS:, 0] * num_sequences + sequence
+            self._sampled[key][:, : len(rows), places] = both[:, rows].to(torch.int16).cpu().numpy()
+
+    def _anomalies(self, totals: LedgerTotals, recomputed: Int[Tensor, "layers 2"]) -> list[TapeAnomaly]:
+        """Return the anomalies of all ranks; a collective operation."""
+        found = row_anomalies(totals, self._layers) + _not_taken(totals, self._layers)
+        found += _other_recomputed(recomputed, self._layers)
+        mine = self._identity(totals)
+        everyone: list[list[TapeAnomaly]] = [mine]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            everyone = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(everyone, mine)
+        kinds = {(anomaly.kind, anomaly.layer): anomaly for of_rank in reversed(everyone) for anomaly in of_rank}
+        found += kinds.values()
+        return found or unexplained_disagreement(totals, self._layers)
+
+    def _identity(self, totals: LedgerTotals) -> list[TapeAnomaly]:
+        """Compare this rank's sampled sequences, the layers of all stages side by side, which is a collective."""
+        of_stages = [self._sampled]
+        if self._place.stages is not None:
+            of_stages = [{} for _ in range(dist.get_world_size(self._place.stages))]
+            dist.all_gather_object(of_stages, self._sampled, group=self._place.stages)
+        # What a stage does not hold is unknown, -1, and so below all that is known.
+        keys = sorted({key for of_stage in of_stages for key in of_stage})
+        found = [np.maximum.reduce([of_stage[key] for of_stage in of_stages if key in of_stage]) for key in keys]
+        if not found:
+            return []
+        tape, live = np.stack(found, 1)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        names = [f"{sequence} of pass {number} on rank {rank}" for number, sequence in keys]
+        return find_anomalies(TapeSample(tape, live), self._num_experts, self._layers, names, totals.of_experts)
+
+
+class _Seen(NamedTuple):
+    """One router's pass under replay: the targets in force, and what it did."""
+
+    target: Int[Tensor, "tokens topk"]
+    routed: RoutedTokens
+
+
+class _ChunkWatcher(ForwardWatcher):
+    """Hooks on one model chunk and on the RouterReplay of each of its routers."""
+
+    def __init__(self, audit: RouterReplayAudit, chunk: nn.Module):
+        routers = _decoder_routers(chunk)
+        super().__init__([layer for layer, _ in routers])
+        self._audit = audit
+        self._arguments: Mapping[str, Any] = {}
+        self._seen: dict[int, _Seen] = {}
+        self._num_rows = self._num_passes = 0
+        self._num_sequences: int | None = None
+        self._taken: dict[int, deque[Tensor]] = defaultdict(deque)
+        self._replays: list[tuple[Any, Any]] = []
+        for layer, router in routers:
+            replay: Any = getattr(router, "router_replay", None)
+            if not hasattr(replay, "replay_backward_list"):
+                raise ValueError(
+                    f"layer {layer.key} has no RouterReplay: the model must be built with moe_enable_routing_replay"
+                )
+            # On the object, whose place in the list of all others the loop may rely on.
+            self._replays.append((replay, vars(replay).get("get_replay_topk")))
+            replay.get_replay_topk = partial(self._replayed, layer, replay, replay.get_replay_topk)
+        self._chunk = _entry(chunk)
+        watch_model(self._chunk, routers, self)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        self.remove_hooks()
+        for replay, own in self._replays:
+            if own is None:
+                del replay.get_replay_topk
+            else:  # what the loop itself had put there
+                replay.get_replay_topk = own
+
+    def start_step(self) -> None:
+        """Forget the passes of the step."""
+        self._num_passes = 0
+        self._taken.clear()
+
+    def enter_model(self, arguments: Mapping[str, Any]) -> None:
+        """Note the start of the chunk's forward."""
+        super().enter_model(arguments)
+        if not self.is_recomputed():
+            self._arguments, self._seen, self._num_rows, self._num_sequences = arguments, {}, 0, None
+
+    def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
+        """Take a router's output: a fused router has chosen without asking its RouterReplay."""
+        replay: Any = router.router_replay
+        number = int(layer.key)
+        if self._num_sequences is None and args and args[0].ndim == 3:  # [tokens, sequences, hidden]
+            self._num_sequences = args[0].shape[1]
+        if self.is_recomputed() or number in self._seen or not _is_replaying(replay):
+            return
+        if self._gradients_at_entry is None or replay.target_topk_idx is None:
+            return
+        taken = as_numbers(routed_experts(layer, router, outputs), layer.topk)
+        self._note(number, replay.target_topk_idx, RoutedTokens(taken, taken, None))
+
+    def leave_model(self) -> None:
+        """Add the pass to the ledger."""
+        if self._gradients_at_entry is not None and not self.is_recomputed():
+            num_rows, num_sequences = self._size_of_pass()
+            if num_rows:
+                fed = self._audit.fed_tokens(self._arguments, num_rows)
+                self._audit.add(self._num_passes, self._seen, fed, num_sequences)
+            self._num_passes += 1
+            self._arguments, self._seen = {}, {}
+        super().leave_model()
+
+    def _size_of_pass(self) -> tuple[int, int]:
+        """Return the rows that this rank's routers see, and sequences; a stage behind the first one may be given no
+        tokens.
+
+        Stages share the marks of all tokens, those without a router too.
+        """
+        tokens = self._arguments.get("input_ids")
+        if isinstance(tokens, Tensor):
+            return self._num_rows or self._audit.rows_of_batch(tokens), tokens.shape[0]
+        if self._num_rows:
+            return self._num_rows, self._num_sequences or 1
+        hidden = getattr(getattr(self._chunk, "decoder", None), "input_tensor", None)  # of the stage before
+        return (hidden.shape[0] * hidden.shape[1], hidden.shape[1]) if isinstance(hidden, Tensor) else (0, 1)
+
+    def _replayed(
+        self,
+        layer: RouterLayer,
+        replay: Any,
+        choose: Callable[..., tuple[Tensor, Tensor]],
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the choice in RouterReplay's place, which it makes itself."""
+        is_replaying, target, number = _is_replaying(replay), replay.target_topk_idx, int(layer.key)
+        values, taken = choose(scores, topk, num_groups, group_topk, default_compute_topk)
+        if self.is_recomputed():
+            self._compare_recomputed(number, taken)
+            return values, taken
+        if self._gradients_at_entry is None:  # the router alone
+            return values, taken
+        self._num_rows = len(taken)
+        if self._gradients_at_entry:
+            if len(replay.replay_backward_list) <= 1:  # the loop has cleared its own queue
+                self._taken[number].clear()
+            self._taken[number].append(taken)
+        if is_replaying and target is not None and default_compute_topk is not None:
+            with torch.no_grad():
+                live = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
+                margin = None if group_topk else margins(scores.detach(), topk)
+            self._note(number, target, RoutedTokens(live, taken.to(live.dtype), margin))
+        return values, taken
+
+    def _note(self, layer: int, target: Tensor, routed: RoutedTokens) -> None:
+        self._num_rows = len(routed.live)
+        self._seen[layer] = _Seen(target, routed)
+
+    def _compare_recomputed(self, layer: int, taken: Int[Tensor, "tokens topk"]) -> None:
+        if not self._taken[layer]:
+            return
+        first = self._taken[layer].popleft()
+        if first.shape != taken.shape:
+            wrong = torch.tensor(len(taken), device=taken.device)
+        else:
+            wrong = (in_order(first) != in_order(taken.to(first.dtype))).any(-1).sum()
+        self._audit.add_recomputed(layer, wrong, len(taken))
+
+
+def _is_replaying(replay: Any) -> bool:
+    # By name: the enumeration need not be imported.
+    return getattr(getattr(replay, "router_replay_action", None), "value", None) == "replay_forward"
+
+
+def _decoder_routers(chunk: nn.Module) -> list[tuple[RouterLayer, Any]]:
+    """Return the routers of the decoder's layers; those that predict further tokens (MTP) are no layers of a rollout's
+    routes.
+    """
+    return [
+        (RouterLayer(module.layer_number - 1, RouterKind.MEGATRON, int(module.num_experts), int(module.topk)), module)
+        for name, module in chunk.named_modules()
+        if router_kind(module) is RouterKind.MEGATRON and "mtp" not in name.split(".")
+    ]
+
+
+def _entry(chunk: nn.Module) -> nn.Module:
+    """Return the model inside its wrappers, whose forward has named parameters."""
+    while isinstance(inner := getattr(chunk, "module", None), nn.Module):
+        chunk = inner
+    return chunk
+
+
+def _place() -> _Place:
+    if not dist.is_initialized():
+        return _Place(None, 0, 1)
+    from megatron.core import parallel_state
+
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    return _Place(
+        stages if dist.get_world_size(stages) > 1 else None,
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+
+def _not_taken(totals: LedgerTotals, layers: Sequence[int]) -> list[TapeAnomaly]:
+    """Return the targets that a router has not taken: it does not ask for them, as a fused one."""
+    missed = totals.rows[:, Row.USABLE] - totals.rows[:, Row.TAKEN_SAME]
+    compared = int(totals.tokens[0]) > 0
+    return [
+        TapeAnomaly("rows", f"{count:,} rows of targets were set and not taken in layer {layer}", layer)
+        for layer, count in zip(layers, missed.tolist(), strict=True)
+        if compared and count
+    ]
+
+
+def _other_recomputed(recomputed: Int[Tensor, "layers 2"], layers: Sequence[int]) -> list[TapeAnomaly]:
+    """Return the layers whose repeated pass took other experts than the first one: its gradient is of another
+    function.
+    """
+    return [
+        TapeAnomaly(
+            "rows", f"the repeated forward of layer {layer} took other experts in {wrong:,} of {rows:,} rows", layer
+        )
+        for layer, (rows, wrong) in zip(layers, recomputed.tolist(), strict=True)
+        if wrong
+    ]

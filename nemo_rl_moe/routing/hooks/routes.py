@@ -1,0 +1,141 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A context manager that records the routes of any model: of transformers with their routers, or of Megatron-Core.
+
+with record_routes(model) as routes:
+    model(**batch).loss.backward()
+print(routes.load_balance_metrics())
+"""
+
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly, foreign_tape
+from nemo_rl_moe.routing.audit.auditor import AuditedStep, audit_step
+from nemo_rl_moe.routing.hooks.pass_recorder import RoutedPass, RouteRecorder
+from nemo_rl_moe.routing.hooks.sequences import (
+    RoutedSequence,
+    paired_sequences,
+    sequences_of,
+    tape_description,
+    training_sequences,
+)
+from nemo_rl_moe.routing.metrics.expert_load_recorder import add_assignments
+from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+from nemo_rl_moe.routing.replay import UNKNOWN
+from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence, rows_of
+
+_ALONE = f"process-{uuid.uuid4().hex[:12]}"
+"""Writer of a process that belongs to no job."""
+
+
+class Routes:
+    """Routes of the passes that ran inside of `record_routes`, one process's.
+
+    Attributes:
+        description: Layers, experts and top-k.
+    """
+
+    def __init__(self, recorder: RouteRecorder):
+        self.passes: list[RoutedPass] = []
+        self.description: TapeDescription = tape_description(recorder.layers, "record_routes")
+
+    def expert_load(self) -> ExpertLoad:
+        """Return the tokens of each expert in each layer, padding left out."""
+        counts = torch.zeros(len(self.description.layers), self.description.num_experts, dtype=torch.long)
+        for routed in self.passes:
+            for layer, experts in enumerate(routed.experts.unbind(1)):
+                add_assignments(counts[layer], experts.clamp(min=0), routed.real & (experts != UNKNOWN).all(-1))
+        return ExpertLoad(self.description.layers, counts)
+
+    def load_balance_metrics(self, *, detailed: bool = False) -> dict[str, float]:
+        """Return the load balance metrics of all passes together, as `moe.load_balance_metrics` has them."""
+        return load_balance_metrics(self.expert_load(), router_topk=self.description.topk, detailed=detailed)
+
+    def sequences(self) -> list[RoutedSequence]:
+        """Return the sequences of the passes; those of a generation go on through its passes."""
+        return sequences_of(self.passes)
+
+    def tape(self, rollout: "Routes | None" = None) -> list[TapeSequence]:
+        """Return the sequences as a tape has them, these routes as the training's side.
+
+        Args:
+            rollout: Routes of the rollout that sampled them; other sequences are left out.
+        """
+        if rollout is None:
+            return training_sequences(self.sequences())
+        return paired_sequences(rollout.sequences(), self.sequences())
+
+    def audit(self, rollout: "Routes", step: int = 0) -> AuditedStep:
+        """Return the agreement of these routes with those of a rollout of the same tokens, load balance of both, and
+        findings.
+        """
+        return audit_sequences(self.description, step, self.tape(rollout))
+
+    def write_tape(self, folder: Path, step: int, rollout: "Routes | None" = None) -> Path | None:
+        """Write the sequences into a tape folder; return the file, or None without any sequence.
+
+        The writer is the same at every step, so that findings can name it: the rank of the process in its job.
+
+        Args:
+            folder: Several processes may write into it.
+        """
+        sequences = self.tape(rollout)
+        from nemo_rl_moe.runs.folder.capture_folder import TapeWriter  # files need pyarrow, metrics do not
+
+        return TapeWriter(folder, self.description, _writer()).write(step, sequences) if sequences else None
+
+
+def _writer() -> str:
+    """Return the name of this process among those that write a tape."""
+    return f"rank-{dist.get_rank()}" if dist.is_initialized() else _ALONE
+
+
+@contextmanager
+def record_routes(model: nn.Module) -> Iterator[Routes]:
+    """Record the passes of a model while it is open; they are there once it is closed.
+
+    Args:
+        model: With routers of Megatron-Core or transformers, wrapped or not; of several chunks, one.
+
+    Raises:
+        ValueError: No router is known, or layers have different numbers of experts.
+    """
+    recorder = RouteRecorder(model)
+    routes = Routes(recorder)
+    try:
+        yield routes
+    finally:
+        recorder.remove_hooks()
+        routes.passes += recorder.take()
+
+
+def audit_sequences(description: TapeDescription, step: int, sequences: Sequence[TapeSequence]) -> AuditedStep:
+    """Audit of sequences that are in memory.
+
+    In a job of several processes every one calls it, with sequences of its own, and gets the audit of all: counts and
+    loads are added up, layers, tokens and sequences are compared in a sample of those of up to 16 processes, and a
+    process whose routes alone are lost or wrong is named. Numbers of log-probabilities and rewards are the process's.
+    """
+    ranks = [f"rank-{rank}" for rank in range(dist.get_world_size())] if dist.is_initialized() else []
+    if len(ranks) < 2:
+        return audit_step(description, step, [rows_of(description, step, sequences)] if sequences else [])
+    own = ranks[dist.get_rank()]
+    named = [replace(sequence, name=f"{sequence.name} of {own}") for sequence in sequences]
+    return audit_step(
+        description, step, [replace(rows_of(description, step, named), writer=own)] if named else [], ranks
+    )
+
+
+def anomalies_of(audited: AuditedStep) -> tuple[TapeAnomaly, ...]:
+    """Return the anomalies of a step's routes, a rollout of other tokens or weights altogether included."""
+    found = () if audited.report is None else audited.report.anomalies
+    return found or tuple(foreign_tape(audited.metrics.get("moe/routing/slot_kappa")))

@@ -1,0 +1,126 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""From recorded passes to sequences: padding left out on either side, the steps of a generation put together.
+
+Sequences of a rollout and of training find each other by their token ids.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nemo_rl_moe.routing.hooks.pass_recorder import RoutedPass
+from nemo_rl_moe.routing.metrics.metric_keys import indices_of_layers
+from nemo_rl_moe.routing.routers import RouterLayer
+from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence
+from nemo_rl_moe.shapes import Float, Int
+
+
+@dataclass(frozen=True)
+class RoutedSequence:
+    """One sequence without its padding.
+
+    Attributes:
+        experts: Choices of the routers.
+        margins: See `RoutedPass`; None where any of its passes has none.
+    """
+
+    token_ids: Int[np.ndarray, " tokens"]
+    experts: Int[np.ndarray, "tokens layers topk"]
+    margins: Float[np.ndarray, "tokens layers"] | None
+
+
+def sequences_of(passes: Sequence[RoutedPass]) -> list[RoutedSequence]:
+    """Return the sequences of some passes.
+
+    Passes with a cache continue the one before where they begin at its end. What a pass continues that was not
+    recorded, and passes without token ids, are left out.
+    """
+    found: list[RoutedSequence] = []
+    parts: list[RoutedPass] = []
+    for routed in passes:
+        if routed.shape is None:
+            continue
+        if not _continues(parts, routed):
+            found += _joined(parts)
+            parts = []
+        if parts or not routed.num_cached:
+            parts.append(routed)
+    return found + list(_joined(parts))
+
+
+def _continues(parts: Sequence[RoutedPass], routed: RoutedPass) -> bool:
+    shapes = [part.shape for part in parts if part.shape is not None]
+    if not shapes or routed.shape is None or not routed.num_cached:
+        return False
+    return routed.shape[0] == shapes[0][0] and routed.num_cached == sum(columns for _, columns in shapes)
+
+
+def _joined(parts: Sequence[RoutedPass]) -> Iterator[RoutedSequence]:
+    """Yield the sequences of successive passes over the same rows of a batch."""
+    if not parts:
+        return
+    by_row: dict[str, list[torch.Tensor]] = {"token_ids": [], "real": [], "experts": [], "margins": []}
+    for part in parts:
+        for name, values in by_row.items():
+            found = getattr(part, name)
+            if found is not None and part.shape is not None:
+                values.append(found.unflatten(0, part.shape))
+    token_ids, real, experts = (torch.cat(by_row[name], 1) for name in ("token_ids", "real", "experts"))
+    margins = torch.cat(by_row["margins"], 1) if len(by_row["margins"]) == len(parts) else None
+    for row, is_real in enumerate(real):
+        yield RoutedSequence(
+            token_ids[row][is_real].numpy(),
+            experts[row][is_real].numpy(),
+            None if margins is None else margins[row][is_real].numpy(),
+        )
+
+
+def tape_description(layers: Sequence[RouterLayer], made_by: str) -> TapeDescription:
+    """Return the description of a tape of a model whose layers all have as many experts."""
+    indices = indices_of_layers([layer.key for layer in layers])
+    return TapeDescription(tuple(indices.values()), layers[0].num_experts, layers[0].topk, made_by)
+
+
+def training_sequences(training: Sequence[RoutedSequence]) -> list[TapeSequence]:
+    """Return sequences of training as a tape has them, without a rollout."""
+    return [
+        TapeSequence(str(number), len(sequence.token_ids), _training_columns(sequence))
+        for number, sequence in enumerate(training)
+        if len(sequence.token_ids)
+    ]
+
+
+def paired_sequences(
+    rollout: Sequence[RoutedSequence], training: Sequence[RoutedSequence], first: int = 0
+) -> list[TapeSequence]:
+    """Return sequences of training beside the routes of the rollout that sampled them; others are left out.
+
+    A rollout feeds all but the last token of a sequence, and goes on with padding where others of its batch are longer:
+    it sampled a sequence that begins what it fed.
+
+    Args:
+        first: Number of the first one, for their names.
+    """
+    found = []
+    for number, sequence in enumerate(training, start=first):
+        fed = len(sequence.token_ids) - 1
+        drawn = next((drawn for drawn in rollout if _drew(drawn, sequence)), None) if fed > 0 else None
+        if drawn is not None:
+            columns = _training_columns(sequence) | {"rollout_experts": drawn.experts[:fed]}
+            found.append(TapeSequence(str(number), fed + 1, columns))
+    return found
+
+
+def _drew(drawn: RoutedSequence, sequence: RoutedSequence) -> bool:
+    fed = len(sequence.token_ids) - 1
+    if len(drawn.token_ids) < fed or not np.array_equal(drawn.token_ids[:fed], sequence.token_ids[:fed]):
+        return False
+    return len(drawn.token_ids) == fed or bool(drawn.token_ids[fed] == sequence.token_ids[fed])
+
+
+def _training_columns(sequence: RoutedSequence) -> dict[str, np.ndarray]:
+    columns = {"token_ids": sequence.token_ids.astype(np.int32), "training_experts": sequence.experts}
+    return columns if sequence.margins is None else columns | {"margins": sequence.margins}

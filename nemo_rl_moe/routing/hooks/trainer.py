@@ -1,0 +1,164 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A callback of transformers' Trainer and of TRL's: load balance, agreement of generation and training, findings.
+
+    callback = RoutingCallback()
+    trainer = SFTTrainer(model, args=..., train_dataset=...)
+    callback.attach(trainer)
+    trainer.train()
+
+Metrics go into the logs that the trainer sends wherever it reports to; findings are warnings of Python's `logging`.
+This module imports transformers.
+"""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import nn
+from transformers import TrainerCallback
+
+from nemo_rl_moe.routing.findings.tracker import Finding, FindingTracker, Thresholds
+from nemo_rl_moe.routing.hooks.pass_recorder import PassKind, RoutedPass, RouteRecorder
+from nemo_rl_moe.routing.hooks.routes import anomalies_of, audit_sequences
+from nemo_rl_moe.routing.hooks.sequences import RoutedSequence, paired_sequences, sequences_of, tape_description
+from nemo_rl_moe.routing.metrics.load_balance_metrics import (
+    collect_expert_loads,
+    compute_brief_metrics,
+    disable_load_balance_tracking,
+    enable_load_balance_tracking,
+)
+from nemo_rl_moe.routing.metrics.load_statistics import LayerLoad
+from nemo_rl_moe.routing.metrics.metric_keys import OUTLIER_PREFIX, indices_of_layers, with_moe_prefix
+from nemo_rl_moe.runs.folder.captured_sequences import TapeSequence
+
+THRESHOLDS = Thresholds(dead_expert_steps=20, excess_cv=1.0, overload_factor=None, sustained_steps=20, sudden_steps=2)
+"""Limits of findings, in logged steps; a finding needs them in a row."""
+_log = logging.getLogger(__name__)
+
+
+class RoutingCallback(TrainerCallback):
+    """Callback that looks at the routes of the model that is trained.
+
+    Metrics of each logged step, over all of its microbatches and processes: load balance of the training pass under
+    `moe/`, and where the model generates what it is trained on, as in GRPO without a server, agreement of generation
+    with training under `moe/routing/`, and load balance of the generation under `rollout_moe/`. Layers, tokens and
+    sequences that are in each other's place are found in a sample of those of all processes.
+
+    Args:
+        thresholds: Limits of findings.
+        max_sequences: Sequences of each process and logged step of which generation and training are compared.
+    """
+
+    def __init__(self, thresholds: Thresholds = THRESHOLDS, max_sequences: int = 64):
+        self._thresholds, self._max_sequences = thresholds, max_sequences
+        self._model: nn.Module | None = None
+        self._recorder: RouteRecorder | None = None
+        self._tracker: FindingTracker | None = None
+        self._has_generated = False
+        self._rollout: list[RoutedSequence] = []
+        self._compared: list[TapeSequence] = []
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings so far."""
+        return [] if self._tracker is None else self._tracker.findings
+
+    def attach(self, trainer: Any) -> None:
+        """Add the callback to a trainer, before those that report: what comes after them is in no report."""
+        trainer.callback_handler.callbacks.insert(0, self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **more: Any) -> None:
+        """Put the hooks on the model.
+
+        Raises:
+            ValueError: It has no MoE layer whose router is known, or layers with different numbers of experts.
+        """
+        recorder = RouteRecorder(model, self._wants)  # first: it may refuse the model
+        enable_load_balance_tracking(model)
+        self._model, self._recorder = model, recorder
+        self._tracker = FindingTracker(self._thresholds, self._recorder.topk)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Drop what an evaluation generated."""
+        if self._recorder is not None:
+            self._recorder.take()
+            self._has_generated = bool(self._rollout)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Take the routes of the step."""
+        if self._recorder is not None:
+            self._compare_passes(self._recorder.take())
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **more: Any) -> None:
+        """Add the metrics to the logs of a step of training, and report the findings that begin with it."""
+        if self._model is None or self._recorder is None or "loss" not in logs:
+            return
+        metrics = self._end_of_step(self._model, self._recorder, state)
+        logs.update(metrics)
+        state.log_history[-1].update(metrics)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Take the hooks off the model."""
+        if self._model is not None and self._recorder is not None:
+            self._recorder.remove_hooks()
+            disable_load_balance_tracking(self._model)
+        self._model = self._recorder = None
+        self._rollout, self._compared = [], []
+
+    def _wants(self, kind: PassKind) -> bool:
+        """Pass of a generation; those of training where there was one to compare them with."""
+        if kind.is_training:
+            return self._has_generated and len(self._compared) < self._max_sequences
+        self._has_generated |= kind.has_cache
+        return kind.has_cache
+
+    def _compare_passes(self, passes: list[RoutedPass]) -> None:
+        drawn = sequences_of([routed for routed in passes if not routed.kind.is_training])
+        # A rollout serves the steps until the next one.
+        self._rollout = drawn or self._rollout
+        trained = sequences_of([routed for routed in passes if routed.kind.is_training])
+        pairs = paired_sequences(self._rollout, trained, first=len(self._compared))
+        self._compared += pairs[: self._max_sequences - len(self._compared)]
+
+    def _end_of_step(self, model: nn.Module, recorder: RouteRecorder, state: Any) -> dict[str, float]:
+        assert self._tracker is not None
+        step = int(state.global_step)
+        loads = collect_expert_loads(model, dist.group.WORLD if dist.is_initialized() else None)
+        metrics = with_moe_prefix(compute_brief_metrics(loads, top_k=0))
+        anomalies = None
+        compared, self._compared = self._compared, []
+        if self._has_generated and _adds_up_on_the_host():
+            audited = audit_sequences(tape_description(recorder.layers, "trainer"), step, compared)
+            anomalies = anomalies_of(audited)
+            metrics |= {
+                key: value
+                for key, value in audited.metrics.items()
+                if key.startswith(("moe/routing", "rollout_moe/")) and OUTLIER_PREFIX not in key and value == value
+            }
+        begun = self._tracker.observe(step, {f"train/{key}": value for key, value in metrics.items()}, *_matrix(loads))
+        if anomalies is not None:
+            begun += self._tracker.observe_tape(step, anomalies)
+        if state.is_world_process_zero:
+            for finding in begun:
+                where = "" if finding.layer is None else f", layer {finding.layer}"
+                _log.warning("routing, step %d%s: %s", step, where, finding.text)
+        return metrics
+
+
+def _matrix(loads: dict[int, LayerLoad] | dict[str, LayerLoad]) -> tuple[tuple[int, ...], Any]:
+    """Return the indices of the layers, and their counts as one matrix; None where layers have different numbers of
+    experts.
+    """
+    indices = indices_of_layers(loads)
+    counts = [loads[key]["expert_load"] for key in indices]  # type: ignore[index]
+    alike = len({len(row) for row in counts}) == 1
+    return tuple(indices.values()), np.stack([row.numpy() for row in counts]) if alike else None
+
+
+def _adds_up_on_the_host() -> bool:
+    """Return True where there is one process, or its group adds up tensors of the host, as gloo does."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    return "gloo" in dist.get_backend_config()

@@ -1,0 +1,216 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Recording of routed experts: counts on the device without a host synchronisation, and their sum over ranks."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+from nemo_rl_moe.shapes import Bool, Int
+
+
+def add_assignments(
+    counts: Int[Tensor, " experts"],
+    routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
+    valid: Bool[Tensor, " tokens"] | None,
+) -> None:
+    """Add one router call to the counts, in place.
+
+    Args:
+        routed: A map of the assignments, or the indices of the experts that each token is routed to.
+        valid: Tokens that count; None: all of them.
+    """
+    if routed.dtype == torch.bool:
+        counts.add_((routed if valid is None else routed & valid[:, None]).sum(0))
+        return
+    # Not bincount, which waits for the device to learn the largest number.
+    routed = routed.long()
+    ones = torch.ones_like(routed) if valid is None else valid.long()[:, None].expand_as(routed)
+    counts.scatter_add_(0, routed.reshape(-1), ones.reshape(-1))
+
+
+FORWARD, BACKWARD = 1, -1
+
+
+class StepEvent(NamedTuple):
+    """One pass of one model chunk over one microbatch.
+
+    Attributes:
+        chunk: Index of the model chunk on this pipeline stage (virtual stage).
+        microbatch: Index within the `train()` call.
+    """
+
+    kind: int
+    chunk: int
+    microbatch: int
+
+
+class ExpertLoadRecorder:
+    """The counts `c[m,i,e]` of one `train()` call, and the order of its forward and backward passes.
+
+    Only passes inside `training_forward` count: no recomputed, evaluation, log-prob or generation pass enters it.
+
+    Args:
+        num_moe_layers: MoE layers of the whole model; each rank fills the rows of those that it holds.
+        num_experts: Routed experts of a layer.
+
+    Attributes:
+        counts: `c[m,i,e]` of this rank.
+        image_counts: Counts of image tokens, over all microbatches; None where they are not counted apart.
+        expert_load: The load matrix of the last step over all ranks, once it has been reduced.
+    """
+
+    def __init__(self, num_moe_layers: int, num_experts: int, device: torch.device):
+        self._shape = (num_moe_layers, num_experts)
+        self._device = device
+        self._microbatch: int | None = None
+        self._indices: list[tuple[int, Tensor, Tensor | None]] = []
+        self._is_image: Bool[Tensor, " tokens"] | None = None
+        self._offsets: dict[tuple[int, ...], Tensor] = {}
+        self.counts: Int[Tensor, "microbatches moe_layers experts"] = torch.zeros(0, *self._shape, dtype=torch.long)
+        self.image_counts: Int[Tensor, "moe_layers experts"] | None = None
+        self.events: list[StepEvent] = []
+        self.expert_load: ExpertLoad | None = None
+
+    def start(self, num_microbatches: int, *, counts_images: bool = False) -> None:
+        """Clear what was recorded and make room for so many microbatches.
+
+        Args:
+            counts_images: Count image tokens apart too; the same on every rank.
+        """
+        self.events = []
+        self.image_counts = torch.zeros(self._shape, dtype=torch.long, device=self._device) if counts_images else None
+        if self.counts.shape[0] == num_microbatches:
+            self.counts.zero_()
+        else:
+            self.counts = torch.zeros(num_microbatches, *self._shape, dtype=torch.long, device=self._device)
+
+    @contextmanager
+    def training_forward(
+        self, chunk: int, microbatch: int, is_image: Bool[Tensor, " tokens"] | None = None
+    ) -> Iterator[None]:
+        """While open, the routers' assignments count for this microbatch.
+
+        Args:
+            is_image: True on image tokens, of the tokens that this rank's routers see, in their order; None: all are
+                text.
+        """
+        self.events.append(StepEvent(FORWARD, chunk, microbatch))
+        self._microbatch = microbatch
+        self._is_image = None if self.image_counts is None else is_image
+        try:
+            yield
+            self._add_indices(self.counts[microbatch], self._indices, None)
+            if self.image_counts is not None and self._is_image is not None:
+                self._add_indices(self.image_counts, self._indices, self._is_image)
+        finally:
+            self._microbatch = self._is_image = None
+            self._indices = []
+
+    @property
+    def is_recording(self) -> bool:
+        """True inside `training_forward`."""
+        return self._microbatch is not None
+
+    def watch_backward(self, output: Tensor, chunk: int, microbatch: int) -> None:
+        """Note when the backward pass of this forward begins. `output` is what the chunk returned."""
+        if output.requires_grad:
+            output.register_hook(lambda _: self.events.append(StepEvent(BACKWARD, chunk, microbatch)))
+
+    def add(
+        self,
+        layer_position: int,
+        routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
+        padding: Bool[Tensor, "..."] | None,
+    ) -> None:
+        """Add one router call; does nothing outside `training_forward`. Indices are counted at its end.
+
+        Args:
+            routed: A map of the assignments, or the indices of the routed experts.
+            padding: True on tokens that do not count, in whatever shape the router got it; None: all count.
+        """
+        if self._microbatch is None:
+            return
+        if routed.dtype == torch.bool:
+            add_assignments(self.counts[self._microbatch, layer_position], routed, _counted(padding, None))
+            if self.image_counts is not None and self._is_image is not None:
+                add_assignments(self.image_counts[layer_position], routed, _counted(padding, self._is_image))
+        else:
+            self._indices.append((layer_position, routed, padding))
+
+    def _add_indices(
+        self,
+        counts: Int[Tensor, "moe_layers experts"],
+        calls: Sequence[tuple[int, Tensor, Tensor | None]],
+        only: Bool[Tensor, " tokens"] | None,
+    ) -> None:
+        """Add router calls, those that saw the same tokens together: on small models each operation takes its time.
+
+        Args:
+            calls: Row of the layer, indices and padding of each call.
+            only: Tokens that count; None: all but padding.
+        """
+        alike: dict[Any, list[tuple[int, Tensor, Tensor | None]]] = {}
+        for call in calls:
+            _, routed, padding = call
+            # Each layer has a view of its own of the microbatch's mask.
+            same = None if padding is None else (padding.data_ptr(), padding.stride())
+            alike.setdefault((routed.shape, same), []).append(call)
+        for group in alike.values():
+            positions, padding = tuple(position for position, _, _ in group), group[0][2]
+            if positions not in self._offsets:
+                offsets = torch.tensor(positions, device=counts.device) * counts.shape[1]
+                self._offsets[positions] = offsets[:, None, None]
+            places = torch.stack([routed for _, routed, _ in group]) + self._offsets[positions]
+            valid = _counted(padding, only)
+            if valid is not None:
+                valid = valid[:, None].expand_as(places[0]).expand_as(places).reshape(-1)
+            add_assignments(counts.view(-1), places.view(-1, 1), valid)
+
+
+def _counted(padding: Bool[Tensor, "..."] | None, only: Bool[Tensor, " tokens"] | None) -> Tensor | None:
+    """Return True on tokens that count; None: all of them."""
+    if padding is None:
+        return only
+    counted = ~padding.reshape(-1).bool()
+    return counted if only is None else only & counted
+
+
+def sum_over_ranks(parts: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Return the sums of tensors over all ranks of the job; `reduce_over_ranks` without maxima."""
+    return reduce_over_ranks(parts, [], device)[0]
+
+
+def reduce_over_ranks(
+    sums: list[Tensor], maxima: list[Tensor], device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the sums and maxima of tensors over all ranks of the job: a collective for each kind that there is, one
+    copy.
+
+    A rank without some part gives zeros of its shape, or numbers that are no maximum. Numbers travel as float64, in
+    which counts below 2^53 are exact.
+
+    Args:
+        sums: Tensors of the same shapes and in the same order on every rank, and so are `maxima`.
+
+    Returns:
+        Both as float64 tensors on the host, in the shapes of the parts; the same on every rank.
+    """
+    packed = [
+        torch.cat([part.to(device=device, dtype=torch.float64).reshape(-1) for part in parts]) if parts else None
+        for parts in (sums, maxima)
+    ]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for values, operation in zip(packed, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True):
+            if values is not None:
+                dist.all_reduce(values, op=operation)
+    on_host = torch.cat([values for values in packed if values is not None]).cpu()
+    both = [*sums, *maxima]
+    pieces = on_host.split([part.numel() for part in both])
+    shaped = [piece.view(part.shape) for piece, part in zip(pieces, both, strict=True)]
+    return shaped[: len(sums)], shaped[len(sums) :]

@@ -1,0 +1,246 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Forward hooks that count routed experts: on the device, outside of the graph, without a host synchronisation."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from nemo_rl_moe.routing.metrics.expert_load_recorder import add_assignments
+from nemo_rl_moe.routing.metrics.load_statistics import LayerLoad
+from nemo_rl_moe.routing.routers import RouterKind, RouterLayer, padding_mask_of_call, routed_experts, routers_of
+from nemo_rl_moe.shapes import Int
+
+
+class ForwardWatcher:
+    """Observe a model's running forward pass through hooks on the model and its routers.
+
+    Holds no module: a model that is watched is freed like any other.
+    """
+
+    def __init__(self, layers: Sequence[RouterLayer]):
+        self.layers = list(layers)
+        self._handles: list[RemovableHandle] = []
+        # None while the model itself does not run, only a part of it.
+        self._gradients_at_entry: bool | None = None
+        self._attention_mask: Tensor | None = None
+
+    def enter_model(self, arguments: Mapping[str, Any]) -> None:
+        """Note the start of the model's forward.
+
+        Args:
+            arguments: Arguments of the call, by the names of the parameters.
+        """
+        self._gradients_at_entry = torch.is_grad_enabled()
+        mask = arguments.get("attention_mask")
+        # Masks of more dimensions say who sees whom, not what is padding.
+        self._attention_mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+    def leave_model(self) -> None:
+        """Note the end of the model's forward, also of one that failed."""
+        self._gradients_at_entry = self._attention_mask = None
+
+    def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
+        """Take one call of a router."""
+        raise NotImplementedError
+
+    def keep(self, handle: RemovableHandle) -> None:
+        """Register a hook for `remove_hooks`."""
+        self._handles.append(handle)
+
+    def remove_hooks(self) -> None:
+        """Remove all hooks from the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @staticmethod
+    def is_recomputed() -> bool:
+        """Return True inside of a backward pass, where runs only what activation checkpointing repeats."""
+        return bool(torch._C._current_graph_task_id() != -1)
+
+    def is_training_forward(self, router: nn.Module) -> bool:
+        """Return True in the first pass of a router in training, not in one that is repeated."""
+        if not router.training or self.is_recomputed():
+            return False
+        # Checkpointing may run the first pass of a layer without gradients: what counts is how the model was entered.
+        return torch.is_grad_enabled() if self._gradients_at_entry is None else self._gradients_at_entry
+
+
+class LoadCounter(ForwardWatcher):
+    """Assignment counts of one model in training, in the order of its layers."""
+
+    def __init__(self, layers: Sequence[RouterLayer]):
+        super().__init__(layers)
+        self._counts: dict[RouterLayer, Int[Tensor, " experts"]] = {}
+
+    def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
+        """Add one call of a router, unless it is none of a training forward."""
+        if not self.is_training_forward(router):
+            return
+        routed = routed_experts(layer, router, outputs)
+        if layer.kind is RouterKind.MEGATRON:
+            padding = padding_mask_of_call(args, kwargs)
+            valid = None if padding is None else ~padding
+        else:
+            valid = _valid_tokens(self._attention_mask, len(routed))
+        counts = self._counts.get(layer)
+        if counts is None:
+            counts = self._counts[layer] = torch.zeros(layer.num_experts, dtype=torch.long, device=routed.device)
+        add_assignments(counts, routed, valid)
+
+    def take_counts(self, device: torch.device) -> Int[Tensor, " all_experts"]:
+        """Return the counts of all layers one after the other, zero where nothing ran; they start again at zero."""
+        counts, self._counts = self._counts, {}
+
+        def of_layer(layer: RouterLayer) -> Tensor:
+            if layer in counts:
+                return counts[layer].to(device)
+            return torch.zeros(layer.num_experts, dtype=torch.long, device=device)
+
+        return torch.cat([of_layer(layer) for layer in self.layers])
+
+
+def watch_model(model: nn.Module, routers: Sequence[tuple[RouterLayer, nn.Module]], watcher: ForwardWatcher) -> None:
+    """Put the hooks on the model and its routers.
+
+    Args:
+        model: What the training loop calls, or a part of it through which each forward pass goes.
+    """
+    parameters = list(inspect.signature(model.forward).parameters)
+
+    def enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watcher: ForwardWatcher) -> None:
+        watcher.enter_model({**dict(zip(parameters, args, strict=False)), **kwargs})
+
+    def leave(model: nn.Module, args: Any, output: Any, watcher: ForwardWatcher) -> None:
+        watcher.leave_model()
+
+    watcher.keep(model.register_forward_pre_hook(_Hook(watcher, enter), with_kwargs=True))
+    watcher.keep(model.register_forward_hook(_Hook(watcher, leave), always_call=True))
+    for layer, router in routers:
+        watcher.keep(router.register_forward_hook(_router_hook(watcher, layer), with_kwargs=True))
+
+
+def _router_hook(watcher: ForwardWatcher, layer: RouterLayer) -> "_Hook":
+    def add(router: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any, watcher: ForwardWatcher) -> None:
+        watcher.add(layer, router, args, kwargs, outputs)
+
+    return _Hook(watcher, add)
+
+
+class _Hook:
+    """A hook that loses its watcher when its module is copied or pickled: the copy is another model, not watched."""
+
+    def __init__(self, watcher: ForwardWatcher | None = None, function: Callable[..., None] | None = None):
+        self._watcher, self._function = watcher, function
+
+    def __call__(self, *args: Any) -> None:
+        if self._watcher is not None and self._function is not None:
+            self._function(*args, self._watcher)
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
+
+
+def _valid_tokens(attention_mask: Tensor | None, num_tokens: int) -> Tensor | None:
+    if attention_mask is None:
+        return None
+    if attention_mask.numel() != num_tokens:
+        raise ValueError(
+            f"an attention_mask of {list(attention_mask.shape)} cannot tell which of a router's {num_tokens} tokens "
+            "are padding: it needs one entry for each"
+        )
+    return attention_mask.reshape(-1).bool()
+
+
+# Kept outside of the models: nothing of it is copied, saved or moved with them.
+_COUNTERS: WeakKeyDictionary[nn.Module, LoadCounter] = WeakKeyDictionary()
+
+
+def known_routers(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
+    """Return the MoE layers of a model with their routers.
+
+    Raises:
+        ValueError: The model has no MoE layer whose router is known.
+    """
+    routers = routers_of(model)
+    if not routers:
+        raise ValueError(
+            f"{type(model).__name__} has no MoE layer to track: none of its modules is a router of Megatron-Core "
+            "(TopKRouter) or of transformers (Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, DeepSeek-V3 and others with a "
+            "...TopKRouter)"
+        )
+    return routers
+
+
+def enable_load_balance_tracking(model: nn.Module) -> int:
+    """Start counting the routed experts of a model. Calling it again changes nothing.
+
+    Args:
+        model: The module that the training loop calls, or a wrapper of it. Of a model in several chunks (virtual
+            pipeline stages), each chunk for itself.
+
+    Returns:
+        The number of MoE layers.
+
+    Raises:
+        ValueError: The model has no MoE layer whose router is known.
+    """
+    counter = _find_counter(model)
+    if counter is None:
+        routers = known_routers(model)
+        counter = _COUNTERS[model] = LoadCounter([layer for layer, _ in routers])
+        watch_model(model, routers, counter)
+    return len(counter.layers)
+
+
+def disable_load_balance_tracking(model: nn.Module) -> None:
+    """Stop counting and drop the counts. Does nothing for a model that is not tracked."""
+    for module in model.modules():
+        counter = _COUNTERS.pop(module, None)
+        if counter is not None:
+            counter.remove_hooks()
+
+
+def collect_expert_loads(
+    model: nn.Module, dp_group: dist.ProcessGroup | None = None
+) -> dict[int, LayerLoad] | dict[str, LayerLoad]:
+    """Return the expert loads since the last collection, all microbatches added up; counting starts again at zero.
+
+    Args:
+        model: What `enable_load_balance_tracking` was given, or a wrapper around it.
+        dp_group: The ranks that hold different tokens of the same layers (data parallel; with sequence or context
+            parallel these axes too). Counts are summed over it in one collective, which all its ranks must enter.
+
+    Returns:
+        For each MoE layer in order its counts on the host (int64). Keys are global layer indices, from 0:
+        Megatron-Core's own, or the number in the module's path. Where the paths have no distinct numbers, keys are the
+        paths. `aux_loss` is None: transformers has one loss for all layers together, Megatron-Core keeps its own in a
+        tracker.
+
+    Raises:
+        ValueError: Tracking is not enabled.
+    """
+    counter = _find_counter(model)
+    if counter is None:
+        raise ValueError(f"load balance tracking is not enabled on this {type(model).__name__}")
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    packed = counter.take_counts(device)
+    if dp_group is not None and dist.get_world_size(dp_group) > 1:
+        dist.all_reduce(packed, group=dp_group)
+    on_host = packed.cpu().split([layer.num_experts for layer in counter.layers])
+    loads: dict[int | str, LayerLoad] = {
+        layer.key: {"expert_load": counts, "aux_loss": None, "n_experts": layer.num_experts, "topk": layer.topk}
+        for layer, counts in zip(counter.layers, on_host, strict=True)
+    }
+    return loads  # type: ignore[return-value]  # keys are of one kind, which the loop above cannot tell
+
+
+def _find_counter(model: nn.Module) -> LoadCounter | None:
+    return next((_COUNTERS[module] for module in model.modules() if module in _COUNTERS), None)

@@ -1,0 +1,216 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Overload factor: the work of the busiest expert-parallel rank over that of the mean one.
+
+All functions are pure. Axes, as in `counts_DMLE`: D expert-data-parallel slices (groups of ranks
+that exchange tokens among themselves), M microbatches, L MoE layers of all pipeline stages, E experts; R is the
+expert-parallel size, and rank r of a slice holds the experts `r*E/R .. (r+1)*E/R - 1`. Ranks that share experts by
+expert-tensor parallelism do the same work and count as one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import fsum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.routing.metrics.metric_keys import WHAT_IF_PREFIX
+from nemo_rl_moe.shapes import Float, Int, Num
+
+
+@dataclass(frozen=True)
+class StageEvents:
+    """Forward and backward passes of one pipeline stage in a step; the same on all of its ranks.
+
+    Attributes:
+        events: (kind, chunk, microbatch) in the order in which the schedule ran them; kind is 1 for a forward and -1
+            for a backward pass, chunk counts the stage's virtual stages.
+        chunk_layers: For each chunk, the positions of its MoE layers on the axis L.
+    """
+
+    events: Sequence[tuple[int, int, int]]
+    chunk_layers: Sequence[Sequence[int]]
+
+
+class PredictedOverload(NamedTuple):
+    """Overload factors of one expert-parallel size."""
+
+    average: float
+    maximum: float
+
+
+def check_split(num_experts: int, expert_parallel_size: int) -> None:
+    """Raise a ValueError for a size that does not divide the experts."""
+    if expert_parallel_size < 1 or num_experts % expert_parallel_size:
+        raise ValueError(f"{num_experts} experts cannot be split evenly over {expert_parallel_size} ranks")
+
+
+def rank_loads(
+    counts_DMLE: Num[Tensor, "slices *events experts"], expert_parallel_size: int
+) -> Num[Tensor, "slices *events ranks"]:
+    """Return the assignments that each rank of a slice computes: the sum over its block of experts.
+
+    Raises:
+        ValueError: The experts cannot be split evenly over so many ranks.
+    """
+    num_experts = counts_DMLE.shape[-1]
+    check_split(num_experts, expert_parallel_size)
+    return counts_DMLE.unflatten(-1, (expert_parallel_size, num_experts // expert_parallel_size)).sum(-1)
+
+
+def overload_factors(
+    loads_DMLR: Num[Tensor, "slices *events ranks"], *, of_nothing: float = 1.0
+) -> Float[Tensor, "slices *events"]:
+    """Return the highest load over mean load; `of_nothing` where a slice routed nothing.
+
+    Counts are integers, so balanced loads give exactly 1, all tokens on one rank exactly R, and one rank exactly 1.
+    """
+    loads = loads_DMLR.to(torch.float64)
+    total = loads.sum(-1)
+    # max / (total / R) would round twice.
+    return (loads.amax(-1) * loads.shape[-1] / total).where(total > 0, of_nothing)
+
+
+def cumulative_peak_ratios(
+    loads_DMLR: Num[Tensor, "slices microbatches layers ranks"], stage: StageEvents
+) -> Float[Tensor, "slices ranks"]:
+    """Return the peak of the assignments that each rank of a stage holds for backward, over the peak of balanced loads.
+
+    A microbatch's load is added at its forward and subtracted at its backward. The peak of a rank's running sum is
+    divided by that of the mean rank; 1 where nothing was routed.
+    """
+    slices, _, _, ranks = loads_DMLR.shape
+    device = loads_DMLR.device
+    if not stage.events:
+        return torch.ones(slices, ranks, dtype=torch.float64, device=device)
+    # The schedule is that of the step before.
+    kinds, chunks, microbatches = numbers_on(device, tuple(map(tuple, stage.events))).unbind(1)
+    loads_CDMR = torch.stack(
+        [loads_DMLR.index_select(2, numbers_on(device, tuple(layers))).sum(2) for layers in stage.chunk_layers]
+    )
+    # Integers below 2^53 add up without error in float64.
+    changes_NDR = loads_CDMR[chunks, :, microbatches].to(torch.float64) * kinds[:, None, None]
+    held_NDR = changes_NDR.cumsum(0)
+    peak_DR = held_NDR.amax(0).clamp(min=0)
+    total_peak_D1 = held_NDR.sum(-1).amax(0)[:, None]
+    return (peak_DR * ranks / total_peak_D1).where(total_peak_D1 > 0, 1.0)
+
+
+@lru_cache(maxsize=64)
+def numbers_on(device: torch.device, numbers: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Int[Tensor, "*shape"]:
+    """Return a tensor of numbers that the layout alone decides, on a device; made once, and not to be changed."""
+    with torch.inference_mode(False):  # it may be needed for a backward pass, whoever asks first
+        return torch.tensor(numbers, dtype=torch.long, device=device)
+
+
+@dataclass(frozen=True)
+class OverloadSums:
+    """Overload factors of some events, added up for each expert-parallel size and layer.
+
+    An event is a layer in a microbatch of a slice. Sums of `factors` and `routed` and maxima of `maxima` over parts of
+    the events are those of all of them, so that ranks can share the events out among themselves.
+
+    Attributes:
+        factors: Sum over the events that routed anything.
+        maxima: Highest factor; 1 without any.
+    """
+
+    factors: Float[Tensor, "sizes layers"]
+    routed: Float[Tensor, "sizes layers"]
+    maxima: Float[Tensor, "sizes layers"]
+
+
+def overload_sums(
+    counts_DNE: Num[Tensor, "slices events experts"],
+    places_N: Int[Tensor, " events"],
+    grid: tuple[int, int],
+    expert_parallel_sizes: Sequence[int],
+    recorded_expert_parallel_size: int,
+) -> OverloadSums:
+    """Add up overload factors over some layers and microbatches of all slices. Nothing waits for the device.
+
+    An expert-parallel size decides two things: which experts share a rank, which the counts answer exactly, and which
+    ranks' tokens meet in one exchange, which they answer in part:
+
+    - Size R itself: exactly what was measured.
+    - A multiple of R that divides the D*R ranks that ran: exact, as consecutive slices exchange tokens.
+    - Larger than D*R: all slices count as one exchange. A run with as many tokens per rank would be a bit more even.
+    - Smaller than R: a slice counts as one exchange. The maximum is a lower bound, and so is the average for equal
+      groups.
+    - Any other: slices are merged until they have as many ranks; an estimate.
+
+    Args:
+        counts_DNE: Counts of the events; sums of equally large blocks of experts will do where each size divides the
+            number of blocks.
+        places_N: For each event, `microbatch * layers + layer`, each at most once; any number past those is an event
+            that there is not, and has counts of 0.
+        grid: Numbers of microbatches and of layers.
+        expert_parallel_sizes: Each must divide the number of experts.
+        recorded_expert_parallel_size: R, which the slices were recorded with.
+
+    Raises:
+        ValueError: The experts cannot be split evenly over so many ranks.
+    """
+    num_microbatches, num_layers = grid
+    rows = []
+    for size in expert_parallel_sizes:
+        loads = rank_loads(_merge_slices(counts_DNE, -(-size // recorded_expert_parallel_size)), size)
+        # Factors are never below 1 where anything was routed.
+        factors = overload_factors(loads, of_nothing=0.0)
+        rows += [factors.sum(0), (factors > 0).sum(0).double(), factors.amax(0)]
+    # Not added into sums of layers at once: on GPUs the order of such additions, and so their rounding, is chance.
+    on_grid = factors.new_zeros(len(rows), num_microbatches * num_layers + 1)
+    on_grid[:, places_N.clamp(max=num_microbatches * num_layers)] = torch.stack(rows)
+    shape = (len(expert_parallel_sizes), 3, num_microbatches, num_layers)
+    factors, routed, highest = on_grid[:, :-1].view(shape).unbind(1)
+    maxima = highest.amax(1).clamp(min=1) if num_microbatches else torch.ones_like(factors.sum(1))
+    return OverloadSums(factors.sum(1), routed.sum(1), maxima)
+
+
+def overload_metrics(
+    sums: OverloadSums, layer_indices: Sequence[int], peak_ratio: float | None = None, *, per_layer: bool = False
+) -> dict[str, float]:
+    """Return the overload metrics of one step.
+
+    Returns:
+        `avg_overload_factor` and `max_overload_factor` over all layers, microbatches and slices that routed anything,
+        and `max_cum_overload_factor`, over all ranks. 1 where nothing was routed at all.
+    """
+    of_all, *_ = predictions(sums)
+    metrics = {"avg_overload_factor": of_all.average, "max_overload_factor": of_all.maximum}
+    if peak_ratio is not None:
+        metrics["max_cum_overload_factor"] = peak_ratio
+    if per_layer:
+        of_layers = (of[0].tolist() for of in (sums.factors, sums.routed, sums.maxima))
+        for index, factors, routed, maximum in zip(layer_indices, *of_layers, strict=True):
+            metrics[f"avg_overload_factor_layer_{index}"] = _average(factors, routed)
+            metrics[f"max_overload_factor_layer_{index}"] = maximum
+    return metrics
+
+
+def predictions(sums: OverloadSums) -> list[PredictedOverload]:
+    """Return the mean and maximum over all layers, for each size; 1 where nothing was routed."""
+    by_size = zip(*torch.stack([sums.factors, sums.routed, sums.maxima]).tolist(), strict=True)
+    return [PredictedOverload(_average(fsum(factors), sum(routed)), max(maxima)) for factors, routed, maxima in by_size]
+
+
+def _average(factors: float, routed: float) -> float:
+    return factors / routed if routed else 1.0
+
+
+def what_if_metrics(predictions: Mapping[int, PredictedOverload]) -> dict[str, float]:
+    """Return the predictions as `what_if/{avg,max}_overload_factor_ep_{size}`."""
+    metrics = {}
+    for size, predicted in predictions.items():
+        metrics[f"{WHAT_IF_PREFIX}avg_overload_factor_ep_{size}"] = predicted.average
+        metrics[f"{WHAT_IF_PREFIX}max_overload_factor_ep_{size}"] = predicted.maximum
+    return metrics
+
+
+def _merge_slices(counts_DNE: Tensor, slices_in_group: int) -> Tensor:
+    if slices_in_group <= 1:
+        return counts_DNE
+    return torch.stack([group.sum(0) for group in counts_DNE.split(slices_in_group)])

@@ -1,0 +1,134 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Routers of Megatron-Core and transformers: recognised by class name, their output read as routed experts.
+
+Imports neither library.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_rl_moe.routing.metrics.metric_keys import natural_order, number_in_name
+from nemo_rl_moe.shapes import Bool, Int
+
+
+class RouterKind(Enum):
+    """Library that a router comes from."""
+
+    MEGATRON = "megatron"
+    TRANSFORMERS = "transformers"
+
+
+@dataclass(frozen=True)
+class RouterLayer:
+    """One MoE layer.
+
+    Attributes:
+        key: Global layer index from 0, or the router's module path.
+        kind: Library of the router.
+    """
+
+    key: int | str
+    kind: RouterKind
+    num_experts: int
+    topk: int
+
+
+def router_kind(module: nn.Module) -> RouterKind | None:
+    """Return the library that a module is a router of; None when it is no router. Classes derived from a router are
+    routers.
+    """
+    names = {cls.__name__.lower() for cls in type(module).__mro__}
+    if "topkrouter" in names and hasattr(module, "layer_number"):
+        return RouterKind.MEGATRON
+    if any(name.endswith("topkrouter") for name in names) and hasattr(module, "top_k"):
+        return RouterKind.TRANSFORMERS
+    return None
+
+
+def routers_of(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
+    """Return all MoE layers of a model with their routers, in the order of their keys.
+
+    Keys are the layers' indices if every layer has one of its own, otherwise the module paths in natural order.
+    """
+    found = [
+        (name, module, kind) for name, module in model.named_modules() if (kind := router_kind(module)) is not None
+    ]
+    found.sort(key=lambda entry: natural_order(entry[0]))
+    indices = [_layer_index(name, module, kind) for name, module, kind in found]
+    if None in indices or len(set(indices)) < len(indices):
+        indices = [None] * len(found)
+    layers = [
+        (RouterLayer(name if index is None else index, kind, int(module.num_experts), _topk(module, kind)), module)
+        for (name, module, kind), index in zip(found, indices, strict=True)
+    ]
+    return sorted(layers, key=lambda entry: entry[0].key) if None not in indices else layers
+
+
+def routed_experts(
+    layer: RouterLayer, router: nn.Module, outputs: Any
+) -> Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"]:
+    """Return the experts that each token is routed to, read from a router's output.
+
+    Args:
+        outputs: Return value of the router's forward.
+
+    Returns:
+        A map of the assignments, or the experts' indices; without a graph. Slots that Megatron-Core fills up to an
+        expert's capacity are left out.
+
+    Raises:
+        TypeError: The outputs hold neither.
+    """
+    tensors = [output for output in outputs if isinstance(output, Tensor)] if isinstance(outputs, tuple | list) else []
+    if layer.kind is RouterKind.MEGATRON:
+        assignments = next((output for output in tensors[1:2] if not output.is_floating_point()), None)
+        if assignments is not None and assignments.dtype == torch.bool and _pads_to_capacity(router):
+            # The map then marks every slot of every expert; those that no token was routed to have probability 0.
+            assignments = assignments & (tensors[0].detach() != 0)
+    else:
+        integers = [output for output in tensors if not output.is_floating_point() and output.dtype != torch.bool]
+        assignments = integers[-1] if integers else None
+    if assignments is None:
+        raise TypeError(f"the router {type(router).__name__} of layer {layer.key} returned no choice of experts")
+    return assignments if assignments.ndim == 2 else assignments.reshape(-1, assignments.shape[-1])
+
+
+def mask_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Padding mask among the arguments of a Megatron-Core router's forward, as it is; None where there is none."""
+    mask = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
+    return mask if isinstance(mask, Tensor) else None
+
+
+def padding_mask_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bool[Tensor, " tokens"] | None:
+    """Padding mask from the arguments of a Megatron-Core router's forward, flat; True is padding, None is no mask."""
+    mask = mask_of_call(args, kwargs)
+    return None if mask is None else mask.reshape(-1).bool()
+
+
+def moe_layer_indices(config: Any) -> list[int]:
+    """Return the global 0-based indices of the decoder layers that have experts, the same on every pipeline stage."""
+    if config.num_moe_experts is None:
+        return []
+    frequency = config.moe_layer_freq
+    pattern = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(config.num_layers)]
+    return [index for index, has_experts in enumerate(pattern) if has_experts]
+
+
+def _layer_index(name: str, module: nn.Module, kind: RouterKind) -> int | None:
+    if kind is RouterKind.MEGATRON and isinstance(module.layer_number, int):
+        return module.layer_number - 1
+    return number_in_name(name)
+
+
+def _topk(module: nn.Module, kind: RouterKind) -> int:
+    return int(module.topk if kind is RouterKind.MEGATRON else module.top_k)  # type: ignore[arg-type]
+
+
+def _pads_to_capacity(router: nn.Module) -> bool:
+    return bool(getattr(getattr(router, "config", None), "moe_pad_expert_input_to_capacity", False))

@@ -1,0 +1,60 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`experts_by_advantage.parquet`: the score of every expert at every step.
+
+Its columns are `step`, `layer`, `expert` and `score`: how far the expert has a larger share of the tokens of responses
+of high advantage than of others, beyond chance, in standard deviations.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from nemo_rl_moe.runs.folder.step_tables import StepTable, StepTableWriter, read_steps
+from nemo_rl_moe.shapes import Float, Int
+
+if TYPE_CHECKING:
+    # The report reads these files without torch.
+    from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
+
+FOLDER_NAME = "experts_by_advantage.parquet"
+TABLE = StepTable(FOLDER_NAME, ("step", "layer", "expert"), {"score": pa.float32()}, is_signed=True)
+
+
+@dataclass(frozen=True)
+class AdvantageHistory:
+    """Scores of every expert over the steps of a run.
+
+    Attributes:
+        scores: NaN where an expert has none.
+    """
+
+    steps: Int[np.ndarray, " steps"]
+    layers: Int[np.ndarray, " layers"]
+    scores: Float[np.ndarray, "steps layers experts"]
+
+
+class AdvantageWriter(StepTableWriter["AdvantageScores"]):
+    """Writer of the scores of each step."""
+
+    table = TABLE
+
+    def write(self, step: int, artifact: "AdvantageScores") -> None:
+        """Add one step; steps ascend."""
+        scores = artifact.scores.numpy().astype(np.float32)
+        self.add(step, (artifact.layers, range(scores.shape[1])), {"score": scores})
+
+
+def read_advantages(run_folder: Path, first_step: int = 0) -> AdvantageHistory:
+    """Read the scores that a run has written so far, each step once.
+
+    Raises:
+        FileNotFoundError: There is no such step.
+        DataError: A file is damaged, for example by a copy that was interrupted.
+    """
+    found = read_steps(TABLE, run_folder, first_step)
+    steps, layers, _ = found.axes
+    return AdvantageHistory(steps, layers, found.values["score"])

@@ -1,0 +1,39 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Names of the arrays that a training step leaves beside its metrics; `runs/loggers/artifacts.py` writes and plots them.
+
+Ranks import this module too: it loads nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.routing.agreement.statistics import TapeReport
+    from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+    from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
+
+Artifact = TypeVar("Artifact")
+StepArtifacts = Mapping[str, Any]
+"""Arrays and tables of one step, by the names under which they are registered."""
+
+
+@dataclass(frozen=True)
+class ArtifactKey(Generic[Artifact]):
+    """Name of one kind of artifact, with its type.
+
+    Attributes:
+        name: In snake case; warnings show it with spaces.
+    """
+
+    name: str
+
+    def of(self, artifacts: StepArtifacts) -> Artifact | None:
+        """Return the artifact of this kind; None where the step has none."""
+        return cast("Artifact | None", artifacts.get(self.name))
+
+
+EXPERT_LOAD: "ArtifactKey[ExpertLoad]" = ArtifactKey("expert_load")
+ROUTING: "ArtifactKey[TapeReport]" = ArtifactKey("routing")
+EXPERTS_BY_ADVANTAGE: "ArtifactKey[AdvantageScores]" = ArtifactKey("experts_by_advantage")

@@ -1,0 +1,226 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tape folders: routed experts, log-probabilities and rewards of the sequences of an RL run, whoever trained it.
+
+A folder holds `tape.json`, which says what a row of experts looks like, and Parquet files of one step each,
+`step-00000012.{writer}-{number}.parquet`, a row for each sequence. Every file appears whole, under a name of its own:
+many ranks write at once without a word between them, and a reader may follow while they do.
+
+Everything but the length of a sequence may be absent. On the token axis values stand in the order of the sequence, one
+for each token; what is of a layer or an expert besides is flattened behind it.
+"""
+
+import json
+import re
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.runs.folder.captured_sequences import (
+    TOKEN_TYPES,
+    TapeDescription,
+    TapeRows,
+    TapeSequence,
+    checked_column,
+)
+
+FORMAT, VERSION = "routing-tape", 1
+DESCRIPTION_FILE = "tape.json"
+TAPE_FOLDER = "tape"
+"""Folder of captured routes in a run's folder."""
+_TOKEN_TYPES: Mapping[str, pa.DataType] = {name: pa.from_numpy_dtype(kind) for name, kind in TOKEN_TYPES.items()}
+SCHEMA = pa.schema(
+    [("sequence", pa.string()), ("num_tokens", pa.int32()), ("reward", pa.float32())]
+    + [(name, pa.list_(kind)) for name, kind in _TOKEN_TYPES.items()]
+)
+_FILE_NAME = re.compile(r"step-(\d{8,})\.(.+?)(?:-\d+)?\.parquet")
+_WRITER = re.compile(r"[A-Za-z0-9-]+")
+_ROWS_AT_A_TIME = 64
+_UNREADABLE = (OSError, ValueError, KeyError, pa.ArrowException)
+
+
+class TapeWriter:
+    """Writer of one process; others write into the same folder at the same time.
+
+    Args:
+        folder: Is made where it is missing.
+        name: Name of this writer, such as "rank-3": letters, digits and dashes; findings name it. None: a random one.
+
+    Raises:
+        DataError: The folder holds a tape of another model.
+        ValueError: The name has other characters.
+    """
+
+    def __init__(self, folder: Path, description: TapeDescription, name: str | None = None):
+        if name is not None and not _WRITER.fullmatch(name):
+            raise ValueError(f"a writer of a tape is named {name!r}, expected letters, digits and dashes")
+        self._folder, self._description = folder, description
+        self._writer, self._number = name or uuid.uuid4().hex[:12], 0
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / DESCRIPTION_FILE).exists():
+            found = read_description(folder)
+            if (found.layers, found.num_experts, found.topk) != (
+                description.layers,
+                description.num_experts,
+                description.topk,
+            ):
+                raise DataError([f"{folder}: holds a tape of another model: {found}, not {description}"])
+            return
+        text = json.dumps(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "layers": list(description.layers),
+                "num_experts": description.num_experts,
+                "topk": description.topk,
+                "made_by": description.made_by,
+                "exact": description.is_exact,
+            },
+            indent=1,
+        )
+        staging = folder / f".{DESCRIPTION_FILE}.{uuid.uuid4().hex[:12]}"
+        staging.write_text(f"{text}\n")
+        staging.replace(folder / DESCRIPTION_FILE)
+
+    def write(self, step: int, sequences: Sequence[TapeSequence]) -> Path:
+        """Add sequences of one step, as a file.
+
+        Raises:
+            ValueError: A column is none of the format's, or has another shape than the description says.
+        """
+        records: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+        for sequence in sequences:
+            records["sequence"].append(sequence.name)
+            records["num_tokens"].append(sequence.num_tokens)
+            records["reward"].append(sequence.reward)
+            if unknown := set(sequence.columns) - set(_TOKEN_TYPES):
+                raise ValueError(f"{sequence.name}: a tape has no column {sorted(unknown)[0]!r}")
+            for name in _TOKEN_TYPES:
+                values = checked_column(self._description, sequence, name)
+                records[name].append(None if values is None else values.reshape(-1))
+        staging = self._folder / f".step-{step:08d}.{uuid.uuid4().hex[:12]}"
+        pq.write_table(pa.table(records, schema=SCHEMA), staging, compression="zstd", row_group_size=_ROWS_AT_A_TIME)
+        while True:
+            path = self._folder / f"step-{step:08d}.{self._writer}-{self._number}.parquet"
+            self._number += 1
+            if _moved(staging, path):
+                return path
+
+
+def _moved(staging: Path, path: Path) -> bool:
+    """Return True once a file has its name; False where that name is taken: by a run that was resumed, or another
+    writer.
+    """
+    if path.exists():
+        return False
+    try:
+        path.hardlink_to(staging)  # which two cannot do, unlike a replacement
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        staging.replace(path)
+        return True
+    staging.unlink()
+    return True
+
+
+def read_description(folder: Path) -> TapeDescription:
+    """Read the description of the numbers of a folder.
+
+    Raises:
+        DataError: It is no tape folder, or one of a later version.
+    """
+    path = folder / DESCRIPTION_FILE
+    try:
+        found = json.loads(path.read_text())
+        if found["format"] != FORMAT:
+            raise ValueError(f"format {found['format']!r}, expected {FORMAT!r}")
+        if found["version"] > VERSION:
+            raise ValueError(f"version {found['version']}, and this program knows up to {VERSION}")
+        layers = tuple(int(layer) for layer in found["layers"])
+        return TapeDescription(
+            layers,
+            int(found["num_experts"]),
+            int(found["topk"]),
+            str(found.get("made_by", "")),
+            found.get("exact") is True,
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError([f"{path}: no description of a tape: {one_line(error)}"]) from error
+
+
+def steps_of(folder: Path) -> dict[int, list[Path]]:
+    """Return the files of each step, in the order of the steps."""
+    found = [(int(match.group(1)), path) for path in folder.iterdir() if (match := _FILE_NAME.fullmatch(path.name))]
+    return {step: [path for _, path in pairs] for step, pairs in groupby(sorted(found), key=lambda pair: pair[0])}
+
+
+def rewind_tape(folder: Path, step: int) -> None:
+    """Remove the files of later steps, where there is such a folder."""
+    for found, paths in (steps_of(folder) if folder.is_dir() else {}).items():
+        for path in paths if found > step else ():
+            path.unlink()
+
+
+def writers_of(folder: Path) -> list[str]:
+    """Return the names of those who wrote a folder, in order."""
+    return sorted({match[2] for path in folder.iterdir() if (match := _FILE_NAME.fullmatch(path.name))})
+
+
+def read_step(description: TapeDescription, step: int, files: Sequence[Path]) -> Iterator[TapeRows]:
+    """Read the sequences of one step, a few at a time.
+
+    Raises:
+        DataError: A file cannot be read, or holds something else than its folder's description says.
+    """
+    for path in files:
+        try:
+            with pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
+                    if len(batch):
+                        yield _rows(description, step, batch, _writer_of(path))
+        except _UNREADABLE as error:
+            raise DataError([f"{path}: cannot be read as sequences of a tape: {one_line(error)}"]) from error
+
+
+def _writer_of(path: Path) -> str:
+    match = _FILE_NAME.fullmatch(path.name)
+    return match[2] if match else ""
+
+
+def _rows(description: TapeDescription, step: int, batch: pa.RecordBatch, writer: str) -> TapeRows:
+    lengths = batch.column("num_tokens").to_numpy(zero_copy_only=False).astype(np.int64)
+    if lengths.min() < 1:
+        raise ValueError(f"num_tokens of a sequence is {lengths.min()}, expected at least 1")
+    columns = {}
+    for name, kind in _TOKEN_TYPES.items():
+        if name not in batch.schema.names or batch.column(name).null_count:
+            continue
+        values = batch.column(name)
+        if not pa.types.is_list(values.type) or values.type.value_type != kind:
+            raise ValueError(f"{name} is {values.type}, expected {pa.list_(kind)}")
+        row = description.row_sizes.get(name, ())
+        found = values.flatten().to_numpy(zero_copy_only=False)
+        sizes = np.diff(values.offsets.to_numpy())
+        width = int(np.prod(row, dtype=np.int64))
+        if not np.array_equal(sizes, lengths * width):
+            first = int(np.flatnonzero(sizes != lengths * width)[0])
+            raise ValueError(f"{name} of sequence {first} has {sizes[first]} values, expected {lengths[first] * width}")
+        columns[name] = found.reshape(-1, *row)
+    names = batch.column("sequence").to_pylist() if "sequence" in batch.schema.names else [None] * len(batch)
+    rewards = batch.column("reward") if "reward" in batch.schema.names else None
+    return TapeRows(
+        step,
+        tuple(str(number) if name is None else name for number, name in enumerate(names)),
+        lengths,
+        columns,
+        None if rewards is None or rewards.null_count else rewards.to_numpy(zero_copy_only=False),
+        writer,
+    )

@@ -1,0 +1,106 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`environment_failures.jsonl`: of each step and validation with responses that could not be scored, how many and why.
+
+A line has the step, the split (`train` or `val`), the numbers of failed and of all responses, and the first cause. A
+run without failures has no such file.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
+from nemo_rl_moe.runs.folder.line_tail import LineTail
+from nemo_rl_moe.runs.folder.lines import LineFile
+from nemo_rl_moe.runs.folder.metrics import LAST_STEP
+
+FAILURES_FILE_NAME = "environment_failures.jsonl"
+_SPLITS = ("train", "val")
+_LONGEST_TEXT = 1000
+
+
+class ScoredTrajectory(Protocol):
+    """Part of a trajectory that says whether it has a score; `rollouts.trajectory.Trajectory` is one."""
+
+    @property
+    def sample_id(self) -> str: ...
+    @property
+    def fault(self) -> Any: ...
+    @property
+    def fault_message(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """One line of `environment_failures.jsonl`.
+
+    Attributes:
+        step: The step; of a validation, the step that it followed.
+    """
+
+    step: int
+    failed: FailedResponses
+
+
+def failures_of(by_split: Mapping[str, Sequence[ScoredTrajectory]]) -> list[FailedResponses]:
+    """Sum up the failures of each split that has any."""
+    found = []
+    for split, trajectories in by_split.items():
+        failed = [each for each in trajectories if each.fault is not None]
+        if failed:
+            first = f"{failed[0].fault_message} (sample {failed[0].sample_id})"
+            found.append(FailedResponses(split, len(failed), len(trajectories), first))
+    return found
+
+
+class FailureWriter:
+    """Writer of a run's failures; the file is made at the first one."""
+
+    def __init__(self, run_folder: Path, warn: Callable[[str], None], message: Callable[[str], None]):
+        self._path, self._warn, self._message = run_folder / FAILURES_FILE_NAME, warn, message
+        self._lines: LineFile | None = None
+
+    def write(self, step: int, failed: FailedResponses) -> None:
+        """Add the failures of a step or a validation."""
+        self._lines = self._lines or LineFile(self._path, self._warn, self._message)
+        values = {"failed": failed.number, "responses": failed.responses, "first": failed.first}
+        self._lines.append([json.dumps({"step": step, "split": failed.split, **values})])
+
+    def close(self) -> None:
+        """Try once more to write what is kept."""
+        if self._lines is not None:
+            self._lines.close()
+
+
+class FailuresTail(LineTail[FailureRecord]):
+    """Follower of the failures of a run that goes on; reads those of a run that has ended too."""
+
+    def __init__(self, run_folder: Path):
+        super().__init__(run_folder / FAILURES_FILE_NAME, _parse)
+
+
+def failures_by_step(records: Sequence[FailureRecord]) -> dict[int, list[FailedResponses]]:
+    """Return the failures of each step that has any."""
+    found: dict[int, list[FailedResponses]] = {}
+    for record in records:
+        found.setdefault(record.step, []).append(record.failed)
+    return found
+
+
+def _parse(line: bytes, place: str) -> FailureRecord:
+    try:
+        record = json.loads(line)
+        step, split, number, responses = (record[name] for name in ("step", "split", "failed", "responses"))
+        numbers = (step, number, responses)
+        if any(type(each) is not int for each in numbers) or not 0 <= step <= LAST_STEP or split not in _SPLITS:
+            raise ValueError("a step, a split or a number that cannot be")
+        if not 1 <= number <= responses <= LAST_STEP:
+            raise ValueError("more failed responses than responses")
+        return FailureRecord(step, FailedResponses(split, number, responses, str(record["first"])[:_LONGEST_TEXT]))
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        keys = '{"step", "split", "failed", "responses", "first"}'
+        raise DataError(f"{place}: no failures {keys}: {one_line(error)}") from error

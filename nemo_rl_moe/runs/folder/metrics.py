@@ -1,0 +1,125 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`metrics.jsonl`: one JSON object for each step, its writer and its readers."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.runs.folder.line_tail import LineTail
+from nemo_rl_moe.runs.folder.lines import LineFile
+
+RunOutcome = Literal["finished", "failed", "killed"]
+MetricHistory = dict[str, list[tuple[int, float]]]
+"""Metrics of a run: complete key to `(step, value)` pairs, steps ascending."""
+METRICS_FILE_NAME = "metrics.jsonl"
+LAST_STEP = 10**8 - 1
+"""Names of files have eight digits for a step."""
+_LAST_SECOND = 253_402_300_799  # of the year 9999
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Record of one step: one line of the file.
+
+    Attributes:
+        time: Unix seconds when the line was written.
+        metrics: Complete key to value; NaN and infinities are floats again.
+    """
+
+    step: int
+    time: float
+    metrics: dict[str, float]
+
+
+class JsonlLogger:
+    """Append `{"step": 1, "time": 1.7e9, "metrics": {"train/loss": 0.5}}` to `<run folder>/metrics.jsonl`.
+
+    Each line is handed to the operating system before `log_step` returns, so a crash of the program loses no step; on
+    a full disk, lines wait as `LineFile` says. JSON has no NaN and no infinity: they become the strings `"NaN"`,
+    `"Infinity"` and `"-Infinity"`, which Python's `float()`, pandas' `to_numeric` and JavaScript's `Number()` read.
+    """
+
+    name = "jsonl"
+
+    def __init__(self, run_folder: Path, warn: Callable[[str], None], message: Callable[[str], None]):
+        self._lines = LineFile(run_folder / METRICS_FILE_NAME, warn, message)
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one line."""
+        record = {"step": step, "time": time.time(), "metrics": {key: json_number(v) for key, v in metrics.items()}}
+        self._lines.append([json.dumps(record, allow_nan=False)])
+
+    def flush_to_disk(self) -> bool:
+        """Wait until the disk has all lines; False where some cannot be written. May be called from any thread."""
+        return self._lines.flush_to_disk()
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Do nothing: the run folder holds the configuration as `config.yaml`."""
+
+    def close(self, outcome: RunOutcome = "finished") -> None:
+        """Close the file."""
+        self._lines.close()
+
+
+def read_metrics(path: Path) -> list[StepRecord]:
+    """Return the records of a `metrics.jsonl`, while the run goes on or afterwards.
+
+    Survives a torn last line, which a killed run leaves: it is skipped.
+
+    Raises:
+        DataError: A line before the last one is not a step record; names the file and the line.
+    """
+    lines = path.read_bytes().split(b"\n")
+    # What follows the last line feed is empty for a whole file, and the torn line otherwise.
+    return [parse_record(line, f"{path}:{number}") for number, line in enumerate(lines[:-1], start=1) if line.strip()]
+
+
+def read_history(path: Path) -> MetricHistory:
+    """Return the metrics of a `metrics.jsonl` by key, in the order of the file.
+
+    Raises:
+        DataError: A line before the last one is not a step record.
+    """
+    history: MetricHistory = {}
+    for record in read_metrics(path):
+        for key, value in record.metrics.items():
+            history.setdefault(key, []).append((record.step, value))
+    return history
+
+
+class MetricsTail(LineTail[StepRecord]):
+    """Follower of the `metrics.jsonl` of a run that goes on."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, parse_record)
+
+
+def parse_record(line: bytes, place: str) -> StepRecord:
+    """Step record in one line of the file.
+
+    Raises:
+        DataError: It is not a step record.
+    """
+    try:
+        record = json.loads(line)
+        metrics = {str(key): float(value) for key, value in record["metrics"].items()}
+        step, seconds = int(record["step"]), float(record["time"])
+        if not (0 <= step <= LAST_STEP and 0 <= seconds <= _LAST_SECOND):
+            raise ValueError("a step or a time that cannot be")
+        return StepRecord(step, seconds, metrics)
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise DataError(f'{place}: not a step record {{"step", "time", "metrics"}}: {one_line(error)}') from error
+
+
+def json_number(value: float) -> float | str:
+    """Return the number as JSON can hold it; NaN and infinities become strings that `float()` reads."""
+    number = float(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else ("Infinity" if number > 0 else "-Infinity")

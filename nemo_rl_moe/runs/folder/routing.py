@@ -1,0 +1,160 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`routing.parquet`: what the tapes of routed experts hold at every step, layer by layer; and what is wrong with them.
+
+A row is a step in a layer. Its columns are the kinds of rows of the tape, `expected` to `live_slots`, as
+`routing/agreement/row_kinds.py` describes them; `slots`, single experts of usable rows, and `slot_chance`, the share of them on which
+tape and router agree by the experts' popularity alone; and the classes of router margins, `margin_to_0.001` to
+`margin_above_1`, with `differing_to_0.001` to `differing_above_1`, those of their rows where tape and router differ.
+
+`routing_anomalies.jsonl` has a line for each anomaly, and is there once there is one.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import pyarrow as pa
+
+from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.routing.agreement.route_identity import AnomalyKind, TapeAnomaly
+from nemo_rl_moe.routing.agreement.row_kinds import MARGIN_EDGES, Row
+from nemo_rl_moe.runs.folder.line_tail import LineTail
+from nemo_rl_moe.runs.folder.lines import LineFile
+from nemo_rl_moe.runs.folder.metrics import LAST_STEP
+from nemo_rl_moe.runs.folder.step_tables import StepTable, StepTableWriter, read_steps
+from nemo_rl_moe.shapes import Float, Int
+
+if TYPE_CHECKING:
+    # The report reads these files without torch.
+    from nemo_rl_moe.routing.agreement.statistics import TapeReport
+
+FOLDER_NAME = "routing.parquet"
+ANOMALIES_FILE_NAME = "routing_anomalies.jsonl"
+MARGIN_CLASSES = (*(f"to_{edge:g}" for edge in MARGIN_EDGES), f"above_{MARGIN_EDGES[-1]:g}")
+"""Names of the classes of router margins, from the narrowest on."""
+_KINDS = tuple(kind.name.lower() for kind in Row)
+_MARGINS = tuple(f"{which}_{name}" for name in MARGIN_CLASSES for which in ("margin", "differing"))
+TABLE = StepTable(
+    FOLDER_NAME,
+    ("step", "layer"),
+    {
+        **dict.fromkeys((*_KINDS, "slots"), pa.int64()),
+        "slot_chance": pa.float64(),
+        **dict.fromkeys(_MARGINS, pa.int64()),
+    },
+)
+_LONGEST_TEXT = 1000
+
+
+@dataclass(frozen=True)
+class RoutingHistory:
+    """Content of a run's tapes over its steps.
+
+    Attributes:
+        rows: Rows by kind, in the order of `Row`.
+        slots: Single experts of usable rows.
+        slot_chance: Share of these on which tape and router agree by chance; NaN without usable rows.
+        margins: Usable rows by class of the router's margin: all, and those that differ.
+        layer_overlap: Of a sample, the share of the tape's experts in one layer that routers of another would choose
+            for the same tokens, NaN where nothing is known; None in a run's folder, which does not keep it.
+    """
+
+    steps: Int[np.ndarray, " steps"]
+    layers: Int[np.ndarray, " layers"]
+    rows: Int[np.ndarray, "steps layers kinds"]
+    slots: Int[np.ndarray, "steps layers"]
+    slot_chance: Float[np.ndarray, "steps layers"]
+    margins: Int[np.ndarray, "steps layers classes 2"]
+    layer_overlap: Float[np.ndarray, "steps layers layers"] | None = None
+
+
+class RoutingWriter(StepTableWriter["TapeReport"]):
+    """Writer of what each step's tape holds, and of its anomalies."""
+
+    table = TABLE
+    line_files = (ANOMALIES_FILE_NAME,)
+    _anomalies: LineFile | None = None
+
+    def write(self, step: int, artifact: "TapeReport") -> None:
+        """Add one step; steps ascend."""
+        from nemo_rl_moe.routing.agreement.statistics import slot_chance
+
+        totals = artifact.totals
+        of_kinds = dict(zip(_KINDS, totals.rows.numpy().T, strict=True))
+        of_margins = dict(zip(_MARGINS, totals.margins.flatten(1).numpy().T, strict=True))
+        slots = {"slots": totals.tape_experts.sum(1).numpy(), "slot_chance": slot_chance(totals).numpy()}
+        self.add(step, (artifact.layers,), of_kinds | slots | of_margins)
+        if artifact.anomalies:
+            # A healthy run has no such file.
+            path = self._folder.parent / ANOMALIES_FILE_NAME
+            self._anomalies = self._anomalies or LineFile(path, self._warn, self._message)
+            self._anomalies.append(json.dumps(_record(step, anomaly)) for anomaly in artifact.anomalies)
+
+    def close(self) -> None:
+        """Try once more to write what is kept."""
+        super().close()
+        if self._anomalies is not None:
+            self._anomalies.close()
+
+
+def read_routing(run_folder: Path, first_step: int = 0) -> RoutingHistory:
+    """Read what a run has written about its captured routes, each step once.
+
+    Raises:
+        FileNotFoundError: There is no such step.
+        DataError: A file is damaged, for example by a copy that was interrupted.
+    """
+    found = read_steps(TABLE, run_folder, first_step)
+    steps, layers = found.axes
+    margins = np.stack([found.values[name] for name in _MARGINS], -1)
+    return RoutingHistory(
+        steps,
+        layers,
+        np.stack([found.values[name] for name in _KINDS], -1),
+        found.values["slots"],
+        found.values["slot_chance"],
+        margins.reshape(*margins.shape[:2], len(MARGIN_CLASSES), 2),
+    )
+
+
+@dataclass(frozen=True)
+class AnomalyRecord:
+    """One line of `routing_anomalies.jsonl`."""
+
+    step: int
+    anomaly: TapeAnomaly
+
+
+class AnomaliesTail(LineTail[AnomalyRecord]):
+    """Follower of the anomalies of a run that goes on; reads those of a run that has ended too."""
+
+    def __init__(self, run_folder: Path):
+        super().__init__(run_folder / ANOMALIES_FILE_NAME, _parse)
+
+
+def anomalies_by_step(records: Sequence[AnomalyRecord]) -> dict[int, list[TapeAnomaly]]:
+    """Return the anomalies of each step that has any."""
+    found: dict[int, list[TapeAnomaly]] = {}
+    for record in records:
+        found.setdefault(record.step, []).append(record.anomaly)
+    return found
+
+
+def _record(step: int, anomaly: TapeAnomaly) -> dict[str, Any]:
+    return {"step": step, "kind": anomaly.kind, "layer": anomaly.layer, "text": anomaly.text}
+
+
+def _parse(line: bytes, place: str) -> AnomalyRecord:
+    try:
+        record = json.loads(line)
+        step, kind, layer = int(record["step"]), record["kind"], record["layer"]
+        if kind not in get_args(AnomalyKind) or not 0 <= step <= LAST_STEP:
+            raise ValueError("a kind or a step that cannot be")
+        number = None if layer is None else int(layer)
+        return AnomalyRecord(step, TapeAnomaly(kind, str(record["text"])[:_LONGEST_TEXT], number))
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise DataError(f'{place}: no anomaly {{"step", "kind", "layer", "text"}}: {one_line(error)}') from error

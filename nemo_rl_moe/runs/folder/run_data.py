@@ -1,0 +1,217 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One run as its folder describes it, while it goes on or afterwards: configuration, metrics, expert load, routing."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import yaml
+
+from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.masking import masked
+from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
+from nemo_rl_moe.runs.folder.advantages import AdvantageHistory, read_advantages
+from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory, read_expert_load
+from nemo_rl_moe.runs.folder.failures import FAILURES_FILE_NAME, FailuresTail, failures_by_step
+from nemo_rl_moe.runs.folder.folder import CONFIG_FILE_NAME, newest_run_folders
+from nemo_rl_moe.runs.folder.line_tail import LineTail
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_history
+from nemo_rl_moe.runs.folder.routing import (
+    ANOMALIES_FILE_NAME,
+    AnomaliesTail,
+    RoutingHistory,
+    anomalies_by_step,
+    read_routing,
+)
+from nemo_rl_moe.shapes import Float, Int
+
+EFFECTIVE_MOE_FILE_NAME = "effective_moe_configuration.json"
+History = TypeVar("History")
+Record = TypeVar("Record")
+_MOST_VALUES, _LARGEST_NUMBER = 100_000, 2.0**53
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values of one metric over the steps."""
+
+    steps: Int[np.ndarray, " steps"]
+    values: Float[np.ndarray, " steps"]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Content of a run's folder.
+
+    Attributes:
+        metrics: Complete key to its series.
+        expert_load: None where the run did not track its experts.
+        config: Resolved configuration; empty where the folder has none.
+        moe_configuration: Router settings that were in force; empty for a dense model.
+        notes: One line for each file that could not be read.
+        routing: Statistics of the captured routes; None where the run has none.
+        advantages: Scores of experts by advantage; None where the run has none.
+        anomalies: Anomalies of the captured routes, by step.
+        failures: Responses that the environment failed to score, by step.
+        label: Name in a report, where it is not the end of the folder's path.
+        rank_names: Names of data-parallel ranks, where they have any.
+    """
+
+    folder: Path
+    metrics: dict[str, Series]
+    expert_load: ExpertLoadHistory | None
+    config: dict[str, Any] = field(default_factory=dict)
+    moe_configuration: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    routing: RoutingHistory | None = None
+    advantages: AdvantageHistory | None = None
+    anomalies: dict[int, list[TapeAnomaly]] = field(default_factory=dict)
+    failures: dict[int, list[FailedResponses]] = field(default_factory=dict)
+    label: str | None = None
+    rank_names: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        """Short name for people: the folder and its parent, for example `sft_tiny_moe/exp_001`."""
+        resolved = self.folder.resolve()
+        return f"{resolved.parent.name}/{resolved.name}"
+
+    @property
+    def last_step(self) -> int:
+        """Last step of any metric; 0 before the first one."""
+        return max((int(series.steps[-1]) for series in self.metrics.values()), default=0)
+
+    @property
+    def algorithm(self) -> str | None:
+        """Name of the algorithm, for example `sft`: its own section, which a resolved configuration begins with."""
+        sections = {name: section for name, section in self.config.items() if isinstance(section, dict)}
+        if "algorithm" in self.config:  # of the user's own, which may have its loop in the section of another one
+            return next(iter(sections), None)
+        return next((name for name, section in sections.items() if "max_num_steps" in section), None)
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Steps that the configuration asks for; None where it does not say."""
+        numbers = (number_at(self.config, name, "max_num_steps") for name in self.config)
+        return next((int(number) for number in numbers if number is not None), None)
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Expert-parallel ranks among which a layer's experts are distributed."""
+        return max(1, int(number_at(self.config, "policy", "megatron_cfg", "expert_model_parallel_size") or 1))
+
+    @property
+    def topk(self) -> int | None:
+        """Experts that each token is routed to; None where that is not known."""
+        found = number_at(self.moe_configuration, "moe_router_topk")
+        return None if found is None or found < 1 else int(found)
+
+
+def read_run(folder: Path) -> RunData:
+    """Read a run's folder.
+
+    Raises:
+        DataError: It is not a run's folder, or its metrics are damaged before their end.
+    """
+    path = folder / METRICS_FILE_NAME
+    if not path.is_file():
+        what = f"holds no {METRICS_FILE_NAME}" if folder.is_dir() else "is no folder"
+        newest = next((run for run in newest_run_folders(folder) if (run / METRICS_FILE_NAME).is_file()), None)
+        hint = f"did you mean {newest}?" if newest else "expected a run's folder, such as logs/sft/exp_001"
+        raise DataError(f"{folder}: {what}; {hint}")
+    notes: list[str] = []
+    expert_load, routing = _table(read_expert_load, folder, notes), _table(read_routing, folder, notes)
+    anomalies = anomalies_by_step(_lines(AnomaliesTail(folder), folder / ANOMALIES_FILE_NAME, "anomalies", notes))
+    failures = failures_by_step(_lines(FailuresTail(folder), folder / FAILURES_FILE_NAME, "failures", notes))
+    described = describe_run(folder)
+    metrics = {key: series_of(points) for key, points in sorted(read_history(path).items())}
+    return replace(
+        described,
+        metrics=metrics,
+        expert_load=expert_load,
+        routing=routing,
+        advantages=_table(read_advantages, folder, notes),
+        anomalies=anomalies,
+        failures=failures,
+        notes=[*notes, *described.notes],
+    )
+
+
+def describe_run(folder: Path) -> RunData:
+    """Return the configuration of a run, which is in its folder before the first step; no metrics and no expert
+    load.
+    """
+    notes: list[str] = []
+    config, moe = (_mapping(folder / name, notes) for name in (CONFIG_FILE_NAME, EFFECTIVE_MOE_FILE_NAME))
+    return RunData(folder, {}, None, config, moe, notes)
+
+
+def number_at(settings: Any, *keys: str) -> float | None:
+    """Return a finite number in a nested mapping of a file that may have been edited; None where there is none."""
+    for key in keys:
+        settings = settings.get(key) if isinstance(settings, dict) else None
+    is_number = isinstance(settings, int | float) and not isinstance(settings, bool)
+    return settings if is_number and abs(settings) < _LARGEST_NUMBER else None
+
+
+def _table(read: Callable[[Path], History], folder: Path, notes: list[str]) -> History | None:
+    """Return a table of the run; None where it has none. One that is damaged is noted."""
+    try:
+        return read(folder)
+    except FileNotFoundError:
+        return None
+    except DataError as error:
+        notes += error.problems
+        return None
+
+
+def _lines(tail: LineTail[Record], path: Path, what: str, notes: list[str]) -> list[Record]:
+    """Return the records of a file; empty where it cannot be read or is not there. What is damaged is noted."""
+    try:
+        found = tail.read()
+    except DataError as error:
+        notes += error.problems
+        return []
+    if found.num_damaged:
+        notes.append(f"{path}: lines that are no {what}: {found.num_damaged}")
+    return found.records
+
+
+def series_of(points: list[tuple[int, float]]) -> Series:
+    """Return the points in the order of their steps; of a step that occurs twice, the value that was written last."""
+    steps, values = zip(*reversed(points), strict=True)
+    found, from_the_end = np.unique(np.array(steps, dtype=np.int64), return_index=True)
+    return Series(found, np.array(values, dtype=np.float64)[from_the_end])
+
+
+def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
+    """Mapping in a YAML or JSON file; empty where there is none. A file that was cut or edited wrongly is noted."""
+    if not path.is_file():
+        return {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        found: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        if not _has_at_most(found, _MOST_VALUES):  # aliases of aliases
+            raise ValueError(f"more than {_MOST_VALUES:,} values")
+        found = masked(found)  # by hand, or by a release that kept secrets as they were
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        notes.append(f"{path}: cannot be read: {one_line(error)}")
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _has_at_most(value: Any, number: int) -> bool:
+    """Return True where a nested value, written out, has so many values at most."""
+    left = [value]
+    while left and number >= 0:
+        found = left.pop()
+        number -= 1
+        if isinstance(found, dict | list):
+            number -= len(found)
+            left += (found.values() if isinstance(found, dict) else found) if number >= 0 else ()
+    return number >= 0

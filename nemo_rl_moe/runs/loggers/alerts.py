@@ -1,0 +1,128 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Alerts about sick routing, failing scorers and idle steps while the run goes on: one for each episode."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+
+from nemo_rl_moe.config.schema_run import AlertsConfig
+from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
+from nemo_rl_moe.routing.findings.tracker import QUIET_STEPS, Finding, FindingTracker, Thresholds, likewise
+from nemo_rl_moe.routing.findings.wrong_routes import ANOMALIES_METRIC
+from nemo_rl_moe.runs.folder.expert_load import read_expert_load
+from nemo_rl_moe.runs.folder.failures import FailuresTail, failures_by_step
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
+from nemo_rl_moe.runs.folder.routing import AnomaliesTail, anomalies_by_step
+
+_MOST_LINES = 20
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Alert about the findings of one kind that begin at one step.
+
+    Attributes:
+        title: Short, and different at each step: W&B sends at most one mail a minute with the same title.
+        text: A line for each finding.
+    """
+
+    line: str
+    title: str
+    text: str
+
+
+class AlertWatch:
+    """Watch over the steps of a run.
+
+    Args:
+        topk: Experts that each token is routed to; None where that is not known.
+    """
+
+    def __init__(self, settings: AlertsConfig, topk: int | None):
+        thresholds = Thresholds(**{field.name: getattr(settings, field.name) for field in fields(Thresholds)})
+        self._tracker = FindingTracker(thresholds, topk)
+        longest_streak = max(
+            settings.dead_expert_steps or 0,
+            settings.sustained_steps,
+            settings.idle_steps or 0,
+            settings.missing_routes_steps,
+            settings.sudden_steps or 0,
+        )
+        # An episode that the next step continues may have ended this long ago, and taken this long to be found.
+        self._num_steps_to_replay = QUIET_STEPS + longest_streak
+        self._load: tuple[int, Sequence[int], Int[np.ndarray, "layers experts"]] | None = None
+
+    def observe(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        layers: Sequence[int] = (),
+        counts: Int[np.ndarray, "layers experts"] | None = None,
+        failed: Sequence[FailedResponses] = (),
+    ) -> list[Alert]:
+        """Return the alerts that begin with the next step; without training metrics, as of a validation, those of
+        failures.
+
+        Without counts, those that `observe_load` was given for this step are used.
+        """
+        if not failed and not any(key.startswith("train/") for key in metrics):
+            return []
+        if counts is None and self._load is not None and self._load[0] == step:
+            _, layers, counts = self._load
+        return alerts_of(step, self._tracker.observe(step, metrics, layers, counts, failed))
+
+    def observe_load(self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> None:
+        """Keep the load of the next step until its metrics are there."""
+        self._load = step, layers, counts
+
+    def observe_tape(self, step: int, anomalies: Sequence[TapeAnomaly]) -> list[Alert]:
+        """Return the alerts about the tape of the next step, before its metrics are there: a run may end by it."""
+        return alerts_of(step, self._tracker.observe_tape(step, anomalies))
+
+    def replay(self, run_folder: Path, last_step: int) -> None:
+        """Observe the last steps before a resume without alerts, since the user has had them.
+
+        Survives damaged files: the steps in them are skipped, and an episode that goes on may be reported again.
+        """
+        first_step = last_step - self._num_steps_to_replay + 1
+        loads: dict[int, Int[np.ndarray, "layers experts"]] = {}
+        layers: list[int] = []
+        with suppress(OSError, DataError):
+            history = read_expert_load(run_folder, first_step)
+            loads, layers = dict(zip(history.steps.tolist(), history.counts, strict=True)), history.layers.tolist()
+        anomalies: dict[int, list[TapeAnomaly]] = {}
+        with suppress(DataError):
+            anomalies = anomalies_by_step(AnomaliesTail(run_folder).read().records)
+        failures: dict[int, list[FailedResponses]] = {}
+        with suppress(DataError):
+            failures = failures_by_step(FailuresTail(run_folder).read().records)
+        with suppress(OSError, DataError):
+            for record in read_metrics(run_folder / METRICS_FILE_NAME):
+                if first_step <= record.step <= last_step:
+                    failed = failures.get(record.step, ())
+                    self.observe(record.step, record.metrics, layers, loads.get(record.step), failed)
+                    if ANOMALIES_METRIC in record.metrics:
+                        self.observe_tape(record.step, anomalies.get(record.step, ()))
+
+
+def alerts_of(step: int, begun: Iterable[Finding]) -> list[Alert]:
+    """Return one alert for each kind of the findings that begin at a step, however many layers have one."""
+    by_kind = itertools.groupby(sorted(begun, key=lambda finding: finding.kind), key=lambda finding: finding.kind)
+    return [_alert(step, kind.replace("_", " "), list(findings)) for kind, findings in by_kind]
+
+
+def _alert(step: int, kind: str, findings: Sequence[Finding]) -> Alert:
+    first, *others = findings
+    line = f"step {step}: {first.text}{likewise(others)}"
+    lines = [finding.text for finding in findings[:_MOST_LINES]]
+    if len(findings) > _MOST_LINES:
+        lines.append(f"and {len(findings) - _MOST_LINES} more layers")
+    return Alert(line, f"{kind} at step {step}", "\n".join(lines))

@@ -1,0 +1,122 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The arrays that a training step leaves beside its metrics: for each kind, its file, its plots and its alerts.
+
+A new kind is one writer and one entry of `ARTIFACTS`, and an observer of the step that returns it under that name
+(`models/megatron/training/observers.py`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic
+
+import numpy as np
+
+from nemo_rl_moe.runs.folder.advantages import AdvantageWriter
+from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, EXPERTS_BY_ADVANTAGE, ROUTING, Artifact
+from nemo_rl_moe.runs.folder.expert_load import ExpertLoadWriter
+from nemo_rl_moe.runs.folder.routing import RoutingWriter
+from nemo_rl_moe.runs.folder.step_tables import MAX_DELAY_S, StepTableWriter
+from nemo_rl_moe.runs.loggers.advantage_pictures import advantage_pictures
+from nemo_rl_moe.runs.loggers.alerts import Alert, AlertWatch
+from nemo_rl_moe.runs.loggers.expert_load_plots import expert_load_pictures
+from nemo_rl_moe.runs.loggers.modality_pictures import modality_pictures
+from nemo_rl_moe.runs.loggers.routing_pictures import routing_pictures
+
+if TYPE_CHECKING:
+    # Loggers work without torch.
+    from nemo_rl_moe.routing.agreement.statistics import TapeReport
+    from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
+    from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
+
+
+def _no_alerts(watch: AlertWatch, step: int, artifact: Any) -> Sequence[Alert]:
+    return ()
+
+
+@dataclass(frozen=True)
+class ArtifactKind(Generic[Artifact]):
+    """One kind of artifact.
+
+    Attributes:
+        name: Its name in `TrainResult.artifacts`; in snake case, and shown with spaces.
+        plot: Draws it at a step, as PNG files by the keys under which they are logged. Runs in the thread of a logger,
+            takes seconds, and must not change the artifact.
+        alerts: Shows it to the watch, before the metrics of the step.
+    """
+
+    name: str
+    writer: type[StepTableWriter[Artifact]]
+    plot: Callable[[int, Artifact], Mapping[str, bytes]]
+    alerts: Callable[[AlertWatch, int, Artifact], Sequence[Alert]] = _no_alerts
+
+
+def _plot_expert_load(step: int, load: "ExpertLoad") -> Mapping[str, bytes]:
+    counts = np.asarray(load.counts)
+    of_load = expert_load_pictures(step, load.layers, counts)
+    if load.image_counts is None:
+        return of_load
+    return {**of_load, **modality_pictures(step, load.layers, counts, np.asarray(load.image_counts), load.topk)}
+
+
+def _watch_expert_load(watch: AlertWatch, step: int, load: "ExpertLoad") -> Sequence[Alert]:
+    watch.observe_load(step, load.layers, np.asarray(load.counts))
+    return ()
+
+
+def _plot_routing(step: int, report: "TapeReport") -> Mapping[str, bytes]:
+    return routing_pictures(step, report.layers, np.asarray(report.totals.rows))
+
+
+def _watch_routing(watch: AlertWatch, step: int, report: "TapeReport") -> Sequence[Alert]:
+    return watch.observe_tape(step, report.anomalies)
+
+
+def _plot_advantages(step: int, found: "AdvantageScores") -> Mapping[str, bytes]:
+    return advantage_pictures(step, found.layers, np.asarray(found.scores))
+
+
+ARTIFACTS: dict[str, ArtifactKind[Any]] = {
+    kind.name: kind
+    for kind in (
+        ArtifactKind(EXPERT_LOAD.name, ExpertLoadWriter, _plot_expert_load, _watch_expert_load),
+        ArtifactKind(ROUTING.name, RoutingWriter, _plot_routing, _watch_routing),
+        ArtifactKind(EXPERTS_BY_ADVANTAGE.name, AdvantageWriter, _plot_advantages),
+    )
+}
+"""All kinds, by their names."""
+
+
+class ArtifactTables:
+    """The tables of a run's artifacts, a writer for each kind."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        warn: Callable[[str], None],
+        message: Callable[[str], None] = lambda text: None,
+        *,
+        max_delay_s: float = MAX_DELAY_S,
+    ):
+        self._writers = {
+            name: kind.writer(run_folder, warn, message, max_delay_s=max_delay_s) for name, kind in ARTIFACTS.items()
+        }
+
+    def write(self, step: int, name: str, artifact: Any) -> None:
+        """Add the artifact of a step; steps ascend.
+
+        Raises:
+            KeyError: No kind of this name is registered.
+        """
+        self._writers[name].write(step, artifact)
+
+    def flush(self) -> None:
+        """Write what waits to be written together with later steps."""
+        for writer in self._writers.values():
+            writer.flush()
+
+    def close(self) -> None:
+        """Try once more to write what is kept."""
+        for writer in self._writers.values():
+            writer.close()

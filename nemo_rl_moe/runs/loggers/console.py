@@ -1,0 +1,286 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The console: steps as lines of text, messages, warnings, and notices of other threads."""
+
+import contextlib
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from nemo_rl_moe.errors import printable
+from nemo_rl_moe.runs.folder.metrics import RunOutcome
+
+# Key, the label it gets, and how its value is written. Only keys that a step carries appear.
+_TRAIN_FIELDS = (
+    ("train/loss", "loss", ".4f"),
+    ("train/reward", "reward", ".4f"),
+    ("train/accuracy", "accuracy", ".4f"),
+    ("train/grad_norm", "grad_norm", ".3g"),
+    ("train/lr", "lr", ".1e"),
+    ("train/moe/load_balancing_loss", "load_balancing_loss", ".3f"),
+    ("timing/refit/seconds", "refit_seconds", ".2f"),
+    ("train/refit/logprob_gap", "refit_gap", ".1e"),
+    ("train/refit/checks_failed", "refit_checks_failed", ".0f"),
+)
+_VALIDATION_FIELDS = (
+    ("val/loss", "loss", ".4g"),
+    ("val/reward", "reward", ".4g"),
+    ("val/accuracy", "accuracy", ".4g"),
+)
+_EPOCH_KEY = "train/epoch"
+_SPEED_KEY = "timing/train/tokens_per_second"
+_STEPS_REMEMBERED = 20
+
+
+def train_line(step: int, total_steps: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:
+    """Return the format, for example, `step 12/200  loss 1.2345  grad_norm 0.93  lr 3.0e-03  9,812 tok/s  eta 1:03`.
+
+    Empty when the step holds no training metrics.
+    """
+    if not any(key.startswith("train/") for key in metrics):
+        return ""
+    parts = [f"step {step}/{total_steps}"]
+    if _EPOCH_KEY in metrics:
+        parts.append(f"epoch {metrics[_EPOCH_KEY]:g}")
+    parts += _fields(metrics, _TRAIN_FIELDS)
+    if _SPEED_KEY in metrics:
+        parts.append(f"{metrics[_SPEED_KEY]:,.0f} tok/s")
+    if seconds_left is not None:
+        parts.append(f"eta {clock_text(seconds_left)}")
+    return "  ".join(parts)
+
+
+def validation_line(step: int, metrics: Mapping[str, float]) -> str:
+    """For example `step 50  validation: loss 0.81  accuracy 0.74`; empty when nothing was validated."""
+    fields = _fields(metrics, _VALIDATION_FIELDS)
+    return f"step {step}  validation: {'  '.join(fields)}" if fields else ""
+
+
+def clock_text(seconds: float) -> str:
+    """`0:07`, `1:03`, `2:05:00`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class TimeLeft:
+    """Estimate of the time left, from the pace of the last 20 steps: a slow first step is soon forgotten."""
+
+    def __init__(self, total_steps: int):
+        self._total_steps = total_steps
+        self._seen: deque[tuple[int, float]] = deque(maxlen=_STEPS_REMEMBERED + 1)
+
+    def update(self, step: int, now: float) -> float | None:
+        """Return the seconds left after a step has ended; None while only one step is known.
+
+        Args:
+            now: Seconds on any clock that only goes forward.
+        """
+        self._seen.append((step, now))
+        first_step, first_time = self._seen[0]
+        if step <= first_step:
+            return None
+        return max(0.0, (self._total_steps - step) * (now - first_time) / (step - first_step))
+
+
+def _fields(metrics: Mapping[str, float], fields: tuple[tuple[str, str, str], ...]) -> list[str]:
+    return [f"{label} {metrics[key]:{form}}" for key, label, form in fields if key in metrics]
+
+
+LiveMode = Literal["auto", "always", "never"]
+_REFRESHES_PER_SECOND = 5
+_SECONDS_BETWEEN_SHARES = 10.0
+_BAR_WIDTH = 16
+
+
+class ConsoleLogger:
+    """Logger on the console, with messages, warnings and phases that stay in order with the live line.
+
+    In a terminal the current step is one line that renews itself at the bottom; validation results, messages and the
+    last step stay above it. Elsewhere every step is a line of its own, never wrapped. Text is shown as it is: no
+    markup, no control characters.
+
+    Args:
+        total_steps: The step at which training will end; 0 while that is not known (`begin` sets it).
+        live: `auto` shows the live line in a terminal; `always` and `never` decide it whatever the stream is.
+        stream: Where to write; None means standard output.
+        clock: Seconds on a clock that only goes forward.
+    """
+
+    name = "console"
+
+    def __init__(
+        self,
+        total_steps: int,
+        live: LiveMode = "auto",
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        forced = {"auto": None, "always": True, "never": None}[live]
+        self._console = Console(file=stream, force_terminal=forced, highlight=False, markup=False, emoji=False)
+        in_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._is_live = live == "always" or (live == "auto" and in_terminal)
+        self._total_steps = total_steps
+        self._clock = clock
+        self._time_left = TimeLeft(total_steps)
+        self._display: Live | None = None
+        self._phases: list[Spinner] = []
+        self._step = 0
+        self._step_line = ""
+
+    def begin(self, total_steps: int) -> None:
+        """Set the step at which training will end, which the length of the data set may decide."""
+        self._total_steps = total_steps
+        self._time_left = TimeLeft(total_steps)
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the step, as `train_line` and `validation_line` write it."""
+        line = train_line(step, self._total_steps, metrics, None)
+        if line:
+            line = train_line(step, self._total_steps, metrics, self._time_left.update(step, self._clock()))
+            self._step, self._step_line = step, line
+            if self._is_live:
+                self._refresh()
+            else:
+                self._print(line)
+        if validation := validation_line(step, metrics):
+            self._print(validation, "bold")
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Do nothing: a whole configuration would push everything else off the screen."""
+
+    def close(self, outcome: RunOutcome = "finished") -> None:
+        """End the live line and leave the last step standing; messages still work afterwards."""
+        if self._is_live and self._step_line:
+            last, self._step_line = self._step_line, ""
+            self._print(last)
+        self._phases.clear()
+        self._refresh()
+
+    def message(self, text: str) -> None:
+        """Show text."""
+        self._print(text)
+
+    def warn(self, text: str) -> None:
+        """Show a warning."""
+        self._print(f"warning: {text}", "yellow")
+
+    @contextmanager
+    def phase(self, text: str) -> Iterator[Callable[[float], None]]:
+        """Phase of a run that takes long, shown with its duration at the end.
+
+        Yields:
+            A function that shows which share of it is done, from 0 to 1.
+        """
+        started = last_shown = self._clock()
+        spinner = Spinner("dots", Text(f"{printable(text)} ..."))
+
+        def progress(share: float) -> None:
+            nonlocal last_shown
+            spinner.update(text=Text(f"{printable(text)} ... {share:.0%}"))
+            if not self._is_live and self._clock() - last_shown >= _SECONDS_BETWEEN_SHARES:
+                last_shown = self._clock()
+                self._print(f"{text} ... {share:.0%}")
+
+        if self._is_live:
+            self._phases.append(spinner)
+            self._refresh()
+        else:
+            self._print(f"{text} ...")
+        outcome = "failed after"
+        try:
+            yield progress
+            outcome = "done in"
+        finally:
+            if spinner in self._phases:
+                self._phases.remove(spinner)
+            self._print(f"{text}: {outcome} {self._clock() - started:.1f} s")
+            self._refresh()
+
+    def _print(self, text: str, style: str = "") -> None:
+        # Soft wrap leaves long lines whole, for files and for the terminal's own wrapping.
+        self._console.print(Text(printable(text), style=style), soft_wrap=True)
+
+    def _refresh(self) -> None:
+        """Start, renews or removes the live display, depending on whether there is a phase or a step to show."""
+        if self._phases or (self._step_line and self._is_live):
+            if self._display is None:
+                # Transient: what should stay is printed, so nothing is left half drawn.
+                self._display = Live(
+                    console=self._console,
+                    get_renderable=self._render,
+                    refresh_per_second=_REFRESHES_PER_SECOND,
+                    transient=True,
+                )
+                self._display.start()
+            self._display.refresh()
+        elif self._display is not None:
+            self._display.stop()
+            self._display = None
+
+    def _render(self) -> RenderableType:
+        rows: list[RenderableType] = list(self._phases)
+        if self._step_line:
+            row = Table.grid(padding=(0, 1))
+            bar = ProgressBar(total=max(1, self._total_steps), completed=self._step, width=_BAR_WIDTH)
+            row.add_row(bar, Text(self._step_line))
+            rows.append(row)
+        return Group(*rows)
+
+
+@contextmanager
+def quiet(*logger_names: str, least: int = logging.ERROR) -> Iterator[None]:
+    """Silence loggers of Python's `logging` below a level: packages' own lines would mix with the console's."""
+    loggers = [logging.getLogger(name) for name in logger_names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(least)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+class Notices:
+    """Messages and warnings for the user, from any thread: rich's console takes the lines of all.
+
+    Survives a console that fails, such as a closed pipe behind standard output: standard error is used then.
+    """
+
+    def __init__(self, message: Callable[[str], None], warn: Callable[[str], None]):
+        self._message, self._warn = message, warn
+
+    def message(self, text: str) -> None:
+        """Show a line."""
+        self._show(self._message, text, text)
+
+    def warn(self, text: str) -> None:
+        """Show a warning."""
+        self._show(self._warn, text, f"warning: {text}")
+
+    def _show(self, show: Callable[[str], None], text: str, line: str) -> None:
+        try:
+            show(text)
+        except Exception:
+            with contextlib.suppress(Exception):
+                print(printable(line), file=sys.stderr)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the error as one line of text."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"the package {error.name} is not installed"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

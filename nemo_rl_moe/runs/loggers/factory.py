@@ -1,0 +1,163 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Loggers of a run from the `logger` section of its configuration."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from nemo_rl_moe.config.schema_run import AlertsConfig, LoggerConfig
+from nemo_rl_moe.config.user_code import import_function
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.runs.folder.folder import read_logger_run_ids, store_logger_run_ids
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, JsonlLogger, StepRecord, read_metrics
+from nemo_rl_moe.runs.loggers.alerts import AlertWatch
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
+from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
+from nemo_rl_moe.runs.loggers.interface import Backend
+from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger, Patience
+from nemo_rl_moe.runs.loggers.mlflow import MlflowLogger, local_store_uri
+from nemo_rl_moe.runs.loggers.step_pictures import StepPictures
+from nemo_rl_moe.runs.loggers.tensorboard import TensorBoardLogger
+from nemo_rl_moe.runs.loggers.wandb import WandbLogger, abandon_service, choose_run_id
+
+
+@dataclass(frozen=True)
+class LoggerResume:
+    """State of the loggers in the checkpoint from which a run resumes.
+
+    Attributes:
+        run_ids: `FanOutLogger.run_ids` at that time; `logger_run_ids.json` in the run's folder may have more.
+    """
+
+    step: int
+    run_ids: Mapping[str, str]
+
+
+def build_loggers(
+    logger_config: LoggerConfig,
+    run_folder: Path,
+    console: ConsoleLogger,
+    resume: LoggerResume | None = None,
+    patience: Patience | None = None,
+    topk: int | None = None,
+) -> FanOutLogger:
+    """Open the loggers that the configuration asks for; the console and `metrics.jsonl` always take part.
+
+    Survives a run that was killed and resumed: steps that TensorBoard or a service lacks, such as those that waited in
+    a queue at the kill, are sent again from `metrics.jsonl`.
+
+    Args:
+        run_folder: Where the run is resumed, `rewind_run_folder` has rewound it.
+        resume: State of the loggers in the checkpoint; None for a new run.
+        patience: Limits on waiting for TensorBoard, W&B and MLflow; None: the usual ones.
+        topk: Experts that each token is routed to; None: a dense model, or not known.
+    """
+    notices = Notices(console.message, console.warn)
+    run_ids = {**resume.run_ids, **read_logger_run_ids(run_folder)} if resume else {}
+    patience = patience or Patience()
+    isolated: list[IsolatedLogger] = []
+    earlier = partial(_steps_until, run_folder / METRICS_FILE_NAME, resume.step) if resume else tuple
+
+    def isolate(name: str, open_backend: Callable[[], Backend], abandon: Callable[[], None] | None = None) -> None:
+        isolated.append(
+            IsolatedLogger(
+                name,
+                open_backend,
+                notices,
+                earlier_steps=earlier,
+                abandon=abandon,
+                run_id=run_ids.get(name),
+                patience=patience,
+            )
+        )
+        try:
+            # One after the other: packages that are imported by several threads at once can get in each other's way.
+            isolated[-1].wait_until_open()
+        except BaseException:
+            # Interrupted by the user: no thread may keep the process from ending.
+            for logger in isolated:
+                logger.let_go()
+            raise
+
+    if logger_config.tensorboard_enabled:
+        isolate(
+            TensorBoardLogger.name,
+            partial(TensorBoardLogger, run_folder, resume.step if resume else None),
+        )
+    if logger_config.wandb_enabled:
+        is_resumed = WandbLogger.name in run_ids
+        open_wandb = partial(
+            WandbLogger,
+            run_folder,
+            logger_config.wandb.project,
+            logger_config.wandb.name,
+            run_ids.setdefault(WandbLogger.name, choose_run_id(os.environ)),
+            is_resumed=is_resumed,
+            earlier_steps=earlier,
+            outlier_chart_every_steps=logger_config.expert_load_pictures.every_steps,
+        )
+        isolate(WandbLogger.name, open_wandb, abandon_service)
+    if logger_config.mlflow_enabled:
+        isolate(MlflowLogger.name, partial(_open_mlflow, logger_config, run_ids.get(MlflowLogger.name)))
+    for name, make in find_own_backends(logger_config).items():
+        isolate(name, partial(make, run_folder))
+    loggers = FanOutLogger(
+        [JsonlLogger(run_folder, notices.warn, notices.message), console],
+        notices,
+        isolated,
+        earlier_run_ids=run_ids,
+        closing_s=patience.closing_s,
+        pictures=StepPictures(logger_config.expert_load_pictures.every_steps, notices),
+        alerts=_alert_watch(logger_config.alerts, topk, run_folder, resume),
+    )
+    if loggers.run_ids:
+        # Only a run that is killed before its first checkpoint needs them, so a full disk is no reason to end.
+        with suppress(OSError):
+            store_logger_run_ids(run_folder, loggers.run_ids)
+    return loggers
+
+
+def find_own_backends(logger_config: LoggerConfig) -> dict[str, Callable[[Path], Backend]]:
+    """Import the user's own loggers, by the name that the configuration gives them.
+
+    Raises:
+        ConfigurationError: There is no such thing, or it does not take a folder.
+    """
+    key = "logger.backends"
+    if twice := [name for name, count in Counter(logger_config.backends).items() if count > 1]:
+        raise ConfigurationError(f"{key}: got {twice[0]} twice, expected each logger once")
+    return {name: import_function(key, name, "the run's folder") for name in logger_config.backends}
+
+
+def mlflow_tracking_uri(logger_config: LoggerConfig) -> str:
+    """Return the MLflow store: `logger.mlflow.tracking_uri`, or `mlflow.db` beside the log folder.
+
+    Beside it and not inside, so that runs with different log folders share one store.
+    """
+    return logger_config.mlflow.tracking_uri or local_store_uri(Path(logger_config.log_dir).resolve().parent)
+
+
+def _open_mlflow(logger_config: LoggerConfig, resumed_run_id: str | None) -> MlflowLogger:
+    settings = logger_config.mlflow
+    uri = mlflow_tracking_uri(logger_config)
+    return MlflowLogger(uri, settings.experiment_name, settings.run_name, resumed_run_id)
+
+
+def _alert_watch(
+    settings: AlertsConfig, topk: int | None, run_folder: Path, resume: LoggerResume | None
+) -> AlertWatch | None:
+    if not settings.enabled:
+        return None
+    watch = AlertWatch(settings, topk)
+    if resume is not None:
+        watch.replay(run_folder, resume.step)
+    return watch
+
+
+def _steps_until(path: Path, step: int) -> list[StepRecord]:
+    return [record for record in read_metrics(path) if record.step <= step] if path.is_file() else []

@@ -1,0 +1,167 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""All loggers of a run behind one: every step goes to each, and one that fails does not stop training."""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
+
+from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
+from nemo_rl_moe.runs.folder.metrics import RunOutcome
+from nemo_rl_moe.runs.loggers.alerts import Alert, AlertWatch
+from nemo_rl_moe.runs.loggers.artifacts import ARTIFACTS
+from nemo_rl_moe.runs.loggers.console import Notices, reason_of
+from nemo_rl_moe.runs.loggers.interface import FlushesToDisk, MetricLogger
+from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger, Patience
+from nemo_rl_moe.runs.loggers.step_pictures import StepPictures
+
+
+class FanOutLogger:
+    """All loggers of a run. NaN and infinities are logged as they are.
+
+    Survives a logger that raises, as with a closed terminal: it warns once and is left out. Survives a metric that is
+    not a number, as an environment may return: it warns once, and the other metrics are logged.
+
+    Args:
+        direct: Loggers that run in the caller's thread, in order.
+        isolated: Loggers with threads of their own; they are opening already.
+        earlier_run_ids: Ids of the run at services, from before it was resumed.
+        closing_s: Seconds that `close` waits for all isolated loggers together.
+    """
+
+    name = "all loggers"
+
+    def __init__(
+        self,
+        direct: Sequence[MetricLogger],
+        notices: Notices,
+        isolated: Sequence[IsolatedLogger] = (),
+        *,
+        earlier_run_ids: Mapping[str, str] = MappingProxyType({}),
+        closing_s: float = Patience.closing_s,
+        pictures: StepPictures | None = None,
+        alerts: AlertWatch | None = None,
+    ):
+        self._notices = notices
+        self._closing_s = closing_s
+        self._direct = list(direct)
+        self._isolated = list(isolated)
+        self._earlier_run_ids = dict(earlier_run_ids)
+        self._warned_keys: set[str] = set()
+        self._pictures, self._alerts = pictures, alerts
+        self._failed: list[FailedResponses] = []
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Names of the loggers that still take part."""
+        isolated = [logger for logger in self._isolated if logger.is_active]
+        return tuple(logger.name for logger in (*self._direct, *isolated))
+
+    @property
+    def run_ids(self) -> dict[str, str]:
+        """Ids of the run at services, by logger, for a checkpoint; those known so far."""
+        return self._earlier_run_ids | {logger.name: logger.run_id for logger in self._isolated if logger.run_id}
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one step to every logger that still takes part; the direct ones have it when this returns."""
+        numbers = self._numbers(step, metrics)
+        self._for_each(f"failed at step {step}", lambda logger: logger.log_step(step, numbers))
+        for isolated in self._isolated:
+            isolated.log_step(step, numbers)
+        self._send_alerts(step, numbers)
+
+    def log_artifact(self, step: int, name: str, artifact: Any) -> None:
+        """Log an artifact of a step, before the step itself: its plots belong into the step's row.
+
+        Its alerts are sent at once, since a run may end by what it shows.
+        """
+        kind = ARTIFACTS[name]
+        plot, title = partial(kind.plot, step, artifact), name.replace("_", " ")
+        draw = None if self._pictures is None else self._pictures.of_step(step, title, plot)
+        if draw is not None:
+            for isolated in self._isolated:
+                isolated.log_pictures(step, draw)
+        if self._alerts is not None:
+            self._tell(kind.alerts(self._alerts, step, artifact))
+
+    def log_failures(self, failed: FailedResponses) -> None:
+        """Log failures of a step or its validation, before the step itself: alerts report them with its metrics."""
+        self._failed.append(failed)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Log the configuration to every logger that still takes part."""
+        self._for_each("failed to store the configuration", lambda logger: logger.log_config(config))
+        for isolated in self._isolated:
+            isolated.log_config(config)
+
+    def flush_to_disk(self) -> bool:
+        """Wait until the disk has every logged step; may be called from any thread.
+
+        Returns:
+            False where some steps cannot be written yet.
+        """
+        files = [logger for logger in list(self._direct) if isinstance(logger, FlushesToDisk)]
+        return all(logger.flush_to_disk() for logger in files)
+
+    def close(self, outcome: RunOutcome = "finished") -> None:
+        """Close every logger, in bounded time; a second call does nothing."""
+        isolated, self._isolated = self._isolated, []
+        self._earlier_run_ids |= {logger.name: logger.run_id for logger in isolated if logger.run_id}
+        for logger in isolated:
+            logger.ask_to_close(outcome)
+        try:
+            deadline = time.monotonic() + self._closing_s
+            for logger in isolated:
+                logger.wait_until_closed(deadline)
+        finally:
+            # After an interrupt too, nothing may keep the process from ending.
+            for logger in isolated:
+                logger.let_go()
+            self._for_each("failed to close", lambda direct: direct.close(outcome))
+            self._direct.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close("finished" if error is None else "failed" if isinstance(error, Exception) else "killed")
+
+    def _send_alerts(self, step: int, numbers: Mapping[str, float]) -> None:
+        failed, self._failed = self._failed, []
+        if self._alerts is not None:
+            self._tell(self._alerts.observe(step, numbers, failed=failed))
+
+    def _tell(self, alerts: Sequence[Alert]) -> None:
+        for alert in alerts:
+            self._notices.warn(alert.line)
+            for isolated in self._isolated:
+                isolated.send_alert(alert.title, alert.text)
+
+    def _numbers(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Copy of the metrics in plain floats, for the threads of the isolated loggers."""
+        numbers: dict[str, float] = {}
+        for key, value in metrics.items():
+            try:
+                numbers[key] = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                if key not in self._warned_keys:
+                    self._warned_keys.add(key)
+                    self._notices.warn(f"metric {key!r} cannot be logged at step {step}: {reason_of(error)}")
+        return numbers
+
+    def _for_each(self, failure: str, action: Callable[[MetricLogger], None]) -> None:
+        for logger in list(self._direct):
+            try:
+                action(logger)
+            except Exception as error:
+                self._direct.remove(logger)
+                told = f"logger {logger.name} {failure} and is left out from here on: {reason_of(error)}"
+                self._notices.warn(told)
+                # Frees its files; the user has had a warning, so a second failure is of no interest.
+                with contextlib.suppress(Exception):
+                    logger.close()

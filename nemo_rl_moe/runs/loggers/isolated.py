@@ -1,0 +1,281 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A backend in a thread of its own, behind a queue: one that blocks, fails or dies never holds up training."""
+
+import contextlib
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nemo_rl_moe.runs.folder.metrics import RunOutcome, StepRecord
+from nemo_rl_moe.runs.loggers.console import Notices, reason_of
+from nemo_rl_moe.runs.loggers.interface import Backend, DrawPictures, SendsAlerts
+
+_FAILURES_BEFORE_LEFT_OUT = 3
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Limits on waiting for a backend.
+
+    Attributes:
+        opening_s: Seconds that the start waits for a backend to open; it may still open later.
+        silence_s: Seconds without an answer after which the user is warned.
+        closing_s: Seconds that the end waits for all backends together, where a backend itself does not ask for more.
+        most_waiting: Steps in the queue before further ones are dropped.
+        most_pictures_waiting: Steps whose pictures are in the queue before those of further ones are dropped.
+    """
+
+    opening_s: float = 60.0
+    silence_s: float = 30.0
+    closing_s: float = 10.0
+    most_waiting: int = 1000
+    most_pictures_waiting: int = 4
+
+
+@dataclass(frozen=True)
+class _Job:
+    kind: Literal["step", "pictures", "alert", "config"]
+    what: str
+    action: Callable[[Backend], None]
+
+
+def _step_job(step: int, metrics: Mapping[str, float]) -> _Job:
+    return _Job("step", f"step {step}", lambda backend: backend.log_step(step, metrics))
+
+
+class IsolatedLogger:
+    """Logger in front of one `Backend` that may raise or block.
+
+    `log_step` only puts the step into a queue. Survives, with a warning each:
+
+    - a server that does not answer: the steps wait in the queue, and are sent when it answers again;
+    - a step that the backend rejects, such as one with an invalid key: the step is missing there;
+    - a backend that rejects three steps in a row, as with a full disk or a dead server: it is left out;
+    - a backend that hangs at the end: it is left behind.
+
+    Args:
+        open_backend: Opens it; called in the thread.
+        earlier_steps: Reads the steps from before the run was resumed; those that the backend lacks are sent first.
+        abandon: Called where the backend hangs at the end: lets the process end all the same. Must be quick.
+        run_id: Id of the run at the service, where that is known before the backend is open.
+
+    Attributes:
+        is_active: True while the backend takes part.
+        run_id: Id of the run at the service; None while it is not known.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_backend: Callable[[], Backend],
+        notices: Notices,
+        *,
+        earlier_steps: Callable[[], Iterable[StepRecord]] = tuple,
+        abandon: Callable[[], None] | None = None,
+        run_id: str | None = None,
+        patience: Patience | None = None,
+    ):
+        self.name = name
+        self._open_backend, self._earlier_steps = open_backend, earlier_steps
+        self._abandon = abandon
+        self._notices = notices
+        self._patience = patience or Patience()
+        self.run_id = run_id
+        self._backend: Backend | None = None
+        # Shared by the caller and the thread, guarded by `_changed`.
+        self._changed = threading.Condition()
+        self._waiting: deque[_Job] = deque()
+        self._outcome: RunOutcome | None = None
+        self._asked_at = time.monotonic()
+        self._busy: tuple[str, float] | None = ("opening", time.monotonic())
+        self.is_active, self._is_silent = True, False
+        self._dropped: Counter[str] = Counter()
+        # Used by the thread alone: failures in a row, by kind of job.
+        self._failures: Counter[str] = Counter()
+        self._has_warned: set[str] = set()
+        self._is_open = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=f"logger-{name}", daemon=True)
+        self._thread.start()
+
+    def wait_until_open(self) -> None:
+        """Wait for the backend to open or to fail, up to `opening_s`."""
+        if not self._is_open.wait(self._patience.opening_s):
+            self._is_silent = True
+            self._notices.warn(
+                f"logger {self.name} did not open within {self._patience.opening_s:g} s; training starts without it, "
+                f"its steps are kept (up to {self._patience.most_waiting})"
+            )
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Queue one step; the mapping must not be changed afterwards."""
+        self._put(_step_job(step, metrics))
+
+    def log_pictures(self, step: int, draw: DrawPictures) -> None:
+        """Queue the pictures of a step, which are drawn in the thread; called before the step itself."""
+
+        def log(backend: Backend) -> None:
+            if pictures := draw():
+                backend.log_pictures(step, pictures)
+
+        self._put(_Job("pictures", f"the pictures of step {step}", log))
+
+    def send_alert(self, title: str, text: str) -> None:
+        """Queue an alert, for a backend that sends any."""
+
+        def send(backend: Backend) -> None:
+            if isinstance(backend, SendsAlerts):
+                backend.send_alert(title, text)
+
+        self._put(_Job("alert", "an alert", send))
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Queue the configuration."""
+        self._put(_Job("config", "the configuration", lambda backend: backend.log_config(config)))
+
+    def close(self, outcome: RunOutcome = "finished") -> None:
+        """Ask the backend to close and waits for it."""
+        self.ask_to_close(outcome)
+        self.wait_until_closed(time.monotonic() + self._patience.closing_s)
+
+    def ask_to_close(self, outcome: RunOutcome) -> None:
+        """Let the backend close when it has all steps; returns at once."""
+        with self._changed:
+            self._outcome = outcome
+            self._asked_at = time.monotonic()
+            self._changed.notify()
+
+    def wait_until_closed(self, deadline: float) -> None:
+        """Wait until the backend has closed, after `ask_to_close`; one that has not is left behind.
+
+        Args:
+            deadline: On the clock of `time.monotonic`. A backend that asks for more, as one that uploads, gets it if
+                the run finished; an interrupt ends that wait.
+        """
+        try:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+            longer = self._backend.seconds_to_close if self._backend else 0.0
+            if self._thread.is_alive() and self._outcome == "finished" and longer > self._patience.closing_s:
+                self._notices.message(
+                    f"waiting up to {longer:g} s for {self.name} to send what is left (an interrupt ends the wait)"
+                )
+                with contextlib.suppress(KeyboardInterrupt):
+                    self._thread.join(longer)
+        finally:
+            self.let_go()
+            for kind, lost in (("step", "steps"), ("pictures", "steps' pictures")):
+                if number := self._dropped[kind]:
+                    self._notices.warn(f"logger {self.name}: {number} {lost} were dropped while it was silent")
+
+    def let_go(self) -> None:
+        """Leave a backend behind that has not ended, so that the process can end."""
+        with self._changed:
+            if not self._thread.is_alive() or not self.is_active:
+                return
+            num_waiting = self._num_waiting("step")
+            self._waiting.clear()
+            self.is_active = False
+        self._notices.warn(
+            f"logger {self.name} did not end within {time.monotonic() - self._asked_at:.0f} s and is left behind; "
+            f"{num_waiting} steps that waited for it are not in it"
+        )
+        if self._abandon is not None:
+            with contextlib.suppress(Exception):
+                self._abandon()
+
+    def _put(self, job: _Job) -> None:
+        kind, limits = job.kind, {"step": self._patience.most_waiting, "pictures": self._patience.most_pictures_waiting}
+        with self._changed:
+            if not self.is_active:
+                return
+            if kind in limits and self._num_waiting(kind) >= limits[kind]:
+                if kind == "step" and not self._dropped[kind]:
+                    self._notices.warn(f"logger {self.name} does not answer: steps are dropped from {job.what} on")
+                self._dropped[kind] += 1
+            else:
+                self._waiting.append(job)
+                self._changed.notify()
+            if self._busy is not None and not self._is_silent:
+                doing, since = self._busy
+                if time.monotonic() - since > self._patience.silence_s:
+                    self._is_silent = True
+                    self._notices.warn(
+                        f"logger {self.name} has not answered for {self._patience.silence_s:g} s ({doing}); training "
+                        f"goes on, its steps are kept (up to {self._patience.most_waiting})"
+                    )
+
+    def _work(self) -> None:
+        """The thread: opens the backend, sends the steps that it lacks, then the queue, and closes it."""
+        doing = "could not start"
+        try:
+            backend = self._open_backend()
+            self._backend = backend
+            self.run_id = backend.run_id or self.run_id
+            if backend.announcement:
+                self._notices.message(backend.announcement)
+            self._is_open.set()
+            doing = "failed at an earlier step"
+            for record in self._earlier_steps():
+                if record.step > backend.last_step and self.is_active:
+                    self._busy = (f"step {record.step}", time.monotonic())
+                    self._do(_step_job(record.step, record.metrics), backend)
+            while job := self._next_job():
+                doing = f"failed at {job.what}"
+                self._do(job, backend)
+            if self.is_active:
+                doing = "failed to close"
+                self._busy = ("closing", time.monotonic())
+                backend.close(self._outcome or "finished")
+        except BaseException as error:  # a package may even call sys.exit
+            self._leave_out(doing, error)
+        finally:
+            self._is_open.set()
+
+    def _num_waiting(self, kind: str) -> int:
+        return sum(job.kind == kind for job in self._waiting)
+
+    def _next_job(self) -> _Job | None:
+        with self._changed:
+            self._busy = None
+            if self._is_silent and self.is_active:
+                self._is_silent = False
+                self._notices.message(f"logger {self.name} answers again")
+            while not self._waiting and self._outcome is None:
+                self._changed.wait()
+            if not self._waiting or not self.is_active:
+                return None
+            job = self._waiting.popleft()
+            self._busy = (job.what, time.monotonic())
+            return job
+
+    def _do(self, job: _Job, backend: Backend) -> None:
+        """Do a job; a failure is reported once of its kind, and raises where it is one step too many in a row."""
+        kind = job.kind
+        if kind == "pictures" and self._failures[kind] >= _FAILURES_BEFORE_LEFT_OUT:
+            return
+        try:
+            job.action(backend)
+            self._failures[kind] = 0
+        except Exception as error:
+            self._failures[kind] += 1
+            if kind == "step" and self._failures[kind] >= _FAILURES_BEFORE_LEFT_OUT:
+                raise
+            if kind not in self._has_warned and self.is_active:
+                self._has_warned.add(kind)
+                more = "; its metrics go on" if kind == "pictures" else ""
+                self._notices.warn(f"logger {self.name} does not take {job.what}: {reason_of(error)}{more}")
+
+    def _leave_out(self, failure: str, error: BaseException) -> None:
+        with self._changed:
+            was_active, self.is_active = self.is_active, False
+            self._busy = None
+            self._waiting.clear()
+        if was_active:
+            self._notices.warn(f"logger {self.name} {failure} and is left out from here on: {reason_of(error)}")
+        if self._backend is not None and failure != "failed to close":
+            # Frees its files and threads; the user has had a warning, so a second failure is of no interest.
+            with contextlib.suppress(BaseException):
+                self._backend.close("failed")

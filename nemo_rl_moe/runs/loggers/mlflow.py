@@ -1,0 +1,159 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""MLflow tracking, by default in a local SQLite store beside the log folder."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_moe.runs.folder.lines import flattened
+from nemo_rl_moe.runs.folder.metrics import RunOutcome
+from nemo_rl_moe.runs.loggers.console import quiet
+
+# The most that one request may carry, and the lengths that servers in use accept.
+_METRICS_PER_BATCH = 1000
+_PARAMS_PER_BATCH = 100
+_LONGEST_KEY = 250
+_LONGEST_VALUE = 500
+_SQLITE_PREFIX = "sqlite:///"
+
+
+class MlflowLogger:
+    """One MLflow run, reached through a client of its own: MLflow's global state is left alone.
+
+    NaN is kept. A local store keeps infinities as plus and minus the largest float64.
+
+    A resumed run continues its MLflow run. MLflow cannot take values back: steps that were logged before the resume
+    keep their values and pictures, and are not logged again. Where the store no longer has the run, a new one starts.
+
+    Args:
+        tracking_uri: A server or store in MLflow's notation; `local_store_uri` makes one for a folder.
+        experiment_name: Created where it does not exist yet.
+        run_name: None leaves it to MLflow.
+        resumed_run_id: Id of the MLflow run to continue; None starts one.
+    """
+
+    name = "mlflow"
+    announcement = None
+    seconds_to_close = 0.0
+
+    def __init__(
+        self, tracking_uri: str, experiment_name: str, run_name: str | None, resumed_run_id: str | None = None
+    ):
+        _set_environment_defaults()
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric_type, self._param_type = Metric, Param
+        # Notes on the tables of a new database, for example.
+        with quiet("mlflow", "alembic", least=logging.WARNING):
+            self._client = MlflowClient(tracking_uri)
+            experiment_id = self._experiment_id(experiment_name, _local_artifact_folder(tracking_uri))
+        self._last_steps: dict[str, int] = {}
+        self._stored_params: frozenset[str] = frozenset()
+        run = None if resumed_run_id is None else self._resumed(resumed_run_id)
+        if run is None:
+            run = self._client.create_run(experiment_id, run_name=run_name)
+        self.run_id: str = run.info.run_id
+        self._last_before = max(self._last_steps.values(), default=0)
+        # One less: a kill may have left the last step incomplete.
+        self.last_step = self._last_before - 1
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of the step, up to 1,000 in one request; those that the run has are skipped."""
+        milliseconds = int(time.time() * 1000)
+        new = {key: value for key, value in metrics.items() if step > self._last_steps.get(key, -1)}
+        entries = [self._metric_type(key, float(value), milliseconds, step) for key, value in new.items()]
+        for batch in _batches(entries, _METRICS_PER_BATCH):
+            self._client.log_batch(self.run_id, metrics=batch)
+            self._last_steps.update((entry.key, step) for entry in batch)
+
+    def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
+        """Store each picture as the step's image; those of steps from before the resume are there."""
+        import PIL.Image
+
+        if step > self._last_before:
+            for key, content in pictures.items():
+                self._client.log_image(self.run_id, PIL.Image.open(BytesIO(content)), key=key, step=step)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Log the configuration as parameters, such as `policy.megatron_cfg.track_moe_metrics`.
+
+        MLflow refuses to change a parameter: those of a resumed run stay as they are.
+        """
+        parameters = flatten_config(config).items()
+        entries = [self._param_type(key, value) for key, value in parameters if key not in self._stored_params]
+        for batch in _batches(entries, _PARAMS_PER_BATCH):
+            self._client.log_batch(self.run_id, params=batch)
+
+    def close(self, outcome: RunOutcome = "finished") -> None:
+        """Mark the run as finished, failed or killed."""
+        self._client.set_terminated(self.run_id, status=outcome.upper())
+
+    def _resumed(self, run_id: str) -> Any:
+        """Run to continue, marked as running again; None where the store does not have it."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = self._client.get_run(run_id)
+            self._client.update_run(run_id, status="RUNNING")
+        except MlflowException as error:
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_STATE"):
+                return None
+            raise
+        # The latest value of each key, with its step; `run.data.metrics` leaves the steps out.
+        self._last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
+        self._stored_params = frozenset(run.data.params)
+        return run
+
+    def _experiment_id(self, name: str, artifact_folder: Path | None) -> str:
+        from mlflow.exceptions import MlflowException
+
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            try:
+                location = artifact_folder.as_uri() if artifact_folder else None
+                return str(self._client.create_experiment(name, artifact_location=location))
+            except MlflowException:
+                # Another run may have created it a moment ago; if it still does not exist, the error was another one.
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
+                    raise
+        return str(experiment.experiment_id)
+
+
+def local_store_uri(folder: Path) -> str:
+    """Tracking URI of the SQLite store `mlflow.db` in a folder, which is created."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return f"{_SQLITE_PREFIX}{(folder.resolve() / 'mlflow.db').as_posix()}"
+
+
+def flatten_config(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the nested configuration as flat strings: `a.b.c` to value, cut to the lengths that MLflow accepts."""
+    return {key[:_LONGEST_KEY]: str(value)[:_LONGEST_VALUE] for key, value in flattened(config)}
+
+
+def _batches(entries: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (entries[start : start + size] for start in range(0, len(entries), size))
+
+
+def _local_artifact_folder(tracking_uri: str) -> Path | None:
+    """Return the folder for the artifacts of a SQLite store: beside it; MLflow's default is the working directory."""
+    if not tracking_uri.startswith(_SQLITE_PREFIX):
+        return None
+    return Path(tracking_uri.removeprefix(_SQLITE_PREFIX)).resolve().parent / "mlartifacts"
+
+
+def _set_environment_defaults() -> None:
+    """Set the defaults that MLflow reads from the environment; variables that the user has set stay."""
+    # Metrics go to the store that the user chose and nowhere else.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # Its bars would mix with the lines of the console.
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    # By default a server that has gone away would hold up a training step for several minutes.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")

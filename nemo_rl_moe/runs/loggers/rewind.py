@@ -1,0 +1,60 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rewind of a run's folder to the step of the checkpoint from which the run resumes."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nemo_rl_moe.errors import CheckpointError
+from nemo_rl_moe.runs.folder import thumbnails
+from nemo_rl_moe.runs.folder.capture_folder import TAPE_FOLDER, rewind_tape
+from nemo_rl_moe.runs.folder.failures import FAILURES_FILE_NAME
+from nemo_rl_moe.runs.folder.lines import rewind_lines
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME
+from nemo_rl_moe.runs.folder.samples import SAMPLES_FILE_NAME, named_thumbnails
+from nemo_rl_moe.runs.folder.step_tables import rewind_steps
+from nemo_rl_moe.runs.folder.thumbnails import remove_thumbnails
+from nemo_rl_moe.runs.loggers.artifacts import ARTIFACTS
+
+
+def rewind_run_folder(run_folder: Path, step: int) -> None:
+    """Remove what later steps wrote (metrics, samples and their thumbnails, tables, tape), and torn last lines.
+
+    Survives a full disk, since each file of lines is truncated in place, and a kill in between, since truncation is
+    atomic. TensorBoard, W&B and MLflow rewind their own files when they are opened.
+
+    Args:
+        step: The last step that is kept; -1 keeps none, not even step 0, measured before the first update.
+
+    Raises:
+        CheckpointError: A file cannot be cut; names it.
+    """
+    writers = [kind.writer for kind in ARTIFACTS.values()]
+    of_artifacts = [name for writer in writers for name in writer.line_files]
+    for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME, FAILURES_FILE_NAME, *of_artifacts):
+        path = run_folder / name
+        with _named_if_it_fails(path, step):
+            if path.is_file():
+                rewind_lines(path, step)
+    with _named_if_it_fails(run_folder / thumbnails.FOLDER_NAME, step):
+        remove_thumbnails(run_folder, named_thumbnails(run_folder / SAMPLES_FILE_NAME))
+    for table in (writer.table for writer in writers):
+        with _named_if_it_fails(run_folder / table.folder_name, step):
+            rewind_steps(table, run_folder, step)
+    with _named_if_it_fails(run_folder / TAPE_FOLDER, step):
+        rewind_tape(run_folder / TAPE_FOLDER, step)
+
+
+@contextmanager
+def _named_if_it_fails(path: Path, step: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        # pyarrow's errors carry long texts in place of the system's.
+        reason = os.strerror(error.errno) if error.errno else error
+        raise CheckpointError(
+            f"{path}: cannot be cut back to step {step}, from which the run goes on: {reason}; make room for it or make"
+            " it writable, or move it away"
+        ) from None

@@ -1,0 +1,119 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""TensorBoard event files, written without torch or TensorFlow."""
+
+import socket
+import time
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_rl_moe.runs.folder.lines import append_whole, to_plain
+from nemo_rl_moe.runs.folder.metrics import RunOutcome
+
+
+class TensorBoardLogger:
+    """Writes scalars to `<run folder>/tensorboard/events.out.tfevents.*`, on disk before `log_step` returns.
+
+    Scalars are float32, as TensorBoard's own; NaN and infinities are kept, and shown by TensorBoard as such. Survives
+    a full disk: an event that it does not take raises, and leaves nothing half written.
+
+    A resumed run gets a further file, whose first event makes TensorBoard forget the steps after `resumed_after`.
+
+    Args:
+        resumed_after: Step of the checkpoint from which the run resumes; None for a new run.
+    """
+
+    name = "tensorboard"
+    run_id = None
+    announcement = None
+    seconds_to_close = 0.0
+
+    def __init__(self, run_folder: Path, resumed_after: int | None = None):
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event_type = event_pb2.Event
+        self._summary_type = summary_pb2.Summary
+        folder = run_folder / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.last_step = -1 if resumed_after is None else min(resumed_after, _last_step(folder))
+        self._config_step = resumed_after or 0
+        # Files are read in the order of their names, so the time in them has to ascend even where a clock does not.
+        seconds = max([int(time.time()), *(1 + second for second in _seconds_in_names(folder))])
+        file_name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}"
+        self._record = BytesIO()
+        self._writer = RecordWriter(self._record)
+        self._file = (folder / file_name).open("xb", buffering=0)
+        self._write(self._event_type(wall_time=time.time(), file_version="brain.Event:2"))
+        if resumed_after is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(self._event_type(wall_time=time.time(), step=resumed_after + 1, session_log=start))
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one event that holds all metrics of the step."""
+        value_type = self._summary_type.Value
+        values = [value_type(tag=key, simple_value=float(value)) for key, value in metrics.items()]
+        self._write(self._event_type(wall_time=time.time(), step=step, summary=self._summary_type(value=values)))
+
+    def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
+        """Write one event that holds the pictures of the step, for TensorBoard's image view."""
+        import PIL.Image
+
+        summary = self._summary_type()
+        for key, content in pictures.items():
+            picture = PIL.Image.open(BytesIO(content))
+            image = self._summary_type.Image(
+                encoded_image_string=content,
+                width=picture.width,
+                height=picture.height,
+                colorspace=len(picture.getbands()),
+            )
+            summary.value.add(tag=key, image=image)
+        self._write(self._event_type(wall_time=time.time(), step=step, summary=summary))
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Write the configuration as YAML under the tag `config`, in TensorBoard's text view."""
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        text = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+        # Markdown shows a block indented by four spaces as it stands.
+        block = "".join(f"    {line}\n" for line in text.splitlines())
+        step = self._config_step
+        self._write(self._event_type(wall_time=time.time(), step=step, summary=text_pb("config", block)))
+
+    def close(self, outcome: RunOutcome = "finished") -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, event: Any) -> None:
+        self._record.seek(0)
+        self._record.truncate()
+        self._writer.write(event.SerializeToString())
+        append_whole(self._file, self._record.getvalue())
+
+
+def _seconds_in_names(folder: Path) -> list[int]:
+    names = (path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*"))
+    return [int(seconds) for seconds in names if seconds.isdecimal()]
+
+
+def _last_step(folder: Path) -> int:
+    """Return the last step that TensorBoard shows of a folder; -1 for none. A torn last event, which a kill leaves, is
+    skipped.
+    """
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto import event_pb2
+
+    last = -1
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        for data in RawEventFileLoader(str(path)).Load():
+            event = event_pb2.Event.FromString(data)
+            if event.HasField("session_log") and event.session_log.status == event_pb2.SessionLog.START:
+                last = min(last, event.step - 1)
+            elif event.HasField("summary") and any(value.HasField("simple_value") for value in event.summary.value):
+                last = max(last, event.step)
+    return last

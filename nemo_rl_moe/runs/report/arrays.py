@@ -1,0 +1,100 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of numbers in a page: thinned to a number of points, and packed exactly."""
+
+import base64
+import gzip
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Shaped
+from numpy.typing import NDArray
+
+from nemo_rl_moe.runs.folder.run_data import Series
+from nemo_rl_moe.runs.folder.samples import evenly_spaced
+
+ArrayReference = dict[str, Any]
+"""Position of an array, as the page's script reads it: `blob`, `dtype`, `shape` and `offset`."""
+
+_STEPS_AT_A_TIME = 64
+
+
+class ArrayPool:
+    """Little-endian arrays, one after the other, which become one gzip stream in base64."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._content = bytearray()
+        self._offset_of: dict[bytes, int] = {}
+
+    def add(self, array: NDArray[Any]) -> ArrayReference:
+        """Add an array of 1, 2 or 4 byte unsigned or 4 byte signed integers, or of 4 or 8 byte floats.
+
+        An array with the bytes of an earlier one is not stored again: metrics share their steps.
+        """
+        dtype = array.dtype.str[1:]
+        content = array.astype(f"<{dtype}").tobytes()
+        offset = self._offset_of.setdefault(content, len(self._content))
+        if offset == len(self._content):
+            self._content += content
+        return {"blob": self.name, "dtype": dtype, "shape": list(array.shape), "offset": offset}
+
+    def encoded(self) -> str:
+        """Return all arrays as gzip in base64."""
+        return compressed_text(bytes(self._content))
+
+
+def compressed_text(content: bytes) -> str:
+    """Return the gzip in base64; the same content gives the same text."""
+    return base64.b64encode(gzip.compress(content, mtime=0)).decode("ascii")
+
+
+def narrowest(counts: NDArray[np.int64]) -> NDArray[Any]:
+    """Return the counts in the smallest type that holds all of them: 1, 2 or 4 byte integers, else floats."""
+    highest = int(counts.max(initial=0))
+    return counts.astype(np.min_scalar_type(highest) if highest < 2**32 else np.float64)
+
+
+def thinned(series: Series, most: int) -> Series:
+    """At most `most` points of a series: of each stretch of steps the lowest and the highest, so that spikes stay.
+
+    A NaN or an infinity of a stretch is kept too, and the last point of the series.
+    """
+    number = len(series.steps)
+    if number <= most:
+        return series
+    # All but the last point, in stretches of equal width; the last stretch is filled up with copies of its end.
+    num_stretches = max((most - 1) // 3, 1)
+    width = -(-(number - 1) // num_stretches)
+    positions = np.minimum(np.arange(-(-(number - 1) // width) * width), number - 2).reshape(-1, width)
+    values = series.values[positions]
+    is_finite = np.isfinite(values)
+    lowest, highest = np.where(is_finite, values, np.inf).argmin(1), np.where(is_finite, values, -np.inf).argmax(1)
+    rows, with_gap = np.arange(len(positions)), ~is_finite.all(1)
+    chosen = [positions[rows, lowest], positions[rows, highest], positions[rows, (~is_finite).argmax(1)][with_gap]]
+    kept = np.unique(np.concatenate([*chosen, [number - 1]]))
+    return Series(series.steps[kept], series.values[kept])
+
+
+def highest_of_stretches(
+    values: Shaped[np.ndarray, "steps places"], most: int
+) -> tuple[Int[np.ndarray, " stretches"], Shaped[np.ndarray, "stretches places"]]:
+    """Return the highest value of each stretch of steps at each place, for at most `most` stretches.
+
+    Returns:
+        Position of each stretch's last row, and the values.
+    """
+    last = evenly_spaced(len(values), most)
+    first = np.concatenate([[0], last[:-1] + 1])
+    return last, np.maximum.reduceat(values, first, axis=0)
+
+
+def in_parts(function: Callable[..., NDArray[Any]], *of_steps: NDArray[Any]) -> NDArray[Any]:
+    """Return the result for all steps, 64 steps at a time: the intermediate arrays of all steps would take several
+    gigabytes.
+    """
+    starts = range(0, len(of_steps[0]), _STEPS_AT_A_TIME)
+    return np.concatenate(
+        [function(*(part[start : start + _STEPS_AT_A_TIME] for part in of_steps)) for start in starts]
+    )

@@ -1,0 +1,172 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-rl-moe report`: one HTML file about one run or several, which needs nothing but itself.
+
+Its content security policy forbids every request, and every script but the page's own and plotly, which are named by
+the hashes of their text. Content from a run is in the page as data alone.
+"""
+
+import argparse
+import base64
+import hashlib
+import html
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING
+
+from nemo_rl_moe.atomic_writes import write_whole
+from nemo_rl_moe.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    # The command line starts without numpy and pyarrow.
+    from nemo_rl_moe.runs.folder.run_data import RunData
+    from nemo_rl_moe.runs.report.page_data import PageData, PageWords
+
+SUMMARY = "one HTML file about a run, or about several beside each other; opens from disk, without a network"
+EXAMPLES = """\
+examples:
+  nemo-rl-moe report logs/sft_tiny_moe/exp_001
+  nemo-rl-moe report logs/drill_free/exp_001 logs/drill_forced/exp_001 --output comparison.html
+"""
+FILE_NAME = "report.html"
+MOST_BYTES = 5_000_000
+_SPARE_BYTES = 60_000
+_MARK = "<!DOCTYPE html><!-- nemo-rl-moe report -->"
+_SCRIPTS = (
+    "decode",
+    "words",
+    "plots",
+    "charts",
+    "slider",
+    "heatmap",
+    "history",
+    "tables",
+    "routing",
+    "modalities",
+    "main",
+)
+_PAGE = files("nemo_rl_moe.runs.report") / "page"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's folder, such as logs/sft/exp_001"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"the HTML file; default: {FILE_NAME} in the first run's folder",
+    )
+
+
+def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
+    """Write the report, and print its path and the number of findings of each run.
+
+    Raises:
+        DataError: A folder is not a run's, or the file cannot be written.
+    """
+    folders = [*options.runs, *map(Path, more)]
+    output = options.output or folders[0] / FILE_NAME
+    findings = write_report(folders, output)
+    size = output.stat().st_size
+    print(f"wrote {output} ({size / 1e6:.1f} MB)")
+    if size > MOST_BYTES:
+        print(f"{output}: above the {MOST_BYTES / 1e6:g} MB that reports are to stay below; name fewer runs")
+    for folder, number in zip(folders, findings, strict=True):
+        print(f"{folder}: {number or 'no'} finding{'' if number == 1 else 's'}")
+
+
+def write_report(folders: Sequence[Path], output: Path) -> list[int]:
+    """Write the report of these runs.
+
+    Returns:
+        Number of findings of each run.
+
+    Raises:
+        DataError: A folder is not a run's, or the file cannot be written.
+    """
+    from nemo_rl_moe.runs.folder.run_data import read_run
+
+    runs = [read_run(folder) for folder in folders]
+    check_output(output, "--output")
+    return write_page(runs, output)
+
+
+def write_page(runs: "Sequence[RunData]", output: Path, words: "PageWords | None" = None) -> list[int]:
+    """Write a page about runs that have been read.
+
+    Args:
+        output: The HTML file; `check_output` has passed it.
+
+    Returns:
+        Number of findings of each run.
+
+    Raises:
+        DataError: The file cannot be written.
+    """
+    from nemo_rl_moe.runs.report.page_data import page_data
+
+    data = page_data(runs, MOST_BYTES - _SPARE_BYTES - len(_plotly()[1]), words)
+    try:
+        write_whole(output, _page(data))
+    except OSError as error:
+        raise DataError(f"{output}: cannot be written: {error}") from None
+    return data.num_findings
+
+
+def check_output(output: Path, option: str) -> None:
+    """Refuse to replace a file that is not a report: a mistyped name must not cost a file.
+
+    Raises:
+        DataError: It is another file, or has no folder.
+    """
+    if output.is_dir():
+        raise DataError(f"{option} {output}: is a folder; did you mean {output / FILE_NAME}?")
+    if not output.parent.is_dir():
+        raise DataError(f"{option} {output}: there is no folder {output.parent}")
+    if output.exists():
+        with output.open("rb") as file:
+            if file.read(len(_MARK)) != _MARK.encode():
+                raise DataError(f"{option} {output}: exists and is no report; only a report is replaced by a report")
+
+
+def _page(data: "PageData") -> str:
+    plotly, packed_plotly = _plotly()
+    script = "\n".join(['"use strict";', *((_PAGE / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)])
+    # Browsers do not run script blocks of these types; the page's script reads them.
+    blobs = {"plotly": packed_plotly, **data.blobs}
+    blocks = [f'<script type="application/gzip" id="{name}">{blob}</script>' for name, blob in blobs.items()]
+    blocks.append(f'<script type="application/json" id="document">{data.text}</script>')
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, plotly)]
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{hashes[0]}' 'sha256-{hashes[1]}'; "
+        "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    return _MARK + Template((_PAGE / "page.html").read_text(encoding="utf-8")).substitute(
+        policy=html.escape(policy),
+        title=html.escape(data.title),
+        style=(_PAGE / "style.css").read_text(encoding="utf-8"),
+        blocks="\n".join(blocks),
+        script=script,
+    )
+
+
+@cache
+def _plotly() -> tuple[str, str]:
+    """Return the script of plotly, and the same as gzip in base64."""
+    from nemo_rl_moe.runs.report.arrays import compressed_text
+
+    # Found without importing the package, which takes seconds.
+    spec = find_spec("plotly")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    if not folders:
+        raise ConfigurationError("report: the charts need plotly: pip install plotly")
+    source = (Path(next(iter(folders))) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    return source, compressed_text(source.encode())

@@ -1,0 +1,113 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Expert load over time in a page: layers over time, outlier experts, other expert-parallel sizes."""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from nemo_rl_moe.routing.metrics.load_arrays import (
+    coefficient_of_variation,
+    dead,
+    excess_coefficient_of_variation,
+    null_variance,
+    overload_of_steps,
+    utilization,
+)
+from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory
+from nemo_rl_moe.runs.folder.samples import evenly_spaced
+from nemo_rl_moe.runs.report.arrays import ArrayPool, highest_of_stretches, in_parts
+
+OUTLIERS_OF_A_KIND = 5
+_MOST_COLUMNS, _MOST_POINTS, _FEWEST = 300, 400, 10
+
+
+def load_view(
+    load: ExpertLoadHistory, topk: int | None, own_size: int, pool: ArrayPool, detail: float = 1.0
+) -> dict[str, Any]:
+    """Return the data of the charts about the expert load, but for the loads themselves.
+
+    Args:
+        topk: Experts that each token is routed to; None where that is not known: the spread then includes chance.
+        own_size: The run's own expert-parallel size.
+
+    Returns:
+        `layers`, `num_experts`, `num_steps`; `by_layer`: spread and dead experts of layers x steps, of each stretch of
+        steps the highest; `outliers`: utilization over time of the most and the least loaded experts; `what_if`:
+        overload for each expert-parallel size.
+    """
+    points = max(int(_MOST_POINTS * detail), _FEWEST)
+    return {
+        "layers": load.layers.tolist(),
+        "num_experts": load.num_experts,
+        "num_steps": len(load.steps),
+        "by_layer": _by_layer(load, topk, pool, max(int(_MOST_COLUMNS * detail), _FEWEST)),
+        "outliers": _outliers(load, pool, points),
+        "what_if": _what_if(load, own_size, pool, points),
+    }
+
+
+def outlier_experts(load: ExpertLoadHistory) -> dict[str, list[tuple[int, int]]]:
+    """Return the most and least loaded experts over the last tenth of the steps, as `(row of layers, expert)`."""
+    mean = utilization(load.counts[-max(len(load.steps) // 10, 1) :]).mean(0)
+    order = np.argsort(mean, axis=None, kind="stable")
+    number = min(OUTLIERS_OF_A_KIND, len(order) // 2)
+    chosen = {"most": order[::-1][:number], "least": order[:number]}
+    return {which: [divmod(position, load.num_experts) for position in chosen[which].tolist()] for which in chosen}
+
+
+def expert_parallel_sizes(num_experts: int) -> list[int]:
+    """Return the expert-parallel sizes above 1 that divide the number of experts."""
+    return [size for size in range(2, num_experts + 1) if num_experts % size == 0]
+
+
+def _by_layer(load: ExpertLoadHistory, topk: int | None, pool: ArrayPool, columns: int) -> dict[str, Any]:
+    def spread(counts: Int[np.ndarray, "steps layers experts"]) -> Float[np.ndarray, "steps layers"]:
+        cv = coefficient_of_variation(counts)
+        return cv if topk is None else excess_coefficient_of_variation(cv, null_variance(counts, topk))
+
+    last, highest = highest_of_stretches(in_parts(spread, load.counts), columns)
+    _, most_dead = highest_of_stretches(in_parts(lambda counts: dead(counts).sum(-1), load.counts), columns)
+    return {
+        "steps": pool.add(load.steps[last].astype(np.int32)),
+        "steps_of_a_column": -(-len(load.steps) // len(last)),
+        "is_beyond_chance": topk is not None,
+        "spread": pool.add(highest.astype(np.float32)),
+        "dead": pool.add(most_dead.astype(np.uint16)),
+    }
+
+
+def _outliers(load: ExpertLoadHistory, pool: ArrayPool, points: int) -> dict[str, Any]:
+    chosen = evenly_spaced(len(load.steps), points)
+    shares = utilization(load.counts[chosen])
+    experts = [
+        {
+            "which": which,
+            "layer": int(load.layers[row]),
+            "expert": expert,
+            "values": pool.add(shares[:, row, expert].astype(np.float32)),
+        }
+        for which, positions in outlier_experts(load).items()
+        for row, expert in positions
+    ]
+    return {"steps": pool.add(load.steps[chosen].astype(np.int32)), "experts": experts}
+
+
+def _what_if(load: ExpertLoadHistory, own_size: int, pool: ArrayPool, points: int) -> dict[str, Any]:
+    chosen = evenly_spaced(len(load.steps), points)
+    late = slice(-max(len(load.steps) // 10, 1), None)
+    sizes = []
+    for size in expert_parallel_sizes(load.num_experts):
+        overload = in_parts(lambda counts, size=size: overload_of_steps(counts, size), load.counts)
+        late_of_layers = overload[late].mean(0)
+        sizes.append(
+            {
+                "size": size,
+                "values": pool.add(overload[chosen].mean(1).astype(np.float32)),
+                "late_mean": float(overload[late].mean()),
+                "late_worst_layer": float(late_of_layers.max()),
+                "late_worst_layer_index": int(load.layers[late_of_layers.argmax()]),
+            }
+        )
+    return {"own_size": own_size, "steps": pool.add(load.steps[chosen].astype(np.int32)), "sizes": sizes}

@@ -1,0 +1,125 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Findings of a run's whole history, by the thresholds in the run's own configuration."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_moe.config.files import find_config, read_with_defaults
+from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.routing.findings import learning_signal, routing_signal
+from nemo_rl_moe.routing.findings.reward_signal import is_reward_metric
+from nemo_rl_moe.routing.findings.tracker import Finding, FindingTracker, Thresholds
+from nemo_rl_moe.routing.findings.wrong_routes import ANOMALIES_METRIC, MISSING_METRIC
+from nemo_rl_moe.runs.folder.failures import FailuresTail
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_history
+from nemo_rl_moe.runs.folder.run_data import RunData, describe_run, number_at, series_of
+
+_BASE_CONFIGURATION = "sft.yaml"
+_METRICS = (
+    "train/moe/avg_overload_factor",
+    "train/skipped_updates",
+    MISSING_METRIC,
+    *learning_signal.METRICS,
+    *routing_signal.METRICS,
+)
+_OF_REWARDS = ("constant_reward", "no_advantages")
+_FORCED_ROUTING = "moe_router_force_"
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Findings of one kind in one layer, or in the whole model."""
+
+    latest: Finding
+    number: int
+    first_step: int
+
+
+def thresholds_of(config: Mapping[str, Any]) -> Thresholds:
+    """Return the thresholds in `logger.alerts` of a resolved configuration; keys that an older run lacks have shipped
+    values.
+    """
+    shipped = read_with_defaults(find_config(_BASE_CONFIGURATION))
+    alerts = {**_alerts(shipped), **_alerts(config)}
+    return Thresholds(**{field.name: alerts[field.name] for field in fields(Thresholds)})
+
+
+def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Finding]:
+    """Return the findings of a run so far, in the order in which they began.
+
+    Args:
+        thresholds: None: those of its own configuration.
+    """
+    tracker = FindingTracker(thresholds or thresholds_of(run.config), run.topk, run.rank_names)
+    metrics: dict[int, dict[str, float]] = {}
+    for key in (*_METRICS, *filter(is_reward_metric, run.metrics)):
+        if series := run.metrics.get(key):
+            for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
+                metrics.setdefault(step, {})[key] = value
+    load = run.expert_load
+    row_of = {} if load is None else {step: row for row, step in enumerate(load.steps.tolist())}
+    layers = [] if load is None else load.layers.tolist()
+    for step in sorted(metrics.keys() | row_of.keys() | run.failures.keys()):
+        counts = load.counts[row_of[step]] if load is not None and step in row_of else None
+        tracker.observe(step, metrics.get(step, {}), layers, counts, run.failures.get(step, ()))
+    with_tape = run.metrics.get(ANOMALIES_METRIC)
+    for step in sorted(run.anomalies.keys() | set(() if with_tape is None else with_tape.steps.tolist())):
+        tracker.observe_tape(step, run.anomalies.get(step, ()))
+    return _forced_routing(run) + tracker.findings
+
+
+def scoring_lines(run_folder: Path) -> list[str]:
+    """Return lines for the end of a run: responses that could not be scored, and rewards that teach nothing.
+
+    Files that cannot be read have been reported, or will be by the report.
+    """
+    try:
+        failures, history = FailuresTail(run_folder).read().records, read_history(run_folder / METRICS_FILE_NAME)
+    except (OSError, DataError):
+        return []
+    lines = []
+    for split, of in (("train", "responses"), ("val", "responses of validations")):
+        failed = [record for record in failures if record.failed.split == split]
+        if failed:
+            number, all_of = (
+                sum(getattr(record.failed, name) for record in failed) for name in ("number", "responses")
+            )
+            steps = f"{len(failed)} step{'' if len(failed) == 1 else 's'}"
+            lines.append(
+                f"  warning: {number} {of} could not be scored, {number / all_of:.0%} of those of {steps}; the first at"
+                f" step {failed[0].step}: {failed[0].failed.first}"
+            )
+    rewards = {key: series_of(points) for key, points in history.items() if key in _METRICS or is_reward_metric(key)}
+    found = findings_of(replace(describe_run(run_folder), metrics=rewards))
+    return lines + [f"  warning: {each.text}" for each in found if each.kind in _OF_REWARDS and not each.is_over]
+
+
+def episodes_of(findings: Sequence[Finding]) -> list[Episodes]:
+    """Return the findings by kind and layer: those that go on first, and of these those of the whole model."""
+    of_key: dict[tuple[str, int | None], list[Finding]] = {}
+    for finding in findings:
+        of_key.setdefault(finding.key, []).append(finding)
+    episodes = [Episodes(found[-1], len(found), found[0].first_step) for found in of_key.values()]
+    return sorted(episodes, key=lambda found: (found.latest.is_over, found.latest.layer is not None))
+
+
+def _forced_routing(run: RunData) -> list[Finding]:
+    """Finding for a drill with forced routing, whatever its numbers are."""
+    settings = {name: value for name, value in run.moe_configuration.items() if name.startswith(_FORCED_ROUTING)}
+    in_force = {name: value for name, value in settings.items() if value is not None and value is not False}
+    if not in_force:
+        return []
+    which = ", ".join(f"{name} is {value}" for name, value in sorted(in_force.items()))
+    text = f"forced routing: {which}; the router's own choices are overruled, and what the run trains is worthless"
+    return [Finding("forced_routing", None, min(1, run.last_step), run.last_step, False, text)]
+
+
+def _alerts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the limits of a file that may have been edited: null or a number each."""
+    logger = config.get("logger")
+    alerts = logger.get("alerts") if isinstance(logger, Mapping) else None
+    found = alerts if isinstance(alerts, Mapping) else {}
+    return {name: value for name, value in found.items() if value is None or number_at(alerts, name) is not None}

@@ -1,0 +1,139 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-rl-moe watch`: view of a run in the terminal while it goes on."""
+
+import argparse
+import io
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl_moe.errors import ConfigurationError, DataError, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleDimensions
+    from rich.text import Text
+
+    from nemo_rl_moe.runs.report.watch_state import RunWatcher
+
+SUMMARY = "a run in the terminal while it goes on: sparklines, the load of the experts, findings in words"
+EXAMPLES = """\
+what it shows:
+  step, pace and whether the run still writes; reward, loss, cv (the spread of the expert loads; "cv excess" is what
+  chance does not explain), overload (work of the busiest expert-parallel rank over the mean one's) and gradient norm;
+  layers x experts of the newest step, where white is the fair share, red more, blue less, and yellow or x a dead
+  expert; and what is wrong with the routing, by the limits in logger.alerts of the run's own configuration.
+  Ctrl-C ends it, and never touches the run. Where the output is no terminal, one frame is printed as plain text.
+
+examples:
+  nemo-rl-moe watch logs/sft_tiny_moe/exp_001
+  nemo-rl-moe watch logs/sft_tiny_moe/exp_001 --interval 5
+  nemo-rl-moe watch logs/sft_tiny_moe/exp_001 --once | less
+"""
+_LEAST_INTERVAL, _LONGEST_INTERVAL = 0.1, 3600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder, such as logs/sft/exp_001")
+    parser.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="time from look to look; default: 1"
+    )
+    parser.add_argument("--once", action="store_true", help="print one frame and end")
+
+
+def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
+    """Show a run until Ctrl-C, or once.
+
+    Raises:
+        ConfigurationError: More than one run is named.
+        DataError: The folder is not a run's.
+    """
+    if more:
+        raise ConfigurationError(f"watch: takes one RUN_DIR, got also {printable(' '.join(more))!r}")
+    try:
+        _check(options.run)
+        from nemo_rl_moe.runs.report.watch_state import RunWatcher
+
+        watcher = RunWatcher(options.run)
+        console = _console()
+        is_live = console.is_terminal and not console.is_dumb_terminal and sys.stdout.isatty()
+        if options.once or not is_live:
+            console.print(_frame(console, watcher, has_height=is_live), soft_wrap=True)
+        else:
+            _watch(console, watcher, options.interval)
+    except KeyboardInterrupt:
+        # Ctrl-C is how the view is ended.
+        return
+
+
+def _watch(console: "Console", watcher: "RunWatcher", interval: float) -> None:
+    from rich.live import Live
+
+    # Leaves the terminal as it was.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    view = None
+    try:
+        with Live(
+            console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        ) as live:
+            size: ConsoleDimensions | None = None
+            while True:
+                shown, view = (size, view), _frame(console, watcher, has_height=True)
+                size = console.size
+                if (size, view) != shown:
+                    live.update(view, refresh=True)
+                time.sleep(interval)
+    finally:
+        # The alternate screen is gone by now; the last frame stays on the normal one.
+        if view is not None:
+            console.print(view, soft_wrap=True)
+
+
+def _frame(console: "Console", watcher: "RunWatcher", *, has_height: bool) -> "Text":
+    from rich.text import Text
+
+    from nemo_rl_moe.runs.report.watch_frame import Room, frame
+
+    room = Room(
+        width=max(console.width, 20),
+        height=max(console.height - 1, 1) if has_height else None,
+        in_color=console.color_system in ("256", "truecolor") and not console.no_color,
+        is_unicode=console.encoding.lower().startswith("utf"),
+    )
+    return Text("\n", no_wrap=True).join(frame(watcher.look(), time.time(), room))
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A run's name may have characters that the terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def _check(folder: Path) -> None:
+    """Raise a DataError for a folder that is not a run's; one without metrics yet is."""
+    from nemo_rl_moe.runs.folder.folder import RUN_FILE_NAME, newest_run_folders
+    from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME
+
+    if any((folder / name).is_file() for name in (METRICS_FILE_NAME, RUN_FILE_NAME)):
+        return
+    what = f"holds no {METRICS_FILE_NAME}" if folder.is_dir() else "is no folder"
+    newest = next(iter(newest_run_folders(folder if folder.is_dir() else folder.parent)), None)
+    hint = f"did you mean {newest}, the newest run there?" if newest else "expected a run's, such as logs/sft/exp_001"
+    raise DataError(printable(f"{folder}: {what}; {hint}", kept=""))
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if _LEAST_INTERVAL <= (seconds := float(text)) <= _LONGEST_INTERVAL:
+            return seconds
+    raise argparse.ArgumentTypeError(
+        f"got {text!r}, expected a number of seconds from {_LEAST_INTERVAL:g} to {_LONGEST_INTERVAL:g}"
+    )

@@ -1,0 +1,161 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""State of a run in the terminal view, updated from the run's folder while the run goes on."""
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
+from nemo_rl_moe.routing.findings.tracker import FindingTracker
+from nemo_rl_moe.routing.findings.wrong_routes import ANOMALIES_METRIC
+from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory, ExpertLoadTail
+from nemo_rl_moe.runs.folder.failures import FAILURES_FILE_NAME, FailuresTail, failures_by_step
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, MetricHistory, MetricsTail, StepRecord
+from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, AnomaliesTail, anomalies_by_step
+from nemo_rl_moe.runs.folder.run_data import RunData, describe_run
+from nemo_rl_moe.runs.report.run_findings import Episodes, episodes_of, findings_of, thresholds_of
+
+SHOWN_METRICS = {
+    "train/reward": "reward",
+    "train/loss": "loss",
+    "train/moe/cv_mean": "cv",
+    "train/moe/cv_excess_mean": "cv excess",
+    "train/moe/avg_overload_factor": "overload",
+    "train/grad_norm": "grad norm",
+}
+"""Key to its label, in the order in which they are shown."""
+ROUTING_METRICS = (AGREEMENT, LIVE_AGREEMENT, ANOMALIES) = (
+    "train/moe/routing/agreement",
+    "train/moe/routing/live_agreement",
+    ANOMALIES_METRIC,
+)
+"""Keys of the line on the routing; the last one is of every step with a tape."""
+_SPEED_KEY = "timing/train/tokens_per_second"
+_STEPS_OF_A_PACE = 20
+
+
+@dataclass
+class WatchedRun:
+    """Content of a frame.
+
+    Attributes:
+        described: The run without its history.
+        step: Last step; None where nothing has been written yet.
+        tokens_per_second: Speed of the last step's training; None where that is not known.
+        routing: `ROUTING_METRICS` of the last step with captured routes.
+        num_wrong_steps: Steps whose captured routes cannot be right.
+        notes: One line for each file that cannot be read.
+    """
+
+    described: RunData
+    step: int | None = None
+    first_time: float = 0.0
+    last_time: float = 0.0
+    tokens_per_second: float | None = None
+    series: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    routing: Mapping[str, float] = field(default_factory=dict)
+    num_wrong_steps: int = 0
+    load: ExpertLoadHistory | None = None
+    episodes: Sequence[Episodes] = ()
+    notes: Sequence[str] = ()
+    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_STEPS_OF_A_PACE + 1))
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Median time from step to step over the last 20; None while only one step is known."""
+        paces = [
+            (end - start) / (last - first) for (first, start), (last, end) in pairwise(self.recent) if last > first
+        ]
+        return max(0.0, median(paces)) if paces else None
+
+
+class RunWatcher:
+    """Follower of a run."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._begin()
+
+    def look(self) -> WatchedRun:
+        """Return the state of the run after reading the new records.
+
+        Raises:
+            DataError: The metrics or the anomalies cannot be read.
+        """
+        # A run writes a step's anomalies and failures before its metrics.
+        new, wrong, failed = self._metrics.read(), self._anomalies.read(), self._failures.read()
+        if new.begins_anew or wrong.begins_anew or failed.begins_anew:
+            self._begin()
+            new, wrong, failed = self._metrics.read(), self._anomalies.read(), self._failures.read()
+        if self.run.step is None:
+            # A run writes its configuration before its first step.
+            self._describe()
+        damaged_lines = {
+            METRICS_FILE_NAME: new.num_damaged,
+            ANOMALIES_FILE_NAME: wrong.num_damaged,
+            FAILURES_FILE_NAME: failed.num_damaged,
+        }
+        self._num_damaged.update(damaged_lines)
+        for step, failures in failures_by_step(failed.records).items():
+            self._waiting.setdefault(step, []).extend(failures)
+        if new.records:
+            self._update(new.records)
+        self._update_tape(new.records, anomalies_by_step(wrong.records))
+        if new.records or wrong.records:
+            self.run.episodes = episodes_of([*self._standing, *self._tracker.findings])
+        damaged = [f"{name}: lines that are no records: {number}" for name, number in (+self._num_damaged).items()]
+        self.run.notes = [*self.run.described.notes, *damaged, *self._load.problems]
+        return self.run
+
+    def _begin(self) -> None:
+        self._metrics = MetricsTail(self._folder / METRICS_FILE_NAME)
+        self._anomalies, self._last_tape_step = AnomaliesTail(self._folder), -1
+        self._failures, self._waiting = FailuresTail(self._folder), dict[int, list[FailedResponses]]()
+        self._load = ExpertLoadTail(self._folder)
+        self._series: MetricHistory = {}
+        self._num_damaged: Counter[str] = Counter()
+        self.run = WatchedRun(RunData(self._folder, {}, None), series=self._series)
+
+    def _describe(self) -> None:
+        self.run.described = described = describe_run(self._folder)
+        self._tracker = FindingTracker(thresholds_of(described.config), described.topk)
+        self._standing = findings_of(described)
+
+    def _update(self, records: Sequence[StepRecord]) -> None:
+        load = self._load.read(max(record.step for record in records))
+        row_of = {} if load is None else {step: row for row, step in enumerate(load.steps.tolist())}
+        layers = [] if load is None else load.layers.tolist()
+        for record in records:
+            self._add(record)
+            failed = self._waiting.pop(record.step, ())
+            if failed or any(key.startswith("train/") for key in record.metrics):
+                counts = load.counts[row_of[record.step]] if load is not None and record.step in row_of else None
+                self._tracker.observe(record.step, record.metrics, layers, counts, failed)
+        if load is not None:
+            # A copy: the counts of all earlier steps need not stay in memory.
+            self.run.load = ExpertLoadHistory(load.steps[-1:], load.layers, load.counts[-1:].copy())
+
+    def _update_tape(self, records: Sequence[StepRecord], wrong: Mapping[int, Sequence[TapeAnomaly]]) -> None:
+        """Take the tapes of new steps. A run may end by a tape, and leave no record of its step."""
+        with_tape = {record.step for record in records if ANOMALIES in record.metrics}
+        for step in sorted(with_tape | wrong.keys()):
+            if step > self._last_tape_step:
+                self._last_tape_step = step
+                self.run.num_wrong_steps += step in wrong
+                self._tracker.observe_tape(step, wrong.get(step, ()))
+
+    def _add(self, record: StepRecord) -> None:
+        self.run.step = record.step
+        self.run.first_time = self.run.first_time if self.run.recent else record.time
+        self.run.last_time = record.time
+        self.run.recent.append((record.step, record.time))
+        for key in SHOWN_METRICS.keys() & record.metrics.keys():
+            self._series.setdefault(key, []).append((record.step, record.metrics[key]))
+        if ANOMALIES in record.metrics:
+            self.run.routing = {key: record.metrics[key] for key in ROUTING_METRICS if key in record.metrics}
+        self.run.tokens_per_second = record.metrics.get(_SPEED_KEY, self.run.tokens_per_second)

@@ -1,0 +1,132 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a run measures, as a tape folder: the audit has the numbers that the run logs."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_moe.algorithms.capture_writer import MeasuredPass, TapeRecorder
+from nemo_rl_moe.cli import main
+from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch
+from nemo_rl_moe.distributed.stored_rows import StoredRows
+from nemo_rl_moe.rollouts.trajectory import Trajectory, training_batch
+from nemo_rl_moe.routing.metrics.mismatch_split import gap_metrics, split_gap, split_metrics
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
+from nemo_rl_moe.runs.folder.capture_folder import TAPE_FOLDER, read_description, steps_of
+from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
+
+LENGTHS, NUM_LAYERS, NUM_EXPERTS, TOPK = (30, 41, 25, 37), 2, 8, 2
+MOE = {"moe_layer_freq": [0, 1, 1], "num_moe_experts": NUM_EXPERTS}
+GENERATOR = np.random.default_rng(2)
+
+
+def routes(length: int) -> np.ndarray:
+    return GENERATOR.random((length, NUM_LAYERS, NUM_EXPERTS)).argsort(-1)[..., :TOPK].astype(np.int16)
+
+
+def stored(rows: Sequence[np.ndarray]) -> StoredColumn:
+    return StoredColumn(tuple(map(StoredRows.of, rows)), (NUM_LAYERS, TOPK), "int16", fill=UNKNOWN)
+
+
+def trajectory(number: int, length: int, experts: np.ndarray) -> Trajectory:
+    mask = np.arange(length) >= 9
+    return Trajectory(
+        sample_id=f"line {number}",
+        group_id="0",
+        token_ids=GENERATOR.integers(100, size=length),
+        loss_mask=mask,
+        logprobs=np.where(mask, -GENERATOR.random(length), 0).astype(np.float32),
+        weight_versions=np.where(mask, 3, -1),
+        reward=float(number),
+        is_correct=False,
+        finish_reason="stop",
+        routed_experts=StoredRows.of(experts),
+    )
+
+
+def near(values: torch.Tensor) -> torch.Tensor:
+    return values + torch.from_numpy(0.01 * GENERATOR.standard_normal(values.shape)).float()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TokenBatch, dict[str, torch.Tensor]]:
+    """A run's folder with two steps, the batch, and what each pass gave; two of four sequences were repeated."""
+    live = [routes(length) for length in LENGTHS]
+    rollout = [rows[:-1].copy() for rows in live]
+    rollout[0][4] = rollout[0][4][..., ::-1]  # the order says nothing
+    rollout[1][:8, 1] = (rollout[1][:8, 1] + 1) % NUM_EXPERTS
+    made = [trajectory(n, length, rows) for n, (length, rows) in enumerate(zip(LENGTHS, rollout, strict=True))]
+    batch = training_batch(made, torch.tensor([[1.0, -1.0, 0.5, -0.5]]), 0, leave_out_truncated=False)
+    passes = {"own": near(batch.columns["generation_logprobs"].values)}
+    passes |= {"replayed": near(passes["own"]), "again": near(passes["own"][:2, :41])}
+    folder = tmp_path_factory.mktemp("run")
+    recorder = TapeRecorder(folder / TAPE_FOLDER, MOE, pytest.fail, list)
+    for step in (5, 10):
+        own, again = MeasuredPass(passes["own"], stored(live)), MeasuredPass(passes["again"], stored(live[:2]))
+        recorder.write(step, batch, made, own, passes["replayed"], again)
+    return folder, batch, passes
+
+
+def audited(folder: Path) -> dict[str, Any]:
+    output = folder / "audit.json"
+    assert main(["audit", str(folder), "--json", str(output)]) == 0
+    (run,) = json.loads(output.read_text())
+    found: dict[str, Any] = run
+    return found
+
+
+def test_the_audit_of_a_run_s_folder_has_its_numbers(
+    recorded: tuple[Path, TokenBatch, dict[str, torch.Tensor]],
+) -> None:
+    folder, batch, passes = recorded
+    description = read_description(folder / TAPE_FOLDER)
+    assert (description.layers, description.num_experts, description.topk) == ((1, 2), NUM_EXPERTS, TOPK)
+    run = audited(folder)
+    assert [step["step"] for step in run["steps"]] == [5, 10]
+    metrics = run["steps"][1]["metrics"]
+    mask = batch.token_mask[:, 1:]
+    generation = batch.columns["generation_logprobs"].values
+    parts = [values[:, 1:][mask].double().numpy() for values in (generation, passes["replayed"], passes["own"])]
+    expected = split_metrics(split_gap(*parts)) | {"tokens": float(mask.sum())}
+    found = {key.removeprefix("moe/routing_split/"): value for key, value in metrics.items() if "routing_split" in key}
+    assert found == pytest.approx(expected, rel=1e-12)
+    of_part = mask[:2, :40]
+    gap = gap_metrics((passes["again"] - passes["own"][:2])[:, 1:][of_part].double().numpy())
+    assert metrics["moe/routing_noise/mean_abs_trainer"] == pytest.approx(gap["mean_abs"], rel=1e-6)
+    assert metrics["moe/routing_noise/rows_differing_trainer"] == 0
+    rows = NUM_LAYERS * (sum(LENGTHS) - len(LENGTHS))
+    assert metrics["moe/routing/rows_expected"] == rows
+    assert metrics["moe/routing/live_agreement"] == pytest.approx(1 - 8 / rows, abs=2.1 / rows)
+    assert (metrics["reward"], metrics["advantages/min"], metrics["advantages/max"]) == (1.5, -1.0, 1.0)
+
+
+def test_a_run_that_is_resumed_writes_its_steps_again(
+    recorded: tuple[Path, TokenBatch, dict[str, torch.Tensor]],
+) -> None:
+    folder = recorded[0]
+    (folder / TAPE_FOLDER / "notes.txt").write_text("of somebody else")
+    rewind_run_folder(folder, 7)
+    assert list(steps_of(folder / TAPE_FOLDER)) == [5]
+    assert (folder / TAPE_FOLDER / "notes.txt").exists()
+    assert ROUTED_EXPERTS in recorded[1].stored
+
+
+def test_a_tape_that_cannot_be_written_stops_no_run(
+    recorded: tuple[Path, TokenBatch, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    _, batch, passes = recorded
+    (tmp_path / "tape").write_text("a file where the folder should be")
+    told: list[str] = []
+    recorder = TapeRecorder(tmp_path / "tape", MOE, told.append, list)
+    made = [trajectory(n, length, routes(length)[:-1]) for n, length in enumerate(LENGTHS)]
+    own = MeasuredPass(passes["own"], stored([routes(length) for length in LENGTHS]))
+    for step in (1, 2):
+        recorder.write(step, batch, made, own, None, MeasuredPass(passes["again"]))
+    (line,) = told
+    assert "cannot be written, no further tape is saved" in line

@@ -1,0 +1,222 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The audit of tapes with planted faults and without, and its numbers against a walk over all rows."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_rl_moe.routing.audit.auditor import AuditedStep, audit_step
+from nemo_rl_moe.runs.folder.capture_folder import TapeWriter, read_description, read_step, steps_of, writers_of
+from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence
+
+NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
+DESCRIPTION = TapeDescription((0, 2, 3, 5), NUM_EXPERTS, TOPK)
+Sequences = list[dict[str, np.ndarray]]
+
+
+def healthy(num_sequences: int = 20, seed: int = 5, flips: float = 0.02) -> Sequences:
+    """Sequences whose training differs from the rollout in a share of the rows."""
+    generator = np.random.default_rng(seed)
+    found = []
+    for _ in range(num_sequences):
+        length = int(generator.integers(30, 80))
+        live = generator.random((length, NUM_LAYERS, NUM_EXPERTS)).argsort(-1)[..., :TOPK].astype(np.int16)
+        tape = live[..., ::-1].copy()  # the order of the experts says nothing
+        flipped = generator.random(tape.shape[:2]) < flips
+        tape[flipped] = generator.random((int(flipped.sum()), NUM_EXPERTS)).argsort(-1)[:, :TOPK]
+        logprobs = -generator.random(length).astype(np.float32)
+        noise, routing = (scale * generator.standard_normal(length).astype(np.float32) for scale in (1e-3, 1e-2))
+        found.append(
+            {
+                "token_ids": generator.integers(100, size=length),
+                "loss_mask": np.arange(length) >= 10,
+                "rollout_experts": tape[:-1],
+                "training_experts": live,
+                "repeated_experts": live,
+                "rollout_logprobs": logprobs,
+                "replayed_logprobs": logprobs + noise,
+                "training_logprobs": logprobs + noise + routing,
+                "repeated_logprobs": logprobs + noise + routing,
+                "margins": generator.random((length, NUM_LAYERS)).astype(np.float32),
+            }
+        )
+    return found
+
+
+def written(folder: Path, sequences: Sequences, *without: str, step: int = 3) -> list[str]:
+    """Writes a step as two ranks do; their names."""
+    half, names = len(sequences) // 2, ["rank-0", "rank-1"]
+    for name, part in zip(names, (range(half), range(half, len(sequences))), strict=True):
+        kept = [{key: values for key, values in sequences[n].items() if key not in without} for n in part]
+        rows = zip(part, kept, strict=True)
+        found = [TapeSequence(f"s{n}", len(sequences[n]["token_ids"]), columns, 0.5) for n, columns in rows]
+        TapeWriter(folder, DESCRIPTION, name).write(step, found)
+    return names
+
+
+def audit_of(folder: Path, step: int = 3) -> AuditedStep:
+    description = read_description(folder)
+    return audit_step(description, step, read_step(description, step, steps_of(folder)[step]), writers_of(folder))
+
+
+def audited(folder: Path, sequences: Sequences, *without: str) -> AuditedStep:
+    written(folder, sequences, *without)
+    return audit_of(folder)
+
+
+def test_numbers_are_those_of_a_walk_over_the_rows(tmp_path: Path) -> None:
+    sequences = healthy()
+    found = audited(tmp_path, sequences)
+    rows = same = tokens = differing = 0
+    loads = np.zeros((2, NUM_LAYERS, NUM_EXPERTS), dtype=np.int64)
+    for columns in sequences:
+        for tape, live in zip(columns["rollout_experts"], columns["training_experts"], strict=False):
+            equal = [set(a.tolist()) == set(b.tolist()) for a, b in zip(tape, live, strict=True)]
+            rows, same = rows + len(equal), same + sum(equal)
+            tokens, differing = tokens + 1, differing + (not all(equal))
+        for kind, name in enumerate(("rollout_experts", "training_experts")):
+            for of_token in columns[name]:
+                for layer, experts in enumerate(of_token):
+                    loads[kind, layer, experts] += 1
+    metrics = found.metrics
+    assert metrics["moe/routing/rows_expected"] == rows
+    assert metrics["moe/routing/live_agreement"] == pytest.approx(same / rows)
+    assert metrics["moe/routing/tokens_differing_share"] == pytest.approx(differing / tokens)
+    assert found.rollout_load is not None
+    assert found.training_load is not None
+    np.testing.assert_array_equal(found.rollout_load, loads[0])
+    np.testing.assert_array_equal(found.training_load, loads[1])
+    assert (found.num_sequences, found.num_tokens) == (20, sum(len(c["token_ids"]) for c in sequences))
+    assert metrics["reward"] == 0.5
+    trained = [columns["loss_mask"] for columns in sequences]
+    gaps = [c["training_logprobs"].astype(float) - c["rollout_logprobs"] for c in sequences]
+    total = np.concatenate([gap[mask] for gap, mask in zip(gaps, trained, strict=True)])
+    assert metrics["moe/routing_split/mean_abs_total"] == pytest.approx(np.abs(total).mean())
+    assert metrics["moe/routing_split/tokens"] == len(total)
+    assert metrics["moe/routing_split/variance_share_routing"] > 0.95
+    assert metrics["moe/routing_noise/rows_differing_trainer"] == 0
+    assert found.report is not None
+    assert found.report.anomalies == ()
+    assert int(found.report.totals.margins[:, :, 0].sum()) == rows
+
+
+def _late(columns: dict[str, np.ndarray]) -> None:
+    tape = columns["rollout_experts"]
+    tape[1:] = tape[:-1].copy()
+
+
+def _of_the_layer_before(columns: dict[str, np.ndarray]) -> None:
+    columns["rollout_experts"][:, 2] = columns["rollout_experts"][:, 1]
+
+
+def _never_written(columns: dict[str, np.ndarray]) -> None:
+    columns["rollout_experts"][:, 3] = 0
+
+
+def _out_of_range(columns: dict[str, np.ndarray]) -> None:
+    columns["rollout_experts"][4] = NUM_EXPERTS
+
+
+def _last_token_credited(columns: dict[str, np.ndarray]) -> None:
+    tape = columns["rollout_experts"]
+    columns["rollout_experts"] = np.concatenate([tape, tape[:1]])
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (_late, "routes are one token late"),
+        (_of_the_layer_before, "layer 3 carries layer 2's routes"),
+        (_never_written, "hold expert 0 alone, in layers 5"),
+        (_out_of_range, "name experts that there are not, in all layers"),
+        (_last_token_credited, "belong to padding or to the last token"),
+    ],
+)
+def test_a_planted_fault_is_named(tmp_path: Path, fault: Callable[[dict[str, np.ndarray]], None], text: str) -> None:
+    sequences = healthy()
+    for columns in sequences:
+        fault(columns)
+    report = audited(tmp_path, sequences).report
+    assert report is not None
+    assert any(text in anomaly.text for anomaly in report.anomalies)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_healthy_tapes_have_no_finding(tmp_path: Path, seed: int) -> None:
+    report = audited(tmp_path, healthy(8, seed, flips=0.2)).report
+    assert report is not None
+    assert report.anomalies == ()
+
+
+def test_a_row_that_stands_again_and_again_is_told(tmp_path: Path) -> None:
+    sequences = healthy()
+    for columns in sequences[:2]:
+        columns["rollout_experts"][4:28] = columns["rollout_experts"][4]
+    report = audited(tmp_path, sequences).report
+    assert report is not None
+    (text,) = [anomaly.text for anomaly in report.anomalies if anomaly.kind == "repeated"]
+    # 23 more rows in either sequence, of which a few agree with the right ones by chance.
+    assert 38 <= int(text.split(" of ")[0]) <= 46
+
+
+def test_the_writer_with_the_routes_of_other_tokens_is_told(tmp_path: Path) -> None:
+    sequences = healthy(40)
+    generator = np.random.default_rng(8)
+    for columns in sequences[20:]:
+        tape = columns["rollout_experts"]
+        columns["rollout_experts"] = tape[generator.permutation(len(tape))]
+    writers = written(tmp_path, sequences)
+    report = audit_of(tmp_path).report
+    assert report is not None
+    (text,) = [anomaly.text for anomaly in report.anomalies if anomaly.kind == "rank"]
+    assert text.startswith(f"the writer {writers[1]} has routes that are not its tokens'")
+
+
+def test_a_noise_floor_may_be_of_a_part(tmp_path: Path) -> None:
+    sequences = healthy()
+    for columns in sequences[:10]:  # of one writer
+        columns["repeated_logprobs"] = columns["training_logprobs"] + np.float32(0.25)
+    for columns in sequences[10:]:
+        del columns["repeated_logprobs"], columns["repeated_experts"]
+    metrics = audited(tmp_path, sequences).metrics
+    assert metrics["moe/routing_noise/mean_abs_trainer"] == pytest.approx(0.25)
+    assert metrics["moe/routing_noise/rows_differing_trainer"] == 0
+
+
+def test_sequences_that_training_has_not_seen_are_compared_with_nothing(tmp_path: Path) -> None:
+    """Of one writer, beside another's: training did not route them otherwise."""
+    sequences = healthy()
+    alone = audited(tmp_path / "half", sequences[:10]).metrics
+    for columns in sequences[10:]:
+        for name in ("training_experts", "repeated_experts", "margins"):
+            del columns[name]
+    found = audited(tmp_path / "all", sequences)
+    for name in ("live_agreement", "slot_kappa", "rows_expected", "narrow_margin_share", "tokens_differing_share"):
+        assert found.metrics[f"moe/routing/{name}"] == pytest.approx(alone[f"moe/routing/{name}"]), name
+    assert found.report is not None
+    assert found.report.anomalies == ()
+    assert found.num_sequences == 20
+    sequences[15]["rollout_experts"][:] = 0
+    report = audited(tmp_path / "zeros", sequences).report
+    assert report is not None
+    (anomaly,) = report.anomalies
+    assert "rows hold expert 0 alone" in anomaly.text
+
+
+def test_anything_may_be_absent(tmp_path: Path) -> None:
+    sequences = healthy(6)
+    without_training = audited(tmp_path / "a", sequences, "training_experts", "repeated_experts", "margins")
+    assert without_training.report is not None
+    assert "moe/routing/live_agreement" not in without_training.metrics
+    assert without_training.metrics["moe/routing/rows_usable_share"] == 1
+    assert without_training.training_load is None
+    without_rollout = audited(tmp_path / "b", sequences, "rollout_experts", "replayed_logprobs")
+    assert without_rollout.report is None
+    assert "moe/routing_split/mean_abs_total" in without_rollout.metrics
+    assert "moe/routing_split/mean_abs_routing" not in without_rollout.metrics
+    bare = audited(tmp_path / "c", sequences, *(set(sequences[0]) - {"token_ids"}))
+    assert bare.report is None
+    assert set(bare.metrics) == {"reward"}

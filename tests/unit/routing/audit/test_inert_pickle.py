@@ -1,0 +1,158 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Hostile pickles run nothing, and what is harmless is read as it was written."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_moe.cli import main
+from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.routing.audit.adapters.inert_pickle import Inert, PickledArray, read_pickle
+from nemo_rl_moe.routing.audit.adapters.layout import array
+
+
+class Attack:
+    """Object whose pickle calls a function."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any):
+        self._call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+ATTACKS: dict[str, Callable[[str], Any]] = {
+    "os.system": lambda mark: Attack(os.system, f"touch {mark}"),
+    "subprocess": lambda mark: Attack(subprocess.check_call, ["touch", mark]),
+    "eval": lambda mark: Attack(eval, f"open({mark!r}, 'w')"),
+    "getattr": lambda mark: Attack(getattr, Attack(__import__, "os"), "system"),
+    "torch.load": lambda mark: Attack(torch.load, mark),
+    "numpy.load": lambda mark: Attack(np.load, mark),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("form", ["pickle", "torch", "dump"])
+def test_hostile_files_are_refused(name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mark, path = tmp_path / "ran", tmp_path / "3.pt"
+    attack = ATTACKS[name](str(mark))
+    if form == "pickle":
+        path.write_bytes(pickle.dumps({"rollout_id": 3, "samples": [attack]}))
+    elif form == "torch":
+        torch.save({"rollout_id": 3, "samples": [attack]}, path)
+    else:
+        torch.save({"routed_experts": torch.zeros(2, 3), "more": [{"a": attack}]}, path)
+    assert main(["audit", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {path}: refused: it names ")
+    assert "allowed are tensors, numpy arrays, containers and classes of" in told
+    assert told.count("\n") == 1
+    assert not mark.exists()
+
+
+def test_a_hostile_pickle_would_have_run(tmp_path: Path) -> None:
+    """The attack is real: pickle's own reader runs it."""
+    mark = tmp_path / "ran"
+    pickle.loads(pickle.dumps(ATTACKS["os.system"](str(mark))))  # noqa: S301
+    assert mark.exists()
+
+
+def test_a_hostile_pickle_inside_of_a_dataproto_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark, module = tmp_path / "ran", ModuleType("verl.protocol")
+
+    class DataProto:
+        def __getstate__(self) -> Any:
+            return pickle.dumps(ATTACKS["os.system"](str(mark))), {}, {}
+
+    DataProto.__module__, DataProto.__qualname__ = "verl.protocol", "DataProto"
+    module.DataProto = DataProto  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
+    monkeypatch.setitem(sys.modules, "verl.protocol", module)
+    (tmp_path / "3.pkl").write_bytes(pickle.dumps(DataProto()))
+    assert main(["audit", str(tmp_path / "3.pkl")]) == 2
+    assert "3.pkl: refused: it names posix.system" in capsys.readouterr().err
+    assert not mark.exists()
+
+
+ARRAYS = [
+    np.arange(12, dtype=np.int32).reshape(3, 4),
+    np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    np.array([1, 2], dtype=">i4"),
+    np.zeros((0, 3), dtype=np.uint8),
+    np.array([True, False]),
+    np.float32(2.5),
+    np.array(["a", None, [1]], dtype=object),
+]
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("given", ARRAYS, ids=lambda given: f"{given.dtype}-{given.shape}")
+def test_arrays_come_back(given: np.ndarray, protocol: int) -> None:
+    found = read_pickle(pickle.dumps(given, protocol=protocol), "x")
+    values = found.values if isinstance(found, PickledArray) else np.asarray(found)
+    if given.dtype == object:
+        assert values.tolist() == given.tolist()
+    else:
+        np.testing.assert_array_equal(values, given)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool, torch.uint16]
+)
+def test_tensors_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    whole = torch.arange(24).reshape(4, 6).to(dtype)
+    given = {"whole": whole, "part": whole[1:3, ::2], "turned": whole.t(), "none": whole[:0], "one": whole[0, 1]}
+    torch.save(OrderedDict(given), tmp_path / "x.pt")
+    found = read_pickle((tmp_path / "x.pt").read_bytes(), "x")
+    for name, tensor in given.items():
+        assert found[name].dtype == dtype
+        assert torch.equal(found[name], tensor)
+    assert array(found["part"], "x").tolist() == given["part"].tolist()
+
+
+def test_containers_and_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("verl.things")
+
+    class Thing:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+    Thing.__module__, Thing.__qualname__ = "verl.things", "Thing"
+    module.Thing = Thing  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
+    monkeypatch.setitem(sys.modules, "verl.things", module)
+    given = {"a": (1, 2.5, "x", b"y", None), "b": [Thing(4)], "c": OrderedDict(d=1), "e": {1, 2}}
+    found = read_pickle(pickle.dumps(given), "x")
+    assert found["a"] == given["a"]
+    assert found["c"] == {"d": 1}
+    assert sorted(found["e"]) == [1, 2]
+    (thing,) = found["b"]
+    assert isinstance(thing, Inert)
+    assert (thing.path, thing.state) == ("verl.things.Thing", {"x": 4})
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"PK\x03\x04" + bytes(40), pickle.dumps([1, 2])[:-3]])
+def test_torn_files_are_told(content: bytes) -> None:
+    with pytest.raises(DataError, match="x: cannot be read as a pickle"):
+        read_pickle(content, "x")
+
+
+def test_tensors_outside_of_their_storage_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(6)}, tmp_path / "x.pt")
+    content = (tmp_path / "x.pt").read_bytes()
+    position = content.index(b"K\x06\x85")  # the shape (6,) of the pickle, stored as it is
+    with pytest.raises(DataError, match=r"lies outside of its storage|cannot be read"):
+        read_pickle(content[: position + 1] + b"\x07" + content[position + 2 :], "x")

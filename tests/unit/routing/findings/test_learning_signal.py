@@ -1,0 +1,50 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that teach nothing are findings, from as many in a row on as the threshold says."""
+
+from collections.abc import Iterable, Mapping
+
+from nemo_rl_moe.routing.findings.tracker import Finding, FindingTracker, Thresholds
+
+IDLE_ONLY = Thresholds(None, None, None, 1, idle_steps=3)
+EQUAL = {"train/advantages/min": 0.0, "train/advantages/max": 0.0, "train/reward": 0.25}
+SPREAD = {"train/advantages/min": -0.5, "train/advantages/max": 0.5, "train/reward": 0.25}
+
+
+def found_in(
+    steps: Iterable[Mapping[str, float]], thresholds: Thresholds = IDLE_ONLY
+) -> tuple[list[Finding], list[int]]:
+    """All findings, and the steps that begin one."""
+    tracker = FindingTracker(thresholds, None)
+    begun = [step for step, metrics in enumerate(steps, start=1) if tracker.observe(step, metrics)]
+    return tracker.findings, begun
+
+
+def test_equal_rewards_are_told_once_an_episode() -> None:
+    (finding,), begun = found_in([SPREAD, EQUAL, EQUAL, SPREAD, EQUAL, EQUAL, EQUAL, EQUAL, SPREAD])
+    assert begun == [7]
+    assert (finding.kind, finding.layer, finding.first_step, finding.last_step) == ("no_advantages", None, 5, 8)
+    assert finding.is_over
+    assert finding.text == (
+        "every advantage has been 0 since step 5: rewards that are compared are equal (mean 0.25), and teach nothing"
+    )
+
+
+def test_responses_that_are_all_cut() -> None:
+    cut, nearly = {**SPREAD, "train/truncation_rate": 1.0}, {**SPREAD, "train/truncation_rate": 0.99}
+    (finding,), begun = found_in([nearly, cut, cut, cut, cut])
+    assert begun == [4]
+    assert (finding.kind, finding.is_over) == ("all_truncated", False)
+    assert finding.text == "every response has been cut at the length limit since step 2"
+
+
+def test_both_at_the_same_time_are_two() -> None:
+    findings, begun = found_in([{**EQUAL, "train/truncation_rate": 1.0}] * 4)
+    assert {finding.kind for finding in findings} == {"no_advantages", "all_truncated"}
+    assert begun == [3]
+
+
+def test_none_without_a_threshold_or_without_the_metrics() -> None:
+    assert found_in([EQUAL] * 9, Thresholds(None, None, None, 1)) == ([], [])
+    assert found_in([{"train/loss": 1.0}] * 9) == ([], [])
+    assert found_in([{"train/advantages/max": 0.0}] * 9) == ([], [])

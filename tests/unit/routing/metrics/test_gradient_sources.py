@@ -1,0 +1,80 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Norms, cosines and shares of a gradient's parts, against torch's own functions on the parts themselves."""
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity
+
+from nemo_rl_moe.routing.metrics.gradient_sources import (
+    AUXILIARY,
+    POLICY,
+    Z,
+    gradient_metrics,
+    inner_products,
+    last_layer_metrics,
+)
+
+NAMES = (POLICY, AUXILIARY, Z)
+LAYERS = (1, 3)
+
+
+@pytest.fixture
+def parts() -> torch.Tensor:
+    """Of two layers, in float32."""
+    return torch.randn(3, 2, 12, generator=torch.Generator().manual_seed(1))
+
+
+def test_metrics_are_those_of_the_parts(parts: torch.Tensor) -> None:
+    metrics = gradient_metrics(inner_products(parts), NAMES, LAYERS, per_layer=True)
+    exact = parts.double()
+    whole = exact.flatten(1).sum(0)
+    expected = {}
+    for ending, found in (("", exact.flatten(1)), ("_layer_1", exact[:, 0]), ("_layer_3", exact[:, 1])):
+        for name, part in zip(NAMES, found, strict=True):
+            expected[f"router_gradient/norm_{name}{ending}"] = float(part.norm())
+            if name != POLICY:
+                expected[f"router_gradient/cosine_policy_{name}{ending}"] = float(cosine_similarity(found[0], part, 0))
+    for name, part in zip(NAMES, exact.flatten(1), strict=True):
+        expected[f"router_gradient/share_{name}"] = float(part @ whole / (whole @ whole))
+    assert metrics == pytest.approx(expected, rel=1e-12)
+    assert sum(metrics[f"router_gradient/share_{name}"] for name in NAMES) == pytest.approx(1)
+
+
+def test_of_parts_that_are_exact_in_the_last_layer_alone_the_metrics_are_that_layers(parts: torch.Tensor) -> None:
+    found = last_layer_metrics(inner_products(parts), NAMES, LAYERS, per_layer=True)
+    of_last = gradient_metrics(inner_products(parts[:, -1:]), NAMES, LAYERS[-1:], per_layer=False)
+    of_layers = gradient_metrics(inner_products(parts), NAMES, LAYERS, per_layer=True)
+    expected = of_last | {name: value for name, value in of_layers.items() if "_layer_" in name}
+    prefix = "router_gradient_exact_in_last_layer/"
+    assert found == {name.replace("router_gradient/", prefix): value for name, value in expected.items()}
+    assert last_layer_metrics(inner_products(parts), NAMES, LAYERS, per_layer=False).keys() == {
+        name.replace("router_gradient/", prefix) for name in of_last
+    }
+
+
+def test_without_layers_the_number_of_keys_is_bounded(parts: torch.Tensor) -> None:
+    metrics = gradient_metrics(inner_products(parts), NAMES, LAYERS, per_layer=False)
+    assert len(metrics) == 3 + 2 + 3
+    assert not any("layer" in name for name in metrics)
+
+
+def test_a_part_that_is_zero_has_no_direction(parts: torch.Tensor) -> None:
+    parts[1] = 0
+    metrics = gradient_metrics(inner_products(parts), NAMES, LAYERS, per_layer=False)
+    assert metrics["router_gradient/norm_aux"] == metrics["router_gradient/share_aux"] == 0
+    assert "router_gradient/cosine_policy_aux" not in metrics
+    assert "router_gradient/cosine_policy_z" in metrics
+
+
+def test_no_gradient_has_no_shares() -> None:
+    metrics = gradient_metrics(inner_products(torch.zeros(1, 2, 3)), (POLICY,), LAYERS, per_layer=False)
+    assert metrics == {"router_gradient/norm_policy": 0}
+
+
+def test_a_part_that_pulls_against_the_others_has_a_negative_share() -> None:
+    parts = torch.tensor([[[3.0, 0.0]], [[-1.0, 0.0]]])
+    metrics = gradient_metrics(inner_products(parts), (POLICY, AUXILIARY), (0,), per_layer=False)
+    assert metrics["router_gradient/share_policy"] == pytest.approx(1.5)
+    assert metrics["router_gradient/share_aux"] == pytest.approx(-0.5)
+    assert metrics["router_gradient/cosine_policy_aux"] == pytest.approx(-1)

@@ -1,0 +1,294 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Counting on models of transformers, against a brute-force top-k over the routers' own logits."""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from nemo_rl_moe.routing.metrics.load_balance_metrics import (
+    collect_expert_loads,
+    compute_detailed_metrics,
+    disable_load_balance_tracking,
+    enable_load_balance_tracking,
+)
+
+EXPERTS, TOPK = 8, 2
+COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": TOPK,
+    "max_position_embeddings": 64,
+}
+
+
+def qwen3_moe() -> PreTrainedModel:
+    # The second layer is dense.
+    config = Qwen3MoeConfig(**COMMON, head_dim=8, moe_intermediate_size=8, num_experts=EXPERTS, mlp_only_layers=[1])
+    return Qwen3MoeForCausalLM(config)
+
+
+def qwen2_moe() -> PreTrainedModel:
+    sizes = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "decoder_sparse_step": 2}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**COMMON, **sizes, num_experts=EXPERTS))
+
+
+def mixtral() -> PreTrainedModel:
+    return MixtralForCausalLM(MixtralConfig(**COMMON, num_local_experts=EXPERTS))
+
+
+def olmoe() -> PreTrainedModel:
+    return OlmoeForCausalLM(OlmoeConfig(**COMMON, num_experts=EXPERTS))
+
+
+def deepseek_v3() -> PreTrainedModel:
+    sizes = {"moe_intermediate_size": 8, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**COMMON, **sizes, **ranks, n_routed_experts=EXPERTS))
+
+
+MODELS = [
+    (qwen3_moe, [0, 2, 3]),
+    (qwen2_moe, [1, 3]),
+    (mixtral, [0, 1, 2, 3]),
+    (olmoe, [0, 1, 2, 3]),
+    (deepseek_v3, [1, 2, 3]),
+]
+
+
+def build(make: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = make()
+    # Weights large enough that routing is not a tie.
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return model.train()
+
+
+def tokens(seed: int, rows: int = 2, columns: int = 9) -> Tensor:
+    return torch.randint(0, 64, (rows, columns), generator=torch.Generator().manual_seed(seed))
+
+
+def brute_force(router: nn.Module, logits: Tensor, valid: Tensor | None) -> list[int]:
+    """Counts of the top-k of each token's logits, one token at a time."""
+    counts = [0] * EXPERTS
+    for row, scores in enumerate(logits.tolist()):
+        if valid is not None and not valid.flatten()[row]:
+            continue
+        allowed = range(EXPERTS)
+        if hasattr(router, "num_group"):
+            # DeepSeek's group limit: the group whose best two experts sum highest, by sigmoid score.
+            scores = torch.tensor(scores).sigmoid().tolist()
+            size = EXPERTS // router.num_group
+            groups = [range(g * size, (g + 1) * size) for g in range(router.num_group)]
+            allowed = max(groups, key=lambda group: sum(sorted(scores[e] for e in group)[-2:]))
+        for expert in sorted(allowed, key=lambda e: scores[e])[-TOPK:]:
+            counts[expert] += 1
+    return counts
+
+
+@contextmanager
+def recorded_logits(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """The routers' logits of every call."""
+    logits: dict[str, list[Tensor]] = {}
+    gates = [(name, module) for name, module in model.named_modules() if name.endswith(".gate")]
+    handles = [
+        gate.register_forward_hook(lambda _m, _a, out, name=name: logits.setdefault(name, []).append(out[0].detach()))
+        for name, gate in gates
+    ]
+    yield logits
+    for handle in handles:
+        handle.remove()
+
+
+def loads_of(model: nn.Module) -> dict[Any, list[int]]:
+    return {layer: load["expert_load"].tolist() for layer, load in collect_expert_loads(model).items()}
+
+
+@pytest.mark.parametrize(("make", "layers"), MODELS, ids=lambda value: getattr(value, "__name__", ""))
+def test_counts_are_those_of_the_routers_logits(make: Any, layers: list[int]) -> None:
+    model = build(make)
+    assert enable_load_balance_tracking(model) == len(layers)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, 6:] = 0
+    mask[1, :2] = 0
+    with recorded_logits(model) as logits:
+        # Two microbatches, the second with padding on either side.
+        model(input_ids=tokens(1)).logits.sum().backward()
+        model(input_ids=tokens(2), attention_mask=mask)
+    loads = collect_expert_loads(model)
+    assert list(loads) == layers
+    for layer, load in loads.items():
+        name = f"model.layers.{layer}.mlp.gate"
+        router = model.get_submodule(name)
+        first, second = logits[name]
+        expected = torch.tensor(brute_force(router, first, None)) + torch.tensor(brute_force(router, second, mask))
+        assert load["expert_load"].tolist() == expected.tolist()
+        assert load["expert_load"].sum() == (18 + 13) * TOPK
+        assert (load["n_experts"], load["topk"], load["aux_loss"]) == (EXPERTS, TOPK, None)
+    metrics = compute_detailed_metrics(loads)
+    assert {f"layer_{layer}/cv" for layer in layers} | {"cv_null_mean"} <= metrics.keys()
+    # Collected is cleared.
+    assert all(sum(counts) == 0 for counts in loads_of(model).values())
+
+
+def test_only_training_forwards_count() -> None:
+    model = build(mixtral)
+    enable_load_balance_tracking(model)
+    with torch.no_grad():
+        model(tokens(1))
+    model.generate(tokens(1), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    model.eval()
+    model(tokens(1))
+    assert all(sum(counts) == 0 for counts in loads_of(model).values())
+    model.train()
+    model(tokens(1))
+    assert all(sum(counts) == 18 * TOPK for counts in loads_of(model).values())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_layers_count_once(use_reentrant: bool) -> None:
+    model = build(qwen3_moe)
+    enable_load_balance_tracking(model)
+    model(tokens(1)).logits.sum().backward()
+    expected = loads_of(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    with recorded_logits(model) as logits:
+        model(tokens(1)).logits.sum().backward()
+    # The layers did run twice.
+    assert all(len(calls) == 2 for calls in logits.values())
+    assert loads_of(model) == expected
+
+
+def test_a_positional_attention_mask_is_seen() -> None:
+    model = build(olmoe)
+    enable_load_balance_tracking(model)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[:, 5:] = 0
+    model(tokens(1), mask)
+    assert all(sum(counts) == 10 * TOPK for counts in loads_of(model).values())
+
+
+def test_a_mask_of_another_size_is_an_error_and_leaves_nothing_behind() -> None:
+    model = build(olmoe)
+    enable_load_balance_tracking(model)
+    cache = model(tokens(1)).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask of \[2, 10\] cannot tell which of a router's 2 tokens"):
+        model(tokens(2, columns=1), attention_mask=torch.ones(2, 10), past_key_values=cache)
+    loads_of(model)
+    model(tokens(1))
+    assert all(sum(counts) == 18 * TOPK for counts in loads_of(model).values())
+
+
+def test_a_part_of_the_model_on_its_own_counts_too() -> None:
+    model = build(mixtral)
+    enable_load_balance_tracking(model)
+    model.model(tokens(1))
+    assert all(sum(counts) == 18 * TOPK for counts in loads_of(model).values())
+
+
+def test_losses_gradients_and_state_are_untouched() -> None:
+    plain, tracked = build(qwen3_moe), build(qwen3_moe)
+    keys = list(tracked.state_dict())
+    enable_load_balance_tracking(tracked)
+    for model in (plain, tracked):
+        model(tokens(1), labels=tokens(1)).loss.backward()
+    assert list(tracked.state_dict()) == keys
+    assert len(list(tracked.buffers())) == len(list(plain.buffers()))
+    for expected, parameter in zip(plain.parameters(), tracked.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad)
+
+
+def test_enabling_twice_counts_once_and_disabling_removes_every_hook() -> None:
+    model = build(mixtral)
+
+    def hooks() -> int:
+        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+    before = hooks()
+    assert enable_load_balance_tracking(model) == enable_load_balance_tracking(model) == 4
+    model(tokens(1))
+    assert all(sum(counts) == 18 * TOPK for counts in loads_of(model).values())
+    disable_load_balance_tracking(model)
+    disable_load_balance_tracking(model)
+    assert hooks() == before
+    with pytest.raises(ValueError, match="not enabled on this MixtralForCausalLM"):
+        collect_expert_loads(model)
+
+
+class Wrapper(nn.Module):
+    """What data parallelism does: calls the model that it holds."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def test_wrappers_around_a_tracked_model() -> None:
+    model = build(mixtral)
+    enable_load_balance_tracking(model)
+    wrapper = Wrapper(model)
+    assert enable_load_balance_tracking(wrapper) == 4
+    wrapper(tokens(1))
+    assert all(sum(counts) == 18 * TOPK for counts in loads_of(wrapper).values())
+    disable_load_balance_tracking(wrapper)
+    with pytest.raises(ValueError, match="not enabled"):
+        collect_expert_loads(model)
+
+
+def test_a_copy_is_not_tracked_and_does_not_count_for_the_original() -> None:
+    model = build(mixtral)
+    enable_load_balance_tracking(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301  (what it just wrote)
+        with pytest.raises(ValueError, match="not enabled"):
+            collect_expert_loads(copied)
+        copied(tokens(1))
+        assert all(sum(counts) == 0 for counts in loads_of(model).values())
+        enable_load_balance_tracking(copied)
+        copied(tokens(1))
+        assert all(sum(counts) == 18 * TOPK for counts in loads_of(copied).values())
+        assert all(sum(counts) == 0 for counts in loads_of(model).values())
+
+
+def test_a_tracked_model_can_be_freed() -> None:
+    model = build(mixtral)
+    enable_load_balance_tracking(model)
+    model(tokens(1))
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_model_without_moe_layers_is_an_error_that_says_so() -> None:
+    with pytest.raises(ValueError, match="Sequential has no MoE layer to track"):
+        enable_load_balance_tracking(nn.Sequential(nn.Linear(2, 2)))

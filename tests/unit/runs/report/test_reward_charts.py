@@ -1,0 +1,46 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+from fnmatch import fnmatchcase
+
+import pytest
+
+from nemo_rl_moe.runs.report.charts import charts_of
+from nemo_rl_moe.runs.report.reward_charts import LEARNING, REWARD_CHARTS
+from tests.unit.test_docs_examples import DOCS, documented_keys
+from tests.unit.test_docs_grpo_metrics import unfolded
+
+DOCUMENTED = {
+    key
+    for page in ("grpo.md", "dpo.md")
+    for cell in documented_keys(DOCS / page)
+    for outer in unfolded(cell)
+    for key in unfolded(outer)
+}
+# The table says of validations that they have the same metrics as steps.
+DOCUMENTED |= {key.replace("train/", "val/", 1) for key in DOCUMENTED}
+
+
+@pytest.mark.parametrize("pattern", sorted({line.pattern for chart in REWARD_CHARTS for line in chart.lines}))
+def test_every_line_is_a_metric_that_the_pages_tell_of(pattern: str) -> None:
+    assert [key for key in DOCUMENTED if fnmatchcase(key, pattern)]
+
+
+def test_a_run_of_grpo_has_the_charts_of_learning_before_all_others() -> None:
+    keys = ["train/loss", "train/reward", "val/reward", "train/approx_entropy", "train/kl_penalty"]
+    keys += ["train/mean_gen_tokens_per_sample", "train/truncation_rate", "train/clip_fraction_high"]
+    keys += ["train/frac_zero_std_groups", "train/rewards/format/mean", "train/rewards/length/mean"]
+    charts = charts_of(keys)
+    assert [chart["title"] for chart in charts] == [
+        "Reward",
+        "Rewards by name",
+        "Groups without a spread",
+        "Length of responses",
+        "Truncated responses",
+        "Entropy",
+        "Divergence from the reference (KL)",
+        "Clipped tokens",
+        "Loss",
+    ]
+    assert {chart["section"] for chart in charts[:-1]} == {LEARNING}
+    assert [line["label"] for line in charts[0]["lines"]] == ["reward", "validation reward"]
+    assert [line["label"] for line in charts[1]["lines"]] == ["format", "length"]
