@@ -66,7 +66,7 @@ demo: $(STAMP) ## train a tiny Mixture-of-Experts model on this machine and say 
 	@$(VENV)/bin/python -m nemo_rl_moe.cli grpo --config examples/configs/grpo_tiny_moe.yaml checkpointing.resume=never
 
 demo-vision: $(STAMP) ## train a tiny Mixture-of-Experts model that sees: questions about coloured shapes
-	@echo "[demo-vision] making the data: pictures of coloured shapes with questions"
+	@echo "[demo-vision] making the data: images of coloured shapes with questions"
 	@$(VENV)/bin/python examples/make_shapes_data.py --output data/shapes --seed 0 --num-train 8000
 	@echo "[demo-vision] 1 of 2, supervised fine-tuning: nemo-rl-moe sft --config examples/configs/vlm_sft_tiny_moe.yaml checkpointing.resume=never"
 	@$(VENV)/bin/python -m nemo_rl_moe.cli sft --config examples/configs/vlm_sft_tiny_moe.yaml checkpointing.resume=never
@@ -138,7 +138,7 @@ test-drills: $(TEST_STAMP) ## a dozen drills over all kinds of runs
 N ?= 12
 SEED ?= 0
 JOBS ?= 2
-drills: $(TEST_STAMP) ## runs struck N times in all, in every phase, that must equal unharmed ones: make drills N=500 SEED=1 JOBS=2
+drills: $(TEST_STAMP) ## runs hit by a fault N times in all, in every phase, that must equal unharmed ones: make drills N=500 SEED=1 JOBS=2
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.functional.drills --kills $(N) --seed $(SEED) --jobs $(JOBS)
 
 # Not on `make gpu`: without a GPU every check says why it is skipped.

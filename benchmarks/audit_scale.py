@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds and memory of `nemo-rl-moe audit` on a large tape folder, on one core. Prints one JSON line.
+"""Seconds and memory of `nemo-rl-moe audit` on a large capture folder, on one core. Prints one JSON line.
 
-The tape has every column: routes of rollout and training with rows that differ, log-probabilities of engine, trainer
+The capture has every column: routes of rollout and training with rows that differ, log-probabilities of engine, trainer
 and replay, margins, advantages. It is made first, which is not timed.
 """
 
@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from small_model import make_parser, positive
 
-from nemo_rl_moe.runs.folder.capture_folder import TapeWriter
-from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence
+from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter
+from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
 
 EXAMPLES = """\
 examples:
@@ -34,11 +34,19 @@ LENGTH, SEQUENCES_A_STEP, DIFFERING = 1000, 64, 0.02
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     with tempfile.TemporaryDirectory(prefix="audit_scale_") as name:
-        tape = Path(name) / "tape"
-        num_tokens = make_tape(tape, options)
-        size = sum(path.stat().st_size for path in tape.iterdir())
+        capture = Path(name) / "capture"
+        num_tokens = make_capture(capture, options)
+        size = sum(path.stat().st_size for path in capture.iterdir())
         started = time.perf_counter()
-        audit = [sys.executable, "-m", "nemo_rl_moe.cli", "audit", str(tape), "--json", str(Path(name) / "audit.json")]
+        audit = [
+            sys.executable,
+            "-m",
+            "nemo_rl_moe.cli",
+            "audit",
+            str(capture),
+            "--json",
+            str(Path(name) / "audit.json"),
+        ]
         with _one_core():
             done = subprocess.run(audit, capture_output=True, text=True, check=False)
         seconds, used = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -51,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "experts": options.experts,
         "topk": options.topk,
         "steps": len(run["steps"]),
-        "tape_bytes": size,
+        "captured_bytes": size,
         "seconds": round(seconds, 2),
         "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
         "peak_bytes": used.ru_maxrss * 1024,
@@ -69,10 +77,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def make_tape(folder: Path, options: argparse.Namespace) -> int:
+def make_capture(folder: Path, options: argparse.Namespace) -> int:
     """Write steps of 64 sequences of 1,000 tokens; return the number of tokens."""
     generator = np.random.default_rng(0)
-    writer = TapeWriter(folder, TapeDescription(tuple(range(options.layers)), options.experts, options.topk))
+    writer = CaptureFolderWriter(
+        folder, CaptureDescription(tuple(range(options.layers)), options.experts, options.topk)
+    )
     left = max(options.tokens // LENGTH, 1)
     num_tokens, step = left * LENGTH, 0
     while left:
@@ -83,7 +93,7 @@ def make_tape(folder: Path, options: argparse.Namespace) -> int:
     return num_tokens
 
 
-def _sequence(name: str, generator: np.random.Generator, options: argparse.Namespace) -> TapeSequence:
+def _sequence(name: str, generator: np.random.Generator, options: argparse.Namespace) -> CapturedSequence:
     shape = (LENGTH, options.layers)
     live = _experts(generator, shape, options)
     rollout = live.copy()
@@ -102,7 +112,7 @@ def _sequence(name: str, generator: np.random.Generator, options: argparse.Names
         "advantages": np.full(LENGTH, generator.normal(), dtype=np.float32),
         "margins": generator.random(shape, dtype=np.float32),
     }
-    return TapeSequence(name, LENGTH, columns, reward=float(generator.random()))
+    return CapturedSequence(name, LENGTH, columns, reward=float(generator.random()))
 
 
 def _experts(generator: np.random.Generator, shape: tuple[int, ...], options: argparse.Namespace) -> np.ndarray:

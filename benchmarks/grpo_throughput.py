@@ -53,7 +53,7 @@ from nemo_rl_moe.launch.grpo import sampling_parameters
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.models.hf_files import find_model, load_hf_config
 from nemo_rl_moe.rewards.interface import ScoringItem
-from nemo_rl_moe.rewards.worker_pool import EnvironmentScorer
+from nemo_rl_moe.rewards.worker_pool import RewardWorkers
 from nemo_rl_moe.rollouts.environment import SingleTurn
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.runs.folder.samples import SampleLog
@@ -176,8 +176,8 @@ def run(
     """Train in the product's own loop; changed: makes another refit check of the configured one."""
     cluster, source = RayCluster(config.cluster), find_model(config.policy)
     policy = start_policy(config, cluster, stack, seed=config.grpo.seed, num_steps=len(prompts))
-    scorer = EnvironmentScorer(config.env)
-    stack.callback(scorer.shutdown)
+    reward_function = RewardWorkers(config.env)
+    stack.callback(reward_function.shutdown)
     loggers, console = open_loggers(folder, clock, stack)
     samples = stack.enter_context(SampleLog(folder, console, num_to_print=0, num_to_save=None))
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
@@ -186,7 +186,7 @@ def run(
     engine = make_engine(EngineSetup(config, cluster, source, hf_config, tokenizer, policy, console.warn))
     stack.callback(engine.shutdown)
     longest = config.policy.max_total_sequence_length
-    worker = RolloutWorker(engine, scorer, SingleTurn(), tokenizer.decode, tokenizer.encode, longest)
+    worker = RolloutWorker(engine, reward_function, SingleTurn(), tokenizer.decode, tokenizer.encode, longest)
     train_grpo(
         config,
         policy,

@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Healthy steps in large numbers: made of the tapes and live routes of real runs, and given to all checks.
+"""Healthy steps in large numbers: made of the captures and live routes of real runs, and given to all checks.
 
 A simulated step draws its sequences, with replacement, from those of one recorded step, neighbours together as answers
 to one prompt are; from one simulated step to the
 next the recorded one moves by at most one, back and forth, so that what changes over a run changes here too. Everything
-behind the routers is the code that a run executes: the ledger, the counts of repeated rows and of ranks, the sample's
-identity, the metrics, the alerts.
+behind the routers is the code that a run executes: the agreement statistics, the counts of repeated rows and of ranks,
+the sample's identity, the metrics, the alerts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ import torch
 from nemo_rl_moe.config.schema_run import AlertsConfig
 from nemo_rl_moe.routing.agreement.rank_rows import rows_by_rank
 from nemo_rl_moe.routing.agreement.repeated_rows import RepeatedRows
-from nemo_rl_moe.routing.agreement.replayed_passes import TapePass
-from nemo_rl_moe.routing.agreement.report import CheckTotals, tape_report
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly, TapeSample
-from nemo_rl_moe.routing.agreement.statistics import LedgerTotals, TapeLedger
+from nemo_rl_moe.routing.agreement.replayed_passes import ReplayedPass
+from nemo_rl_moe.routing.agreement.report import CheckTotals, routing_report
+from nemo_rl_moe.routing.agreement.route_identity import RouteSample, RoutingAnomaly
+from nemo_rl_moe.routing.agreement.statistics import AgreementStatistics, AgreementTotals
 from nemo_rl_moe.routing.metrics.load_arrays import overload_of_steps
-from nemo_rl_moe.routing.replay import RoutedTokens, TapeRoutes, in_planes
+from nemo_rl_moe.routing.replay import ReplayRoutes, RoutedTokens, in_planes
 from nemo_rl_moe.runs.loggers.alerts import AlertWatch
 
 NUM_RANKS, SAMPLED, WINDOW = 2, 2, 48
@@ -34,15 +34,15 @@ CPU = torch.device("cpu")
 
 
 def record_steps(trainer: Any, rank: int, folder: Path) -> None:
-    """Have a worker save tape and live routes of each training pass, a file a step.
+    """Have a worker save capture and live routes of each training pass, a file a step.
 
-    Arrays `tape` and `live` are `[sequences, tokens, moe_layers, topk]`, `margin` is `[sequences, tokens, moe_layers]`,
-    `lengths` has the tokens of each sequence that were fed to the model that made the tape.
+    Arrays `capture` and `live` are `[sequences, tokens, moe_layers, topk]`, `margin` is `[sequences, tokens,
+    moe_layers]`, `lengths` has the tokens of each sequence that were fed to the model that made the capture.
     """
-    taps, parts = trainer._taps, list[Any]()
-    wait, train = taps._wait, trainer.train
+    hooks, parts = trainer._hooks, list[Any]()
+    wait, train = hooks._wait, trainer.train
 
-    def recording(chunk: int, microbatch: Any, found: TapePass) -> None:
+    def recording(chunk: int, microbatch: Any, found: ReplayedPass) -> None:
         # One pass for each microbatch: behind this, small ones are joined.
         chosen = np.stack([of_layer.live.numpy() for of_layer in found.seen], 1).astype(np.int16)
         margin = np.stack([of_layer.margin.numpy() for of_layer in found.seen if of_layer.margin is not None], 1)
@@ -55,13 +55,13 @@ def record_steps(trainer: Any, rank: int, folder: Path) -> None:
         parts.clear()
         result = train(shards, loss_function)
         batches = [batch for shard in shards for batch in shard.microbatches]
-        rows: dict[str, list[np.ndarray]] = {"tape": [], "live": [], "margin": [], "fed": []}
+        rows: dict[str, list[np.ndarray]] = {"capture": [], "live": [], "margin": [], "fed": []}
         for batch, part in zip(batches, parts, strict=True):
             for name, values in zip(rows, part, strict=True):
                 # Routers see all sequences of a column, then those of the next one.
                 rows[name].append(values.reshape(-1, len(batch), *values.shape[1:]).swapaxes(0, 1))
-        longest = max(values.shape[1] for values in rows["tape"])
-        fills = {"tape": -1, "live": 0, "margin": 0, "fed": False}
+        longest = max(values.shape[1] for values in rows["capture"])
+        fills = {"capture": -1, "live": 0, "margin": 0, "fed": False}
         arrays: dict[str, Any] = {
             name: np.concatenate([_padded(values, longest, fills[name]) for values in of_kind])
             for name, of_kind in rows.items()
@@ -72,7 +72,7 @@ def record_steps(trainer: Any, rank: int, folder: Path) -> None:
         np.savez(folder / f"step_{number:04d}_rank_{rank}.npz", **arrays)
         return result
 
-    taps._wait, trainer.train = recording, training
+    hooks._wait, trainer.train = recording, training
 
 
 def _padded(values: np.ndarray, longest: int, fill: float) -> np.ndarray:
@@ -85,12 +85,12 @@ class Recorded:
     """Sequences of one recorded step, of all ranks.
 
     Attributes:
-        arrays: `tape`, `live`, `margin` and `lengths`, as `record_steps` writes them.
+        arrays: `capture`, `live`, `margin` and `lengths`, as `record_steps` writes them.
     """
 
     arrays: Mapping[str, np.ndarray]
 
-    def drawn(self, places: np.ndarray) -> dict[str, torch.Tensor]:
+    def sampled(self, places: np.ndarray) -> dict[str, torch.Tensor]:
         """Return some of the sequences."""
         return {name: torch.from_numpy(values[places]) for name, values in self.arrays.items()}
 
@@ -104,8 +104,8 @@ def read_steps(folder: Path) -> list[Recorded]:
 
 
 def _joined(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    longest = max(part["tape"].shape[1] for part in parts)
-    fills = {"tape": -1, "live": 0, "margin": 0}
+    longest = max(part["capture"].shape[1] for part in parts)
+    fills = {"capture": -1, "live": 0, "margin": 0}
     joined = {
         name: np.concatenate([_padded(part[name], longest, fill) for part in parts]) for name, fill in fills.items()
     }
@@ -116,7 +116,7 @@ class HealthySteps:
     """Simulated steps of one recorded run.
 
     Args:
-        is_exact: Tape and live routes are of the same weights in float32.
+        is_exact: Capture and live routes are of the same weights in float32.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class HealthySteps:
         *,
         is_exact: bool,
     ):
-        *_, num_layers, self._topk = recorded[0].arrays["tape"].shape
+        *_, num_layers, self._topk = recorded[0].arrays["capture"].shape
         self._recorded, self._num_experts, self._layers = recorded, num_experts, tuple(range(num_layers))
         self._alerts, self._is_exact = alerts, is_exact
         self.agreements: list[float] = []
@@ -149,27 +149,27 @@ class HealthySteps:
 
     def _step(
         self, recorded: Recorded, generator: np.random.Generator
-    ) -> tuple[dict[str, float], np.ndarray, list[TapeAnomaly]]:
+    ) -> tuple[dict[str, float], np.ndarray, list[RoutingAnomaly]]:
         size = len(recorded.arrays["lengths"])
-        ledgers, repeats, samples = [], torch.zeros(3, dtype=torch.long), []
+        all_statistics, repeats, samples = [], torch.zeros(3, dtype=torch.long), []
         slots = None
         for rank in range(NUM_RANKS):
             first = generator.integers(size - 1, size=size // NUM_RANKS // 2)
-            drawn = recorded.drawn(np.stack([first, first + 1], 1).reshape(-1))
-            ledger = self._ledger(drawn)
-            ledgers.append(ledger)
-            repeats += self._repeated(drawn)
-            of_rank = rows_by_rank(ledger.rows, rank)
+            sampled = recorded.sampled(np.stack([first, first + 1], 1).reshape(-1))
+            statistics = self._statistics(sampled)
+            all_statistics.append(statistics)
+            repeats += self._repeated(sampled)
+            of_rank = rows_by_rank(statistics.rows, rank)
             slots = of_rank if slots is None else slots + of_rank
-            samples.append(_sampled(drawn))
+            samples.append(_sampled(sampled))
         assert slots is not None
-        of_ranks = [ledger.reduced() for ledger in ledgers]
-        names = [field.name for field in fields(LedgerTotals)]
-        totals = LedgerTotals(*(torch.stack([getattr(part, name) for part in of_ranks]).sum(0) for name in names))
+        of_ranks = [statistics.reduced() for statistics in all_statistics]
+        names = [field.name for field in fields(AgreementTotals)]
+        totals = AgreementTotals(*(torch.stack([getattr(part, name) for part in of_ranks]).sum(0) for name in names))
         checked = CheckTotals(repeats, slots, num_ranks=NUM_RANKS, is_exact=self._is_exact)
-        sample = TapeSample(*(np.concatenate([part[kind] for part in samples]) for kind in (0, 1)))
+        sample = RouteSample(*(np.concatenate([part[kind] for part in samples]) for kind in (0, 1)))
         layers = tuple(self._layers)
-        report = tape_report(layers, totals, checked, sample, num_experts=self._num_experts, per_layer=False)
+        report = routing_report(layers, totals, checked, sample, num_experts=self._num_experts, per_layer=False)
         metrics, anomalies = report.metrics, list(report.anomalies)
         self.agreements.append(metrics["routing/live_agreement"])
         counts = totals.live_experts.numpy()
@@ -177,43 +177,43 @@ class HealthySteps:
         named = {f"train/moe/{name}": value for name, value in metrics.items()}
         return named | {"train/moe/avg_overload_factor": overload}, counts, anomalies
 
-    def _ledger(self, drawn: Mapping[str, torch.Tensor]) -> TapeLedger:
-        ledger = TapeLedger(len(self._layers), self._num_experts, CPU)
-        tape, live, margin = (_in_router_order(drawn[name]) for name in ("tape", "live", "margin"))
+    def _statistics(self, sampled: Mapping[str, torch.Tensor]) -> AgreementStatistics:
+        statistics = AgreementStatistics(len(self._layers), self._num_experts, CPU)
+        capture, live, margin = (_in_router_order(sampled[name]) for name in ("capture", "live", "margin"))
         seen = [
             RoutedTokens(live[:, layer].long(), live[:, layer].long(), margin[:, layer].float())
             for layer in range(len(self._layers))
         ]
-        routes = TapeRoutes.of(tape, self._num_experts)
-        ledger.add(0, torch.arange(len(self._layers)), routes, _in_router_order(_fed(drawn)), seen)
-        return ledger
+        routes = ReplayRoutes.of(capture, self._num_experts)
+        statistics.add(0, torch.arange(len(self._layers)), routes, _in_router_order(_fed(sampled)), seen)
+        return statistics
 
-    def _repeated(self, drawn: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _repeated(self, sampled: Mapping[str, torch.Tensor]) -> torch.Tensor:
         rows = RepeatedRows(CPU)
-        tape, live = (_in_router_order(drawn[name]) for name in ("tape", "live"))
-        distance = len(drawn["lengths"])
-        follows = torch.arange(len(tape)) >= distance
-        routes = TapeRoutes.of(tape, self._num_experts)
-        rows.add(routes, in_planes(live, self._num_experts), _in_router_order(_fed(drawn)), distance, follows)
+        capture, live = (_in_router_order(sampled[name]) for name in ("capture", "live"))
+        distance = len(sampled["lengths"])
+        follows = torch.arange(len(capture)) >= distance
+        routes = ReplayRoutes.of(capture, self._num_experts)
+        rows.add(routes, in_planes(live, self._num_experts), _in_router_order(_fed(sampled)), distance, follows)
         return rows.counts
 
 
-def _fed(drawn: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return torch.arange(drawn["tape"].shape[1]) < drawn["lengths"][:, None]
+def _fed(sampled: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.arange(sampled["capture"].shape[1]) < sampled["lengths"][:, None]
 
 
 def _in_router_order(values: torch.Tensor) -> torch.Tensor:
     return values.transpose(0, 1).flatten(0, 1)
 
 
-def _sampled(drawn: Mapping[str, torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tape and live routes of the last tokens of a rank's first sequences, as a run samples them."""
-    shape = (SAMPLED, WINDOW, *drawn["tape"].shape[2:])
+def _sampled(sampled: Mapping[str, torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the capture and live routes of the last tokens of a rank's first sequences, as a run samples them."""
+    shape = (SAMPLED, WINDOW, *sampled["capture"].shape[2:])
     found = []
-    for name in ("tape", "live"):
+    for name in ("capture", "live"):
         sample = np.full(shape, -1, dtype=np.int32)
-        for row, length in enumerate(drawn["lengths"][:SAMPLED].tolist()):
-            last = drawn[name][row, max(0, length - WINDOW) : length].numpy()
+        for row, length in enumerate(sampled["lengths"][:SAMPLED].tolist()):
+            last = sampled[name][row, max(0, length - WINDOW) : length].numpy()
             sample[row, : len(last)] = last
         found.append(sample)
     return found[0], found[1]

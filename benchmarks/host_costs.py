@@ -38,7 +38,8 @@ LAYERS, EXPERTS, TOPK = 48, 128, 8
 LOADING = """
 import time, torch
 started = time.process_time()
-import nemo_rl_moe.routing.metrics.load_balance_metrics, nemo_rl_moe.routing.findings.tracker, nemo_rl_moe.routing.metrics.mismatch_split
+import nemo_rl_moe.routing.metrics.load_balance_metrics, nemo_rl_moe.routing.findings.tracker
+import nemo_rl_moe.routing.metrics.mismatch_split
 print(time.process_time() - started)
 """
 

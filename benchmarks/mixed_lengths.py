@@ -112,8 +112,8 @@ def make_config(model: Path, changes: dict[str, Any]) -> SFTMasterConfig:
 
 def lengths_of(num_batches: int, seed: int) -> list[int]:
     """Return the tokens of each sequence."""
-    drawn = np.random.default_rng(seed).normal(np.log(MEDIAN), 0.9, num_batches * BATCH_SIZE)
-    return [int(length) for length in np.exp(drawn).clip(8, LONGEST)]
+    sampled = np.random.default_rng(seed).normal(np.log(MEDIAN), 0.9, num_batches * BATCH_SIZE)
+    return [int(length) for length in np.exp(sampled).clip(8, LONGEST)]
 
 
 def batches(num_batches: int, seed: int) -> GlobalBatchLoader:

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from capture_faults import audit, plant
 from planted_faults import IN_BFLOAT16, MOST_SEEDS
-from routing_faults import FINE_TUNED, Scene, tape_of, tell
+from routing_faults import FINE_TUNED, Scene, capture_of, report_error
 from small_model import make_parser, positive, running_ray
-from tape_faults import audit, plant
 
 EXAMPLES = """\
 examples:
@@ -89,14 +89,14 @@ def of_files(scene: Scene, settings: str, num_runs: int, num_steps: int, num_see
     """Plant faults into the files of healthy runs, and audit them with and without."""
     found = dict.fromkeys((*KINDS, "healthy"), 0)
     for run in range(num_runs):
-        tape = tape_of(scene, None, 1, num_steps, (*RUNS[settings], f"grpo.seed={100 + run}"))
-        found["healthy"] += sum(bool(texts) for texts in findings_of_steps(tape))
+        capture = capture_of(scene, None, 1, num_steps, (*RUNS[settings], f"grpo.seed={100 + run}"))
+        found["healthy"] += sum(bool(texts) for texts in findings_of_steps(capture))
         for kind in KINDS:
             for seed in range(num_seeds):
-                folder = scene.folder / f"{kind}_{seed}_of_{tape.parents[2].name}"
-                plant(tape, f"{kind}_{seed}", 1, folder)
+                folder = scene.folder / f"{kind}_{seed}_of_{capture.parents[2].name}"
+                plant(capture, f"{kind}_{seed}", 1, folder)
                 found[kind] += sum(is_found(texts) for texts in findings_of_steps(folder))
-    tell(f"files, {settings}: {found}")
+    report_error(f"files, {settings}: {found}")
     faulty = num_runs * num_steps * num_seeds
     steps = dict.fromkeys(KINDS, faulty) | {"healthy": num_runs * num_steps}
     return [Row("files", settings, kind, steps[kind], found[kind]) for kind in found]
@@ -110,13 +110,13 @@ def of_live_runs(scene: Scene, settings: str, kind: str, num_seeds: int, num_ste
         ran = scene.run(f"{kind}_{seed}", 1, num_steps, overrides)
         texts = [text for _, text in ran.alarms]
         num_found += is_found(texts) and ran.alarms[0][0] == 1  # a cause that lasts is reported once
-        tell(f"live, {settings}, {kind}, seed {seed}: {texts}")
+        report_error(f"live, {settings}, {kind}, seed {seed}: {texts}")
     return Row("live runs", settings, kind, num_seeds, num_found)
 
 
-def findings_of_steps(tape: Path) -> list[list[str]]:
-    """Return the findings of each step of a tape by `nemo-rl-moe audit`."""
-    return [step["findings"] for step in audit(tape)["steps"]]
+def findings_of_steps(capture: Path) -> list[list[str]]:
+    """Return the findings of each step of a capture by `nemo-rl-moe audit`."""
+    return [step["findings"] for step in audit(capture)["steps"]]
 
 
 def is_found(texts: Sequence[str]) -> bool:

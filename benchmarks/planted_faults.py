@@ -73,7 +73,7 @@ class Fault:
         plant: Puts it into a worker.
         settings: Overrides of a run that it can strike.
         vllm: It changes the weights of an engine that keeps a copy.
-        spoil: Changes routes, where it is a fault of the tape alone: files can have it too.
+        spoil: Changes routes, where it is a fault of the capture alone: files can have it too.
         in_own_engine: The same of an engine without a copy of the weights: it generates by others than those that
             train. None: `plant` does it.
     """
@@ -131,7 +131,7 @@ def _count_steps(site: Site) -> None:
     site.trainer.train = counting
 
 
-def on_tape(spoil: Spoil) -> Callable[[Site], None]:
+def captured(spoil: Spoil) -> Callable[[Site], None]:
     """Return a fault of the routes that rollouts come with, as an engine reports them."""
 
     def plant(site: Site) -> None:
@@ -346,7 +346,7 @@ def on_refit(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]])
 
         def spoiling(*args: Any) -> Iterator[tuple[str, Any]]:
             now = {name: tensor.clone() for name, tensor in gather(*args)}
-            # A refit follows the step's training: that of the first struck step is the first struck one.
+            # A refit follows the step's training: that of the first faulty step is the first faulty one.
             given = change(now, earlier or now) if site.step > site.onset else now
             earlier.update(given)
             yield from given.items()
@@ -432,23 +432,23 @@ def _lost_bucket(site: Site) -> None:
     folder._Sender._send_bucket = losing  # type: ignore[method-assign, assignment]
 
 
-def _of_tape(title: str, seen: str, spoil: Spoil, settings: tuple[str, ...] = SHARED_RUN) -> Fault:
-    return Fault(title, seen, on_tape(spoil), settings, spoil=spoil)
+def _of_capture(title: str, seen: str, spoil: Spoil, settings: tuple[str, ...] = SHARED_RUN) -> Fault:
+    return Fault(title, seen, captured(spoil), settings, spoil=spoil)
 
 
 FAULTS: dict[str, Fault] = {
-    "wrong_layer": _of_tape("routes of another layer", "NeMo-RL#3327", _of_each(_wrong_layer)),
-    "mtp_layer": _of_tape("layer 1's routes in layer 0", "NeMo-RL#3903", _of_each(_layer_one_in_layer_zero)),
-    "token_shift": _of_tape("routes one token late", "SkyRL#1908", _of_each(_one_late)),
-    "permuted_ids": _of_tape("a layer's expert ids permuted", "", _of_each(_permuted_ids)),
-    "exchanged_ids": _of_tape("two expert ids exchanged", "", _of_each(_exchanged_ids)),
-    "permuted_ids_bf16": _of_tape("the same in bfloat16: permuted", "", _of_each(_permuted_ids), IN_BFLOAT16),
-    "exchanged_ids_bf16": _of_tape("the same in bfloat16: exchanged", "", _of_each(_exchanged_ids), IN_BFLOAT16),
-    "zeros": _of_tape("routes that nobody wrote", "vllm#54730", _of_each(_zeros)),
-    "stale_step": _of_tape("routes of the step before", "sglang#36404", _of_the_step_before),
-    "repeated_row": _of_tape("one row replayed 67 times", "sglang#36404", _replayed_again),
-    "swapped": _of_tape("sequences' routes swapped", "AReno#524", _swapped),
-    "padding": _of_tape("padding carries routes", "sglang#36404", _of_each(_behind_the_end)),
+    "wrong_layer": _of_capture("routes of another layer", "NeMo-RL#3327", _of_each(_wrong_layer)),
+    "mtp_layer": _of_capture("layer 1's routes in layer 0", "NeMo-RL#3903", _of_each(_layer_one_in_layer_zero)),
+    "token_shift": _of_capture("routes one token late", "SkyRL#1908", _of_each(_one_late)),
+    "permuted_ids": _of_capture("a layer's expert ids permuted", "", _of_each(_permuted_ids)),
+    "exchanged_ids": _of_capture("two expert ids exchanged", "", _of_each(_exchanged_ids)),
+    "permuted_ids_bf16": _of_capture("the same in bfloat16: permuted", "", _of_each(_permuted_ids), IN_BFLOAT16),
+    "exchanged_ids_bf16": _of_capture("the same in bfloat16: exchanged", "", _of_each(_exchanged_ids), IN_BFLOAT16),
+    "zeros": _of_capture("routes that nobody wrote", "vllm#54730", _of_each(_zeros)),
+    "stale_step": _of_capture("routes of the step before", "sglang#36404", _of_the_step_before),
+    "repeated_row": _of_capture("one row replayed 67 times", "sglang#36404", _replayed_again),
+    "swapped": _of_capture("sequences' routes swapped", "AReno#524", _swapped),
+    "padding": _of_capture("padding carries routes", "sglang#36404", _of_each(_behind_the_end)),
     "dropped_rank": Fault("rows dropped in one rank", "AReno#524", _dropped_in_one_rank),
     "router_bf16": Fault("the engine's router in bfloat16", "", _router_in_bfloat16),
     "dead_expert": Fault("a dead expert", "", _dead_expert, settings=()),
@@ -475,7 +475,7 @@ FAULTS: dict[str, Fault] = {
 """By name."""
 MOST_SEEDS = 16
 RENUMBERED = {
-    f"{kind}_{seed}": _of_tape(f"{kind} expert ids, seed {seed}", "", renumbered(kind, seed))
+    f"{kind}_{seed}": _of_capture(f"{kind} expert ids, seed {seed}", "", renumbered(kind, seed))
     for kind in ("permuted", "exchanged")
     for seed in range(MOST_SEEDS)
 }

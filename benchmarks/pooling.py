@@ -6,7 +6,7 @@
 
 The engine has no model: a token takes `--token-ms`, whatever else is generated, as on a GPU that has room for all
 sequences. Trajectories have 1 to 6 turns of 8 to 128 tokens and a tool call between two turns; lengths and turns are
-drawn once. Both contestants run in the same process, one after the other in each round, by the project's own rollout
+sampled once. Both contestants run in the same process, one after the other in each round, by the project's own rollout
 worker. Prints one line of JSON: seconds of each round, and the median ratio.
 """
 
@@ -36,7 +36,7 @@ SCORE_S = 0.005
 
 
 def sequence_of(request: GenerationRequest) -> GeneratedSequence:
-    """Return a sequence whose length is drawn from the request's seed, evenly in its logarithm."""
+    """Return a sequence whose length is sampled from the request's seed, evenly in its logarithm."""
     share = np.random.default_rng(request.seed).random()
     length = round(SHORTEST * (LONGEST / SHORTEST) ** share)
     return GeneratedSequence(np.full(length, 5), np.zeros(length, np.float32), False, 0)
@@ -86,7 +86,7 @@ class OpenEngine:
         """Do nothing."""
 
 
-class SlowScorer:
+class SlowRewardFunction:
     """Scores each response in `SCORE_S`."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
@@ -109,7 +109,7 @@ def seconds_of(engine: GenerationEngine, options: argparse.Namespace) -> float:
     """Return the seconds of one generation."""
     environment = RolloutFunction(several_turns, "benchmark")
     longest = MOST_TURNS * (LONGEST + 1) + 8
-    worker = RolloutWorker(engine, SlowScorer(), environment, str, lambda text: [6], longest)
+    worker = RolloutWorker(engine, SlowRewardFunction(), environment, str, lambda text: [6], longest)
     prompts = [Prompt(f"prompt {number}", "?", (number % 50,), {}) for number in range(options.prompts)]
     sampling = SamplingParameters(max_new_tokens=LONGEST)
     started = time.perf_counter()

@@ -29,8 +29,8 @@ from nemo_rl_moe.runs.folder.folder import write_run_files
 from nemo_rl_moe.runs.folder.metrics import JsonlLogger
 
 TOPK, TOKENS = 8, 16384
-# The kernel's own peak of this process alone: what `getrusage` tells includes the process that has started it.
-_REPORT_AND_TELL = """
+# The kernel's own peak of this process alone: what `getrusage` reports includes the process that has started it.
+_REPORT_AND_PRINT = """
 import re, sys, time
 from pathlib import Path
 from nemo_rl_moe.cli import main
@@ -87,7 +87,7 @@ def write_run(folder: Path, num_steps: int, num_layers: int, num_experts: int, s
 
 def measure(folders: Sequence[Path], output: Path) -> dict[str, Any]:
     """Run the command as a user does."""
-    command = [sys.executable, "-c", _REPORT_AND_TELL, "report", *map(str, folders), "--output", str(output)]
+    command = [sys.executable, "-c", _REPORT_AND_PRINT, "report", *map(str, folders), "--output", str(output)]
     began = time.perf_counter()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)

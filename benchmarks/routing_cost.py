@@ -7,9 +7,9 @@ its own, make the same step at the same time on one core: they take turns of mil
 machine slows all of them. A step generates 128 responses and trains on them. What is compared adds up, each contestant
 has all that those before it have:
 
-    off             no load tracking, no tape
+    off             no load tracking, no capture
     load            MoE metrics and expert_load.parquet
-    tape            the rollouts' experts captured, counted and checked; routing.parquet
+    capture            the rollouts' experts captured, counted and checked; routing.parquet
     replay          routing_replay: rollout
     all             experts by advantage: all that the shipped defaults have on, and replay
     at_logits       router_gradients.at_logits_every_n_steps: 1, which is off by default
@@ -20,7 +20,7 @@ lives: so all are started anew `--starts` times, and a ratio is the median over 
 are made in rounds of their own, of which nothing else is measured, since what they leave in the caches is in few steps
 of a run; they count with one `every_n_steps`th. Files of the tables are written in every round, too, and count once in
 five seconds of steps, as a run writes them. All times are of the contestant's own process. Left out is what other
-processes do: scoring, logging, and Ray's handling of the tape, whose size `tape_bytes` says.
+processes do: scoring, logging, and Ray's handling of the capture, whose size `captured_bytes` says.
 
 Then the same steps, without any of it, run in the product's own loop: Ray, one worker, the environment and the loggers'
 files. `of_a_step` is the cost above as a share of the processor time that such a step takes in the driver, the worker
@@ -67,7 +67,7 @@ from small_model import (
 
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
-from nemo_rl_moe.algorithms.run_observers import tape_bytes
+from nemo_rl_moe.algorithms.run_observers import captured_bytes
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
@@ -91,24 +91,24 @@ LIMIT = 1.03
 _OFF = {
     "track_moe_metrics": False,
     "moe_per_layer_logging": False,
-    "routing_tape": False,
+    "capture_routing": False,
     "experts_by_advantage": False,
 }
-_LOAD = {"routing_tape": False, "experts_by_advantage": False}
-_TAPE = {"experts_by_advantage": False}
+_LOAD = {"capture_routing": False, "experts_by_advantage": False}
+_CAPTURE = {"experts_by_advantage": False}
 _REPLAY = {"routing_replay": "rollout"}
 CONTESTANTS: dict[str, dict[str, Any]] = {
     "off": _OFF,
     "off_again": _OFF,
     "load": _LOAD,
-    "tape": _TAPE,
-    "replay": _TAPE | _REPLAY,
+    "capture": _CAPTURE,
+    "replay": _CAPTURE | _REPLAY,
     "all": _REPLAY,
     "at_logits": _REPLAY | {"router_gradients.at_logits_every_n_steps": 1},
 }
 EXPLAINED_EVERY = 3
 """Rounds after which one comes with the measurements of routing."""
-PARTS = ("load", "tape", "replay", "all", "at_logits")
+PARTS = ("load", "capture", "replay", "all", "at_logits")
 _WIDTHS = (
     "hidden_size",
     "intermediate_size",
@@ -153,7 +153,7 @@ class LocalPolicy:
         self._trainer, self._batch_size = trainer, batch_size
 
     def logprobs(self, batch: TokenBatch) -> torch.Tensor:
-        """Compute the log-probability of every token, by the batch's tape where it has one."""
+        """Compute the log-probability of every token, by the batch's capture where it has one."""
         return _in_one(batch, self._trainer.logprobs(self._microbatches(batch, self._batch_size)))
 
     def logprobs_and_routes(self, batch: TokenBatch) -> tuple[torch.Tensor, Any]:
@@ -162,7 +162,7 @@ class LocalPolicy:
         return _in_one(batch, found), stored_per_token([StoredRows.of(rows) for rows in routes], fill=UNKNOWN)
 
     def compare_routes(self, batch: TokenBatch, *, one_at_a_time: bool = False) -> RouteComparison:
-        """Return the experts that routers choose against those of the batch's tape."""
+        """Return the experts that routers choose against those of the batch's capture."""
         microbatches = self._microbatches(batch, 1 if one_at_a_time else self._batch_size)
         found, totals = self._trainer.compare_routes(microbatches)
         return RouteComparison(_in_one(batch, found), totals)
@@ -197,7 +197,7 @@ class Found:
     tables: list[float] = field(default_factory=list)
     measurements: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    tape_bytes: int = 0
+    captured_bytes: int = 0
     num_tokens: int = 0
 
     def add_start(self, other: "Found") -> None:
@@ -206,7 +206,7 @@ class Found:
         self.tables.append(statistics.mean(other.tables))
         self.measurements += other.measurements
         self.losses += other.losses
-        self.tape_bytes, self.num_tokens = other.tape_bytes, other.num_tokens
+        self.captured_bytes, self.num_tokens = other.captured_bytes, other.num_tokens
 
 
 @dataclass
@@ -249,7 +249,7 @@ class Contestant:
             batch = self._rollouts(number)
         with timed(measurements):
             if explains:
-                self._measurements.before_update(number, batch, [], clock)  # no tape is saved
+                self._measurements.before_update(number, batch, [], clock)  # no capture is saved
         with timed(step):
             result = self._train(batch)
             for name, artifact in result.artifacts.items():
@@ -263,7 +263,7 @@ class Contestant:
         clear_auxiliary_losses()
         self.found.losses.append(result.global_loss)
         self.found.num_tokens = int(batch.lengths.sum())
-        self.found.tape_bytes = tape_bytes(batch) or 0
+        self.found.captured_bytes = captured_bytes(batch) or 0
         if measured:
             self.found.step.append(sum(step))
             self.found.tables.append(sum(tables))
@@ -297,8 +297,8 @@ class Contestant:
         ).with_columns(
             advantages=per_sequence(torch.randn(size, generator=generator)), generation_logprobs=per_token(logprobs)
         )
-        tape = stored_per_token([each.routed_experts for each in found], fill=UNKNOWN)
-        return batch if tape is None else batch.with_stored(ROUTED_EXPERTS, tape)
+        capture = stored_per_token([each.routed_experts for each in found], fill=UNKNOWN)
+        return batch if capture is None else batch.with_stored(ROUTED_EXPERTS, capture)
 
     def _train(self, batch: TokenBatch) -> RankTrainResult:
         size = self.config.policy.train_micro_batch_size
@@ -502,7 +502,7 @@ def summary(contestants: Mapping[str, Found], measured_every: int) -> dict[str, 
     whole_added = [above - below for above, below in zip(whole, base, strict=True)]
     without, replaying = (
         {tuple(contestants[name].losses) for name in names if name in contestants}
-        for names in (("off", "off_again", "load", "tape"), ("replay", "all", "at_logits"))
+        for names in (("off", "off_again", "load", "capture"), ("replay", "all", "at_logits"))
     )
     return {
         "benchmark": "routing_cost",
@@ -520,7 +520,7 @@ def summary(contestants: Mapping[str, Found], measured_every: int) -> dict[str, 
         "cpu_seconds_of_tables": round(statistics.median(everything.tables), 5),
         "cpu_seconds_of_measurements": round(statistics.median(everything.measurements), 4),
         "measurements_every_n_steps": measured_every,
-        "tape_bytes": everything.tape_bytes,
+        "captured_bytes": everything.captured_bytes,
         "num_tokens": everything.num_tokens,
         "losses_identical": len(without) == len(replaying) == 1,
         **surroundings(),

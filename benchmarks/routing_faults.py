@@ -4,7 +4,7 @@
 
 A run is the demo's: a tiny Qwen3-MoE, two ranks, Ray and Megatron-Core, 64 responses a step. A fault strikes from some
 step on, and the run says what it says to any user: a warning, or the error that it ends with. Healthy steps follow: the
-steps before a fault, and many more that are made of the tapes and loads of healthy runs, which go through the same
+steps before a fault, and many more that are made of the captures and loads of healthy runs, which go through the same
 checks.
 """
 
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from capture_faults import OF_RUNS, FileScore, audited, lowest_agreement, score_of_capture, score_of_files
 from healthy_steps import HealthySteps, read_steps
 from planted_faults import FAULTS, NUM_EXPERTS, SHARED_RUN, PlantedWorker
 from small_model import CONFIGS, REPOSITORY, TOKENIZER, make_parser, not_negative, positive, running_ray
-from tape_faults import OF_RUNS, FileScore, audited, lowest_agreement, score_of_files, score_of_tape
 
 from nemo_rl_moe.cli import main as run_command
 from nemo_rl_moe.config.loading import load_grpo_config
@@ -35,7 +35,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.models.policy import model_workers
-from nemo_rl_moe.runs.folder.capture_folder import TAPE_FOLDER
+from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 
 EXAMPLES = """\
@@ -43,12 +43,12 @@ examples:
   python benchmarks/routing_faults.py                            all faults, 10,000 healthy steps
   python benchmarks/routing_faults.py --faults zeros swapped     two of them
   python benchmarks/routing_faults.py --onsets 1 --healthy 0     faults that are there from the first step on
-  python benchmarks/routing_faults.py --files                    faults in tape folders, by nemo-rl-moe audit"""
+  python benchmarks/routing_faults.py --files                    faults in capture folders, by nemo-rl-moe audit"""
 FINE_TUNED = REPOSITORY / "results" / "sft_tiny_moe" / "final"
-STRUCK_STEPS, RECORDED_STEPS = 3, 12
+FAULTY_STEPS, RECORDED_STEPS = 3, 12
 ERRORS = ("replayed experts cannot be right", "the generation engine", "receiver", "sender", "rank")
-"""Beginnings of the errors of tapes and of refits."""
-TAPES = f"run_*/logs/*/{TAPE_FOLDER}"
+"""Beginnings of the errors of captures and of refits."""
+CAPTURES = f"run_*/logs/*/{CAPTURE_FOLDER}"
 FAILED = "run failed"
 WITHOUT_VLLM = "not run: vLLM is not installed"
 HEALTHY_RUNS: dict[str, tuple[tuple[str, ...], bool]] = {
@@ -63,7 +63,7 @@ HEALTHY_RUNS: dict[str, tuple[tuple[str, ...], bool]] = {
     ),
     "one update a step in bfloat16": (("policy.precision=bfloat16",), False),
 }
-"""Overrides, and whether tape and live routes are of the same weights in float32."""
+"""Overrides, and whether capture and live routes are of the same weights in float32."""
 
 
 class RunFailedError(Exception):
@@ -89,7 +89,7 @@ class Score:
 
     Attributes:
         steps: Steps until it was reported, the first faulty one included; None: it was not.
-        told: The lines of the step that reported it.
+        reported: The lines of the step that reported it.
         healthy_steps: Steps before it.
         false_alarms: Lines about these.
     """
@@ -97,7 +97,7 @@ class Score:
     fault: str
     onset: int
     steps: int | None
-    told: str
+    reported: str
     healthy_steps: int
     false_alarms: tuple[str, ...]
 
@@ -115,14 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     scores.append(Score(fault, onset, None, WITHOUT_VLLM, 0, ()))
                     continue
                 scores.append(score_of(scene, fault, onset))
-                tell(f"{fault} from step {onset} on: {scores[-1].told or 'not found'}")
+                report_error(f"{fault} from step {onset} on: {scores[-1].reported or 'not found'}")
         healthy = healthy_alarms(scene, options.healthy, options.seed) if options.healthy else []
     report(scores, healthy, options.output)
-    return 1 if any(score.told.startswith(FAILED) for score in scores) else 0
+    return 1 if any(score.reported.startswith(FAILED) for score in scores) else 0
 
 
 def score_files(options: argparse.Namespace) -> int:
-    """Return the table of faults in tape folders: those of a tape that is given, or of runs."""
+    """Return the table of faults in capture folders: those of a capture that is given, or of runs."""
     scores: list[Score] = []
     healthy: list[HealthyRow] = []
     with tempfile.TemporaryDirectory(prefix="routing_faults_") as name:
@@ -132,13 +132,13 @@ def score_files(options: argparse.Namespace) -> int:
         else:
             with running_ray(num_cpus=4):
                 scene = Scene(folder, options.model)
-                tape = tape_of(scene, None, 1, max(options.onsets) + STRUCK_STEPS - 1, SHARED_RUN)
-                scores += _planted_into(tape, options, folder)
+                capture = capture_of(scene, None, 1, max(options.onsets) + FAULTY_STEPS - 1, SHARED_RUN)
+                scores += _planted_into(capture, options, folder)
                 for fault in (fault for fault in options.faults if fault in OF_RUNS):
                     for onset in options.onsets:
-                        written = tape_of(scene, fault, onset, onset + STRUCK_STEPS - 1, FAULTS[fault].settings)
-                        scores.append(_score_in_files(fault, onset, score_of_tape(written, onset)))
-                healthy = _healthy_tapes(scene, options.tapes)
+                        written = capture_of(scene, fault, onset, onset + FAULTY_STEPS - 1, FAULTS[fault].settings)
+                        scores.append(_score_in_files(fault, onset, score_of_capture(written, onset)))
+                healthy = _healthy_captures(scene, options.captures)
     report(scores, healthy, options.output)
     return 0
 
@@ -151,45 +151,45 @@ def report(scores: Sequence["Score"], healthy: Sequence["HealthyRow"], output: P
         output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _planted_into(tape: Path, options: argparse.Namespace, folder: Path) -> list[Score]:
+def _planted_into(capture: Path, options: argparse.Namespace, folder: Path) -> list[Score]:
     scores = []
     for fault in (fault for fault in options.faults if fault not in OF_RUNS):
         for onset in options.onsets:
-            found = score_of_files(tape, fault, onset, folder / f"{fault}_{onset}")
+            found = score_of_files(capture, fault, onset, folder / f"{fault}_{onset}")
             scores.append(_score_in_files(fault, onset, found))
     return scores
 
 
 def _score_in_files(fault: str, onset: int, found: FileScore) -> Score:
-    tell(f"{fault} from step {onset} on: {found.told or 'not found'}")
-    return Score(fault, onset, found.steps, found.told, onset - 1, found.false_alarms)
+    report_error(f"{fault} from step {onset} on: {found.reported or 'not found'}")
+    return Score(fault, onset, found.steps, found.reported, onset - 1, found.false_alarms)
 
 
-def tape_of(scene: "Scene", fault: str | None, onset: int, num_steps: int, settings: Sequence[str]) -> Path:
-    """Return the tape of a run by the trainer's own engine, of all sequences of every step."""
+def capture_of(scene: "Scene", fault: str | None, onset: int, num_steps: int, settings: Sequence[str]) -> Path:
+    """Return the capture of a run by the trainer's own engine, of all sequences of every step."""
     measured = "policy.megatron_cfg.routing_measurements"
-    overrides = [f"{measured}.every_n_steps=1", f"{measured}.share_of_tokens=1.0", f"{measured}.save_tape=true"]
-    # What a run would end with, its tape is to show.
+    overrides = [f"{measured}.every_n_steps=1", f"{measured}.share_of_tokens=1.0", f"{measured}.save_capture=true"]
+    # What a run would end with, its capture is to show.
     overrides.append("policy.megatron_cfg.routing_replay_on_anomaly=warn")
-    before = set(scene.folder.glob(TAPES))
+    before = set(scene.folder.glob(CAPTURES))
     scene.run(fault, onset, num_steps, [*settings, *overrides], own_engine=True)
-    (tape,) = set(scene.folder.glob(TAPES)) - before
-    return tape
+    (capture,) = set(scene.folder.glob(CAPTURES)) - before
+    return capture
 
 
-def _healthy_tapes(scene: "Scene", num_seeds: int) -> list["HealthyRow"]:
+def _healthy_captures(scene: "Scene", num_seeds: int) -> list["HealthyRow"]:
     rows = []
     for kind, (overrides, _) in HEALTHY_RUNS.items():
         alarms: list[str] = []
         lowest = []
         for seed in range(num_seeds):
             settings = [*overrides, f"grpo.seed={100 + seed}"]
-            tape = tape_of(scene, None, 1, RECORDED_STEPS, settings)
-            alarms += audited(tape)
-            lowest.append(lowest_agreement(tape))
+            capture = capture_of(scene, None, 1, RECORDED_STEPS, settings)
+            alarms += audited(capture)
+            lowest.append(lowest_agreement(capture))
         num_steps = num_seeds * RECORDED_STEPS
         rows.append(HealthyRow(f"real, {num_seeds} seeds: {kind}", num_steps, tuple(alarms), min(lowest, default=1.0)))
-        tell(f"{kind}: {num_steps} steps of tapes, {len(alarms)} alarms")
+        report_error(f"{kind}: {num_steps} steps of captures, {len(alarms)} alarms")
     return rows
 
 
@@ -198,7 +198,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = list(FAULTS)
     parser.add_argument("--faults", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument(
-        "--onsets", nargs="+", type=positive, default=[6, 1], metavar="STEP", help="first struck steps (default: 6 1)"
+        "--onsets", nargs="+", type=positive, default=[6, 1], metavar="STEP", help="first faulty steps (default: 6 1)"
     )
     parser.add_argument("--healthy", type=not_negative, default=10_000, metavar="N", help="healthy steps (10000)")
     parser.add_argument("--seed", type=not_negative, default=0, help="of the healthy steps (default: 0)")
@@ -208,12 +208,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="?",
         type=Path,
         const=Path(),
-        metavar="TAPE",
-        help="plant into tape folders made of this healthy one; without a path, of a healthy run's, and of runs with"
+        metavar="CAPTURE",
+        help="plant into capture folders made of this healthy one; without a path, of a healthy run's, and of runs with"
         " the faults that change what a model computes",
     )
     parser.add_argument(
-        "--tapes",
+        "--captures",
         type=not_negative,
         default=3,
         metavar="N",
@@ -223,7 +223,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def tell(line: str) -> None:
+def report_error(line: str) -> None:
     """Progress, beside the table."""
     print(line, file=sys.stderr, flush=True)
 
@@ -280,7 +280,7 @@ class Scene:
         ]
 
     def _fine_tuned(self) -> Path:
-        tell(f"{FINE_TUNED} is missing: fine-tuning a model, as `make demo` does")
+        report_error(f"{FINE_TUNED} is missing: fine-tuning a model, as `make demo` does")
         data, output = self.folder / "data", self.folder / "sft"
         overrides = [
             f"data.train.path={data / 'train.jsonl'}",
@@ -323,10 +323,10 @@ def alarms_in(printed: str, code: int, num_steps: int) -> tuple[tuple[int, str],
     """
     found = [(int(step), text) for step, text in re.findall(r"^warning: step (\d+): (.*)$", printed, re.MULTILINE)]
     if code != 0:
-        told = re.search(rf"^error: ({'|'.join(ERRORS)}).*$", printed, re.MULTILINE)
-        if told is None:
+        reported = re.search(rf"^error: ({'|'.join(ERRORS)}).*$", printed, re.MULTILINE)
+        if reported is None:
             raise RunFailedError(f"exit code {code}: {printed[-2000:]}")
-        found.append((num_steps + 1, told[0]))
+        found.append((num_steps + 1, reported[0]))
     return tuple(found)
 
 
@@ -335,14 +335,16 @@ def score_of(scene: Scene, fault: str, onset: int) -> Score:
     planted = FAULTS[fault]
     config = "grpo_tiny_moe_vllm.yaml" if planted.vllm else "grpo_tiny_moe.yaml"
     try:
-        ran = scene.run(fault, onset, onset + STRUCK_STEPS - 1, planted.settings, config=config)
+        ran = scene.run(fault, onset, onset + FAULTY_STEPS - 1, planted.settings, config=config)
     except RunFailedError as error:
         return Score(fault, onset, None, f"{FAILED}: {error}", 0, ())
     early = tuple(text for step, text in ran.alarms if step < onset)
     late = [(step, text) for step, text in ran.alarms if step >= onset]
     first = min((step for step, _ in late), default=None)
-    told = "; ".join(text for step, text in late if step == first)
-    return Score(fault, onset, None if first is None else first - onset + 1, told, min(onset - 1, ran.num_steps), early)
+    reported = "; ".join(text for step, text in late if step == first)
+    return Score(
+        fault, onset, None if first is None else first - onset + 1, reported, min(onset - 1, ran.num_steps), early
+    )
 
 
 @dataclass(frozen=True)
@@ -373,20 +375,20 @@ def healthy_alarms(scene: Scene, num_steps: int, seed: int) -> list[HealthyRow]:
         steps = HealthySteps(read_steps(folder), NUM_EXPERTS, alerts, is_exact=is_exact)
         said = steps.alarms(share, seed + number)
         rows.append(HealthyRow(f"simulated from it: {kind}", share, tuple(said), min(steps.agreements, default=1.0)))
-        tell(f"{kind}: {share:,} simulated steps, {len(said)} alarms")
+        report_error(f"{kind}: {share:,} simulated steps, {len(said)} alarms")
     return rows
 
 
 def table(scores: Sequence[Score], healthy: Sequence[HealthyRow]) -> str:
     """Return the scorecard, in Markdown."""
-    lines = ["| fault | seen | strikes from | told after | by |", "|---|---|---|---|---|"]
+    lines = ["| fault | seen | strikes from | reported after | by |", "|---|---|---|---|---|"]
     for score in scores:
         fault = FAULTS[score.fault]
         plural = "" if score.steps == 1 else "s"
-        after = f"{score.steps} step{plural}" if score.steps else "-" if score.told else "not found"
-        told = _short(" ".join(score.told.split()))
+        after = f"{score.steps} step{plural}" if score.steps else "-" if score.reported else "not found"
+        reported = _short(" ".join(score.reported.split()))
         onset = f"step {score.onset}" if score.onset else "-"
-        lines.append(f"| {fault.title} | {fault.seen} | {onset} | {after} | {told} |")
+        lines.append(f"| {fault.title} | {fault.seen} | {onset} | {after} | {reported} |")
     before = sum(score.healthy_steps for score in scores)
     alarms = [text for score in scores for text in score.false_alarms]
     lines += ["", "| healthy steps | number | false alarms | lowest live agreement |", "|---|---|---|---|"]

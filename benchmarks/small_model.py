@@ -174,7 +174,7 @@ def running_ray(num_cpus: int) -> Iterator[None]:
         log_to_driver=False,
         logging_level="ERROR",
         object_store_memory=object_store_bytes(),
-        # Ray's workers give way to all other programs unless told not to; what this is compared with does not.
+        # Ray's workers give way to all other programs unless asked not to; what this is compared with does not.
         _system_config={"worker_niceness": 0},
     )
     try:

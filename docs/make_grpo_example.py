@@ -58,7 +58,7 @@ def draw(runs: Mapping[str, MetricHistory], output: Path, panels: Mapping[str, s
 
 
 def named_runs(seeds: Sequence[Path], control: Path) -> dict[str, MetricHistory]:
-    """What the runs logged, under the names that table and picture give them."""
+    """What the runs logged, under the names that table and plot give them."""
     named = {f"seed {number}": folder for number, folder in enumerate(seeds)} | {CONTROL: control}
     return {name: read_history(folder / METRICS_FILE_NAME) for name, folder in named.items()}
 

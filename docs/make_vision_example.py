@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The example in vision.md: the demo with pictures with several seeds, and a run whose reward is a coin toss.
+"""The example in vision.md: the demo with plots with several seeds, and a run whose reward is a coin toss.
 
     pip install matplotlib
     python docs/make_vision_example.py --data data/shapes --seeds logs/seed_1/exp_001 logs/seed_2/exp_001 \
@@ -23,7 +23,7 @@ from nemo_rl_moe.runs.folder.metrics import MetricHistory
 
 IMAGES = Path(__file__).resolve().parent / "images"
 PANELS = {
-    "val/accuracy": "accuracy on held-out pictures, sampled",
+    "val/accuracy": "accuracy on held-out plots, sampled",
     "train/reward": "reward of the training responses",
     "train/moe/modality_separation_mean": "how far experts part image and text (modality_separation_mean)",
     "train/moe/cv_mean": "spread of the expert load (cv_mean)",
@@ -45,7 +45,7 @@ def print_table(runs: Mapping[str, MetricHistory]) -> None:
 
 
 def draw_task(data: Path, output: Path) -> None:
-    """Some pictures of the task, each with its question and its answer."""
+    """Some plots of the task, each with its question and its answer."""
     lines = (data / "grpo_validation.jsonl").read_text().splitlines()[:NUM_SHOWN]
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     for axis, line in zip(figure.subplots(2, NUM_SHOWN // 2).flat, lines, strict=True):

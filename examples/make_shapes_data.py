@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the data of the task of coloured shapes: pictures of 32 x 32 pixels with a question and a one-word answer.
+"""Makes the data of the task of coloured shapes: images of 32 x 32 pixels with a question and a one-word answer.
 
     python examples/make_shapes_data.py --output data/shapes
 
 Four questions in equal parts: how many shapes there are, how many of one colour, the colour of the largest, and the
-side with more dots. Pictures are PNG files beside `train.jsonl` and `validation.jsonl` for SFT, `grpo_train.jsonl` and
-`grpo_validation.jsonl` for GRPO. The same seed gives the same files; no picture stands in two sets with one question.
+side with more dots. Images are PNG files beside `train.jsonl` and `validation.jsonl` for SFT, `grpo_train.jsonl` and
+`grpo_validation.jsonl` for GRPO. The same seed gives the same files; no image stands in two sets with one question.
 """
 
 import argparse
@@ -55,10 +55,10 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Item:
-    """One picture with its question.
+    """One image with its question.
 
     Attributes:
-        png: The picture.
+        png: The image.
         question: In words of the tiny models' vocabulary.
         answer: One word.
     """
@@ -69,7 +69,7 @@ class Item:
 
 
 def draw_item(chance: Random, task: str) -> Item:
-    """Draw a picture and its question for one of `TASKS`."""
+    """Draw an image and its question for one of `TASKS`."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (SIDE, SIDE), _BACKGROUND)
@@ -147,7 +147,7 @@ _DRAW: dict[str, Callable[[Random, "ImageDraw"], tuple[str, str]]] = {
 
 
 def draw_sets(parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> dict[str, list[Item]]:
-    """Draw the sets `validation`, `grpo` and `train`, drawn in this order, with no item twice in any or in two of
+    """Draw the sets `validation`, `grpo` and `train`, sampled in this order, with no item twice in any or in two of
     them.
     """
     chance = Random(f"shapes {parameters.seed}")
@@ -199,7 +199,7 @@ def as_questions(items: Sequence[Item], paths: Sequence[str]) -> list[str]:
 
 
 def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Draw the sets and write the files, the manifest last; pictures that it has made before are removed.
+    """Draw the sets and write the files, the manifest last; images that it has made before are removed.
 
     Raises:
         OSError: The disk did not take them, or there is a folder `images` of somebody else.
@@ -244,14 +244,14 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _manifest(folder: Path, parameters: Parameters) -> dict[str, object]:
-    pictures = hashlib.sha256()
+    images = hashlib.sha256()
     for path in sorted((folder / "images").rglob("*.png")):
-        pictures.update(path.read_bytes())
+        images.update(path.read_bytes())
     return {
         "made_by": _MADE_BY,
         "parameters": asdict(parameters),
         "sha256": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES}
-        | {"images": pictures.hexdigest()},
+        | {"images": images.hexdigest()},
     }
 
 
@@ -291,13 +291,13 @@ def main(arguments: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name != "PIL":
             raise
-        print("the pictures need Pillow: pip install pillow", file=sys.stderr)
+        print("the images need Pillow: pip install pillow", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"--output {folder}: {error}", file=sys.stderr)
         return 2
     print(
-        f"{folder}: wrote {parameters.num_train:,} pictures for SFT, {parameters.num_grpo_prompts:,} for GRPO and"
+        f"{folder}: wrote {parameters.num_train:,} images for SFT, {parameters.num_grpo_prompts:,} for GRPO and"
         f" {parameters.num_validation:,} to validate with"
     )
     return 0

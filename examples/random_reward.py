@@ -3,7 +3,7 @@
 """A reward by the toss of a coin: the control of an experiment with GRPO.
 
 A model that gets better with the reward of its task, and not with this one, has learned from the reward. Whether a
-response is right is told honestly, so that `accuracy` means the same in both runs. In the configuration:
+response is right is reported honestly, so that `accuracy` means the same in both runs. In the configuration:
 
     env:
       name: callable

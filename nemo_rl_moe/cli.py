@@ -18,7 +18,7 @@ from nemo_rl_moe.errors import (
     EXIT_RUN_FAILED,
     ConfigurationError,
     GenerationError,
-    RoutingTapeError,
+    RoutingAnomalyError,
     TrainingDivergedError,
     UserError,
     WeightSyncError,
@@ -26,7 +26,7 @@ from nemo_rl_moe.errors import (
     escape_log_messages,
     exit_code_of_signal,
     printable,
-    tell,
+    report_error,
 )
 from nemo_rl_moe.routing.audit import command as audit_command
 from nemo_rl_moe.runs.report import command as report_command
@@ -54,7 +54,7 @@ examples:
   nemo-rl-moe report logs/sft_tiny_moe/exp_001
   nemo-rl-moe watch logs/sft_tiny_moe/exp_001
   nemo-rl-moe verify results/sft_tiny_moe
-  nemo-rl-moe audit my_run/tape
+  nemo-rl-moe audit my_run/capture
   nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=examples/assets/model_configs/Qwen3-1.7B
   nemo-rl-moe convert --from megatron --to hf --input results/sft_tiny_moe/step_50 --output exported
 """
@@ -93,14 +93,14 @@ def _run(words: Sequence[str], *, owns_process: bool) -> int:
     parser = _build_parser(training)
     options, rest = parser.parse_known_args(words)
     if training is None and options.command in OF_TRAINING:
-        return _told(lambda: _refuse(options.command, missing))
+        return _reported(lambda: _refuse(options.command, missing))
     flags = [word for word in rest if word.startswith("-")]
     if unknown := rest if options.command == "convert" else flags:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command in _OF_FOLDERS:
-        return _told(lambda: _look_at_folders(options, rest))
+        return _reported(lambda: _look_at_folders(options, rest))
     assert training is not None
-    return _told(partial(training.run, options, rest, owns_process=owns_process))
+    return _reported(partial(training.run, options, rest, owns_process=owns_process))
 
 
 def _training_commands() -> tuple[ModuleType | None, str]:
@@ -126,17 +126,17 @@ def _look_at_folders(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def _told(run: Callable[[], int]) -> int:
+def _reported(run: Callable[[], int]) -> int:
     """Run a command, print errors, and return the exit code."""
     try:
         return run()
     except UserError as error:
         for problem in error.problems:
-            tell(problem)
+            report_error(problem)
         _say_how_to_go_on(error)
         return error.exit_code
-    except (WorkerDiedError, WeightSyncError, GenerationError, RoutingTapeError, TrainingDivergedError) as error:
-        tell(error)
+    except (WorkerDiedError, WeightSyncError, GenerationError, RoutingAnomalyError, TrainingDivergedError) as error:
+        report_error(error)
         _say_how_to_go_on(error)
         return error.exit_code
     except KeyboardInterrupt:

@@ -75,7 +75,7 @@ class WorkerDiedError(RuntimeError):
     exit_code = EXIT_RUN_FAILED
 
 
-class EnvironmentFailedError(WorkerDiedError):
+class RewardWorkersFailedError(WorkerDiedError):
     """The environment's workers could score no response; carries the error text of the first. Exit code 1."""
 
 
@@ -95,7 +95,7 @@ class GenerationError(RuntimeError):
     exit_code = EXIT_RUN_FAILED
 
 
-class RoutingTapeError(RuntimeError):
+class RoutingAnomalyError(RuntimeError):
     """Routed experts that training has replayed are not those of their layers, tokens or sequences. Exit code 1."""
 
     exit_code = EXIT_RUN_FAILED
@@ -128,20 +128,20 @@ def printable(text: str, kept: str = "\n\t") -> str:
     return "".join(c if c in kept or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-LONGEST_TOLD = 3_000
+LONGEST_REPORTED = 3_000
 """Characters of a line of an error that are shown: keys, names and values may be as long as a file."""
 
 
-def tell(problem: object) -> None:
+def report_error(problem: object) -> None:
     """Print an error that ends the program to standard error as `error: ...`."""
     lines = [_cut(line) for line in printable(str(problem)).split("\n")]
     print("error: " + "\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _cut(line: str) -> str:
-    if len(line) <= LONGEST_TOLD:
+    if len(line) <= LONGEST_REPORTED:
         return line
-    return f"{line[: LONGEST_TOLD // 2]} [... {len(line):,} characters ...] {line[-LONGEST_TOLD // 4 :]}"
+    return f"{line[: LONGEST_REPORTED // 2]} [... {len(line):,} characters ...] {line[-LONGEST_REPORTED // 4 :]}"
 
 
 def escape_log_messages() -> None:
@@ -152,7 +152,7 @@ def escape_log_messages() -> None:
 
     def make_printable(*arguments: Any, **more: Any) -> logging.LogRecord:
         record = make(*arguments, **more)
-        with suppress(Exception):  # the library's own mistake; `logging` tells of it
+        with suppress(Exception):  # the library's own mistake; `logging` reports it
             record.msg, record.args = _cut(printable(record.getMessage())), ()
         return record
 

@@ -48,14 +48,14 @@ _DATA_HELP = """\
 Reads the training data with the tokenizer, the chat template and the lengths of the configuration, as a run does before
 it starts workers, and starts nothing. Shown are
 
-  sft   conversations: what is trained on, what is context, and what was cut off at policy.max_total_sequence_length
+  sft   conversations: what is trained on, what is context, and what was truncated at policy.max_total_sequence_length
   dpo   the chosen and the rejected response of each pair, with their prompt
   grpo  the prompts as the model gets them
 
 in the order of the data, not shuffled; and the numbers of samples and tokens, the longest, and what was left out: lines
 of the data, and parts of conversations that the chat template does not show, such as thinking of earlier turns. In a
 terminal the three kinds of tokens have colours; elsewhere, and where NO_COLOR is set, what is trained on stands in
-[[ ]] and what was cut off in {{ }}. Control characters of the data are written out.
+[[ ]] and what was truncated off in {{ }}. Control characters of the data are written out.
 
 examples:
   nemo-rl-moe data --config sft_tiny_moe.yaml

@@ -5,7 +5,7 @@
     python examples/assets/make_tiny_vision_models.py [FOLDER]
 
 What it writes depends on nothing but this file, and stands in examples/assets/tiny_internvl_moe and tiny_qwen3_vl_moe.
-Both take pictures of 32 x 32 pixels as 16 image tokens. Tokens are whole words: those of the task's questions and
+Both take images of 32 x 32 pixels as 16 image tokens. Tokens are whole words: those of the task's questions and
 answers. There is none for "unknown": a text with any other word is an error.
 """
 

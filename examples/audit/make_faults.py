@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Small tape folders, each with one silent failure of routing: the planted examples of docs/gallery.md.
+"""Small capture folders, each with one silent failure of routing: the planted examples of docs/gallery.md.
 
     python examples/audit/make_faults.py --output examples/audit/faults
 
@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
-from nemo_rl_moe.runs.folder.capture_folder import TapeWriter
-from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, TapeDescription, TapeSequence
+from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter
+from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, CaptureDescription, CapturedSequence
 
 Routes = Int[np.ndarray, "tokens layers topk"]
 NUM_LAYERS, NUM_EXPERTS, TOPK = 3, 8, 2
 NUM_SEQUENCES, NUM_TOKENS = 4, 80
-DESCRIPTION = TapeDescription(tuple(range(NUM_LAYERS)), NUM_EXPERTS, TOPK, "examples/audit/make_faults.py")
+DESCRIPTION = CaptureDescription(tuple(range(NUM_LAYERS)), NUM_EXPERTS, TOPK, "examples/audit/make_faults.py")
 FLIPPED = 0.02
 FIRST_STEP = 3
 
@@ -49,17 +49,17 @@ class Fault:
     Attributes:
         plant: Changes a step in place.
         num_healthy: Steps before it strikes.
-        num_struck: Steps that it strikes.
+        num_faulty: Steps that it strikes.
         num_writers: Data-parallel ranks, each with a file of its own and an equal share of the sequences.
     """
 
     plant: Callable[[Step], None]
     num_healthy: int = 1
-    num_struck: int = 1
+    num_faulty: int = 1
     num_writers: int = 1
 
 
-def drawn(generator: np.random.Generator, *shape: int, allowed: Sequence[int] = range(NUM_EXPERTS)) -> Routes:
+def sampled(generator: np.random.Generator, *shape: int, allowed: Sequence[int] = range(NUM_EXPERTS)) -> Routes:
     """Return the random rows of different experts out of those allowed, `[*shape, topk]`."""
     order = generator.random((*shape, len(allowed))).argsort(-1)[..., :TOPK]
     return np.asarray(allowed, dtype=np.int16)[order]
@@ -69,10 +69,10 @@ def healthy_step(generator: np.random.Generator, before: Sequence[Routes]) -> St
     """Return a step in which rollout and training route apart in `FLIPPED` of the rows."""
     step = Step([], [], before)
     for _ in range(NUM_SEQUENCES):
-        training = drawn(generator, NUM_TOKENS, NUM_LAYERS)
+        training = sampled(generator, NUM_TOKENS, NUM_LAYERS)
         rollout = training[:-1].copy()
         flipped = generator.random(rollout.shape[:2]) < FLIPPED
-        rollout[flipped] = drawn(generator, int(flipped.sum()))
+        rollout[flipped] = sampled(generator, int(flipped.sum()))
         step.training.append(training)
         step.rollout.append(rollout)
     return step
@@ -137,14 +137,14 @@ def _stale_experts(step: Step) -> None:
     generator = np.random.default_rng(int(step.training[0].sum()))
     for rows in step.rollout:
         changed = generator.random(rows.shape[:2]) < 0.2
-        rows[changed] = drawn(generator, int(changed.sum()))
+        rows[changed] = sampled(generator, int(changed.sum()))
 
 
 def _without(step: Step, layer: int, dead: int) -> None:
     generator = np.random.default_rng(int(step.training[0].sum()))
     others = [expert for expert in range(NUM_EXPERTS) if expert != dead]
     for rollout, training in zip(step.rollout, step.training, strict=True):
-        training[:, layer] = drawn(generator, len(training), allowed=others)
+        training[:, layer] = sampled(generator, len(training), allowed=others)
         rollout[:, layer] = training[:-1, layer]
 
 
@@ -169,21 +169,21 @@ FAULTS: dict[str, Fault] = {
     "swapped_sequences": Fault(_swapped_sequences),
     "out_of_range": Fault(_out_of_range),
     "duplicates": Fault(_duplicates),
-    "dropped_rows": Fault(_dropped_rows, num_struck=3, num_writers=2),
+    "dropped_rows": Fault(_dropped_rows, num_faulty=3, num_writers=2),
     "wrong_rank": Fault(_wrong_rank, num_writers=2),
-    "stale_experts": Fault(_stale_experts, num_healthy=6, num_struck=3),
-    "dead_expert": Fault(_dead_expert, num_healthy=6, num_struck=3),
-    "hot_expert": Fault(_hot_expert, num_healthy=6, num_struck=3),
+    "stale_experts": Fault(_stale_experts, num_healthy=6, num_faulty=3),
+    "dead_expert": Fault(_dead_expert, num_healthy=6, num_faulty=3),
+    "hot_expert": Fault(_hot_expert, num_healthy=6, num_faulty=3),
 }
 """By the name of their folder."""
 
 
 def write(folder: Path, name: str) -> None:
-    """Write the tape of one fault; `folder` must not hold one."""
+    """Write the capture of one fault; `folder` must not hold one."""
     fault = FAULTS[name]
     generator = np.random.default_rng(len(name))
     before: Sequence[Routes] = ()
-    for number in range(fault.num_healthy + fault.num_struck):
+    for number in range(fault.num_healthy + fault.num_faulty):
         step = healthy_step(generator, before)
         before = [rows.copy() for rows in step.rollout]
         if number >= fault.num_healthy:
@@ -191,14 +191,14 @@ def write(folder: Path, name: str) -> None:
         size = NUM_SEQUENCES // fault.num_writers
         for rank in range(fault.num_writers):
             sequences = [
-                TapeSequence(
+                CapturedSequence(
                     str(place),
                     NUM_TOKENS,
                     {"rollout_experts": step.rollout[place], "training_experts": step.training[place]},
                 )
                 for place in range(rank * size, (rank + 1) * size)
             ]
-            path = TapeWriter(folder, DESCRIPTION).write(FIRST_STEP + number, sequences)
+            path = CaptureFolderWriter(folder, DESCRIPTION).write(FIRST_STEP + number, sequences)
             path.replace(folder / f"step-{FIRST_STEP + number:08d}.rank{rank}-0.parquet")
 
 

@@ -59,16 +59,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     # Before torch is imported, here and in the runs' processes: threads that wait by spinning would take the core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from nemo_rl_moe.errors import GenerationError, RoutingTapeError, UserError, WeightSyncError, WorkerDiedError, tell
+    from nemo_rl_moe.errors import (
+        GenerationError,
+        RoutingAnomalyError,
+        UserError,
+        WeightSyncError,
+        WorkerDiedError,
+        report_error,
+    )
 
     try:
         return _tables(options.output) if options.command == "tables" else _run(options, words)
     except UserError as error:
         for problem in error.problems:
-            tell(problem)
+            report_error(problem)
         return error.exit_code
-    except (WorkerDiedError, WeightSyncError, GenerationError, RoutingTapeError) as error:
-        tell(error)
+    except (WorkerDiedError, WeightSyncError, GenerationError, RoutingAnomalyError) as error:
+        report_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
@@ -99,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--dry-run", action="store_true", help="say what would run, and how long; start nothing")
     run.add_argument("--job", type=int, help=argparse.SUPPRESS)
     run.add_argument("overrides", nargs="*", metavar="override", help="section.key=value, of all runs")
-    tables = commands.add_parser("tables", help="print the tables of the runs that are done, and draw the picture")
+    tables = commands.add_parser("tables", help="print the tables of the runs that are done, and draw the image")
     for command in (run, tables):
         command.add_argument(
             "--output", type=Path, default=OUTPUT, metavar="DIR", help="folder of the study (default: %(default)s)"
@@ -199,7 +206,7 @@ def _jobs(words: Sequence[str], count: int) -> int:
     try:
         return max(job.wait() for job in jobs)
     except KeyboardInterrupt:
-        return max(job.wait() for job in jobs)  # the terminal has told them too
+        return max(job.wait() for job in jobs)  # the terminal has reported them too
     finally:
         signal.signal(signal.SIGTERM, former)
 
@@ -212,10 +219,10 @@ def _session(options: argparse.Namespace, output: Path, pending: Sequence[Run], 
     data, model = _prepare(options, output)
     study = Study(output, model, data, options.overrides)
     for run in pending:
-        study.config(run)  # so that what is wrong with one is told before the first
+        study.config(run)  # so that what is wrong with one is reported before the first
     began = time.monotonic()
 
-    def tell_of(run: Run, result: Result) -> None:
+    def report_of(run: Run, result: Result) -> None:
         done = read_results(study.runs_folder, pending)
         left = [other for other in pending if other not in done]
         hours = hours_left(left, {options.grid: [other.seconds for other in done.values()]}, 1)
@@ -228,7 +235,7 @@ def _session(options: argparse.Namespace, output: Path, pending: Sequence[Run], 
         )
 
     with StopSignals() as stop_signals, running_ray(os.getpid() if options.job is None else options.job):
-        make_runs(study, pending, stop_signals, tell_of)
+        make_runs(study, pending, stop_signals, report_of)
     if (reason := stop_signals.reason()) is not None:
         print(f"stopped ({reason}); the same command goes on", flush=True)
         return 128 + signal.Signals[reason]
@@ -249,7 +256,7 @@ def _tables(output: Path) -> int:
     print(text)
     write_whole(output / "tables.md", text + "\n")
     if draw(results, output / "study.png"):
-        print(f"picture: {output / 'study.png'}")
+        print(f"image: {output / 'study.png'}")
     return 0
 
 

@@ -118,7 +118,7 @@ def claimed(study: Study, run: Run) -> Iterator[bool]:
 
 
 def make_runs(
-    study: Study, runs: Sequence[Run], stop_signals: StopSignals, tell: Callable[[Run, Result], None]
+    study: Study, runs: Sequence[Run], stop_signals: StopSignals, report_error: Callable[[Run, Result], None]
 ) -> None:
     """Make those runs that are neither done nor another process's, one after the other.
 
@@ -126,7 +126,7 @@ def make_runs(
         study: What they share.
         runs: In their order.
         stop_signals: A request to stop ends the present run after its step; it is made anew another time.
-        tell: Hears of each run that is done.
+        report: Hears of each run that is done.
 
     Raises:
         UserError: A configuration or an input cannot be used.
@@ -139,7 +139,7 @@ def make_runs(
             result = make_run(study, run, stop_signals)
             if result is None:
                 return
-            tell(run, result)
+            report_error(run, result)
 
 
 def make_run(study: Study, run: Run, stop_signals: StopSignals) -> Result | None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and picture of the routing study: means over seeds, and differences from `none`, paired by seed."""
+"""Tables and image of the routing study: means over seeds, and differences from `none`, paired by seed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ FACTORS = ("mismatch, median step", "mismatch, worst step", "largest ratio")
 """Measures that span powers of ten: their means are geometric, and they are compared as factors."""
 MAIN_MEASURE = "accuracy"
 PANELS = (MAIN_MEASURE, "mismatch, median step", "mismatch, worst step")
-"""Of the picture."""
+"""Of the image."""
 
 BySeed = dict[int, float]
 

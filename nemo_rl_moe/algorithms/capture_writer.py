@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Measured sequences of a run as a tape folder, which `nemo-rl-moe audit` reads."""
+"""Measured sequences of a run as a capture folder, which `nemo-rl-moe audit` reads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from nemo_rl_moe.distributed.stored_rows import Fetch, fetch_rows
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
-from nemo_rl_moe.runs.folder.capture_folder import TapeWriter
-from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence
+from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter
+from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
 
 _WRITER = "driver"
 PerToken = Float[Tensor, "sequences tokens"]
@@ -37,13 +37,13 @@ class MeasuredPass:
     routes: StoredColumn | None = None
 
 
-class TapeRecorder:
+class CaptureWriter:
     """Writer of the sequences that a run measures.
 
     Args:
-        folder: The tape folder.
+        folder: The capture folder.
         moe_configuration: Router settings that are in force.
-        warn: Told once when writing fails; the run goes on without its tape.
+        warn: Called once when writing fails; the run goes on without its capture.
         fetch: Fetches stored routes.
         is_exact: Engine and trainer compute in float32; what is measured has the weights of the rollout.
     """
@@ -59,7 +59,7 @@ class TapeRecorder:
     ):
         self._folder, self._moe, self._warn, self._fetch = folder, moe_configuration, warn, fetch
         self._is_exact = is_exact
-        self._writer: TapeWriter | None = None
+        self._writer: CaptureFolderWriter | None = None
         self._failed = False
 
     def write(
@@ -87,15 +87,15 @@ class TapeRecorder:
         try:
             assert own.routes is not None
             sequences = self._sequences(sample, trajectories, own, replayed, repeated)
-            self._writer = self._writer or TapeWriter(self._folder, self._description(own.routes), _WRITER)
+            self._writer = self._writer or CaptureFolderWriter(self._folder, self._description(own.routes), _WRITER)
             # A file has the columns that all of its sequences have.
             for some in filter(None, (sequences[:part], sequences[part:])):
                 self._writer.write(step, some)
         except (OSError, ValueError, DataError, pa.ArrowException) as error:
             self._failed = True
-            self._warn(f"{self._folder}: cannot be written, no further tape is saved: {error}")
+            self._warn(f"{self._folder}: cannot be written, no further capture is saved: {error}")
 
-    def _description(self, routes: StoredColumn) -> TapeDescription:
+    def _description(self, routes: StoredColumn) -> CaptureDescription:
         num_layers, topk = routes.row_shape
         frequency = self._moe.get("moe_layer_freq") or 1
         if isinstance(frequency, list):
@@ -103,7 +103,7 @@ class TapeRecorder:
         else:
             layers = [frequency * place for place in range(num_layers)]
         num_experts = int(self._moe["num_moe_experts"])
-        return TapeDescription(tuple(layers), num_experts, topk, "nemo-rl-moe grpo", self._is_exact)
+        return CaptureDescription(tuple(layers), num_experts, topk, "nemo-rl-moe grpo", self._is_exact)
 
     def _sequences(
         self,
@@ -112,7 +112,7 @@ class TapeRecorder:
         own: MeasuredPass,
         replayed: PerToken | None,
         repeated: MeasuredPass,
-    ) -> list[TapeSequence]:
+    ) -> list[CapturedSequence]:
         advantages = sample.columns["advantages"]
         logprobs = {
             "rollout_logprobs": sample.columns["generation_logprobs"].values,
@@ -139,7 +139,7 @@ class TapeRecorder:
             }
             of_tokens |= {name: values[row, :length].numpy() for name, values in logprobs.items() if row < len(values)}
             of_tokens |= {name: rows[row][:length] for name, rows in experts.items() if row < len(rows)}
-            found.append(TapeSequence(f"{trajectory.sample_id} ({row})", length, of_tokens, trajectory.reward))
+            found.append(CapturedSequence(f"{trajectory.sample_id} ({row})", length, of_tokens, trajectory.reward))
         return found
 
     def _fetched(self, sample: TokenBatch, column: StoredColumn | None) -> np.ndarray:

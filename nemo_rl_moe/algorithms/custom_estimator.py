@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.config.user_code import described, import_function, is_own
+from nemo_rl_moe.config.user_code import described, import_function, is_custom
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.rl.estimators import ESTIMATORS
 from nemo_rl_moe.rl.estimators.interface import Estimator, EstimatorInputs
@@ -24,7 +24,7 @@ def find_estimator(name: str) -> Estimator:
 
     The function is taken to compare the responses of a group. It is imported when it is first called.
     """
-    return Estimator(name, partial(custom_advantages, name)) if is_own(name) else ESTIMATORS[name]
+    return Estimator(name, partial(custom_advantages, name)) if is_custom(name) else ESTIMATORS[name]
 
 
 def custom_advantages(
@@ -86,7 +86,7 @@ def check_estimator(config: GRPOMasterConfig) -> None:
         ConfigurationError: There is no such function, it raises, or what it returns is no advantages.
     """
     name = config.grpo.adv_estimator.name
-    if not is_own(name):
+    if not is_custom(name):
         return
     try:
         custom_advantages(name, _tried_inputs(config))

@@ -50,7 +50,7 @@ class EvaluationSummary:
 def estimate(of_prompts: Float[Tensor, " prompts"]) -> Estimate:
     """Return the mean over prompts, and its standard error.
 
-    Prompts are what was drawn independently: responses to one prompt are alike, and count as one observation, their
+    Prompts are what was sampled independently: responses to one prompt are alike, and count as one observation, their
     mean. The error is `s / sqrt(n)` with the sample's standard deviation `s` of `n` prompts (the clustered standard
     error of Miller, https://arxiv.org/abs/2411.00640, for clusters of one size).
 
@@ -86,7 +86,7 @@ def summarise_evaluation(
 
     Args:
         trajectories: Group after group.
-        num_generations: Responses to each prompt, `n`. pass@k is told for 1, the powers of two up to `n`, and `n`.
+        num_generations: Responses to each prompt, `n`. pass@k is reported for 1, the powers of two up to `n`, and `n`.
         threshold: Least reward of a response that passes; None: the environment's own judgement.
         failures: Says whose rewards count.
     """

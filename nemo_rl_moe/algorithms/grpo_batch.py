@@ -168,7 +168,7 @@ def add_logprobs(config: GRPOMasterConfig, policy: PolicyInterface, batch: Token
     """Return the batch with the log-probabilities that loss or rewards need: before the first update, of the
     reference.
     """
-    without_tape = batch.without_stored(ROUTED_EXPERTS)
+    without_capture = batch.without_stored(ROUTED_EXPERTS)
     if not ratio_is_one(config) or config.loss_fn.use_kl_in_reward:
         policy.prepare_for_logprobs(clock)
         with clock.phase("logprobs"):
@@ -177,25 +177,25 @@ def add_logprobs(config: GRPOMasterConfig, policy: PolicyInterface, batch: Token
     if config.loss_fn.reference_policy_kl_penalty > 0:
         policy.prepare_for_logprobs(clock)
         with clock.phase("reference_logprobs"):
-            batch = batch.with_columns(reference_logprobs=per_token(policy.reference_logprobs(without_tape)))
+            batch = batch.with_columns(reference_logprobs=per_token(policy.reference_logprobs(without_capture)))
     return batch
 
 
 def old_logprobs(
     config: GRPOMasterConfig, policy: PolicyInterface, batch: TokenBatch
 ) -> tuple[Float[Tensor, "batch sequence"], TokenBatch]:
-    """Return the log-probabilities by the policy before the first update, and the batch with the tape that training
+    """Return the log-probabilities by the policy before the first update, and the batch with the capture that training
     replays.
     """
     replay = config.policy.megatron_cfg.routing_replay
     if replay == "rollout":
         # Under replay the old policy is that of the replayed experts too: otherwise no ratio would begin at 1.
         return policy.logprobs(batch), batch
-    without_tape = batch.without_stored(ROUTED_EXPERTS)
+    without_capture = batch.without_stored(ROUTED_EXPERTS)
     if replay == "none":
-        return policy.logprobs(without_tape), batch
-    logprobs, tape = policy.logprobs_and_routes(without_tape)
-    return logprobs, without_tape if tape is None else without_tape.with_stored(ROUTED_EXPERTS, tape)
+        return policy.logprobs(without_capture), batch
+    logprobs, capture = policy.logprobs_and_routes(without_capture)
+    return logprobs, without_capture if capture is None else without_capture.with_stored(ROUTED_EXPERTS, capture)
 
 
 def ratio_is_one(config: GRPOMasterConfig) -> bool:

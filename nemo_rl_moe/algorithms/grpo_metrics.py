@@ -71,7 +71,7 @@ class Validator:
         config: The `grpo` section.
         worker: Makes trajectories.
         prompts: The held-out prompts.
-        sampling: How training responses are drawn; validation has a temperature of its own.
+        sampling: How training responses are sampled; validation has a temperature of its own.
         failures: Treatment of responses that the environment failed to score: they are not right, and their rewards
             count as in training.
 

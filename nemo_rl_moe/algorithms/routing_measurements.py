@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.capture_writer import MeasuredPass, TapeRecorder
+from nemo_rl_moe.algorithms.capture_writer import CaptureWriter, MeasuredPass
 from nemo_rl_moe.algorithms.run_observers import RunObserver
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig, RoutingMeasurementsConfig
 from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch
@@ -38,16 +38,16 @@ class _Measured:
     """Results of the passes before the updates of a step, which those after them are compared with.
 
     Attributes:
-        sample: The sequences, without a tape.
-        own_tape: Experts that the routers chose.
-        tape: Those of the rollout; None where it has none.
-        generation: Log-probabilities of the trained tokens by the engine that drew them.
+        sample: The sequences, without a capture.
+        own_capture: Experts that the routers chose.
+        capture: Those of the rollout; None where it has none.
+        generation: Log-probabilities of the trained tokens by the engine that sampled them.
         replayed: By the trainer, with the experts of the rollout; None without them.
     """
 
     sample: TokenBatch
-    own_tape: StoredColumn
-    tape: StoredColumn | None
+    own_capture: StoredColumn
+    capture: StoredColumn | None
     generation: Float[np.ndarray, " tokens"]
     replayed: Float[np.ndarray, " tokens"] | None
 
@@ -59,14 +59,14 @@ class RoutingMeasurements(RunObserver):
         config: How often, and on how much.
         loss: Has the limits of the ratio.
         policy: What is trained.
-        engine: Drew the tokens.
+        engine: Sampled the tokens.
         temperature: Of its sampling.
         max_tokens: Of a sequence.
         seed: Decides which sequences are measured, with the step.
         updates_per_step: With several, the policy at the end of a step is measured too.
         replays: Training replays the experts of the rollout: the log-probabilities of its loss are those.
         has_reference: The policy keeps a reference model.
-        tape: Keeps what is measured; None: nobody does.
+        capture: Keeps what is measured; None: nobody does.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class RoutingMeasurements(RunObserver):
         updates_per_step: int,
         replays: bool,
         has_reference: bool,
-        tape: TapeRecorder | None = None,
+        capture: CaptureWriter | None = None,
     ):
         self._config, self._policy, self._engine = config, policy, engine
         self._limits = RatioLimits(1 - loss.ratio_clip_min, 1 + loss.ratio_clip_max)
         self._temperature, self._max_tokens, self._seed = temperature, max_tokens, seed
         self._several_updates = updates_per_step > 1
         self._replays, self._has_reference = replays, has_reference
-        self._tape = tape
+        self._capture = capture
         self._before: _Measured | None = None
 
     def before_update(
@@ -99,8 +99,8 @@ class RoutingMeasurements(RunObserver):
 
         Args:
             step: Counted from 1.
-            batch: The step's, with the rollouts' tape where there is one.
-            trajectories: It was made of; needed where a tape is saved.
+            batch: The step's, with the rollouts' capture where there is one.
+            trajectories: It was made of; needed where a capture is saved.
             clock: Gets the phase `routing_measurements`.
 
         Returns:
@@ -115,7 +115,7 @@ class RoutingMeasurements(RunObserver):
             if not chosen:
                 return {}
             sample = batch.select(chosen)
-            kept = [] if self._tape is None else [trajectories[row] for row in chosen]
+            kept = [] if self._capture is None else [trajectories[row] for row in chosen]
             return with_moe_prefix(self._measure(step, sample, kept))
 
     def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
@@ -129,11 +129,11 @@ class RoutingMeasurements(RunObserver):
             return {}
         with clock.phase(PHASE):
             mask = _targets(before.sample)
-            moved = self._policy.compare_routes(before.sample.with_stored(ROUTED_EXPERTS, before.own_tape))
+            moved = self._policy.compare_routes(before.sample.with_stored(ROUTED_EXPERTS, before.own_capture))
             metrics = with_prefix("routing_drift", moved.differences("of_step"))
-            if self._several_updates and before.replayed is not None and before.tape is not None:
+            if self._several_updates and before.replayed is not None and before.capture is not None:
                 own = _of_targets(moved.logprobs, mask)
-                replayed = self._logprobs(before.sample.with_stored(ROUTED_EXPERTS, before.tape), mask)
+                replayed = self._logprobs(before.sample.with_stored(ROUTED_EXPERTS, before.capture), mask)
                 parts = split_gap(before.generation, before.replayed, own, replayed)
                 metrics |= with_prefix("routing_split_end", split_metrics(parts, self._limits))
             return with_moe_prefix(metrics)
@@ -184,17 +184,17 @@ class RoutingMeasurements(RunObserver):
     def _measure(self, step: int, sample: TokenBatch, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         mask = _targets(sample)
         bare = sample.without_stored(ROUTED_EXPERTS)
-        logprobs, own_tape = self._policy.logprobs_and_routes(bare)
-        if own_tape is None:  # a model without MoE layers
+        logprobs, own_capture = self._policy.logprobs_and_routes(bare)
+        if own_capture is None:  # a model without MoE layers
             return {}
         own = _of_targets(logprobs, mask)
         generation = _of_targets(sample.columns["generation_logprobs"].values, mask)
-        metrics = self._noise(bare.with_stored(ROUTED_EXPERTS, own_tape), logprobs)
+        metrics = self._noise(bare.with_stored(ROUTED_EXPERTS, own_capture), logprobs)
         if self._has_reference:
-            reference = self._policy.compare_routes(bare.with_stored(ROUTED_EXPERTS, own_tape), reference=True)
+            reference = self._policy.compare_routes(bare.with_stored(ROUTED_EXPERTS, own_capture), reference=True)
             metrics |= with_prefix("routing_drift", reference.differences("from_reference"))
-        tape, replayed, of_replay = sample.stored.get(ROUTED_EXPERTS), None, None
-        if tape is not None:
+        capture, replayed, of_replay = sample.stored.get(ROUTED_EXPERTS), None, None
+        if capture is not None:
             of_replay = self._policy.logprobs(sample)
             replayed = _of_targets(of_replay, mask)
             parts = split_gap(generation, replayed, own)
@@ -203,11 +203,11 @@ class RoutingMeasurements(RunObserver):
             in_force = gap_metrics(parts["numerics"] if self._replays else parts["total"])
             metrics |= {f"routing_split/{name}_in_force": in_force[name] for name in ("mean_abs", "kl")}
             metrics["routing_split/tokens"] = float(len(own))
-        if self._tape is not None:
+        if self._capture is not None:
             again = self._policy.logprobs_and_routes(bare.select(_noise_rows(bare)), one_at_a_time=True)
-            own_pass, repeated = MeasuredPass(logprobs, own_tape), MeasuredPass(*again)
-            self._tape.write(step, sample, trajectories, own_pass, of_replay, repeated)
-        self._before = _Measured(bare, own_tape, tape, generation, replayed)
+            own_pass, repeated = MeasuredPass(logprobs, own_capture), MeasuredPass(*again)
+            self._capture.write(step, sample, trajectories, own_pass, of_replay, repeated)
+        self._before = _Measured(bare, own_capture, capture, generation, replayed)
         return metrics
 
     def _noise(self, own: TokenBatch, logprobs: Float[Tensor, "sequences tokens"]) -> dict[str, float]:
@@ -215,7 +215,7 @@ class RoutingMeasurements(RunObserver):
         own.
 
         Args:
-            own: The sample, with the experts of the first pass as its tape.
+            own: The sample, with the experts of the first pass as its capture.
             logprobs: Of that pass.
         """
         rows = _noise_rows(own)
@@ -232,7 +232,7 @@ class RoutingMeasurements(RunObserver):
 
 
 def sampled_sequences(batch: TokenBatch, share: float, seed: Sequence[int]) -> list[int]:
-    """Return the sequences with trained tokens that hold together a share of these, drawn at random; at least one.
+    """Return the sequences with trained tokens that hold together a share of these, sampled at random; at least one.
 
     Args:
         batch: The step's.

@@ -5,7 +5,7 @@
 from collections.abc import Iterable, Sequence
 
 from nemo_rl_moe.distributed.batch import TokenBatch
-from nemo_rl_moe.errors import RoutingTapeError
+from nemo_rl_moe.errors import RoutingAnomalyError
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
@@ -55,18 +55,18 @@ def joined(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     return {name: value for metrics in parts for name, value in metrics.items()}
 
 
-class TapeVolume(RunObserver):
-    """Metric `moe/routing/tape_bytes`: size of a batch's routed experts."""
+class CaptureVolume(RunObserver):
+    """Metric `moe/routing/captured_bytes`: size of a batch's routed experts."""
 
     def before_update(
         self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
     ) -> dict[str, float]:
         """Return the size in bytes; no metric of a batch without routed experts."""
-        size = tape_bytes(batch)
-        return {} if size is None else {"moe/routing/tape_bytes": float(size)}
+        size = captured_bytes(batch)
+        return {} if size is None else {"moe/routing/captured_bytes": float(size)}
 
 
-class TapeWatch(RunObserver):
+class RoutingAnomalyWatch(RunObserver):
     """End of a run that replays routed experts which cannot be right.
 
     Args:
@@ -80,14 +80,14 @@ class TapeWatch(RunObserver):
         """Look at the anomalies of the step.
 
         Raises:
-            RoutingTapeError: There are some, and the run is to end.
+            RoutingAnomalyError: There are some, and the run is to end.
         """
         report = ROUTING.of(result.artifacts)
         if report is not None and report.anomalies and self._stops:
             found = "; ".join(anomaly.text for anomaly in report.anomalies[:_MOST_SHOWN])
             num_more = len(report.anomalies) - _MOST_SHOWN
             more = f"; and {num_more} more" if num_more > 0 else ""
-            raise RoutingTapeError(f"replayed experts cannot be right ({ANOMALY_KEY}: stop): {found}{more}")
+            raise RoutingAnomalyError(f"replayed experts cannot be right ({ANOMALY_KEY}: stop): {found}{more}")
         return {}
 
 
@@ -128,7 +128,7 @@ def checked_refits(check: RefitCheck | None, engine: GenerationEngine) -> list[R
     return [CheckedRefits(check, engine)]
 
 
-def tape_bytes(batch: TokenBatch) -> int | None:
+def captured_bytes(batch: TokenBatch) -> int | None:
     """Return the size of a batch's routed experts; None without any."""
-    tape = batch.stored.get(ROUTED_EXPERTS)
-    return None if tape is None else sum(rows.num_bytes for rows in tape.rows if rows is not None)
+    capture = batch.stored.get(ROUTED_EXPERTS)
+    return None if capture is None else sum(rows.num_bytes for rows in capture.rows if rows is not None)

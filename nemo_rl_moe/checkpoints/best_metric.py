@@ -15,7 +15,7 @@ class BestMetric:
     def __init__(self, settings: CheckpointingConfig, warn: Callable[[str], None]):
         self._settings = settings
         self._warn = warn
-        self._has_told = False
+        self._has_reported = False
 
     def value(self, step: int, metrics: Mapping[str, float]) -> float | None:
         """Return the metric's value at a step; None where it was not measured.
@@ -30,10 +30,10 @@ class BestMetric:
         value = metrics.get(f"{source}/{rest}")
         if value is not None:
             return float(value)
-        if self._settings.keep_top_k is not None and not self._has_told:
+        if self._settings.keep_top_k is not None and not self._has_reported:
             measured = [f"{source}:{key.removeprefix(f'{source}/')}" for key in metrics if key.startswith(f"{source}/")]
-            if measured:  # otherwise the step has no validation, which the run has told at its start
-                self._has_told = True
+            if measured:  # otherwise the step has no validation, which the run has reported at its start
+                self._has_reported = True
                 self._warn(self._missing(name, step, measured))
         return None
 

@@ -18,7 +18,7 @@ from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.masking import masked
 
-_NOT_TOLD = (
+_NOT_REPORTED = (
     "logger.",
     "checkpointing.",
     "cluster.worker_call_timeout_s",
@@ -68,7 +68,7 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
     return {
         key: (old.get(key, _ABSENT), new.get(key, _ABSENT))
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not key.startswith(_NOT_TOLD)
+        if old.get(key) != new.get(key) and not key.startswith(_NOT_REPORTED)
     }
 
 
@@ -97,8 +97,8 @@ def other_experiment(algorithm: Algorithm, changes: Mapping[str, tuple[str, str]
 
 def changes_line(changes: Mapping[str, tuple[str, str]]) -> str | None:
     """Return a warning with all changed keys except the layout's; None without changes."""
-    told = [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in _LAYOUT]
-    return f"the configuration differs from the checkpoint's: {'; '.join(told)}" if told else None
+    reported = [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in _LAYOUT]
+    return f"the configuration differs from the checkpoint's: {'; '.join(reported)}" if reported else None
 
 
 def layout_line(before: Mapping[str, int], now: Mapping[str, int]) -> str | None:

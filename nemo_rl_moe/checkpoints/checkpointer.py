@@ -22,7 +22,7 @@ from nemo_rl_moe.config.schema_run import POLICY_ROLE, CheckpointingConfig
 from nemo_rl_moe.errors import CheckpointSaveError
 from nemo_rl_moe.runs.folder.folder import read_run_id
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 _CLOSING_S = 5.0
 _UNRECORDED = "the records of its steps (metrics.jsonl) cannot be written"
 
@@ -62,8 +62,8 @@ class Checkpointer:
         models: Mapping[str, SavedModel],
         settings: CheckpointingConfig,
         describe: Callable[[], RunDescription],
-        warn: Tell,
-        message: Tell,
+        warn: Report,
+        message: Report,
         records_are_on_disk: Callable[[], bool] = lambda: True,
         write_beside: Callable[[Path], None] = lambda folder: None,
     ):

@@ -217,7 +217,7 @@ def global_batch_divides(config: MasterConfig) -> Iterator[str]:
     policy = config.policy
     size, copies = policy.train_global_batch_size, config.data_parallel_size
     if copies == 0 or config.cluster.world_size % policy.megatron_cfg.model_parallel_size:
-        return  # told by model_parallel_fits_world
+        return  # reported by model_parallel_fits_world
     by_tokens = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
     unit = copies if by_tokens else copies * policy.train_micro_batch_size
     if size % unit:

@@ -7,7 +7,7 @@ from math import gcd
 
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
-from nemo_rl_moe.config.user_code import is_own
+from nemo_rl_moe.config.user_code import is_custom
 from nemo_rl_moe.rl.aggregation import AGGREGATION_RULES
 from nemo_rl_moe.rl.corrections import CORRECTION_RULES
 from nemo_rl_moe.rl.estimators.rules import ESTIMATOR_RULES
@@ -74,7 +74,7 @@ def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
     name = config.env.name
     if name in ("reasoning_gym", "callable") and getattr(config.env, name) is None:
         yield f"env.{name}: null, but env.name is {name}, which reads that section"
-    if config.env.parameters and not is_own(name):
+    if config.env.parameters and not is_custom(name):
         yield (
             f"env.parameters: got {', '.join(map(str, config.env.parameters))}, expected {{}} with env.name {name}:"
             " they are the arguments of an environment of your own"
@@ -95,8 +95,8 @@ def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
             yield f"data.{name}.num_items: null, expected how many prompts to draw, as data.{name}.path is null"
 
 
-def drawn_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the seeds of drawn prompts: validation has its own."""
+def sampled_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
+    """Yield the seeds of sampled prompts: validation has its own."""
     train, validation = config.data.train, config.data.validation
     if validation is None or train.path is not None or validation.path is not None:
         return
@@ -136,7 +136,7 @@ def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]
         yield f"{key}: got no name, expected a weight for each reward, such as {{accuracy: 1.0, format: 0.5}}, or null"
     elif not any(weights.values()):
         yield f"{key}: all weights are 0, so that nothing would be trained"
-    if not config.env.is_own and config.env.rollout is None:
+    if not config.env.is_custom and config.env.rollout is None:
         yield (
             f"{key}: got {', '.join(weights)}, expected null with env.name {config.env.name}, which gives one reward;"
             " callable gives several"
@@ -240,7 +240,7 @@ GRPO_RULES = (
     prompts_have_a_source,
     ranks_may_have_different_numbers_of_tokens,
     template_has_a_place_for_the_prompt,
-    drawn_prompts_are_held_out,
+    sampled_prompts_are_held_out,
     greedy_validation_asks_once,
     dynamic_sampling_has_a_second_round,
     named_rewards_come_from_somewhere,

@@ -49,7 +49,7 @@ def metric_is_measured(config: LoopMasterConfig) -> Iterator[str]:
     if not settings.enabled or settings.keep_top_k is None or metric is None or not metric.startswith("val:"):
         return  # nothing is chosen, or by what every step has
     if config.data.validation is None:
-        return  # the newest are kept, as `notices.validation_is_off` tells
+        return  # the newest are kept, as `notices.validation_is_off` reports
     name, loop = loop_section(config)
     if loop.val_period == 0 and not loop.val_at_end:
         yield (
@@ -123,7 +123,7 @@ CHECKPOINTING_RULES = (
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Tell a folder from a name on the hub, which has no leading dot or slash and at most one slash.
+    """Report a folder from a name on the hub, which has no leading dot or slash and at most one slash.
 
     A name below an existing folder means a folder too: asking the hub for a mistyped one takes half a minute.
     """

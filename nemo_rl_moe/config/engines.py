@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pydantic import BaseModel, Field, create_model
 
 from nemo_rl_moe.config.engine import Engine
-from nemo_rl_moe.config.schema_base import OwnCode, StrictModel
+from nemo_rl_moe.config.schema_base import CustomCode, StrictModel
 from nemo_rl_moe.config.user_code import described, import_attribute
 from nemo_rl_moe.errors import ConfigurationError
 
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     EngineName = str
     EngineSections = StrictModel
 else:
-    EngineName = Literal[tuple(BUILT_IN)] | OwnCode
+    EngineName = Literal[tuple(BUILT_IN)] | CustomCode
     EngineSections = create_model(
         "EngineSections",
         __base__=StrictModel,

@@ -17,7 +17,7 @@ from nemo_rl_moe.config.nemo_rl_translation import Translation
 from nemo_rl_moe.config.overrides import apply_overrides, resolve
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.shipped_models import with_shipped_models
-from nemo_rl_moe.config.user_code import is_own
+from nemo_rl_moe.config.user_code import is_custom
 from nemo_rl_moe.config.validation import known_keys, validate
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.masking import MASK, masked, masks_in
@@ -121,7 +121,7 @@ def _with_section_of_engine(schema: type[ConfigT], values: Mapping[str, Any]) ->
     """Return the schema with the section of the engine that the values name, or the problem with that engine."""
     generation = values["policy"].get("generation") if isinstance(values.get("policy"), Mapping) else None
     backend = generation.get("backend") if isinstance(generation, Mapping) else None
-    if not (isinstance(backend, str) and is_own(backend)):
+    if not (isinstance(backend, str) and is_custom(backend)):
         return schema, []
     try:
         return with_section_of(schema, find_engine(backend)), []

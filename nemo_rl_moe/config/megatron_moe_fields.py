@@ -95,8 +95,8 @@ class MoeTransformerFields(StrictModel):
     moe_router_force_load_balancing: bool = _unset()
     """For benchmarks and drills only: random logits, the router's own are thrown away."""
     moe_router_force_biased: float | None = _unset()
-    """For benchmarks and drills only: standard deviation of a random bias on each expert, the same on all ranks, drawn
-    anew in each forward; negative: drawn once a layer and kept, its absolute value the deviation."""
+    """For benchmarks and drills only: standard deviation of a random bias on each expert, the same on all ranks,
+    sampled anew in each forward; negative: sampled once a layer and kept, its absolute value the deviation."""
     moe_router_fusion: bool = _unset()
     """Fused routing kernels of Transformer Engine."""
     moe_router_padding_for_quantization: bool | None = _unset()

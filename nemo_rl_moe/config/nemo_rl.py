@@ -104,10 +104,10 @@ def _translate_key(translation: Translation, key: str, values: Mapping[str, Any]
     if row is None:
         translation.without.append(f"{key}: {shown(value)}: not a key that this translator knows")
     elif row.ours is None:
-        _tell(translation, key, value, row.off, row.note)
+        _report(translation, key, value, row.off, row.note)
     elif row.ours not in _keys_of(translation.algorithm):
         idle = values.get(row.repeats) if row.repeats else row.off
-        _tell(translation, key, value, idle, f"{row.ours} is no key of {translation.algorithm}")
+        _report(translation, key, value, idle, f"{row.ours} is no key of {translation.algorithm}")
     elif row.convert is None:
         return True
     else:
@@ -115,7 +115,7 @@ def _translate_key(translation: Translation, key: str, values: Mapping[str, Any]
     return False
 
 
-def _tell(translation: Translation, key: str, value: Any, off: Any, why: str) -> None:
+def _report(translation: Translation, key: str, value: Any, off: Any, why: str) -> None:
     """Report a key without a counterpart, as idle where it asks for nothing."""
     if value in (None, False, 0, "", off) or value in ({}, []):
         translation.idle.append(f"{key}: {shown(value)}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nemo_rl_moe.config.nemo_rl_keys_run import PICTURE_ENVIRONMENTS
+from nemo_rl_moe.config.nemo_rl_keys_run import IMAGE_ENVIRONMENTS
 from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation, shown
 
 Form = Literal["answers", "conversations", "pairs"]
@@ -63,7 +63,7 @@ DATASETS = {
     ),
     "geometry3k": KnownDataset("hiyouga/geometry3k", "problem", image_key="images"),
     "refcoco": KnownDataset(
-        "jxu124/refcoco", image_key="images", to_do="it has no pictures in it: write records with `images` and `answer`"
+        "jxu124/refcoco", image_key="images", to_do="it has no images in it: write records with `images` and `answer`"
     ),
     "Tulu3Preference": KnownDataset("allenai/llama-3.1-tulu-3-8b-preference-mixture", form="pairs"),
 }
@@ -174,7 +174,7 @@ def environment_of(theirs: Theirs) -> str:
     named = _of(theirs, "train", "env_name")
     if named is None:
         keys = ("data.train.dataset_name", "data.default.dataset_name", "data.dataset_name")
-        named = next((name for key in keys if (name := theirs.get(key)) in PICTURE_ENVIRONMENTS), "math")
+        named = next((name for key in keys if (name := theirs.get(key)) in IMAGE_ENVIRONMENTS), "math")
     return str(named)
 
 

@@ -3,11 +3,11 @@
 """Rules of a translation from NeMo-RL for GRPO: advantages, lengths, the loss, engines that generate, rewards."""
 
 from nemo_rl_moe.config.nemo_rl_data import environment_of
-from nemo_rl_moe.config.nemo_rl_keys_run import PICTURE_ENVIRONMENTS
+from nemo_rl_moe.config.nemo_rl_keys_run import IMAGE_ENVIRONMENTS
 from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation
 from nemo_rl_moe.rl.estimators import ESTIMATORS
 
-BUILT_IN_SCORERS = ("math", "exact", "reasoning_gym", "callable")
+BUILT_IN_REWARD_FUNCTIONS = ("math", "exact", "reasoning_gym", "callable")
 NO_BOUND = 1.0e9
 """Bound that no importance-sampling ratio reaches: they end at e^20."""
 
@@ -142,9 +142,10 @@ def environment(theirs: Theirs, translation: Translation) -> None:
     if name == "math":
         translation.values["env.name"] = "math"
         translation.values["env.num_workers"] = theirs.get("env.math.num_workers", 8)
-    elif name not in PICTURE_ENVIRONMENTS:
+    elif name not in IMAGE_ENVIRONMENTS:
         translation.obstacles.append(
-            f"data.train.env_name: {name}: no such environment; name one of {', '.join(BUILT_IN_SCORERS)}, or yours, as"
+            f"data.train.env_name: {name}: no such environment; name one of"
+            f" {', '.join(BUILT_IN_REWARD_FUNCTIONS)}, or yours, as"
             " env.name: docs/adding-an-environment.md"
         )
     number = theirs.get("logger.num_val_samples_to_print")
@@ -153,23 +154,23 @@ def environment(theirs: Theirs, translation: Translation) -> None:
 
 
 _ANSWER = "<answer>"
-_REWARDS_OF_PICTURES = {"exact_alnum": "exact", "math_expr": "math"}
-"""Their reward functions for pictures that have a counterpart, to the environment that it is."""
+_REWARDS_OF_IMAGES = {"exact_alnum": "exact", "math_expr": "math"}
+"""Their reward functions for images that have a counterpart, to the environment that it is."""
 
 
-def pictures(theirs: Theirs, translation: Translation) -> None:
-    """Rewards of pictures with questions."""
+def images(theirs: Theirs, translation: Translation) -> None:
+    """Rewards of images with questions."""
     values, chosen = translation.values, environment_of(theirs)
-    if chosen not in PICTURE_ENVIRONMENTS:
+    if chosen not in IMAGE_ENVIRONMENTS:
         return
     section = f"env.{chosen}"
     functions = theirs.get(f"{section}.reward_functions", [])
     weights = {function["name"]: function.get("weight", 1.0) for function in functions}
     values["env.num_workers"] = theirs.get(f"{section}.num_workers", 8)
-    known = [name for name in weights if name in _REWARDS_OF_PICTURES]
+    known = [name for name in weights if name in _REWARDS_OF_IMAGES]
     for name, weight in weights.items():
         if [name] == known:
-            ours = _REWARDS_OF_PICTURES[name]
+            ours = _REWARDS_OF_IMAGES[name]
             values |= {"env.name": ours, "env.answer_after": _ANSWER}
             translation.changed.append(
                 f"{section}.reward_functions: {name}: env.name {ours}: of all that follows the last {_ANSWER}; ask for"
@@ -184,4 +185,4 @@ def pictures(theirs: Theirs, translation: Translation) -> None:
             )
 
 
-GRPO_RULES = (estimator, lengths, policy_loss, generation, environment, pictures)
+GRPO_RULES = (estimator, lengths, policy_loss, generation, environment, images)

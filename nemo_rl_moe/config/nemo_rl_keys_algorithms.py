@@ -130,7 +130,7 @@ ALGORITHM_ROWS: tuple[Row, ...] = (
     *no_counterpart(
         "grpo", "`grpo.use_dynamic_sampling` draws other prompts instead", "zero_variance_prompt_filtering"
     ),
-    *no_counterpart("grpo", "the trainer stores pictures once, always", "deduplicate_multimodal_data", off=True),
+    *no_counterpart("grpo", "the trainer stores images once, always", "deduplicate_multimodal_data", off=True),
     *no_counterpart("grpo", "no such metrics", "debug_payload_metrics"),
     *no_counterpart("grpo", "no tools", "invalid_tool_call_advantage", "malformed_thinking_advantage"),
     *no_counterpart("grpo.async_grpo", "rollouts and training take turns", "*"),

@@ -4,8 +4,8 @@
 
 from nemo_rl_moe.config.nemo_rl_row import ENGINE, Row, no_counterpart, same_names
 
-PICTURE_ENVIRONMENTS = ("clevr-cogent", "geometry3k", "refcoco")
-"""Environments of theirs for pictures with questions."""
+IMAGE_ENVIRONMENTS = ("clevr-cogent", "geometry3k", "refcoco")
+"""Environments of theirs for images with questions."""
 PLACE_OF_ENGINES = "cluster.roles.generation"
 """Machines of engines that are not the policy's."""
 _VLLM = "policy.generation.vllm_cfg"
@@ -58,7 +58,7 @@ RUN_ROWS: tuple[Row, ...] = (
     Row("data.train.split", "data.train.split", "", None),
     Row("data.train.input_key", "data.prompt_key", "GRPO; in SFT records are read by their form: docs/data.md", None),
     Row("data.train.output_key", "data.answer_key", "as above", None),
-    Row("data.train.env_name", "env.name", "`math`, and of pictures with questions", None),
+    Row("data.train.env_name", "env.name", "`math`, and of images with questions", None),
     Row("data.validation", "data.validation", "", None),
     Row("data.validation.dataset_name", "data.validation.path", "as of `train`", None),
     Row("data.validation.data_path", "data.validation.path", "", None),
@@ -83,7 +83,7 @@ RUN_ROWS: tuple[Row, ...] = (
         )
     ),
     *no_counterpart("data.default", "a message of each record, or words in the chat template", "system_prompt_file"),
-    Row("data.default.env_name", "env.name", "`math`, and of pictures with questions", None),
+    Row("data.default.env_name", "env.name", "`math`, and of images with questions", None),
     *no_counterpart("data.default", "records are read by their form: docs/data.md", "*"),
     Row(
         "data.max_input_seq_length",
@@ -107,11 +107,11 @@ RUN_ROWS: tuple[Row, ...] = (
         "a function that returns a dict of rewards: `env.name: callable`, `env.reward_weights`",
         "*",
     ),
-    # Pictures with questions: those of the data set that is trained on.
-    *(Row(f"env.{name}.num_workers", "env.num_workers", "of the chosen one", None) for name in PICTURE_ENVIRONMENTS),
+    # Images with questions: those of the data set that is trained on.
+    *(Row(f"env.{name}.num_workers", "env.num_workers", "of the chosen one", None) for name in IMAGE_ENVIRONMENTS),
     *(
         Row(f"env.{name}.reward_functions", "env.name", "`exact_alnum` is `exact`, `math_expr` `math`", None)
-        for name in PICTURE_ENVIRONMENTS
+        for name in IMAGE_ENVIRONMENTS
     ),
     *no_counterpart("env", "environments: docs/adding-an-environment.md", "*"),
     # The run.

@@ -103,8 +103,8 @@ def rollouts_draw_from_a_part(config: LoopMasterConfig, num_steps: int) -> Itera
     chosen += [f"{key}.top_k: {generation.top_k}"] if generation.top_k is not None else []
     if chosen:
         yield (
-            f"{' and '.join(chosen)}: responses are drawn from the tokens that are kept, while log-probabilities, of"
-            " rollout and training alike, are those of the whole vocabulary: each token was drawn more often than the"
+            f"{' and '.join(chosen)}: responses are sampled from the tokens that are kept, while log-probabilities, of"
+            " rollout and training alike, are those of the whole vocabulary: each token was sampled more often than the"
             " loss takes it for, by 1 / train/sampling_kept_mass, which no ratio, mismatch metric or importance weight"
             " sees; top_p 1 and top_k null sample the policy that is trained"
         )

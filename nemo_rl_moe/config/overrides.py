@@ -14,6 +14,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from nemo_rl_moe.config.files import parse_value, yaml_problem
+from nemo_rl_moe.config.renamed_keys import new_key
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, quoted, shortened
 from nemo_rl_moe.config.yaml_text import DEEPEST_NESTING, traps
 from nemo_rl_moe.masking import masked_assignment
@@ -92,7 +93,9 @@ def apply_overrides(
             _set(changed, override.key, override.value)
         else:
             suggestion = nearest_key(name, [*known, *present_keys(changed)])
-            problems.append(f"{shortened(name)}: unknown key{did_you_mean(suggestion)}")
+            renamed = new_key(name)
+            reason = f"unknown key{did_you_mean(suggestion)}" if renamed is None else f"is now called {renamed}"
+            problems.append(f"{shortened(name)}: {reason}")
     return changed, problems
 
 

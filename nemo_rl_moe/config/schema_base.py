@@ -88,7 +88,7 @@ PathText = Annotated[
     ExpectedWords("text that is not empty and can be a file's name"),
 ]
 DurationText = Annotated[str, Field(min_length=1), ExpectedWords('"DD:HH:MM:SS" in quotes')]
-OwnCode = Annotated[str, Field(pattern=":"), ExpectedWords("package.module:name")]
+CustomCode = Annotated[str, Field(pattern=":"), ExpectedWords("package.module:name")]
 """Name of a function or a class of the user's own."""
 
 SETTINGS = ConfigDict(

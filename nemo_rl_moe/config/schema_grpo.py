@@ -10,11 +10,11 @@ from nemo_rl_moe.config.engine import Engine
 from nemo_rl_moe.config.engines import EngineName, EngineSections, find_engine
 from nemo_rl_moe.config.schema_base import (
     Coefficient,
+    CustomCode,
     ExpectedWords,
     NameIn,
     NonNegativeFloat,
     NonNegativeInt,
-    OwnCode,
     PathText,
     PositiveFloat,
     PositiveInt,
@@ -32,7 +32,7 @@ from nemo_rl_moe.config.schema_base import (
 )
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
 from nemo_rl_moe.config.schema_run import MOST_IMAGE_PIXELS, LoggerConfig
-from nemo_rl_moe.config.user_code import is_own
+from nemo_rl_moe.config.user_code import is_custom
 from nemo_rl_moe.rl.corrections import CORRECTIONS
 from nemo_rl_moe.rl.estimators import ESTIMATORS
 from nemo_rl_moe.rl.objectives import OBJECTIVES
@@ -55,7 +55,7 @@ OnFailure = Literal["leave_out", "lowest", "zero"]
 class AdvantageConfig(StrictModel):
     """Estimator of advantages from rewards."""
 
-    name: Annotated[str, NameIn(ESTIMATORS)] | OwnCode
+    name: Annotated[str, NameIn(ESTIMATORS)] | CustomCode
     """An estimator of `rl/estimators`, one module each; otherwise `package.module:function`, which takes
     `EstimatorInputs` and returns an advantage for each response, or for each of its tokens."""
     use_leave_one_out_baseline: bool
@@ -132,7 +132,7 @@ class PolicyGradientLossConfig(StrictModel):
     """The probability ratio is clipped from above at 1 plus this."""
     ratio_clip_c: AtLeastOne | None
     """Dual clip: with a negative advantage the loss is at most this times its size; null: no such limit."""
-    objective: Annotated[str, NameIn(OBJECTIVES)] | OwnCode
+    objective: Annotated[str, NameIn(OBJECTIVES)] | CustomCode
     """clipped: the clipped surrogate of PPO; cispo: the clipped ratio is a constant weight of the log-probability;
     reinforce: the log-probability alone, without a ratio; otherwise `package.module:function`, which takes
     `ObjectiveInputs` and returns the loss of each token."""
@@ -244,15 +244,15 @@ class RoutingMeasurementsConfig(StrictModel):
     """Steps from one measurement to the next; null: never."""
     share_of_tokens: Share
     """Share of the trained tokens that are measured, in whole sequences."""
-    save_tape: bool
-    """Keep what is measured (tokens, routes, log-probabilities, rewards) in the folder `tape` of the run's, which
+    save_capture: bool
+    """Keep what is measured (tokens, routes, log-probabilities, rewards) in the folder `capture` of the run's, which
     `nemo-rl-moe audit` reads; one more pass over an eighth of the measured tokens."""
 
 
 class RolloutMegatronConfig(MegatronConfig):
     """Layout and training of a model that generates: its routing in rollouts and in training besides."""
 
-    routing_tape: bool
+    capture_routing: bool
     """Keep the routed experts of each rollout's tokens, and compare those of training with them. vLLM on GPUs returns
     them only for a replay, because capture disables CUDA graphs."""
     routing_replay: Literal["none", "rollout", "old_policy"]
@@ -266,7 +266,7 @@ class RolloutMegatronConfig(MegatronConfig):
     """Experts that auxiliary losses and the expert bias count under replay. live: those that the routers would choose,
     and that are to be balanced; replayed: those that they take."""
     routing_measurements: RoutingMeasurementsConfig
-    """Mismatch of rollout and training by its causes, its noise floor, and drift of routing; with a tape only."""
+    """Mismatch of rollout and training by its causes, its noise floor, and drift of routing; with a capture only."""
     experts_by_advantage: bool
     """Measure how far the experts of a layer specialise in responses of high and of low advantage, beyond chance; with
     `track_moe_metrics`."""
@@ -294,7 +294,7 @@ def generating(policy: PolicyConfig) -> GeneratingPolicyConfig | None:
 
 
 def rollouts_in_float32(policy: GeneratingPolicyConfig) -> bool:
-    """Return whether the engine that makes the tapes and the trainer are both known to compute in float32."""
+    """Return whether the engine that makes the captures and the trainer are both known to compute in float32."""
     return {policy.precision, policy.generation.engine.number_format(policy)} == {"float32"}
 
 
@@ -320,7 +320,7 @@ class CallableConfig(StrictModel):
 class EnvironmentConfig(StrictModel):
     """Scoring of responses."""
 
-    name: Literal["math", "exact", "reasoning_gym", "callable"] | OwnCode
+    name: Literal["math", "exact", "reasoning_gym", "callable"] | CustomCode
     """math: math-verify against the record's answer; exact: the same text as the record's answer; reasoning_gym: the
     task's verifier; callable: a function; otherwise `package.module:name`, a class or function that makes an
     environment of your own."""
@@ -338,7 +338,7 @@ class EnvironmentConfig(StrictModel):
     answer_after: Text | None
     """Score what follows the last such text, and all of a response without it; null: all of every response."""
     score_truncated: bool
-    """Score responses that were cut at the length limit; false: they get reward 0."""
+    """Score responses that were truncated at the length limit; false: they get reward 0."""
     reasoning_gym: ReasoningGymConfig | None
     """Read when `name` is reasoning_gym."""
     callable: CallableConfig | None
@@ -348,16 +348,16 @@ class EnvironmentConfig(StrictModel):
     alone. Every response has to get each of them. null: a response gets one number."""
     rollout: Text | None
     """`package.module:function` of a coroutine that drives a trajectory over several turns; null: one response to the
-    prompt, scored by the scorer that `name` names."""
+    prompt, scored by the reward function that `name` names."""
     rollout_timeout_s: Seconds | None
     """Seconds that the code and the tools of one trajectory of `rollout` may take; then it has failed, and is counted.
     Time in which it waits for the model's responses or for `session.score()` does not count, nor that of other
     trajectories. null: no limit."""
 
     @property
-    def is_own(self) -> bool:
+    def is_custom(self) -> bool:
         """Return whether custom code scores: it may read a whole record, and give several rewards by name."""
-        return self.name == "callable" or is_own(self.name)
+        return self.name == "callable" or is_custom(self.name)
 
 
 class PromptSourceConfig(StrictModel):
@@ -365,7 +365,7 @@ class PromptSourceConfig(StrictModel):
 
     path: PathText | None
     """A `.jsonl` file, a `.txt` file of one prompt a line (for rewards without an answer), or a name or folder that
-    `datasets.load_dataset` takes; null: drawn from `env.reasoning_gym`. A prompt that stands there several times is
+    `datasets.load_dataset` takes; null: sampled from `env.reasoning_gym`. A prompt that stands there several times is
     taken once: `grpo.max_num_epochs` repeats all of them. Held-out prompts that are training prompts too are left out,
     unless both paths are the same."""
     split: Text
@@ -374,7 +374,7 @@ class PromptSourceConfig(StrictModel):
     """Number of prompts to draw when `path` is null; otherwise the most to read, repeats not counted,
     null: all."""
     seed: Seed
-    """Seed of drawn prompts; prompts that are read have none and ignore it."""
+    """Seed of sampled prompts; prompts that are read have none and ignore it."""
 
 
 class PromptDataConfig(StrictModel):
@@ -385,11 +385,11 @@ class PromptDataConfig(StrictModel):
     validation: PromptSourceConfig | None
     """The prompts that are held out; null: no validation, whatever `grpo.val_*` and a `val:` metric ask for."""
     prompt_key: Text
-    """Key of a record that holds the prompt: text, or a list of messages. Dots reach into objects. Drawn prompts, which
-    have no other names for these things, ignore it and `answer_key`."""
+    """Key of a record that holds the prompt: text, or a list of messages. Dots reach into objects. Sampled prompts,
+    which have no other names for these things, ignore it and `answer_key`."""
     prompt_template: Text | None
-    """Text of the user's last turn, with the prompt in place of `{prompt}`; null: the prompt as it is. Applies to drawn
-    prompts too."""
+    """Text of the user's last turn, with the prompt in place of `{prompt}`; null: the prompt as it is. Applies to
+    sampled prompts too."""
     answer_key: Text
     """Key of a record that holds the right answer. Dots reach into objects."""
     on_bad_line: Literal["stop", "skip"]

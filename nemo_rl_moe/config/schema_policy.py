@@ -54,8 +54,8 @@ class TokenBudgetConfig(StrictModel):
     train_mb_tokens: PositiveInt
     """Most tokens that one microbatch may hold."""
     train_mb_patches: PositiveInt | None
-    """Most patches of distinct pictures that the vision tower may run for one microbatch, unless its samples have the
-    same pictures. null: as many as the tokens let in, which is the square of the tower's merge size times
+    """Most patches of distinct images that the vision tower may run for one microbatch, unless its samples have the
+    same images. null: as many as the tokens let in, which is the square of the tower's merge size times
     `train_mb_tokens` at most, as each image token is made of so many patches."""
 
 
@@ -249,7 +249,7 @@ class PolicyConfig(StrictModel):
     train_micro_batch_size: PositiveInt
     """Samples of one forward and backward pass on one data-parallel rank."""
     max_total_sequence_length: PositiveInt
-    """Most tokens of a sample; longer ones are cut and counted."""
+    """Most tokens of a sample; longer ones are truncated and counted."""
     logprob_chunk_size: PositiveInt | None
     """Tokens whose logits exist at a time, where a microbatch has more: training then recomputes them in the backward
     pass. null: the whole microbatch."""

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nemo_rl_moe.config.schema_base import (
+    CustomCode,
     DurationText,
     ExpectedWords,
     NonNegativeInt,
-    OwnCode,
     PathText,
     PositiveFloat,
     PositiveInt,
@@ -118,13 +118,13 @@ class MlflowConfig(StrictModel):
     """The store; null: `mlflow.db` beside the log folder."""
 
 
-class ExpertLoadPicturesConfig(StrictModel):
-    """Pictures of how the tokens are spread over the experts, and in GRPO of how far training agrees with the routes of
+class ExpertLoadPlotsConfig(StrictModel):
+    """Images of how the tokens are spread over the experts, and in GRPO of how far training agrees with the routes of
     the rollouts, for TensorBoard, Weights & Biases and MLflow."""
 
     every_steps: NonNegativeInt | None
     """Plot at the first step and each time this many steps are done; null or 0: never. The former need
-    `policy.megatron_cfg.track_moe_metrics`, the latter `policy.megatron_cfg.routing_tape`."""
+    `policy.megatron_cfg.track_moe_metrics`, the latter `policy.megatron_cfg.capture_routing`."""
 
 
 class AlertsConfig(StrictModel):
@@ -167,11 +167,11 @@ class LoggerConfig(StrictModel):
     """Write a Weights & Biases run; offline unless the user is logged in."""
     mlflow_enabled: bool
     """Write an MLflow run."""
-    backends: Annotated[list[OwnCode], ExpectedWords("a list of package.module:name")]
+    backends: Annotated[list[CustomCode], ExpectedWords("a list of package.module:name")]
     """More loggers, each a class or function of your own, `package.module:name`, that is called with the run's folder;
     []: none."""
-    expert_load_pictures: ExpertLoadPicturesConfig
-    """Pictures of the expert load."""
+    expert_load_plots: ExpertLoadPlotsConfig
+    """plots of the expert load."""
     alerts: AlertsConfig
     """Warnings about unhealthy routing and idle steps."""
     wandb: WandbConfig

@@ -35,7 +35,7 @@ def import_attribute(key: str, reference: str, form: str = "package.module:funct
     return found
 
 
-def is_own(name: str) -> bool:
+def is_custom(name: str) -> bool:
     """Return whether a name in a configuration refers to custom code, `package.module:name`."""
     return ":" in name
 

@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from nemo_rl_moe.config.renamed_keys import new_key
 from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, NameIn, RenamedValue
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_key, shortened
 from nemo_rl_moe.masking import masked
@@ -255,6 +256,8 @@ def _problem_of_entry(
 def _unknown_key(schema: type[BaseModel], location: Sequence[Any]) -> str:
     name, known = _dotted(location), known_keys(schema)
     shown = shortened(name)
+    if (renamed := new_key(name)) is not None:
+        return f"{shown}: is now called {renamed}"
     suggestion = nearest_key(name, known)
     if suggestion is not None:
         return f"{shown}: unknown key{did_you_mean(suggestion)}"

@@ -29,7 +29,7 @@ class TokenizedExample:
     Attributes:
         input_ids: Token ids, shape [tokens].
         token_mask: True on the assistant's tokens, its end token included; shape [tokens].
-        truncated: Tokens were cut off at the end.
+        truncated: Tokens were truncated at the end.
         images: None: the model takes text alone.
         notes: For the user, such as what the chat template leaves out.
     """
@@ -116,7 +116,7 @@ def _finish(
     if isinstance(encoded, str) or encoded.problem is not None:
         return BadLine(example.sample_id, encoded if isinstance(encoded, str) else str(encoded.problem))
     is_truncated = len(encoded) > max_length
-    # What is trained on may stand behind the cut; but somewhere it must stand.
+    # What is trained on may stand after the truncation; but somewhere it must stand.
     if not encoded.token_mask[1:].any() and not (is_truncated and any(end > first for first, end in rendered.spans)):
         return BadLine(example.sample_id, "the chat template leaves no token of the assistant to train on")
     ids, mask = encoded.input_ids, encoded.token_mask

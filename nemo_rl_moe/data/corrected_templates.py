@@ -76,6 +76,6 @@ def correct_template(tokenizer: "PreTrainedTokenizerBase", setting: CorrectedTem
                     f"chat template: that of {candidate.family} loses {candidate.loses}; ours, {candidate.file}, takes "
                     "its place (policy.tokenizer.corrected_template=never: the model's own)"
                 )
-        except (TemplateFailure, DataError):  # told where the template is used
+        except (TemplateFailure, DataError):  # reported where the template is used
             return None
     return None

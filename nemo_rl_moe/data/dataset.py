@@ -70,7 +70,7 @@ class ReportWords:
 
 @dataclass(frozen=True)
 class DataReport:
-    """Numbers of the items of a data set that were kept, cut, dropped, or could not be read.
+    """Numbers of the items of a data set that were kept, truncated, dropped, or could not be read.
 
     Attributes:
         num_trained_tokens: Tokens that count in the loss.
@@ -105,7 +105,7 @@ class DataReport:
         if self.num_images is not None:
             parts.append(counted(self.num_images, "image"))
         if self.num_truncated:
-            parts.append(f"{self.num_truncated:,} cut at the maximum length")
+            parts.append(f"{self.num_truncated:,} truncated at the maximum length")
         parts += map(str, self.notes)
         if self.num_dropped:
             parts.append(f"{self.num_dropped:,} left out: {self.words.dropped}")

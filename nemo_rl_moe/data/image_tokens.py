@@ -21,8 +21,8 @@ from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.template_renderer import Rendered
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.models.images import Picture, image_inputs
-from nemo_rl_moe.models.picture_rules import PictureRule, PictureSizeError, TileSizes
+from nemo_rl_moe.models.image_rules import ImageRule, ImageSizeError, TileSizes
+from nemo_rl_moe.models.images import ModelImage, image_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ Given = TypeVar("Given")
 Found = TypeVar("Found")
 
 
-class PicturedRecord(Protocol):
+class RecordWithImages(Protocol):
     """A record with images, such as `Example` and `PromptRecord`."""
 
     @property
@@ -85,18 +85,18 @@ def batch_inputs(samples: Sequence[tuple[SampleImages | None, int]]) -> list[dic
         DataError: An image cannot be read any more, or has changed.
     """
     first_of = {image.digest: (sample, image) for sample, _ in samples if sample is not None for image in sample.images}
-    decoded = _in_threads(lambda pair: pair[0].tokens.pictures(pair[1]), first_of.values())
-    pictures: dict[bytes, list[Picture]] = {}
+    decoded = _in_threads(lambda pair: pair[0].tokens.model_images(pair[1]), first_of.values())
+    model_images: dict[bytes, list[ModelImage]] = {}
     for (digest, (sample, _)), found in zip(first_of.items(), decoded, strict=True):
         if isinstance(found, str):
             raise DataError(f"{sample.sample_id}: {found}")
-        pictures[digest] = found
+        model_images[digest] = found
     results: list[dict[str, ModelInput]] = []
     for images, num_tokens in samples:
         if images is None:
             results.append({})
             continue
-        own = [picture for image in images.images for picture in pictures[image.digest]]
+        own = [model_image for image in images.images for model_image in model_images[image.digest]]
         results.append(image_inputs(own, images.is_image(num_tokens)))
     return results
 
@@ -129,22 +129,22 @@ class ImageTokenizer:
         behind: Tokens behind them.
     """
 
-    rule: PictureRule
+    rule: ImageRule
     reader: ImageReader
     token: str
     before: tuple[int, ...] = ()
     behind: tuple[int, ...] = ()
 
-    def pictures(self, image: StoredImage) -> list[Picture]:
+    def model_images(self, image: StoredImage) -> list[ModelImage]:
         """Return the pixels of an image.
 
         Raises:
             RecordError: It cannot be read any more, or has changed.
         """
-        return self.rule.pictures(self.reader.decode(image))
+        return self.rule.model_images(self.reader.decode(image))
 
     def check(
-        self, records: Sequence[PicturedRecord], rendered: Sequence[Rendered | str]
+        self, records: Sequence[RecordWithImages], rendered: Sequence[Rendered | str]
     ) -> list[tuple[Rendered, tuple[StoredImage, ...]] | str]:
         """Decode the images of rendered records; give each record with its images, or what is wrong with
         it.
@@ -172,11 +172,11 @@ class ImageTokenizer:
         stored = self.reader.check(reference)
         try:
             self.rule.num_tokens(stored.height, stored.width)
-        except PictureSizeError as error:
+        except ImageSizeError as error:
             raise RecordError(f"{reference.name} has {error}") from None
         return stored
 
-    def _problem(self, record: PicturedRecord, rendered: Rendered) -> str | None:
+    def _problem(self, record: RecordWithImages, rendered: Rendered) -> str | None:
         """Describe why tokens could represent other images than the record's."""
         if self.token in rendered.text and any(self.token in text for text in _texts(record.messages)):
             return f"a text spells {self.token}, which stands for an image; a part of type image shows one"
@@ -233,7 +233,7 @@ class RecordImages:
     tokens: ImageTokenizer | None = None
 
     def check(
-        self, records: Sequence[PicturedRecord], rendered: Sequence[Rendered | str]
+        self, records: Sequence[RecordWithImages], rendered: Sequence[Rendered | str]
     ) -> list[tuple[Rendered, tuple[StoredImage, ...]] | str]:
         """See `ImageTokenizer.check`.
 
@@ -254,7 +254,7 @@ class RecordImages:
 NO_IMAGES = RecordImages()
 
 
-def image_tokenizer(rule: PictureRule, tokenizer: "PreTrainedTokenizerBase", reader: ImageReader) -> ImageTokenizer:
+def image_tokenizer(rule: ImageRule, tokenizer: "PreTrainedTokenizerBase", reader: ImageReader) -> ImageTokenizer:
     """Return the treatment of a data set's images for a model.
 
     Raises:

@@ -65,6 +65,6 @@ class LengthLimit:
         return results
 
 
-def cut_text(text: str, characters: int) -> str:
+def truncate_text(text: str, characters: int) -> str:
     """Return the beginning of a text, or the text itself if it is no longer."""
     return text if len(text) <= characters else text[:characters]

@@ -138,8 +138,8 @@ class PreferencePair:
 
 _TokenizedPair = tuple[TokenizedExample, TokenizedExample]
 
-WORDS = ReportWords("pair", "of responses", "no two different responses before the cut")
-WORDS_WITH_IMAGES = replace(WORDS, dropped="no two different responses, or not all images, before the cut")
+WORDS = ReportWords("pair", "of responses", "no two different responses before truncation")
+WORDS_WITH_IMAGES = replace(WORDS, dropped="no two different responses, or not all images, before truncation")
 
 
 class PreferenceDataset(Sequence[PreferencePair]):

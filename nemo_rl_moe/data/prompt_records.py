@@ -70,7 +70,7 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
         A function of a decoded record and its place, which raises `RecordError`.
     """
 
-    env_name = "callable" if env is None or env.is_own else env.name
+    env_name = "callable" if env is None or env.is_custom else env.name
 
     def parse(record: object, sample_id: str) -> PromptRecord:
         if not isinstance(record, Mapping):
@@ -84,8 +84,8 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
             )
         messages, images = with_images(messages, record, data.image_key, sample_id)
         question = text_of(messages)
-        told = without_content(record) if images else record
-        complete = {"question": question, **told, "answer": _answer(record, data.answer_key, env_name)}
+        reported = without_content(record) if images else record
+        complete = {"question": question, **reported, "answer": _answer(record, data.answer_key, env_name)}
         if env_name == "reasoning_gym" and not isinstance(record.get("metadata"), Mapping):
             raise RecordError(
                 f"metadata is {kind_of(record['metadata'])}, expected an object"
@@ -103,7 +103,7 @@ def prompt_columns(
 ) -> Callable[[str, Sequence[str]], Sequence[str]]:
     """Make the function that checks a table's columns, all of which are read."""
     keys = {"data.prompt_key": data.prompt_key}
-    if env is not None and not env.is_own:
+    if env is not None and not env.is_custom:
         keys["data.answer_key"] = data.answer_key
 
     def choose(path: str, names: Sequence[str]) -> Sequence[str]:

@@ -15,7 +15,7 @@ from nemo_rl_moe.data.chat_template import prompt_renderer_for
 from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, ReportWords, counted, counted_notes, read_items
 from nemo_rl_moe.data.image_files import StoredImage
 from nemo_rl_moe.data.image_tokens import ImageTokenizer, RecordImages, SampleImages, batch_inputs, num_images_of
-from nemo_rl_moe.data.length_limit import LengthLimit, cut_text
+from nemo_rl_moe.data.length_limit import LengthLimit, truncate_text
 from nemo_rl_moe.data.loader import epoch_order
 from nemo_rl_moe.data.prompt_records import PromptRecord, apply_template, prompt_columns, prompt_parser
 from nemo_rl_moe.data.records import BadLine
@@ -158,10 +158,10 @@ def load_prompts(
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no prompt is left.
         ConfigurationError: Prompts cannot be sampled from the task.
     """
-    lines, num_redrawn = (
-        _drawn(source, data, env) if source.path is None else (_read(source.path, source, data, env), 0)
+    lines, num_resampled = (
+        _sampled(source, data, env) if source.path is None else (_read(source.path, source, data, env), 0)
     )
-    repeats = RepeatFilter("callable" if env.is_own else env.name) if env is not None else None
+    repeats = RepeatFilter("callable" if env.is_custom else env.name) if env is not None else None
     kind = ItemKind(
         WORDS,
         _prompt_tokenizer(
@@ -184,7 +184,7 @@ def load_prompts(
     )
     kept = repeats.first_of_each(lines.lines) if repeats is not None else lines.lines
     prompts, report = read_items(replace(lines, lines=islice(kept, source.num_items)), kind, data.on_bad_line)
-    num_repeated = num_redrawn + (repeats.num_repeated if repeats is not None else 0)
+    num_repeated = num_resampled + (repeats.num_repeated if repeats is not None else 0)
     return PromptDataset(prompts, replace(report, num_repeated=num_repeated))
 
 
@@ -229,7 +229,7 @@ def _read(
     return open_lines(path, source.split, prompt_parser(data, env), prompt_columns(data, env))
 
 
-def _drawn(
+def _sampled(
     source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig | None
 ) -> tuple[LineSource[PromptRecord], int]:
     """Sample prompts from the task, and count the repeats among the samples."""
@@ -237,7 +237,7 @@ def _drawn(
         raise ConfigurationError(
             "data: a path of null draws prompts from env.reasoning_gym, and needs that section and num_items"
         )
-    drawn = draw_items(env.reasoning_gym, source.num_items, source.seed)
+    sampled = draw_items(env.reasoning_gym, source.num_items, source.seed)
     name = f"{env.reasoning_gym.task}[seed {source.seed}]"
     records = [
         PromptRecord(
@@ -246,9 +246,9 @@ def _drawn(
             is_text=True,
             record={key: item[key] for key in ("question", "answer", "metadata")},
         )
-        for index, item in drawn.items
+        for index, item in sampled.items
     ]
-    return LineSource(name, len(records), iter(records)), drawn.num_repeated
+    return LineSource(name, len(records), iter(records)), sampled.num_repeated
 
 
 def _prompt_tokenizer(
@@ -265,7 +265,7 @@ def _prompt_tokenizer(
     def tokenize(records: Sequence[PromptRecord]) -> list[Prompt | BadLine]:
         rendered = images.check(records, render(records))
         texts = [item[0].text for item in rendered if not isinstance(item, str)]
-        encoded = iter(limit.encode(encode, texts, cut_text))
+        encoded = iter(limit.encode(encode, texts, truncate_text))
         return [
             BadLine(record.sample_id, item)
             if isinstance(item, str)

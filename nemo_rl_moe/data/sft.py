@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-WORDS = ReportWords("example", "to train on", "no response before the cut")
-WORDS_WITH_IMAGES = replace(WORDS, dropped="no response, or not all images, before the cut")
+WORDS = ReportWords("example", "to train on", "no response before truncation")
+WORDS_WITH_IMAGES = replace(WORDS, dropped="no response, or not all images, before truncation")
 
 
 class TokenizedDataset(TokenStore):

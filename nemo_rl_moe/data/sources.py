@@ -18,7 +18,7 @@ from nemo_rl_moe.data.image_records import image_columns
 from nemo_rl_moe.data.record_values import RecordError, names_in, unique_keys
 from nemo_rl_moe.data.records import CONVERSATIONS, SYSTEM, BadLine, Example, parse_record
 from nemo_rl_moe.data.template_inputs import TEMPLATE_COLUMNS
-from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, one_line, tell
+from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, one_line, report_error
 from nemo_rl_moe.models.hub import hub_or_cache_alone, hub_silence
 
 if TYPE_CHECKING:
@@ -341,5 +341,5 @@ def _problem(limit_s: float, name: str) -> str:
 
 
 def _end_the_program(limit_s: float, name: str) -> None:
-    tell(_problem(limit_s, name))
+    report_error(_problem(limit_s, name))
     os._exit(EXIT_BAD_INPUT)

@@ -105,7 +105,7 @@ _PROBES: tuple[tuple[Message, ...], ...] = (
     (_PROBE_QUESTION, _PROBE_CALL, _PROBE_RESULT),
     (_PROBE_QUESTION, _PROBE_CALLS, _PROBE_RESULT, _PROBE_RESULT, _PROBE_ANSWER),
 )
-"""Conversations by which published templates are told apart; prompts, where they end in a question or result."""
+"""Conversations by which published templates are distinguished; prompts, where they end in a question or result."""
 
 
 class TemplateRenderer:
@@ -302,6 +302,6 @@ def _trained_spans(spans: list[Span], messages: Sequence[Message], first_trained
     if num_context_turns and len(spans) != num_turns:
         raise RenderError(
             f"the chat template marks {len(spans)} pieces in {num_turns} assistant turns, "
-            "so that those of the prompt cannot be told from those of the completion"
+            "so that those of the prompt cannot be distinguished from those of the completion"
         )
     return spans[num_context_turns:]

@@ -164,7 +164,7 @@ class _Turn:
 
     def _unstable(self, what: str) -> RenderError:
         return RenderError(
-            f"the tokens of turn {self._index} cannot be told from the rest: with this chat template {what}; "
+            f"the tokens of turn {self._index} cannot be distinguished from the rest: with this chat template {what}; "
             "set policy.tokenizer.chat_template to a template with {% generation %} tags"
         )
 

@@ -6,7 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from nemo_rl_moe.distributed.patch_limit import PatchRoom, Pictures
+from nemo_rl_moe.distributed.patch_limit import Images, PatchRoom
 from nemo_rl_moe.errors import ConfigurationError
 
 MOST_REFUSED = 64
@@ -19,7 +19,7 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def first_fit_decreasing(
-    sizes: Sequence[int], capacity: int, pictures: Sequence[Pictures] = (), most_patches: int | None = None
+    sizes: Sequence[int], capacity: int, images: Sequence[Images] = (), most_patches: int | None = None
 ) -> list[list[int]]:
     """Pack items into few bins: the largest item first, each into the first bin that has room.
 
@@ -28,7 +28,7 @@ def first_fit_decreasing(
     Args:
         sizes: Each at least 1 and at most `capacity`.
         capacity: Maximum sum of a bin's sizes.
-        pictures: For each item; empty: none has any.
+        images: For each item; empty: none has any.
         most_patches: Maximum patches of the distinct images of a bin whose items have different images; None: any.
 
     Returns:
@@ -39,7 +39,7 @@ def first_fit_decreasing(
     refused = Counter[int]()
     room = _RoomOfBins(len(sizes), capacity)
     for item in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        own = pictures[item] if pictures else {}
+        own = images[item] if images else {}
         full: list[int] = []
         for position in room.places_for(sizes[item]):
             if position == len(bins) or patch_rooms[position].has_room_for(own):

@@ -25,7 +25,7 @@ from ray._private import ray_constants
 
 from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, end_processes, families, ray_folder, state_of
 from nemo_rl_moe.distributed.run_process import STOP_SIGNALS, leave
-from nemo_rl_moe.errors import EXIT_RUN_FAILED, WorkerDiedError, printable, tell
+from nemo_rl_moe.errors import EXIT_RUN_FAILED, WorkerDiedError, printable, report_error
 
 LARGEST_OBJECT_STORE_BYTES = 512 * 1024**2
 SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
@@ -280,7 +280,7 @@ class LocalRay:
                 self._failure = problem = self._dead_server()
             if problem is not None:
                 # Ray ends the program without a word as soon as the raylet is gone: a frozen one stays until the
-                # program has told why it ends, and then both end at the same time.
+                # program has reported why it ends, and then both end at the same time.
                 is_late = any(state_of(server) == psutil.STATUS_STOPPED for server in self._servers.values())
                 # One that dies in the start is left to it: it may start again.
                 if not is_late and self._processes is not None:
@@ -291,7 +291,7 @@ class LocalRay:
                         self._starts_again.clear()
                         continue
                 if self._exit_code != 0:
-                    tell(problem)
+                    report_error(problem)
                 for process in self._family():
                     with suppress(psutil.NoSuchProcess):
                         process.kill()

@@ -14,7 +14,7 @@ from nemo_rl_moe.distributed.bin_packing import (
     split_until,
 )
 from nemo_rl_moe.distributed.length_partition import cheapest_partition
-from nemo_rl_moe.distributed.patch_limit import Pictures, most_neighbours, of_groups
+from nemo_rl_moe.distributed.patch_limit import Images, most_neighbours, of_groups
 from nemo_rl_moe.errors import ConfigurationError
 
 
@@ -129,7 +129,7 @@ def plan_microbatches(
     batching: Batching,
     microbatch_multiple: int = 1,
     group_size: int = 1,
-    pictures: Sequence[Pictures] = (),
+    images: Sequence[Images] = (),
 ) -> MicrobatchPlan:
     """Split a batch into global batches, and each of these into microbatches for every rank.
 
@@ -140,7 +140,7 @@ def plan_microbatches(
             `r`-th block of them.
         microbatch_multiple: Of each rank's number of microbatches (an interleaved pipeline needs its number of stages).
         group_size: Neighbours that always run in one microbatch; all sizes above count such groups.
-        pictures: For each sequence; empty: none has any, or patches are not limited.
+        images: For each sequence; empty: none has any, or patches are not limited.
 
     Raises:
         ConfigurationError: The sizes do not divide, a global batch has too few sequences for the ranks, or a sequence
@@ -153,7 +153,7 @@ def plan_microbatches(
             f" {_noun(group_size)} in the batch"
         )
     unit = num_data_parallel_ranks * microbatch_multiple
-    groups_pictures = of_groups(pictures, group_size)
+    groups_images = of_groups(images, group_size)
     global_batches = []
     for start in range(0, len(sizes), global_batch_size):
         indices = range(start, start + global_batch_size)
@@ -170,7 +170,7 @@ def plan_microbatches(
                 f"policy.train_global_batch_size: got {global_batch_size}, expected at least {unit}"
                 f" ({_unit_text(num_data_parallel_ranks, microbatch_multiple)}): every rank runs as many microbatches"
             )
-        by_rank = _plan_one(sizes, groups_pictures, indices, num_data_parallel_ranks, unit, batching)
+        by_rank = _plan_one(sizes, groups_images, indices, num_data_parallel_ranks, unit, batching)
         global_batches.append(_with_sequences(by_rank, group_size))
     return MicrobatchPlan(tuple(global_batches))
 
@@ -182,7 +182,7 @@ def plan_evaluation(
     batching: Batching,
     microbatch_multiple: int = 1,
     group_size: int = 1,
-    pictures: Sequence[Pictures] = (),
+    images: Sequence[Images] = (),
 ) -> EvaluationPlan:
     """Share a batch of any size over the ranks; where it does not divide, the shortest group is run again.
 
@@ -200,10 +200,10 @@ def plan_evaluation(
     num_fillers = -len(sizes) % (unit * (batching.micro_batch_size if isinstance(batching, PlainBatching) else 1))
     shortest = min(range(len(sizes)), key=lambda index: sizes[index])
     filled = [*sizes, *[sizes[shortest]] * num_fillers]
-    groups_pictures = of_groups(pictures, group_size)
-    if groups_pictures:
-        groups_pictures += [groups_pictures[shortest]] * num_fillers
-    by_rank = _plan_one(filled, groups_pictures, range(len(filled)), num_data_parallel_ranks, unit, batching)
+    groups_images = of_groups(images, group_size)
+    if groups_images:
+        groups_images += [groups_images[shortest]] * num_fillers
+    by_rank = _plan_one(filled, groups_images, range(len(filled)), num_data_parallel_ranks, unit, batching)
     return EvaluationPlan(
         by_rank=_with_sequences(by_rank, group_size), fillers=sequences_of((shortest,) * num_fillers, group_size)
     )
@@ -211,7 +211,7 @@ def plan_evaluation(
 
 def _plan_one(
     lengths: Sequence[int],
-    pictures: Sequence[Pictures],
+    images: Sequence[Images],
     indices: range,
     num_ranks: int,
     unit: int,
@@ -225,7 +225,7 @@ def _plan_one(
         return tuple(tuple(microbatches[rank * block : (rank + 1) * block]) for rank in range(num_ranks))
 
     sizes = [lengths[index] for index in indices]
-    own = [pictures[index] for index in indices] if pictures else []
+    own = [images[index] for index in indices] if images else []
     if isinstance(batching, DynamicBatching):
         bins = _cheapest_by_length(sizes, own, batching, unit)
         work = [sizes[items[0]] * len(items) for items in bins]
@@ -245,12 +245,12 @@ def _plan_one(
 
 
 def _cheapest_by_length(
-    sizes: Sequence[int], pictures: Sequence[Pictures], batching: DynamicBatching, unit: int
+    sizes: Sequence[int], images: Sequence[Images], batching: DynamicBatching, unit: int
 ) -> list[list[int]]:
     """Sort by length, longest first, and cuts where it costs least."""
     order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
     lengths = [sizes[item] for item in order]
-    own = [pictures[item] for item in order] if pictures else [{}] * len(order)
+    own = [images[item] for item in order] if images else [{}] * len(order)
     most = most_neighbours(own, batching.max_patches)
     fewest = start = 0
     while start < len(order):

@@ -28,7 +28,7 @@ RAY_MARKERS = (":job_id:", ":actor_name:", ":task_name:")
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Identity of a process, also in another process, which tells it from a later one with the same id.
+    """Identity of a process, also in another process, which distinguishes it from a later one with the same id.
 
     Attributes:
         create_time: Seconds since the epoch.

@@ -9,49 +9,49 @@ takes no more than one item alone. Both properties hold for each part of such a 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-Pictures = Mapping[int, int]
-"""Patches of each of an item's pictures, by the picture's id."""
+Images = Mapping[int, int]
+"""Patches of each of an item's images, by the image's id."""
 
 
 class PatchRoom:
     """Room for the images of a growing microbatch that has one item."""
 
-    def __init__(self, most: int | None, first: Pictures):
+    def __init__(self, most: int | None, first: Images):
         self._most, self._first = most, first.keys()
         self._ids, self._patches = set(first), sum(first.values())
 
-    def has_room_for(self, pictures: Pictures) -> bool:
+    def has_room_for(self, images: Images) -> bool:
         """Return whether another item may join."""
         # What is like the first one adds nothing, and where that is too much by itself, nothing else is there.
-        if self._most is None or pictures.keys() == self._first:
+        if self._most is None or images.keys() == self._first:
             return True
-        return self._patches + self._added(pictures) <= self._most
+        return self._patches + self._added(images) <= self._most
 
-    def add(self, pictures: Pictures) -> None:
-        self._patches += self._added(pictures)
-        self._ids |= pictures.keys()
+    def add(self, images: Images) -> None:
+        self._patches += self._added(images)
+        self._ids |= images.keys()
 
-    def _added(self, pictures: Pictures) -> int:
-        return sum(patches for number, patches in pictures.items() if number not in self._ids)
+    def _added(self, images: Images) -> int:
+        return sum(patches for number, patches in images.items() if number not in self._ids)
 
 
-def most_neighbours(pictures: Sequence[Pictures], most: int | None) -> list[int]:
+def most_neighbours(images: Sequence[Images], most: int | None) -> list[int]:
     """Return, for each item, how many neighbours from it on may run together; at least one."""
-    number = len(pictures)
+    number = len(images)
     if most is None:
         return [number - start for start in range(number)]
     same = [1] * number
     for start in reversed(range(number - 1)):
-        if pictures[start].keys() == pictures[start + 1].keys():
+        if images[start].keys() == images[start + 1].keys():
             same[start] += same[start + 1]
     found, inside = [], Counter[int]()
     end = patches = 0
-    for start, own in enumerate(pictures):
+    for start, own in enumerate(images):
         while end < number:
-            added = sum(size for digest, size in pictures[end].items() if not inside[digest])
+            added = sum(size for digest, size in images[end].items() if not inside[digest])
             if patches + added > most and end >= start + same[start]:
                 break
-            inside.update(pictures[end].keys())
+            inside.update(images[end].keys())
             patches, end = patches + added, end + 1
         found.append(end - start)
         for digest, size in own.items():
@@ -60,9 +60,9 @@ def most_neighbours(pictures: Sequence[Pictures], most: int | None) -> list[int]
     return found
 
 
-def of_groups(pictures: Sequence[Pictures], group_size: int) -> list[Pictures]:
-    """Return the pictures of each group of neighbours."""
+def of_groups(images: Sequence[Images], group_size: int) -> list[Images]:
+    """Return the images of each group of neighbours."""
     return [
-        {number: size for own in pictures[start : start + group_size] for number, size in own.items()}
-        for start in range(0, len(pictures), group_size)
+        {number: size for own in images[start : start + group_size] for number, size in own.items()}
+        for start in range(0, len(images), group_size)
     ]

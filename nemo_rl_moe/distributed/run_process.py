@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import psutil
 
 from nemo_rl_moe.distributed.node_tools import is_running, remove_folders_of
-from nemo_rl_moe.errors import exit_code_of_signal, tell
+from nemo_rl_moe.errors import exit_code_of_signal, report_error
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_REQUEST_S = 1.0
@@ -191,8 +191,8 @@ def _be_watcher(main: int, owner: str, reader: int, report_end: Callable[[], Non
         if not watch.ended_in_order:
             _end_family(owner, main)
             if not watch.is_reported and not watch.num_requests:
-                tell(
-                    f"the run's main process (pid {main}) ended before it could tell why: it was killed (which is also"
+                report_error(
+                    f"the run's main process (pid {main}) ended before it could say why: it was killed (which is also"
                     " what happens when memory runs out), or one of Ray's servers (raylet, gcs_server) has died; all"
                     " others have been stopped"
                 )

@@ -61,7 +61,7 @@ def fetch_arrays(arrays: Iterable[SharedArray], fetch: Fetch) -> dict[int, Shape
     for key, piece in pieces.items():
         whole = stored[id(piece.source)]
         if whole is None:
-            raise ValueError("an array that sequences share, such as a picture, is lost: its store has ended")
+            raise ValueError("an array that sequences share, such as an image, is lost: its store has ended")
         found[key] = whole[piece.first : piece.first + piece.num_rows]
     return found
 

@@ -238,7 +238,7 @@ class WorkerGroup(Generic[Worker]):
             node: self._on_node(node, find_families, processes, default=[]) for node, processes in by_node.items()
         }
         if self._cluster.can_be_called:
-            # First, or Ray would tell the user of workers that were killed.
+            # First, or Ray would inform the user of workers that were killed.
             for actor in actors:
                 with suppress(RayError, ValueError):
                     ray.kill(actor, no_restart=True)

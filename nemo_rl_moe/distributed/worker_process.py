@@ -172,7 +172,7 @@ def describe_failure(error: BaseException) -> WorkerFailure:
     summary = f"raised {type(error).__name__}"
     if isinstance(error, UserError):
         return WorkerFailure(summary, str(error))
-    # The first frame is the dispatcher's, which tells the reader nothing.
+    # The first frame is the dispatcher's, which means nothing to the reader.
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(error.with_traceback(frames)))
     return WorkerFailure(summary, text.rstrip())

@@ -51,7 +51,7 @@ class GenerationRequest:
         token_ids: The sequence so far, not empty.
         seed: Not negative. A response depends on the weights, its request and nothing else: neither on the other
             requests nor on the layout of the engine's ranks.
-        sampling: How its tokens are drawn.
+        sampling: How its tokens are sampled.
         model_inputs: Further inputs of the model, such as images; empty for text.
     """
 
@@ -132,7 +132,8 @@ class GeneratedSequence:
             temperature (1 when greedy): what a training forward with the same temperature computes. Top-k and top-p
             choose among tokens, and change nothing here.
         is_truncated: It reached `max_new_tokens` without an end.
-        weight_version: Optimizer steps of the weights that drew the tokens; an array where weights arrived meanwhile.
+        weight_version: Optimizer steps of the weights that sampled the tokens; an array where weights arrived
+            meanwhile.
         routed_experts: Experts of the whole sequence's tokens in each MoE layer, `[moe_layers, topk]` int16 a token, -1
             where unknown; None where the engine reports none. The last token was never fed to the model, and has none.
         kept_mass: Probability of the tokens together that top-k and top-p left to draw each token from; None where they

@@ -40,7 +40,7 @@ class EngineSetup:
         hf_config: The model's Hugging Face configuration.
         tokenizer: Decodes tokens, for stop strings.
         policy: The trainer, for an engine that shares its weights.
-        warn: Tells the user something.
+        warn: Reports the user something.
         own_cluster: Places of `cluster.roles.generation`, which are the engine's alone; None: it has none.
     """
 

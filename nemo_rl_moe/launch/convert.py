@@ -90,7 +90,7 @@ def convert(conversion: Conversion) -> None:
 
 
 @contextmanager
-def _told_of(option: str, folder: Path, consequence: str = "") -> Iterator[None]:
+def _reported_of(option: str, folder: Path, consequence: str = "") -> Iterator[None]:
     """Context whose errors of the operating system, such as a full disk, become problems with an option's folder."""
     try:
         yield
@@ -129,7 +129,7 @@ def _hint(source: Path, found: WeightsFormat) -> str:
 
 def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
     source, target = conversion.source, conversion.target
-    with _told_of("--input", source):
+    with _reported_of("--input", source):
         check_small_files(source)
         config_json, hf_config = load_config_json(str(source)), load_hf_config(str(source))
         held = SafetensorsFolder(source) if conversion.source_format == "hf" else None
@@ -154,7 +154,7 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
 
         with console.phase("building the model"):
             model = _Model(hf_config, config, build_model_chunks(policy, config, hf_config))
-        with _told_of("--input", source):
+        with _reported_of("--input", source):
             with console.phase(f"reading {source}") as progress:
                 notices = set_starting_weights(model.chunks, config, hf_config, source, policy.init_seed, progress)
             for line in notices:
@@ -162,7 +162,7 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
             exported = exported_config(policy, hf_config, config_json, config)
             files = copied_model_files(source, exported.content, hf_config)
         with (
-            _told_of("--output", target, "; nothing is left"),
+            _reported_of("--output", target, "; nothing is left"),
             console.phase(f"writing {target}") as progress,
             _staged(target) as staging,
         ):
@@ -288,7 +288,7 @@ def _write_megatron(
     from nemo_rl_moe.models.megatron.checkpoint.contents import sharded_model
     from nemo_rl_moe.models.megatron.checkpoint.save import start_write
 
-    del progress  # Megatron-Core's writer tells none
+    del progress  # Megatron-Core's writer says none
     weights = staging / MEGATRON_WEIGHTS_FOLDER
     weights.mkdir(parents=True)
     write_model_files(files, staging)

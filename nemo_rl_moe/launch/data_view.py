@@ -28,14 +28,14 @@ from nemo_rl_moe.errors import ConfigurationError, printable
 from nemo_rl_moe.launch.grpo import read_prompts
 from nemo_rl_moe.launch.setup import images_of_data, read_samples, use_corrected_template
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
-from nemo_rl_moe.models.picture_rules import PictureRule, load_picture_rule
+from nemo_rl_moe.models.image_rules import ImageRule, load_image_rule
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_CUT_TOKENS = 200
-"""Tokens behind the cut that are shown."""
+"""Tokens after the truncation that are shown."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class ShownSequence:
     def title(self) -> str:
         """Return the source and numbers of tokens of the sample."""
         kinds = self.kinds()
-        num_cut, more = kinds.count(CUT), "more than " if self.example.truncated else ""
-        parts = [counted(len(kinds) - num_cut, "token")]
+        num_truncated, more = kinds.count(CUT), "more than " if self.example.truncated else ""
+        parts = [counted(len(kinds) - num_truncated, "token")]
         if num_trained := kinds[1:].count(TRAINED):
             parts.append(f"{num_trained:,} to train on")
-        if num_cut:
-            parts.append(f"{more}{num_cut:,} cut off")
+        if num_truncated:
+            parts.append(f"{more}{num_truncated:,} cut off")
         return f"{self.example.sample_id}: {', '.join([*parts, *(f'with {note}' for note in self.example.notes)])}"
 
 
@@ -130,8 +130,8 @@ def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -
     logger = ConsoleLogger(total_steps=0, live=config.logger.console.live, stream=stream)
     tokenizer = load_tokenizer(config.policy.tokenizer.name, config.policy.tokenizer.chat_template)
     use_corrected_template(tokenizer, config.policy.tokenizer, logger)
-    pictures = _picture_rule(config)
-    view = _view(config, tokenizer, logger, number, pictures)
+    image_rule = _image_rule(config)
+    view = _view(config, tokenizer, logger, number, image_rule)
     logger.close()
 
     def show(text: Text) -> None:
@@ -147,11 +147,11 @@ def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -
         show(sequence_text(sequence, tokenizer.decode, in_colour))
 
 
-def _picture_rule(config: MasterConfig) -> PictureRule | None:
+def _image_rule(config: MasterConfig) -> ImageRule | None:
     """Return the rule by which the model takes images; None for a model of text alone."""
     name = config.policy.model_name
-    # What else is wrong with the model is told by a run.
-    return load_picture_rule(name, load_hf_config(name)) if "vision_config" in load_config_json(name) else None
+    # What else is wrong with the model is reported by a run.
+    return load_image_rule(name, load_hf_config(name)) if "vision_config" in load_config_json(name) else None
 
 
 def _view(
@@ -159,14 +159,14 @@ def _view(
     tokenizer: "PreTrainedTokenizerBase",
     logger: ConsoleLogger,
     number: int,
-    pictures: PictureRule | None,
+    image_rule: ImageRule | None,
 ) -> DataView:
     if isinstance(config, SFTMasterConfig):
-        return _conversations(config, tokenizer, logger, number, pictures)
+        return _conversations(config, tokenizer, logger, number, image_rule)
     if isinstance(config, DPOMasterConfig):
-        return _pairs(config, tokenizer, logger, number, pictures)
+        return _pairs(config, tokenizer, logger, number, image_rule)
     if isinstance(config, GRPOMasterConfig):
-        return _prompts(config, tokenizer, logger, number, pictures)
+        return _prompts(config, tokenizer, logger, number, image_rule)
     name = algorithm_of(config).name
     raise ConfigurationError(f"data: got the algorithm {name}, expected one with the data of sft, dpo or grpo")
 
@@ -176,13 +176,13 @@ def _conversations(
     tokenizer: "PreTrainedTokenizerBase",
     logger: ConsoleLogger,
     number: int,
-    pictures: PictureRule | None,
+    image_rule: ImageRule | None,
 ) -> DataView:
-    dataset = read_samples(load_sft_dataset, config, config.data.train, tokenizer, logger, pictures)
+    dataset = read_samples(load_sft_dataset, config, config.data.train, tokenizer, logger, image_rule)
     source = config.data.train
     lines = open_source(source.path, source.split, config.data.image_key).lines
     originals = (line for line in lines if isinstance(line, Example))
-    sequences = _with_what_was_cut(config, tokenizer, dataset[:number], originals, pictures)
+    sequences = _with_truncated_tokens(config, tokenizer, dataset[:number], originals, image_rule)
     return DataView(sequences, [len(example) for example in dataset], config.policy.max_total_sequence_length)
 
 
@@ -191,9 +191,9 @@ def _pairs(
     tokenizer: "PreTrainedTokenizerBase",
     logger: ConsoleLogger,
     number: int,
-    pictures: PictureRule | None,
+    image_rule: ImageRule | None,
 ) -> DataView:
-    pairs = read_samples(load_preferences, config, config.data.train, tokenizer, logger, pictures)
+    pairs = read_samples(load_preferences, config, config.data.train, tokenizer, logger, image_rule)
     source = config.data.train
     key = config.data.image_key
     parse, columns = partial(parse_preference, image_key=key), partial(preference_columns, image_key=key)
@@ -202,7 +202,7 @@ def _pairs(
         response for line in lines if isinstance(line, PreferenceRecord) for response in (line.chosen, line.rejected)
     )
     shown = [response for pair in pairs[:number] for response in (pair.chosen, pair.rejected)]
-    sequences = _with_what_was_cut(config, tokenizer, shown, originals, pictures)
+    sequences = _with_truncated_tokens(config, tokenizer, shown, originals, image_rule)
     lengths = [len(response) for pair in pairs for response in (pair.chosen, pair.rejected)]
     return DataView(sequences, lengths, config.policy.max_total_sequence_length)
 
@@ -212,9 +212,9 @@ def _prompts(
     tokenizer: "PreTrainedTokenizerBase",
     logger: ConsoleLogger,
     number: int,
-    pictures: PictureRule | None,
+    image_rule: ImageRule | None,
 ) -> DataView:
-    prompts = read_prompts(config, config.data.train, tokenizer, logger, pictures=pictures)
+    prompts = read_prompts(config, config.data.train, tokenizer, logger, image_rule=image_rule)
     most = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
     sequences = []
     for prompt in prompts[:number]:
@@ -225,14 +225,14 @@ def _prompts(
     return DataView(sequences, [len(prompt.token_ids) for prompt in prompts], most)
 
 
-def _with_what_was_cut(
+def _with_truncated_tokens(
     config: SFTMasterConfig | DPOMasterConfig,
     tokenizer: "PreTrainedTokenizerBase",
     examples: Sequence[TokenizedExample],
     originals: Iterator[Example],
-    pictures: PictureRule | None,
+    image_rule: ImageRule | None,
 ) -> list[ShownSequence]:
-    """Return the examples with the first tokens behind the cut, for which the data is read once more as far as
+    """Return the examples with the first tokens after the truncation, for which the data is read once more as far as
     needed.
     """
     max_length, data = config.policy.max_total_sequence_length, config.data
@@ -240,7 +240,7 @@ def _with_what_was_cut(
     run_wide = run_wide_inputs(data.tools, data.chat_template_kwargs)
     longer: dict[str, TokenizedExample] = {}
     if cut:
-        images = RecordImages(data.image_key, images_of_data(data, data.train.path, tokenizer, pictures))
+        images = RecordImages(data.image_key, images_of_data(data, data.train.path, tokenizer, image_rule))
         tokenize = batch_tokenizer(tokenizer, max_length + MOST_CUT_TOKENS, run_wide, images)
         with load_limit(data.load_timeout_s, data.train.path):
             for original in originals:
@@ -256,19 +256,19 @@ def _with_what_was_cut(
 def sequence_text(sequence: ShownSequence, decode: Callable[[Sequence[int]], str], in_colour: bool) -> Text:
     """Show a sequence as text, its kinds of tokens marked by colours or by signs."""
     ids = sequence.example.input_ids.tolist()
-    text, place, told = Text(), 0, ""
+    text, place, reported = Text(), 0, ""
     shown = sequence.images()
     for (kind, image), run in groupby(zip(sequence.kinds(), sequence.image_numbers(), strict=True)):
         first, place = place, place + len(list(run))
         if image is not None:
             text.append_text(_piece(shown[image], kind, in_colour))
-            told = decode(ids[:place])
+            reported = decode(ids[:place])
             continue
         # Some tokenizers drop a space at the beginning of what they decode: take what the whole gains by these tokens.
         so_far = decode(ids[:place])
-        gained = so_far[len(told) :] if so_far.startswith(told) else decode(ids[first:place])
+        gained = so_far[len(reported) :] if so_far.startswith(reported) else decode(ids[first:place])
         text.append_text(_piece(gained, kind, in_colour))
-        told = so_far
+        reported = so_far
     if sequence.example.truncated:
         text.append_text(_piece(" ...", CUT, in_colour))
     return text

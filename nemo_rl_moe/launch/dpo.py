@@ -85,11 +85,11 @@ def run_dpo(config: DPOMasterConfig, run: TrainingRun) -> None:
     """
     model = run.prepare_model()
     tokenizer = model.tokenizer
-    training = read_samples(load_preferences, config, config.data.train, tokenizer, run.console, model.pictures)
+    training = read_samples(load_preferences, config, config.data.train, tokenizer, run.console, model.image_rule)
     held_out = None
     if config.data.validation is not None:
         held_out = read_samples(
-            load_preferences, config, config.data.validation, tokenizer, run.console, model.pictures
+            load_preferences, config, config.data.validation, tokenizer, run.console, model.image_rule
         )
     pairs = Pairs(config, pad_token_id(tokenizer), training, held_out)
     fingerprints = {

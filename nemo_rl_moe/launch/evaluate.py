@@ -138,7 +138,7 @@ def results_of(config: GRPOMasterConfig, evaluation: Evaluation, threshold: floa
     return {
         "model": config.policy.model_name,
         "backend": config.policy.generation.backend,
-        "prompts_from": source.path or "drawn",
+        "prompts_from": source.path or "sampled",
         "num_prompts": len(evaluation.trajectories) // loop.val_num_generations,
         "responses_per_prompt": loop.val_num_generations,
         "temperature": loop.val_temperature,

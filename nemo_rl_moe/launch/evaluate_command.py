@@ -17,10 +17,10 @@ from nemo_rl_moe.launch.output_folder import require_free
 SUMMARY = "validate a model without training it: accuracy, reward and pass@k on the held-out prompts"
 EXAMPLES = """\
 Takes the configuration of a GRPO run, and does what a validation of that run does: the same prompts
-(data.validation, grpo.max_val_samples), the same scorer (env), the same engine (policy.generation), the same random
-numbers (grpo.seed). Nothing is trained: workers hold the weights alone. What it reads beside the model:
+(data.validation, grpo.max_val_samples), the same reward function (env), the same engine (policy.generation), the same
+random numbers (grpo.seed). Nothing is trained: workers hold the weights alone. What it reads beside the model:
 
-  grpo.val_num_generations   responses to each prompt; with n of them pass@k is told for 1, 2, 4, ... and n
+  grpo.val_num_generations   responses to each prompt; with n of them pass@k is reported for 1, 2, 4, ... and n
   grpo.val_temperature       0: greedy, with one response
   policy.model_name          a model's folder, a checkpoint of a run, or a hub's name
 

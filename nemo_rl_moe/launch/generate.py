@@ -86,7 +86,7 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
         temperature=config.grpo.val_temperature,
     )
     prompts = read_prompts(
-        config, config.data.train, model.tokenizer, run.console, pictures=model.pictures, is_scored=False
+        config, config.data.train, model.tokenizer, run.console, image_rule=model.image_rule, is_scored=False
     )
     if prompts.report.num_dropped:
         longest = config.policy.max_total_sequence_length - generation.max_new_tokens

@@ -24,7 +24,7 @@ appears whole or not at all; progress goes to standard error:
 
   {{"sample_id": "prompts.txt:1", "sample": 0, "prompt": "7+8=", "response": "15", "finish_reason": "stop", ...}}
 
-finish_reason is "length" for a response that was cut at --max-new-tokens. With --logprobs there are token_ids and
+finish_reason is "length" for a response that was truncated at --max-new-tokens. With --logprobs there are token_ids and
 logprobs too: of the softmax of all logits divided by the temperature, in nats.
 
 One worker on a CPU in float32 unless overrides say otherwise. They change {BASE_CONFIG}, as the options do.
@@ -90,7 +90,7 @@ def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterCon
     Raises:
         ConfigurationError: One of them is wrong.
     """
-    with told_by_option(options):
+    with reported_by_option(options):
         # What overrides say comes last, as on the command line of a run.
         config = load_grpo_config(BASE_CONFIG, [*overrides_of(options), *overrides])
     if options.output is not None:
@@ -107,12 +107,12 @@ def run(options: argparse.Namespace, config: GRPOMasterConfig) -> None:
     """Run the command with what `load` has returned."""
     from nemo_rl_moe.launch.generate import generate
 
-    with told_by_option(options):
+    with reported_by_option(options):
         generate(config, Path(options.output) if options.output is not None else None, with_logprobs=options.logprobs)
 
 
 @contextmanager
-def told_by_option(options: argparse.Namespace) -> Iterator[None]:
+def reported_by_option(options: argparse.Namespace) -> Iterator[None]:
     """Context whose errors name the options that were given instead of the keys that they set."""
     try:
         yield

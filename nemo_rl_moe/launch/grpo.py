@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nemo_rl_moe.algorithms.capture_writer import TapeRecorder
+from nemo_rl_moe.algorithms.capture_writer import CaptureWriter
 from nemo_rl_moe.algorithms.custom_estimator import check_estimator
 from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo
 from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
-from nemo_rl_moe.algorithms.run_observers import RunObserver, TapeVolume, TapeWatch, checked_refits
+from nemo_rl_moe.algorithms.run_observers import CaptureVolume, RoutingAnomalyWatch, RunObserver, checked_refits
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.algorithm import algorithm_of
@@ -33,15 +33,15 @@ from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, images_of_data
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.models.picture_rules import PictureRule
+from nemo_rl_moe.models.image_rules import ImageRule
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.rewards.registry import make_scorer
-from nemo_rl_moe.rewards.worker_pool import EnvironmentScorer
+from nemo_rl_moe.rewards.registry import make_reward_function
+from nemo_rl_moe.rewards.worker_pool import RewardWorkers
 from nemo_rl_moe.rollouts.environment import Environment, make_environment
 from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.limits import RolloutLimits
 from nemo_rl_moe.rollouts.worker import RolloutWorker
-from nemo_rl_moe.runs.folder.capture_folder import TAPE_FOLDER
+from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
 
 
@@ -52,7 +52,7 @@ class PreparedRollouts:
     Attributes:
         model: The policy's model and tokenizer.
         environment: Drives the trajectories.
-        sampling: How training responses are drawn.
+        sampling: How training responses are sampled.
         training: The prompts to train on.
         held_out: The prompts to validate with; empty: no validation.
     """
@@ -75,7 +75,7 @@ class PreparedRollouts:
         """Return the fingerprints of a resumed run's inputs: the prompts, and the model where a reference is read from
         it.
         """
-        prompts = samples_fingerprint(config.data.train.path or "drawn", _token_ids_and_images(self.training))
+        prompts = samples_fingerprint(config.data.train.path or "sampled", _token_ids_and_images(self.training))
         if not algorithm_of(config).needs_reference(config):
             return {TRAINING_DATA: prompts}
         return {TRAINING_DATA: prompts, MODEL: model_fingerprint(config.policy.model_name)}
@@ -117,7 +117,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     Raises:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
     """
-    make_scorer(config.env)  # so that what is wrong with it is told before a worker starts
+    make_reward_function(config.env)  # so that what is wrong with it is reported before a worker starts
     check_estimator(config)
     check_objective(config.loss_fn)
     environment = make_environment(config.env)
@@ -126,7 +126,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     model = run.prepare_model()
     engine.check_model(config, model.hf_config)
     sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
-    training = read_prompts(config, config.data.train, model.tokenizer, run.console, pictures=model.pictures)
+    training = read_prompts(config, config.data.train, model.tokenizer, run.console, image_rule=model.image_rule)
     held_out: Sequence[Prompt] = ()
     if config.data.validation is not None:
         is_overfitting = is_same_file(config.data.train, config.data.validation)
@@ -134,7 +134,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
             run.console.message("validating with the training prompts: data.validation.path is data.train.path")
         left_out = () if is_overfitting else training
         held_out = read_prompts(
-            config, config.data.validation, model.tokenizer, run.console, left_out, pictures=model.pictures
+            config, config.data.validation, model.tokenizer, run.console, left_out, image_rule=model.image_rule
         )
     return PreparedRollouts(model, environment, sampling, training, held_out)
 
@@ -166,16 +166,16 @@ def make_run_observers(
     check = make_refit_check(config, policy, engine, model.hf_config, run.console)
     measurements = make_routing_measurements(config, policy, engine, run)
     further = [] if measurements is None else [measurements]
-    return [TapeVolume(), TapeWatch(stops=stops), *checked_refits(check, engine), *further]
+    return [CaptureVolume(), RoutingAnomalyWatch(stops=stops), *checked_refits(check, engine), *further]
 
 
 def make_routing_measurements(
     config: GRPOMasterConfig, policy: MegatronPolicy, engine: GenerationEngine, run: TrainingRun
 ) -> RoutingMeasurements | None:
-    """Return the measurements that a configuration asks for; None without a tape, which says what routers choose."""
+    """Return the measurements that a configuration asks for; None without a capture, which says what routers choose."""
     megatron, moe = config.policy.megatron_cfg, policy.moe_configuration
-    has_tape = megatron.routing_tape or megatron.routing_replay != "none"
-    if not has_tape or not moe or moe.get("moe_router_fusion"):
+    has_capture = megatron.capture_routing or megatron.routing_replay != "none"
+    if not has_capture or not moe or moe.get("moe_router_fusion"):
         return None
     measured = megatron.routing_measurements
     return RoutingMeasurements(
@@ -189,14 +189,14 @@ def make_routing_measurements(
         updates_per_step=config.updates_per_step,
         replays=megatron.routing_replay == "rollout",
         has_reference=algorithm_of(config).needs_reference(config),
-        tape=TapeRecorder(
-            run.folder / TAPE_FOLDER,
+        capture=CaptureWriter(
+            run.folder / CAPTURE_FOLDER,
             moe,
             run.console.warn,
             fetch_objects,
             is_exact=rollouts_in_float32(config.policy),
         )
-        if measured.save_tape
+        if measured.save_capture
         else None,
     )
 
@@ -205,12 +205,12 @@ def start_rollouts(
     config: GRPOMasterConfig, run: ModelRun, policy: MegatronPolicy, prepared: PreparedRollouts
 ) -> RolloutWorker:
     """Start the environment's workers and the generation engine for the rest of the run."""
-    scorer = run.use(running_scorer(config, run.console))
+    reward_function = run.use(running_reward_workers(config, run.console))
     tokenizer = prepared.model.tokenizer
     notices = Notices(run.console.message, run.console.warn)
     return RolloutWorker(
         start_engine(config, run, policy, prepared.model),
-        scorer,
+        reward_function,
         prepared.environment,
         tokenizer.decode,
         partial(tokenizer.encode, add_special_tokens=False),
@@ -235,7 +235,7 @@ def sampling_parameters(generation: GenerationConfig, tokenizer: Any, vocabulary
         vocabulary_size: Token ids that the model can draw are below this.
 
     Raises:
-        ConfigurationError: Nothing would end a response, or a token that is to end it can never be drawn.
+        ConfigurationError: Nothing would end a response, or a token that is to end it can never be sampled.
     """
     stop_token_ids = generation.stop_token_ids
     if stop_token_ids is None:
@@ -249,10 +249,10 @@ def sampling_parameters(generation: GenerationConfig, tokenizer: Any, vocabulary
             "policy.generation.stop_token_ids: got [], and policy.generation.stop_strings has none either, so that"
             " nothing would end a response; expected token ids, or null for the tokenizer's end token"
         )
-    if never_drawn := [token for token in stop_token_ids if token >= vocabulary_size]:
+    if never_sampled := [token for token in stop_token_ids if token >= vocabulary_size]:
         whose = "null, the tokenizer's end token " if generation.stop_token_ids is None else ""
         raise ConfigurationError(
-            f"policy.generation.stop_token_ids: got {whose}{', '.join(map(str, never_drawn))}, expected ids from 0 to"
+            f"policy.generation.stop_token_ids: got {whose}{', '.join(map(str, never_sampled))}, expected ids from 0 to"
             f" {vocabulary_size - 1}: the model has {vocabulary_size} tokens"
         )
     return SamplingParameters(
@@ -272,10 +272,10 @@ def read_prompts(
     console: ConsoleLogger,
     training: Iterable[Prompt] = (),
     *,
-    pictures: PictureRule | None,
+    image_rule: ImageRule | None,
     is_scored: bool = True,
 ) -> PromptDataset:
-    """Read, or draws, and tokenise one set of prompts, without the training prompts, and tell what was left out.
+    """Read, or draws, and tokenise one set of prompts, without the training prompts, and say what was left out.
 
     Args:
         config: The whole configuration.
@@ -283,7 +283,7 @@ def read_prompts(
         tokenizer: The model's.
         console: Shows the phase and the report.
         training: Prompts to leave out.
-        pictures: Rule by which the model takes images; None: it takes text alone.
+        image_rule: Rule by which the model takes images; None: it takes text alone.
         is_scored: False: prompts need no answer, and repeated ones stay.
 
     Raises:
@@ -291,8 +291,8 @@ def read_prompts(
     """
     longest = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
     what = f"reading {source.path}" if source.path else f"drawing {source.num_items} prompts"
-    with console.phase(what), load_limit(config.data.load_timeout_s, source.path or "drawn prompts"):
-        images = images_of_data(config.data, source.path, tokenizer, pictures)
+    with console.phase(what), load_limit(config.data.load_timeout_s, source.path or "sampled prompts"):
+        images = images_of_data(config.data, source.path, tokenizer, image_rule)
         prompts = load_prompts(source, config.data, tokenizer, longest, config.env if is_scored else None, images)
         prompts = without_training_prompts(prompts, training)
     console.message(prompts.report.summary())
@@ -318,14 +318,14 @@ def _token_ids_and_images(prompts: Iterable[Prompt]) -> Iterator[Any]:
 
 
 @contextmanager
-def running_scorer(config: GRPOMasterConfig, console: ConsoleLogger) -> Iterator[EnvironmentScorer]:
+def running_reward_workers(config: GRPOMasterConfig, console: ConsoleLogger) -> Iterator[RewardWorkers]:
     """Start the environment's workers, and stop them whatever happens."""
     with console.phase(f"starting the environment ({config.env.name})"):
-        scorer = EnvironmentScorer(config.env)
+        reward_function = RewardWorkers(config.env)
     try:
-        yield scorer
+        yield reward_function
     finally:
-        scorer.shutdown()
+        reward_function.shutdown()
 
 
 @contextmanager

@@ -140,7 +140,7 @@ def memory_lines(config: MasterConfig, transformer: TransformerConfig, hf_config
     stages = range(transformer.pipeline_model_parallel_size)
     workers = [worker_memory(config, transformer, hf_config, stage) for stage in stages]
     rows = _memory_rows(config, workers, microbatch_patches(config, hf_config))
-    # Small models, for trying things out, are told in smaller units.
+    # Small models, for trying things out, are reported in smaller units.
     unit = "GB" if max(worker.peak_at_least for worker in workers) >= 10**8 else "MB"
     cells = [[f"{value / UNITS[unit]:.2f}" for value in values] for _, values in rows]
     heads = [f"stage {stage}" for stage in stages] if len(stages) > 1 else [unit]

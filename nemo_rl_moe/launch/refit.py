@@ -15,7 +15,7 @@ from nemo_rl_moe.generation.diagnosis import InspectableEngine, disagreement
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.models.families import family_of
-from nemo_rl_moe.models.images import Picture, image_inputs
+from nemo_rl_moe.models.images import ModelImage, image_inputs
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.weight_sync.fingerprints import FingerprintingEngine, common_format
@@ -29,7 +29,7 @@ from nemo_rl_moe.weight_sync.refit_check import (
 )
 
 PROBE_OF_TEXT = 16
-"""Tokens of the sequences without pictures that tell tower and decoder apart."""
+"""Tokens of the sequences without images that distinguish tower and decoder."""
 
 
 def make_refit_check(
@@ -47,8 +47,8 @@ def make_refit_check(
         return None
     longest = config.policy.max_total_sequence_length - 1  # an engine draws one token more
     sequences = probe_sequences(chosen.num_sequences, chosen.num_tokens, hf_config.vocab_size)
-    pictures = [picture_probe(sequence, hf_config, longest, n) for n, sequence in enumerate(sequences)]
-    sequences, inputs = [list(ids) for ids, _ in pictures], [found for _, found in pictures if found]
+    image_rule = [image_probe(sequence, hf_config, longest, n) for n, sequence in enumerate(sequences)]
+    sequences, inputs = [list(ids) for ids, _ in image_rule], [found for _, found in image_rule if found]
     engines_format: str = getattr(engine, "dtype", config.policy.precision)
     in_float32 = {config.policy.precision, engines_format} == {"float32"}
     # Of tensors that several ranks share, none of them has a fingerprint.
@@ -89,17 +89,17 @@ def make_refit_check(
     )
 
 
-def picture_probe(
+def image_probe(
     sequence: Sequence[int], hf_config: Any, longest: int, seed: int
 ) -> tuple[Sequence[int], dict[str, ModelInput]]:
-    """Return a sequence of the check with a picture of noise behind its first token, so that tower and projector are
+    """Return a sequence of the check with an image of noise behind its first token, so that tower and projector are
     checked.
 
     Args:
         sequence: Tokens.
         hf_config: The model's configuration; of a model of text alone the sequence stays as it is.
         longest: Most tokens; what is beyond them is cut off.
-        seed: Of the picture.
+        seed: Of the image.
     """
     vision = family_of(hf_config).vision
     if vision is None:
@@ -110,23 +110,23 @@ def picture_probe(
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     count = vision.num_image_tokens(hf_config, height, width)
     ids = [*sequence[:1], *[hf_config.image_token_id] * count, *sequence[1:]][:longest]
-    if len(ids) < count + 2:  # no prompt with a picture fits either
+    if len(ids) < count + 2:  # no prompt with an image fits either
         return sequence, image_inputs([], np.zeros(len(sequence), dtype=np.bool_))
     places = np.arange(len(ids))
-    return ids, image_inputs([Picture(pixels)], (places > 0) & (places <= count))
+    return ids, image_inputs([ModelImage(pixels)], (places > 0) & (places <= count))
 
 
 def explain_by_text(
     policy: MegatronPolicy, engine: ScoringEngine, copy: int, temperature: float, count: int, hf_config: Any
 ) -> str:
-    """Return the side of a model of images whose weights differ, by sequences without pictures."""
+    """Return the side of a model of images whose weights differ, by sequences without images."""
     sequences = probe_sequences(count, PROBE_OF_TEXT, hf_config.vocab_size)
     none = image_inputs([], np.zeros(PROBE_OF_TEXT, dtype=np.bool_))
     expected = start_scores(policy, sequences, model_inputs=[none] * count)()
     gap = gap_between(engine.score(sequences, temperature)[copy], expected)
     if gap.largest <= FLOAT32_BOUND:
-        return "Without pictures they agree: weights of the vision tower or of its projector are not the trainer's."
-    return f"Without pictures they differ by {gap.largest:.2g} nats, too: weights of the decoder are not the trainer's."
+        return "Without images they agree: weights of the vision tower or of its projector are not the trainer's."
+    return f"Without images they differ by {gap.largest:.2g} nats, too: weights of the decoder are not the trainer's."
 
 
 def start_scores(
@@ -140,7 +140,7 @@ def start_scores(
 
 
 def batch_of(sequences: Sequence[Sequence[int]], model_inputs: Sequence[Mapping[str, ModelInput]] = ()) -> TokenBatch:
-    """Return the sequences of one length, as the trainer scores them; with their pictures, where the model takes
+    """Return the sequences of one length, as the trainer scores them; with their images, where the model takes
     some.
     """
     input_ids = torch.tensor(sequences)

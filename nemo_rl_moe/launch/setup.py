@@ -36,8 +36,8 @@ from nemo_rl_moe.models.hf_files import (
     load_config_json,
     load_hf_config,
 )
+from nemo_rl_moe.models.image_rules import ImageRule, load_image_rule
 from nemo_rl_moe.models.model_files import collect_model_files
-from nemo_rl_moe.models.picture_rules import PictureRule, load_picture_rule
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 from nemo_rl_moe.models.position_limit import too_long_sequences
@@ -66,7 +66,7 @@ class PreparedModel:
         tokenizer: The tokenizer in use.
         files: What lies beside exported weights, file name to content.
         policy: The section that describes it, of the policy or of another role.
-        pictures: Rule by which it takes images; None: it takes text alone.
+        image_rule: Rule by which it takes images; None: it takes text alone.
     """
 
     source: ModelSource
@@ -74,11 +74,11 @@ class PreparedModel:
     tokenizer: "PreTrainedTokenizerBase"
     files: Mapping[str, bytes]
     policy: PolicyConfig
-    pictures: PictureRule | None = None
+    image_rule: ImageRule | None = None
 
 
 def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel:
-    """Fetch and check the model, so that what is wrong with it is told before Ray starts; load the tokenizer.
+    """Fetch and check the model, so that what is wrong with it is reported before Ray starts; load the tokenizer.
 
     Raises:
         ConfigurationError: The model cannot be had, it, one of its fields or the layout is not supported, its folder
@@ -90,9 +90,9 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel
         hf_config, config_json = load_hf_config(str(folder)), load_config_json(str(folder))
         if problems := too_long_sequences(policy, config_json):
             raise ConfigurationError(problems)
-        pictures = load_picture_rule(str(folder), hf_config)
+        image_rule = load_image_rule(str(folder), hf_config)
         check_weights(policy, folder)
-        # Imported here: Megatron-Core takes seconds to import, which the phase tells.
+        # Imported here: Megatron-Core takes seconds to import, which the phase reports.
         from nemo_rl_moe.models.megatron.model.router_settings import exported_config
         from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 
@@ -103,13 +103,13 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel
     tokenizer = load_tokenizer(policy.tokenizer.name, policy.tokenizer.chat_template)
     files = collect_model_files(exported.content, hf_config, folder, tokenizer)
     use_corrected_template(tokenizer, policy.tokenizer, console)  # behind what is exported, which keeps the model's own
-    return PreparedModel(source, hf_config, tokenizer, files, policy, pictures)
+    return PreparedModel(source, hf_config, tokenizer, files, policy, image_rule)
 
 
 def use_corrected_template(
     tokenizer: "PreTrainedTokenizerBase", settings: TokenizerConfig, console: ConsoleLogger
 ) -> None:
-    """Take a chat template of ours where the tokenizer's own loses parts of a conversation, and tells of it."""
+    """Take a chat template of ours where the tokenizer's own loses parts of a conversation, and reports it."""
     if settings.chat_template is None and (line := correct_template(tokenizer, settings.corrected_template)):
         console.message(line)
 
@@ -156,9 +156,9 @@ def read_samples(
     source: DataSourceConfig,
     tokenizer: Any,
     console: ConsoleLogger,
-    pictures: PictureRule | None,
+    image_rule: ImageRule | None,
 ) -> Samples:
-    """Read and tokenise one set of samples, and tell what was cut, dropped or skipped.
+    """Read and tokenise one set of samples, and say what was truncated, dropped or skipped.
 
     Args:
         load: `load_sft_dataset` or `load_preferences`.
@@ -166,7 +166,7 @@ def read_samples(
         source: Entry of the `data` section.
         tokenizer: The model's.
         console: Shows the phase and the report.
-        pictures: Rule by which the model takes images; None: it takes text alone.
+        image_rule: Rule by which the model takes images; None: it takes text alone.
 
     Raises:
         DataError: A file is missing or a line cannot be used.
@@ -180,24 +180,24 @@ def read_samples(
             longest,
             config.data.on_bad_line,
             run_wide=run_wide_inputs(config.data.tools, config.data.chat_template_kwargs),
-            images=RecordImages(config.data.image_key, images_of_data(config.data, source.path, tokenizer, pictures)),
+            images=RecordImages(config.data.image_key, images_of_data(config.data, source.path, tokenizer, image_rule)),
         )
     console.message(samples.report.summary())
     return samples
 
 
 def images_of_data(
-    data: DataConfig | PromptDataConfig, path: str | None, tokenizer: Any, pictures: PictureRule | None
+    data: DataConfig | PromptDataConfig, path: str | None, tokenizer: Any, image_rule: ImageRule | None
 ) -> ImageTokenizer | None:
     """Return the treatment of a data set's images; None: the model takes text alone.
 
     Raises:
         DataError: The tokenizer lacks a token that the model needs.
     """
-    if pictures is None:
+    if image_rule is None:
         return None
     reader = ImageReader(image_folder(path, data.image_root), data.max_image_pixels)
-    return image_tokenizer(pictures, tokenizer, reader)
+    return image_tokenizer(image_rule, tokenizer, reader)
 
 
 def fetch_on_machines(cluster: RayCluster, model: HubModel) -> None:
@@ -328,7 +328,7 @@ class ModelRun:
         self._templates = template_process()
         self._templates.start()  # imports what it needs while this process imports torch and Megatron-Core
         self._model = prepare_model(self.config.policy, self.console)
-        # Starts while data are read. Not before: what is wrong with a model is told without waiting for Ray.
+        # Starts while data are read. Not before: what is wrong with a model is reported without waiting for Ray.
         self._early_cluster = EarlyCluster(self.config)
         self._opened.callback(self._early_cluster.close)
         return self._model

@@ -47,9 +47,9 @@ from nemo_rl_moe.launch.setup import (
     summarise,
 )
 from nemo_rl_moe.launch.start import RunLaunch
+from nemo_rl_moe.models.image_rules import image_problem
 from nemo_rl_moe.models.interfaces import Head
 from nemo_rl_moe.models.model_files import left_out_line, write_model_files
-from nemo_rl_moe.models.picture_rules import picture_problem
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, TrainableModel
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 from nemo_rl_moe.models.safetensors_folder import one_line
@@ -59,7 +59,7 @@ from nemo_rl_moe.runs.folder.folder import collect_versions, create_run_folder, 
 from nemo_rl_moe.runs.folder.samples import SampleLog
 from nemo_rl_moe.runs.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
-from nemo_rl_moe.runs.loggers.factory import LoggerResume, build_loggers, find_own_backends
+from nemo_rl_moe.runs.loggers.factory import LoggerResume, build_loggers, find_custom_backends
 from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.runs.report.run_findings import scoring_lines
@@ -108,7 +108,7 @@ class TrainingRun(ModelRun):
 
     def __enter__(self) -> "TrainingRun":
         try:
-            find_own_backends(self.config.logger)
+            find_custom_backends(self.config.logger)
             self._claim_checkpoints()
         except BaseException:
             self._opened.close()
@@ -143,7 +143,7 @@ class TrainingRun(ModelRun):
             model = prepare_model(policy, self.console)
         except ConfigurationError as error:
             raise ConfigurationError([f"role {role}: {problem}" for problem in error.problems]) from error
-        if problem := picture_problem(model.pictures, self._model.pictures):
+        if problem := image_problem(model.image_rule, self._model.image_rule):
             raise ConfigurationError(
                 f"role {role}: model_name: got {policy.model_name}, which {problem}, expected a model that reads the"
                 f" batches of policy.model_name {self.config.policy.model_name} as they are"
@@ -191,7 +191,7 @@ class TrainingRun(ModelRun):
         return self._trained[role]
 
     def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
-        """Tell where the run begins, and what its settings come to. Writes nothing of the run's own.
+        """Report where the run begins, and what its settings come to. Writes nothing of the run's own.
 
         Args:
             num_steps: Steps of the whole run.
@@ -291,7 +291,7 @@ class TrainingRun(ModelRun):
         return older
 
     def open(self) -> StepRecorder:
-        """Open the run's folder, its loggers and its checkpoints, and tell what is in force.
+        """Open the run's folder, its loggers and its checkpoints, and say what is in force.
 
         A resumed run goes on in its folder: what that holds of later steps is cut off, and the loggers continue.
 
@@ -318,7 +318,7 @@ class TrainingRun(ModelRun):
         return self._folder
 
     def end(self, summary: RunSummary) -> None:
-        """Write the final weights of a run that is complete; prepares what is told when everything is closed.
+        """Write the final weights of a run that is complete; prepares what is reported when everything is closed.
 
         Raises:
             CheckpointError: They cannot be written.

@@ -177,7 +177,7 @@ def load_hf_config(model_name: str) -> Any:
     """
     from nemo_rl_moe.models.families import decoder_type_of, family_of_type, vision_family_of
     from nemo_rl_moe.models.families.vision import field_problems
-    from nemo_rl_moe.models.picture_rules import load_picture_rule
+    from nemo_rl_moe.models.image_rules import load_image_rule
 
     config_json = load_config_json(model_name)
     vision = vision_family_of(config_json)
@@ -195,7 +195,7 @@ def load_hf_config(model_name: str) -> Any:
     if vision is None:
         return hf_config
     flat = vision.flattened(hf_config, decoder_type)
-    rule = load_picture_rule(model_name, flat)
+    rule = load_image_rule(model_name, flat)
     assert rule is not None  # it has a tower
     flat.pixel_rule = rule.pixels
     return flat

@@ -30,20 +30,20 @@ def image_positions(
     remaining = iter(grids)
     for row in is_image.any(1).nonzero()[:, 0].tolist():
         at, (marked,) = 0, is_image[row].numpy().nonzero()
-        first_of_picture = 0
-        while first_of_picture < len(marked):
-            start = int(marked[first_of_picture])
+        first_of_image = 0
+        while first_of_image < len(marked):
+            start = int(marked[first_of_image])
             height, width = next(remaining, (0, 0))
-            last = first_of_picture + height * width - 1
+            last = first_of_image + height * width - 1
             if height * width == 0 or last >= len(marked) or marked[last] != start + height * width - 1:
-                raise ValueError(f"row {row}: the image tokens from {start} on are not those of a picture")
+                raise ValueError(f"row {row}: the image tokens from {start} on are not those of an image")
             here = int(positions[0, row, start])
             down, right = torch.arange(height)[:, None], torch.arange(width)[None]
             block = torch.stack([torch.zeros(height, width, dtype=torch.long), *torch.broadcast_tensors(down, right)])
             at = start + height * width
             positions[:, row, start:at] = here + block.reshape(3, -1)
             positions[:, row, at:] = here + max(height, width) + torch.arange(columns - at)
-            first_of_picture = last + 1
+            first_of_image = last + 1
     if next(remaining, None) is not None:
-        raise ValueError("there are more pictures than image tokens")
+        raise ValueError("there are more images than image tokens")
     return positions

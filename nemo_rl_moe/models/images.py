@@ -19,22 +19,22 @@ from nemo_rl_moe.distributed.batch import Axis, ModelInput, TokenBatch
 from nemo_rl_moe.distributed.shared_arrays import SharedColumn, num_bytes_of
 
 PIXELS = "pixels"
-"""Column: of each picture red, green and blue of its pixels, row by row, as bytes; shared, `[bytes]`. A microbatch on a
-device has those of its distinct pictures, one after another, where the vision tower is, and nothing elsewhere."""
-PICTURE_SIZES = "picture_sizes"
-"""Column: height and width of each picture in pixels; ragged, `[pictures, 2]`."""
-PICTURE_IDS = "picture_ids"
-"""Column: a digest of each picture: equal ones go through the vision tower once a microbatch; ragged, `[pictures]`."""
+"""Column: of each image red, green and blue of its pixels, row by row, as bytes; shared, `[bytes]`. A microbatch on a
+device has those of its distinct images, one after another, where the vision tower is, and nothing elsewhere."""
+IMAGE_SIZES = "image_sizes"
+"""Column: height and width of each image in pixels; ragged, `[images, 2]`."""
+IMAGE_IDS = "image_ids"
+"""Column: a digest of each image: equal ones go through the vision tower once a microbatch; ragged, `[images]`."""
 IS_IMAGE = "is_image"
-"""Column: True for the prompt's tokens that stand for a piece of a picture, in the order of the pictures. A response
+"""Column: True for the prompt's tokens that stand for a piece of an image, in the order of the images. A response
 may hold the same token id, which then is a token as any other."""
 
-ON_HOST = frozenset({PICTURE_SIZES, PICTURE_IDS})
+ON_HOST = frozenset({IMAGE_SIZES, IMAGE_IDS})
 """Columns that a model reads on the host, to know how much there is to do; the others are where the model is."""
 
 
 @dataclass(frozen=True)
-class Picture:
+class ModelImage:
     """An image, or a tile of one, resized for the model but not normalised.
 
     Attributes:
@@ -56,54 +56,54 @@ class Picture:
         return int.from_bytes(found.digest(), "big") >> 1
 
 
-def image_inputs(pictures: Sequence[Picture], is_image: Bool[np.ndarray, " tokens"]) -> dict[str, ModelInput]:
+def image_inputs(images: Sequence[ModelImage], is_image: Bool[np.ndarray, " tokens"]) -> dict[str, ModelInput]:
     """Return the model's inputs of one sequence.
 
     Args:
-        pictures: In the order of their tokens; empty for text.
+        images: In the order of their tokens; empty for text.
         is_image: True for image tokens; what follows them is text.
     """
-    sizes = np.array([picture.pixels.shape[:2] for picture in pictures], dtype=np.int64).reshape(-1, 2)
-    digests = np.array([picture.digest for picture in pictures], dtype=np.int64)
+    sizes = np.array([image.pixels.shape[:2] for image in images], dtype=np.int64).reshape(-1, 2)
+    digests = np.array([image.digest for image in images], dtype=np.int64)
     return {
-        PIXELS: ModelInput(tuple(picture.flat for picture in pictures), Axis.SHARED),
-        PICTURE_SIZES: ModelInput(sizes, Axis.RAGGED),
-        PICTURE_IDS: ModelInput(digests, Axis.RAGGED),
+        PIXELS: ModelInput(tuple(image.flat for image in images), Axis.SHARED),
+        IMAGE_SIZES: ModelInput(sizes, Axis.RAGGED),
+        IMAGE_IDS: ModelInput(digests, Axis.RAGGED),
         IS_IMAGE: ModelInput(np.asarray(is_image, dtype=np.bool_), Axis.TOKEN, fill=False),
     }
 
 
-def pictures_in(inputs: Mapping[str, ModelInput]) -> list[Picture]:
+def images_in(inputs: Mapping[str, ModelInput]) -> list[ModelImage]:
     """Return the images of one sequence, at hand; none where it has no such inputs."""
     if PIXELS not in inputs:
         return []
-    sizes = inputs[PICTURE_SIZES].values.tolist()
-    return [Picture(flat.reshape(*size, 3)) for flat, size in zip(inputs[PIXELS].values, sizes, strict=True)]
+    sizes = inputs[IMAGE_SIZES].values.tolist()
+    return [ModelImage(flat.reshape(*size, 3)) for flat, size in zip(inputs[PIXELS].values, sizes, strict=True)]
 
 
 def has_its_pixels(inputs: Mapping[str, ModelInput]) -> bool:
     """Return whether a sequence has as many arrays and digests as sizes, and each array the bytes of its size."""
-    sizes = inputs[PICTURE_SIZES].values
+    sizes = inputs[IMAGE_SIZES].values
     found = [num_bytes_of(array) for array in inputs[PIXELS].values]
-    return len(inputs[PICTURE_IDS].values) == len(sizes) and found == (3 * sizes.prod(1)).tolist()
+    return len(inputs[IMAGE_IDS].values) == len(sizes) and found == (3 * sizes.prod(1)).tolist()
 
 
-def picture_patches(batch: TokenBatch, num_patches: Callable[[int, int], int] | None) -> list[dict[int, int]]:
+def image_patches(batch: TokenBatch, num_patches: Callable[[int, int], int] | None) -> list[dict[int, int]]:
     """Return the patches of each sequence's images by digest; empty where there are no images.
 
     Args:
         num_patches: Patches of an image by height and width in pixels; None: a model of text.
     """
-    if num_patches is None or PICTURE_IDS not in batch.columns:
+    if num_patches is None or IMAGE_IDS not in batch.columns:
         return []
-    ids, sizes = batch.columns[PICTURE_IDS], batch.columns[PICTURE_SIZES]
+    ids, sizes = batch.columns[IMAGE_IDS], batch.columns[IMAGE_SIZES]
     assert ids.sizes is not None
     patches = [num_patches(height, width) for height, width in sizes.values.tolist()]
     pairs = iter(zip(ids.values.tolist(), patches, strict=True))
     return [dict(islice(pairs, number)) for number in ids.sizes.tolist()]
 
 
-def distinct_pictures(ids: Sequence[int]) -> tuple[list[int], list[int]]:
+def distinct_images(ids: Sequence[int]) -> tuple[list[int], list[int]]:
     """Find repeated images.
 
     Args:
@@ -120,20 +120,20 @@ def distinct_pictures(ids: Sequence[int]) -> tuple[list[int], list[int]]:
 
 def distinct_sizes(batch: TokenBatch) -> list[tuple[int, int]]:
     """Return height and width in pixels of a batch's distinct images; none where it has no such inputs."""
-    if PICTURE_IDS not in batch.columns:
+    if IMAGE_IDS not in batch.columns:
         return []
-    chosen, _ = distinct_pictures(batch.columns[PICTURE_IDS].values.tolist())
-    return [(int(height), int(width)) for height, width in batch.columns[PICTURE_SIZES].values[chosen].tolist()]
+    chosen, _ = distinct_images(batch.columns[IMAGE_IDS].values.tolist())
+    return [(int(height), int(width)) for height, width in batch.columns[IMAGE_SIZES].values[chosen].tolist()]
 
 
 def distinct_pixels(pixels: SharedColumn, ids: Sequence[int]) -> UInt8[np.ndarray, " bytes"]:
-    """Return the pixels of the distinct images, in the order of `distinct_pictures`.
+    """Return the pixels of the distinct images, in the order of `distinct_images`.
 
     Args:
         ids: Digest of each image of all sequences.
     """
     arrays = [array for of_sequence in pixels.arrays for array in of_sequence]
-    chosen, _ = distinct_pictures(ids)
+    chosen, _ = distinct_images(ids)
     return np.concatenate([np.zeros(0, np.uint8), *(arrays[position] for position in chosen)])
 
 
@@ -146,7 +146,7 @@ def sequence_inputs(batch: TokenBatch, rows: Sequence[int]) -> list[dict[str, Mo
     for row in rows if PIXELS in batch.shared else ():
         one = batch.select([row])
         inputs = {PIXELS: ModelInput(one.shared[PIXELS].arrays[0], Axis.SHARED)}
-        for name in (PICTURE_SIZES, PICTURE_IDS, IS_IMAGE):
+        for name in (IMAGE_SIZES, IMAGE_IDS, IS_IMAGE):
             column = one.columns[name]
             values = column.values.cpu().numpy()
             is_ragged = column.axis is Axis.RAGGED

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Axis, Column, StoredColumn, TokenBatch
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
-from nemo_rl_moe.routing.agreement.statistics import LedgerTotals
+from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 from nemo_rl_moe.runs.folder.artifacts import StepArtifacts
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 
@@ -25,7 +25,7 @@ class Head(Enum):
     LOGPROBS = "logprobs"
     """Log-probability of the target given the tokens before it, in nats."""
     ENTROPY = "entropy"
-    """Entropy of the distribution that the target is drawn from, in nats; exact, over the whole vocabulary."""
+    """Entropy of the distribution that the target is sampled from, in nats; exact, over the whole vocabulary."""
     VALUE = "value"
     """Value of the state before the target is chosen, such as the expected return; of models that have a value head."""
 
@@ -175,7 +175,7 @@ class RouteComparison:
     """
 
     logprobs: Float[Tensor, "batch sequence"]
-    totals: LedgerTotals
+    totals: AgreementTotals
 
     def differences(self, name: str) -> dict[str, float]:
         """Return the metrics `rows_differing_{name}` and `tokens_differing_{name}`; empty where no row could be

@@ -5,7 +5,7 @@
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
 
-class ExactEnvironment:
+class ExactReward:
     """Compare a response with the record's answer as texts, apart from blank space; reward 1 or 0."""
 
     def score(self, item: ScoringItem) -> Score:

@@ -19,7 +19,7 @@ class ScoringItem:
         sample_id: Where the prompt came from.
         prompt: As text, without what a chat template adds.
         response: As text, without the end token.
-        is_truncated: The response was cut at the length limit before its end.
+        is_truncated: The response was truncated at the length limit before its end.
         record: Whatever the data say of the prompt (`answer`, `metadata`, ...).
     """
 
@@ -110,7 +110,7 @@ def _failed(problem: str) -> Score:
     return Score(0.0, is_correct=False, fault=Fault.ERROR, message=f"ValueError: {problem}")
 
 
-class Scorer(Protocol):
+class RewardFunction(Protocol):
     """Scores one response at a time; made once in each environment worker, and may keep state there."""
 
     def score(self, item: ScoringItem) -> Score:
@@ -118,8 +118,8 @@ class Scorer(Protocol):
         ...
 
 
-class BatchScorer(Protocol):
-    """Scorer of many responses at once; faults are reported and never raised."""
+class BatchReward(Protocol):
+    """Reward function of many responses at once; faults are reported and never raised."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         """Return one score for each response, in their order."""

@@ -21,7 +21,7 @@ SPARE_DRAWS = 100
 FROM_DATA_SECTION = {"seed": "data.*.seed", "size": "data.*.num_items"}
 
 
-class ReasoningGymEnvironment:
+class ReasoningGymReward:
     """Score a response with its task's verifier.
 
     The record needs `answer` and `metadata` as the task made them. A verifier gives part of a score for, say, a text
@@ -48,7 +48,7 @@ class ReasoningGymEnvironment:
 
 
 @dataclass(frozen=True)
-class DrawnItems:
+class SampledItems:
     """Items that a task has made.
 
     Attributes:
@@ -60,7 +60,7 @@ class DrawnItems:
     num_repeated: int
 
 
-def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> DrawnItems:
+def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> SampledItems:
     """Draw items with different questions; fewer than asked for when the task hardly makes new ones any
     more.
 
@@ -87,7 +87,7 @@ def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> DrawnIt
         items[item["question"]] = (index, item)
         if len(items) == num_items:
             break
-    return DrawnItems(tuple(items.values()), num_repeated)
+    return SampledItems(tuple(items.values()), num_repeated)
 
 
 def make_task(config: ReasoningGymConfig, seed: int = 0, size: int = 1) -> Any:

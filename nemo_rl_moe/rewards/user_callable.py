@@ -16,7 +16,7 @@ KEY = "env.callable.function"
 FULL_REWARD = 1.0
 
 
-class CallableEnvironment:
+class CallableReward:
     """Score a response with a function of a `ScoringItem`.
 
     The function returns a reward, a number; a response is then right when its reward is 1 or more. Or it returns

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.errors import one_line
-from nemo_rl_moe.rewards.interface import Fault, Score, Scorer, ScoringItem
-from nemo_rl_moe.rewards.registry import make_scorer
+from nemo_rl_moe.rewards.interface import Fault, RewardFunction, Score, ScoringItem
+from nemo_rl_moe.rewards.registry import make_reward_function
 
 INTERRUPTION_S = 1.0
 """Seconds after the alarm at which the process of an environment that has not stopped is ended."""
 _STDERR = 2
 
 
-class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
+class RewardWorker:  # pragma: no cover  (runs in other processes)
     """An environment and the loop over the responses of a call."""
 
     def __init__(self, rank: int, world_size: int, *, config: EnvironmentConfig):
-        self._environment = make_scorer(config)
+        self._environment = make_reward_function(config)
         self._timeout_s = config.timeout_s
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
@@ -40,7 +40,7 @@ class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
         return scores
 
 
-def score_within(limit_s: float, scorer: Scorer, item: ScoringItem) -> Score:
+def score_within(limit_s: float, reward_function: RewardFunction, item: ScoringItem) -> Score:
     """Score a response, or give reward 0 with the fault. Only on the main thread of a process, which gets
     the alarm.
 
@@ -52,15 +52,15 @@ def score_within(limit_s: float, scorer: Scorer, item: ScoringItem) -> Score:
     """
     try:
         with interrupted_after(limit_s):
-            score = _score_or_error(scorer, item)
+            score = _score_or_error(reward_function, item)
     except TimeIsUp:
         return Score(0.0, is_correct=False, fault=Fault.TIMEOUT, message=f"took longer than {limit_s:g} s")
     return score
 
 
-def _score_or_error(scorer: Scorer, item: ScoringItem) -> Score:
+def _score_or_error(reward_function: RewardFunction, item: ScoringItem) -> Score:
     try:
-        return scorer.score(item)
+        return reward_function.score(item)
     except TimeIsUp:
         raise
     except BaseException as error:  # SystemExit too: it would end the worker

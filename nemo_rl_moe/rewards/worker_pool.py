@@ -23,7 +23,7 @@ from nemo_rl_moe.distributed.worker_group import exit_reason, outcome
 from nemo_rl_moe.distributed.worker_process import WorkerFailure, WorkerProcess
 from nemo_rl_moe.errors import WorkerDiedError
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem, checked_score
-from nemo_rl_moe.rewards.worker import INTERRUPTION_S, EnvironmentWorker
+from nemo_rl_moe.rewards.worker import INTERRUPTION_S, RewardWorker
 
 START_TIMEOUT_S = 300.0
 CALL_SLACK_S = 30.0
@@ -71,7 +71,7 @@ class _Call:
     deadline: float
 
 
-class EnvironmentScorer:
+class RewardWorkers:
     """Pool of environment workers; a context manager. Ray must be running.
 
     A batch is one call to each worker, which reports responses that raise or exceed their time limit. Where a response
@@ -97,7 +97,7 @@ class EnvironmentScorer:
         self._start_arguments = (
             WORKER_ENVIRONMENT,
             search_path,
-            cloudpickle.dumps(partial(EnvironmentWorker, config=config)),
+            cloudpickle.dumps(partial(RewardWorker, config=config)),
         )
         try:
             for worker in range(config.num_workers):
@@ -109,7 +109,7 @@ class EnvironmentScorer:
             self.shutdown()
             raise
 
-    def __enter__(self) -> "EnvironmentScorer":
+    def __enter__(self) -> "RewardWorkers":
         return self
 
     def __exit__(
@@ -153,7 +153,7 @@ class EnvironmentScorer:
                 if isinstance(result, list):
                     self._idle.append(doing.worker)
                     # Environments of this project give one number, also within a rollout that gives several.
-                    weights = self._config.reward_weights if self._config.is_own else None
+                    weights = self._config.reward_weights if self._config.is_custom else None
                     checked = (checked_score(score, weights) for score in result)
                     scores.update(zip(doing.share.indices, checked, strict=True))
                 else:
@@ -177,7 +177,7 @@ class EnvironmentScorer:
         allowed_s = len(share.indices) * (self._config.timeout_s + INTERRUPTION_S) + CALL_SLACK_S
         actor = self._actors[worker]
         ping = actor.place.remote() if share.is_retry else None
-        call = actor.call.remote(allowed_s, EnvironmentWorker.score, [items[index] for index in share.indices])
+        call = actor.call.remote(allowed_s, RewardWorker.score, [items[index] for index in share.indices])
         now = time.monotonic()
         self._calls[call] = _Call(worker, share, ping, now, now + allowed_s)
 

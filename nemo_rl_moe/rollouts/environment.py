@@ -42,7 +42,7 @@ class Turn:
     Attributes:
         token_ids: Its sampled tokens, the end token included where there is one.
         text: The same as text, without the end token.
-        is_truncated: It was cut at a limit on its tokens.
+        is_truncated: It was truncated at a limit on its tokens.
     """
 
     token_ids: TokenIds
@@ -57,11 +57,11 @@ class Session:
     Attributes:
         prompt: What the trajectory begins with.
         group_id: Trajectories of one group are compared with each other.
-        sampling: How tokens are drawn.
+        sampling: How tokens are sampled.
         seed: Of the first response; later ones have seeds that follow from it.
         max_tokens: Most tokens of the whole sequence.
         submit_request: Has one sequence continued.
-        submit_item: Has one response scored by the scorer that the configuration names.
+        submit_item: Has one response scored by the reward function that the configuration names.
         decode: From token ids to text.
         encode: From text to token ids, special tokens in the text included.
         reward_weights: Of each named reward; None where a score is one number.
@@ -136,7 +136,7 @@ class Session:
         if found.routed_experts is not None:
             # No pass has seen the last token; an engine may give a row for it all the same, which means nothing.
             routes = found.routed_experts.before(self.num_tokens - 1)
-            # Of earlier tokens the routes stay with which they were drawn.
+            # Of earlier tokens the routes stay with which they were sampled.
             self._routed_experts = routes if self._routed_experts is None else self._routed_experts.followed_by(routes)
         if found.kept_mass is not None:
             self._kept_mass += found.kept_mass.tolist()
@@ -171,7 +171,7 @@ class Session:
         self.append(self.encode(text))
 
     async def score(self, response: str | None = None) -> Score:
-        """Ask the scorer that the configuration names.
+        """Ask the reward function that the configuration names.
 
         Args:
             response: What is scored; None: the last response of the model.
@@ -259,7 +259,7 @@ class Environment(Protocol):
 
 
 class SingleTurn:
-    """One response to the prompt, scored by the scorer that the configuration names."""
+    """One response to the prompt, scored by the reward function that the configuration names."""
 
     async def rollout(self, session: Session) -> Trajectory:
         """Make one trajectory."""

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of the environment in a run, the first of each kind told at once; a run without any score ends."""
+"""Failures of the environment in a run, the first of each kind reported at once; a run without any score ends."""
 
 from collections.abc import Callable, Sequence
 
 from nemo_rl_moe.config.schema_grpo import OnFailure
-from nemo_rl_moe.errors import EnvironmentFailedError
+from nemo_rl_moe.errors import RewardWorkersFailedError
 from nemo_rl_moe.rewards.interface import METRIC_NAMES, Fault
 from nemo_rl_moe.rollouts.trajectory import OVERLONG_METRIC, Trajectory
 
@@ -40,41 +40,41 @@ class FaultWatch:
     ):
         self._max_failed, self._score_truncated, self._warn = max_failed, score_truncated, warn
         self._on_failure: OnFailure = on_failure
-        self._told: set[Fault] = set()
-        self._has_told_overlong = False
+        self._reported: set[Fault] = set()
+        self._has_reported_overlong = False
         self._failed_in_a_row = 0
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
         """Look at the trajectories of the next generation.
 
         Raises:
-            EnvironmentFailedError: It is one too many of which no response could be scored.
+            RewardWorkersFailedError: It is one too many of which no response could be scored.
         """
         failed = [trajectory for trajectory in trajectories if trajectory.fault is not None]
         for trajectory in failed:
-            self._tell_first_of_its_kind(trajectory)
-        self._tell_first_overlong(trajectories)
+            self._report_first_of_its_kind(trajectory)
+        self._report_first_overlong(trajectories)
         if any(self._is_scored(trajectory) for trajectory in trajectories):
             self._failed_in_a_row = 0
         elif failed:  # otherwise all were cut
             self._failed_in_a_row += 1
             self._end_if_one_too_many(failed, len(trajectories))
 
-    def _tell_first_of_its_kind(self, trajectory: Trajectory) -> None:
+    def _report_first_of_its_kind(self, trajectory: Trajectory) -> None:
         fault = trajectory.fault
-        if fault is None or fault in self._told:
+        if fault is None or fault in self._reported:
             return
-        self._told.add(fault)
+        self._reported.add(fault)
         self._warn(
             f"the environment failed to score a response, {_CONSEQUENCES[self._on_failure]}: {_described(trajectory)};"
             f" further ones are counted as {METRIC_NAMES[fault]} (env.on_failure: {self._on_failure})"
         )
 
-    def _tell_first_overlong(self, trajectories: Sequence[Trajectory]) -> None:
+    def _report_first_overlong(self, trajectories: Sequence[Trajectory]) -> None:
         first = next((trajectory for trajectory in trajectories if trajectory.overlong), None)
-        if first is None or self._has_told_overlong:
+        if first is None or self._has_reported_overlong:
             return
-        self._has_told_overlong = True
+        self._has_reported_overlong = True
         self._warn(
             f"{first.overlong}: none of them is added, and the trajectory ends there, as one that was cut (sample"
             f" {first.sample_id}); further ones are counted as {OVERLONG_METRIC}"
@@ -87,7 +87,7 @@ class FaultWatch:
             f" failed, the first with {_described(failed[0])}"
         )
         if self._max_failed is not None and self._failed_in_a_row >= self._max_failed:
-            raise EnvironmentFailedError(f"{problem} ({KEY}: {self._max_failed})")
+            raise RewardWorkersFailedError(f"{problem} ({KEY}: {self._max_failed})")
         if self._failed_in_a_row == 1:
             limit = "null" if self._max_failed is None else self._max_failed
             self._warn(f"{problem}; a step of which nothing is scored changes no weights ({KEY}: {limit})")

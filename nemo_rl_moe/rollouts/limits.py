@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from nemo_rl_moe.alarms import TimeIsUp
 from nemo_rl_moe.distributed.run_process import leave
-from nemo_rl_moe.errors import EXIT_RUN_FAILED, tell
+from nemo_rl_moe.errors import EXIT_RUN_FAILED, report_error
 from nemo_rl_moe.rollouts.trajectory_timer import ThreadTime, TrajectoryTimer, where
 
 TIMEOUT_KEY = "env.rollout_timeout_s"
@@ -32,7 +32,7 @@ INTERRUPTION = signal.SIGRTMIN
 """Signal that interrupts code which blocks: none that libraries use, as they do SIGALRM for limits of their own."""
 _OWN_FOLDER = str(Path(__file__).parent)
 _AGAIN_S = 1.0
-_MOST_TOLD = 4
+_MOST_REPORTED = 4
 _STACK_FRAMES = 6
 
 
@@ -41,7 +41,7 @@ class RolloutsGivenUpError(Exception):
 
 
 def _end_the_process(text: str) -> NoReturn:
-    tell(text)
+    report_error(text)
     leave(EXIT_RUN_FAILED)
 
 
@@ -82,7 +82,7 @@ class RolloutWatch:
     threads get no signals: where rollouts run in one, such code is reported, and ends the process in the end.
 
     Args:
-        limits: Limits, and whom to tell.
+        limits: Limits, and whom to report.
         thread: Time of the thread that runs the trajectories.
     """
 
@@ -167,7 +167,7 @@ class RolloutWatch:
             if self._time.is_in_a_call:
                 continue
             step = self._time.step
-            self._tell_who_is_waited_for()
+            self._report_who_is_waited_for()
             if step is not None:
                 self._look_at_step(*step)
 
@@ -209,7 +209,7 @@ class RolloutWatch:
             self._given_up = self._given_up or self._giving_up()
         raise TimeIsUp
 
-    def _tell_who_is_waited_for(self) -> None:
+    def _report_who_is_waited_for(self) -> None:
         quiet_s = self._time.now() - self._progress_at
         if quiet_s < self._next_notice_s:
             return
@@ -228,9 +228,9 @@ class RolloutWatch:
         of_limit = "" if limit_s is None else f" of {limit_s:g}"
         shown = [
             f"{timer.label} ({timer.seconds():.0f}{of_limit} s, at {self._place_of(timer)})"
-            for timer in timers[:_MOST_TOLD]
+            for timer in timers[:_MOST_REPORTED]
         ]
-        more = [f"{len(timers) - _MOST_TOLD} more"] if len(timers) > _MOST_TOLD else []
+        more = [f"{len(timers) - _MOST_REPORTED} more"] if len(timers) > _MOST_REPORTED else []
         return ", ".join([*shown, *more])
 
     def _place_of(self, timer: TrajectoryTimer) -> str:

@@ -54,7 +54,7 @@ class RunningTrajectory:
     async def wait_for(
         self, what: WaitsFor, answer: Coroutine[Any, Any, Result], then: Callable[[Result], object] = lambda found: None
     ) -> Result:
-        """Wait for an answer of the engine or of the scorer, whose errors end the run.
+        """Wait for an answer of the engine or of the reward function, whose errors end the run.
 
         Args:
             what: Kind of the answer.
@@ -85,7 +85,7 @@ class RunningTrajectory:
 
     @property
     def is_running(self) -> bool:
-        """Return whether it has neither ended nor waits for the engine or the scorer."""
+        """Return whether it has neither ended nor waits for the engine or the reward function."""
         return not self.has_ended and self.waits_for is None
 
     def expire(self, reason: str) -> None:
@@ -95,7 +95,7 @@ class RunningTrajectory:
         self._end(self.task)
 
     def check(self) -> None:
-        """Raise the error of the engine, of the scorer, or of an environment that is no user's function."""
+        """Raise the error of the engine, of the reward function, or of an environment that is no user's function."""
         if self._error is not None:
             raise self._error
         if self._failed is None and self.task.done():

@@ -91,7 +91,7 @@ class SynchronousSource:
         config: The `grpo` section.
         worker: Makes trajectories.
         rounds: The prompts of each epoch, at least one round.
-        sampling: How tokens are drawn.
+        sampling: How tokens are sampled.
         failures: Treatment of responses that the environment failed to score.
         informative: Says which groups, of trajectories group after group, are worth training on; dynamic sampling
             replaces the others.
@@ -135,7 +135,8 @@ class SynchronousSource:
 
         Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476, section 3.2) replaces zero-variance groups by those of
         further prompts. After `dynamic_sampling_max_gen_batches` rounds, or when no prompts are left, they fill up the
-        step: a run goes on where all prompts are too easy or too hard, and a metric tells. Groups without a response to
+        step: a run goes on where all prompts are too easy or too hard, and a metric reports. Groups without a response
+            to
         train on, for want of scores, come last.
         """
         config = self._config

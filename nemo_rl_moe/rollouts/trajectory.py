@@ -20,14 +20,14 @@ from nemo_rl_moe.distributed.batch import (
     stored_per_token,
 )
 from nemo_rl_moe.distributed.stored_rows import StoredRows
-from nemo_rl_moe.models.images import Picture, pictures_in
+from nemo_rl_moe.models.images import ModelImage, images_in
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 
 FinishReason = Literal["stop", "length"]
-"""stop: the model or the environment ended it; length: it was cut at a limit on its tokens."""
+"""stop: the model or the environment ended it; length: it was truncated at a limit on its tokens."""
 NOT_SAMPLED = -1
-"""Weight version of a token that no model drew."""
+"""Weight version of a token that no model sampled."""
 
 OVERLONG_METRIC = "env/num_overlong"
 
@@ -43,8 +43,8 @@ class Trajectory:
         group_id: Trajectories of one group are compared with each other; the others of its group have the same.
         token_ids: The whole sequence.
         loss_mask: True on tokens that are trained on, as targets.
-        logprobs: Log-probability of each sampled token by the engine that drew it, in nats; 0 on all other tokens.
-        weight_versions: Optimizer steps of the weights that drew each token; `NOT_SAMPLED` on all other tokens.
+        logprobs: Log-probability of each sampled token by the engine that sampled it, in nats; 0 on all other tokens.
+        weight_versions: Optimizer steps of the weights that sampled each token; `NOT_SAMPLED` on all other tokens.
         reward: What it is worth; finite.
         is_correct: Whether it counts as right in `accuracy`.
         finish_reason: Why it ended.
@@ -84,23 +84,23 @@ class Trajectory:
 
     @property
     def is_truncated(self) -> bool:
-        """True when it was cut at a limit on its tokens."""
+        """True when it was truncated at a limit on its tokens."""
         return self.finish_reason == "length"
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Number of tokens that the model drew, end tokens included."""
+        """Number of tokens that the model sampled, end tokens included."""
         return int((self.weight_versions != NOT_SAMPLED).sum())
 
     @property
     def weight_version(self) -> int:
-        """Optimizer steps of the newest weights that drew a token; `NOT_SAMPLED` where none did."""
+        """Optimizer steps of the newest weights that sampled a token; `NOT_SAMPLED` where none did."""
         return int(self.weight_versions.max(initial=NOT_SAMPLED))
 
     @property
-    def pictures(self) -> list[Picture]:
-        """Pictures that the model was shown; none for text."""
-        return pictures_in(self.model_inputs)
+    def images(self) -> list[ModelImage]:
+        """Images that the model was shown; none for text."""
+        return images_in(self.model_inputs)
 
 
 def group_rewards(trajectories: Sequence[Trajectory], num_generations: int) -> Float[Tensor, "groups generations"]:
@@ -150,7 +150,8 @@ def training_batch(
         trajectories: In the order of the advantages.
         advantages: One for each trajectory, or for each of its tokens.
         pad_token_id: What stands after a sequence's end.
-        leave_out_truncated: Train on no token of a trajectory that was cut at a limit (DAPO's overlong filtering).
+        leave_out_truncated: Train on no token of a trajectory that was truncated at a limit (DAPO's overlong
+            filtering).
         takes_part: Trajectories that are trained on; of the others no token is. They stay in the batch, so that sizes
             of global batches and microbatches do not depend on what the environment could score. None: all.
 
@@ -171,14 +172,14 @@ def training_batch(
             token_mask[row, :length] = torch.as_tensor(trajectory.loss_mask)
         logprobs[row, :length] = torch.as_tensor(trajectory.logprobs)
     columns = {"advantages": advantage_column(advantages, shape), "generation_logprobs": per_token(logprobs)}
-    tape = stored_per_token([trajectory.routed_experts for trajectory in trajectories], fill=UNKNOWN)
+    capture = stored_per_token([trajectory.routed_experts for trajectory in trajectories], fill=UNKNOWN)
     return TokenBatch(
         input_ids=input_ids,
         lengths=torch.tensor(lengths),
         token_mask=token_mask,
         sample_ids=tuple(trajectory.sample_id for trajectory in trajectories),
         columns=columns,
-        stored={} if tape is None else {ROUTED_EXPERTS: tape},
+        stored={} if capture is None else {ROUTED_EXPERTS: capture},
     ).with_inputs([trajectory.model_inputs for trajectory in trajectories])
 
 

@@ -34,7 +34,7 @@ class ThreadTime:
 
     @property
     def is_in_a_call(self) -> bool:
-        """True while the thread is in a call for many trajectories, of the engine or the scorer."""
+        """True while the thread is in a call for many trajectories, of the engine or the reward function."""
         return self._busy_since is not None and self.step is None
 
     def idle_s(self) -> float:

@@ -15,7 +15,7 @@ from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.lockstep import Lockstep, LockstepEngine
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.rewards.interface import BatchScorer, Score, ScoringItem
+from nemo_rl_moe.rewards.interface import BatchReward, Score, ScoringItem
 from nemo_rl_moe.rollouts.environment import Decode, Encode, Environment, Session
 from nemo_rl_moe.rollouts.limits import RolloutLimits, RolloutWatch
 from nemo_rl_moe.rollouts.running import RunningTrajectory, task_factory
@@ -31,7 +31,7 @@ CLEANUP_S = 5.0
 
 @dataclass(frozen=True)
 class RolloutWorker:
-    """Makes trajectories: the environment drives each, the engine generates, the scorer scores.
+    """Makes trajectories: the environment drives each, the engine generates, the reward function scores.
 
     Each trajectory goes on as soon as its sequence is there, and is scored as soon as it asks for it. With an engine
     that works in lockstep, sequences and then scores are made when every trajectory waits, by this thread: a run can be
@@ -39,7 +39,7 @@ class RolloutWorker:
 
     Attributes:
         engine: Generates.
-        scorer: Scores responses.
+        reward function: Scores responses.
         environment: Drives the trajectories.
         decode: From token ids to text.
         encode: From text to token ids.
@@ -51,7 +51,7 @@ class RolloutWorker:
     """
 
     engine: GenerationEngine
-    scorer: BatchScorer
+    reward_function: BatchReward
     environment: Environment
     decode: Decode
     encode: Encode
@@ -75,12 +75,12 @@ class RolloutWorker:
         Args:
             prompts: At least one.
             num_generations: Trajectories of each prompt.
-            sampling: How tokens are drawn.
+            sampling: How tokens are sampled.
             seed_key: Whole numbers that name this call; the same ones give the same trajectories.
             clock: Gets the phases `generation` and `rewards`.
 
         Raises:
-            EnvironmentFailedError: The watch ends the run.
+            RewardWorkersFailedError: The watch ends the run.
             RolloutsGivenUpError: The run was asked to stop, and the trajectories make no progress.
             DataError: An image of a prompt cannot be read any more, or has changed.
         """
@@ -103,7 +103,7 @@ class _Call:
 
     Args:
         worker: The worker.
-        sampling: How tokens are drawn.
+        sampling: How tokens are sampled.
         clock: Gets the phases `generation` and `rewards`.
         thread: Time of this thread.
         watch: Keeps the limits.
@@ -120,7 +120,7 @@ class _Call:
         self._worker, self._sampling, self._clock = worker, sampling, clock
         self._time, self._watch = thread, watch
         self._engine_in_lockstep = worker.engine if isinstance(worker.engine, LockstepEngine) else None
-        score = worker.scorer.score
+        score = worker.reward_function.score
         self._scores_in_lockstep: Lockstep[ScoringItem, Score] = Lockstep(lambda batch: enumerate(score(batch)))
         as_they_come, in_lockstep = ScoringQueue(score), self._engine_in_lockstep is not None
         self._ask_for_score: Callable[[ScoringItem], Coroutine[Any, Any, Score]] = (
@@ -191,7 +191,7 @@ class _Call:
     def _keep_limits(self, started: Sequence[RunningTrajectory]) -> None:
         """End trajectories that take too long; raise what ends the run."""
         if self._engine_in_lockstep is None and any(each.waits_for for each in started):
-            self._watch.note_progress()  # an engine or a scorer that hangs has limits of its own
+            self._watch.note_progress()  # an engine or a reward function that hangs has limits of its own
         self._watch.check_request_to_stop()
         for each in started:
             if not each.has_ended and self._watch.has_expired(each.timer):

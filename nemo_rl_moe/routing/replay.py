@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Router replay: a router takes the experts that a tape names, with the scores that it gives them itself.
+"""Router replay: a router takes the experts that a capture names, with the scores that it gives them itself.
 
 R3 (https://arxiv.org/abs/2510.11370) replays the experts of the rollout in training, R2 those of the old policy in the
 later updates of a step. Probabilities stay the router's own, so that its gradient is exact for these experts.
@@ -17,7 +17,7 @@ from nemo_rl_moe.shapes import Bool, Float, Int
 ROUTED_EXPERTS = "routed_experts"
 """Column of a batch: experts of each token in each MoE layer, `[batch, sequence, moe_layers, topk]`, int16."""
 UNKNOWN = -1
-"""Stands for every expert of a row that a tape has no routes for."""
+"""Stands for every expert of a row that a capture has no routes for."""
 
 ComputeTopk = Callable[..., tuple[Tensor, Tensor]]
 """Scores, topk, groups and groups of each token, to values and experts, `[tokens, topk]` both."""
@@ -74,7 +74,7 @@ def num_in_common(
 
 
 class LayerRoutes(NamedTuple):
-    """Rows of a tape for one router, ready to be replayed.
+    """Rows of a capture for one router, ready to be replayed.
 
     Attributes:
         planes: Their experts, `in_planes`.
@@ -87,8 +87,8 @@ class LayerRoutes(NamedTuple):
     experts: Int[Tensor, "tokens topk"]
 
 
-class TapeRoutes(NamedTuple):
-    """Rows of a tape, ready to be compared.
+class ReplayRoutes(NamedTuple):
+    """Rows of a capture, ready to be compared.
 
     Attributes:
         planes: Its experts, `in_planes`; `UNKNOWN` in place of those that there are not.
@@ -105,7 +105,7 @@ class TapeRoutes(NamedTuple):
     num_usable: Int[Tensor, "*layers tokens"]
 
     @classmethod
-    def of(cls, routes: Int[Tensor, "tokens *layers topk"], num_experts: int) -> "TapeRoutes":
+    def of(cls, routes: Int[Tensor, "tokens *layers topk"], num_experts: int) -> "ReplayRoutes":
         """Return the routes of one layer or several, `UNKNOWN` where there are none."""
         wide = routes.permute(*reversed(range(routes.ndim))).contiguous()
         is_expert = wide.clamp(0, num_experts - 1) == wide
@@ -126,7 +126,7 @@ class TapeRoutes(NamedTuple):
 
 
 def replayed(live: Int[Tensor, "tokens topk"], routes: LayerRoutes) -> Int[Tensor, "tokens topk"]:
-    """Return the experts that a router takes: those of the tape where it has a usable row, its own otherwise.
+    """Return the experts that a router takes: those of the capture where it has a usable row, its own otherwise.
 
     Where both are the same set the router's order stays, so that the replay of its own choice changes no bit.
     """
@@ -150,8 +150,8 @@ class RoutedTokens(NamedTuple):
     margin: Float[Tensor, " tokens"] | None
 
 
-class RouterTap:
-    """A tap in a router's `router_replay` slot: it shows what the router chooses, and replays what it is given.
+class RouterHook:
+    """A hook in a router's `router_replay` slot: it shows what the router chooses, and replays what it is given.
 
     Serves every score function, expert bias and groups of experts, because Megatron-Core asks the slot for nothing but
     the top experts. A fused router does not ask it.

@@ -32,7 +32,7 @@ from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, folder_of_this_pro
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.weight_sync.bucket import BucketLabel
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
-from nemo_rl_moe.weight_sync.transport_backends import Carrier, CarrierFactory, FileCarrier
+from nemo_rl_moe.weight_sync.transport_backends import FileTransport, TransportBackend, TransportBackendFactory
 
 BUCKET_BYTES = 64 * 2**20
 MAX_UNACKNOWLEDGED = 2
@@ -63,7 +63,7 @@ class FolderTransfer:
     bucket_bytes: int = BUCKET_BYTES
     max_unacknowledged: int = MAX_UNACKNOWLEDGED
     stall_timeout_s: float = STALL_TIMEOUT_S
-    carrier: Carrier = FileCarrier()  # noqa: RUF009  (it cannot change)
+    backend: TransportBackend = FileTransport()  # noqa: RUF009  (it cannot change)
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
         """Send this rank's tensors, and return when every receiver has taken them.
@@ -74,7 +74,7 @@ class FolderTransfer:
         Raises:
             WeightSyncError: See `TransportSpec.send`, or the folder is full.
         """
-        with self._telling(f"sender {sender}"):
+        with self._reporting(f"sender {sender}"):
             if version != self.version:
                 raise WeightSyncError(f"it has the weights of version {version}, expected {self.version}")
             return _Sender(self, sender).send(tensors)
@@ -88,7 +88,7 @@ class FolderTransfer:
         Raises:
             WeightSyncError: See `TransportSpec.receive`, or a bucket is damaged or another one.
         """
-        with self._telling(f"receiver {receiver}"):
+        with self._reporting(f"receiver {receiver}"):
             arrivals = _Receiver(self, receiver)
             tensors = arrivals.tensors()
             load(tensors)
@@ -160,7 +160,7 @@ class FolderTransfer:
             raise WeightSyncError(f"{self.folder} did not take {name}: {error}") from error
 
     @contextmanager
-    def _telling(self, who: str) -> Iterator[None]:
+    def _reporting(self, who: str) -> Iterator[None]:
         """Report to the others why this process ends."""
         try:
             yield
@@ -233,7 +233,7 @@ class _Sender:
         bucket: list[NamedTensor] = []
         num_bytes = 0
         for name, given in tensors:
-            tensor = self._transfer.carrier.taken_from(given)
+            tensor = self._transfer.backend.taken_from(given)
             if bucket and num_bytes + tensor.nbytes > self._transfer.bucket_bytes:
                 self._send_bucket(bucket)
                 bucket, num_bytes = [], 0
@@ -264,12 +264,12 @@ class _Sender:
             storages.add(storage)
         name = _bucket_name(self._sender, self._num_buckets)
         label = self._transfer.label(self._sender, self._num_buckets)
-        carrier, kept = self._transfer.carrier, list[object]()
-        self._transfer.place(name, lambda path: kept.append(carrier.write(path, label, content)))
+        backend, kept = self._transfer.backend, list[object]()
+        self._transfer.place(name, lambda path: kept.append(backend.write(path, label, content)))
         self._unacknowledged.append((name, kept))
-        if carrier.is_ordered:
+        if backend.is_ordered:
             self._place = self._transfer.queue(name, self._place + 1)
-        carrier.deliver(self._transfer.folder / name, label, content)
+        backend.deliver(self._transfer.folder / name, label, content)
         self._num_buckets += 1
         self._num_tensors += len(content)
         self._num_bytes += sum(tensor.nbytes for tensor in content.values())
@@ -333,7 +333,7 @@ class _Receiver:
 
     def _arrived(self, pending: list[int], names: set[str]) -> Iterator[tuple[int, str]]:
         """Yield buckets on arrival, each with its sender; in the global order where the transport has one."""
-        if not self._transfer.carrier.is_ordered:
+        if not self._transfer.backend.is_ordered:
             for sender in pending:
                 while (name := _bucket_name(sender, self._num_buckets[sender])) in names:
                     yield sender, name
@@ -352,7 +352,7 @@ class _Receiver:
 
     def _bucket(self, sender: int, name: str) -> Iterator[NamedTensor]:
         label = self._transfer.label(sender, self._num_buckets[sender])
-        with self._transfer.carrier.opened(self._transfer.folder / name, label, self._receiver) as tensors:
+        with self._transfer.backend.opened(self._transfer.folder / name, label, self._receiver) as tensors:
             for key, tensor in tensors.items():
                 if key in self._names:
                     raise WeightSyncError(f"{key} was sent twice")
@@ -402,12 +402,12 @@ class FolderTransport:
         bucket_bytes: int = BUCKET_BYTES,
         max_unacknowledged: int = MAX_UNACKNOWLEDGED,
         stall_timeout_s: float = STALL_TIMEOUT_S,
-        make_carrier: CarrierFactory = lambda num_receivers, receivers: FileCarrier(),
+        make_backend: TransportBackendFactory = lambda num_receivers, receivers: FileTransport(),
     ):
         self._parent, self._num_senders, self._send = parent, num_senders, send
         self._bucket_bytes, self._max_unacknowledged = bucket_bytes, max_unacknowledged
         self._stall_timeout_s = stall_timeout_s
-        self._make_carrier = make_carrier
+        self._make_backend = make_backend
         self._folder: Path | None = None
         self._transfer: FolderTransfer | None = None
         self.num_bytes = 0
@@ -441,7 +441,7 @@ class FolderTransport:
             bucket_bytes=self._bucket_bytes,
             max_unacknowledged=self._max_unacknowledged,
             stall_timeout_s=self._stall_timeout_s,
-            carrier=self._make_carrier(num_receivers, receivers),
+            backend=self._make_backend(num_receivers, receivers),
         )
         return self._transfer
 
@@ -456,7 +456,7 @@ class FolderTransport:
         try:
             self.num_bytes = self._send(self._transfer)
             return self.num_bytes
-        except BaseException as error:  # a sender that died has told nobody
+        except BaseException as error:  # a sender that died has reported nobody
             self.abort(f"the trainer's ranks ended: {error}")
             raise
 

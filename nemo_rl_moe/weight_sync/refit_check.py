@@ -43,7 +43,7 @@ UNMOVED = 0.01
 
 Scores = Sequence[Float[np.ndarray, " tokens"]]
 Inputs = Mapping[str, ModelInput]
-"""Further inputs of the model for one sequence, such as pictures."""
+"""Further inputs of the model for one sequence, such as images."""
 
 
 @runtime_checkable

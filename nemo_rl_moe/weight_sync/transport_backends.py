@@ -28,7 +28,7 @@ _ALIGNMENT = 16
 COLLECTIVE_TIMEOUT_S = 120.0
 
 
-class Carrier(Protocol):
+class TransportBackend(Protocol):
     """A transport, in a form that is pickled to senders and receivers."""
 
     @property
@@ -54,7 +54,7 @@ class Carrier(Protocol):
 
 
 @dataclass(frozen=True)
-class FileCarrier:
+class FileTransport:
     """Buckets as safetensors files, in shared memory or on disk, through the host's memory."""
 
     is_ordered: bool = field(default=False, init=False)
@@ -80,7 +80,7 @@ _groups: dict[tuple[str, int], Any] = {}
 
 
 @dataclass(frozen=True)
-class CollectiveCarrier:
+class CollectiveTransport:
     """Broadcasts from each sender to all receivers, in one process group for each sender.
 
     Senders wait for each other in the trainer's collectives while they gather tensors, so receivers take buckets in the
@@ -136,7 +136,7 @@ class CollectiveCarrier:
             options.rootRank = 0
             _groups[key].broadcast([buffer], options).wait()
             if buffer.is_cuda:
-                torch.cuda.synchronize(buffer.device)  # the folder tells others that the bucket has been taken
+                torch.cuda.synchronize(buffer.device)  # the folder reports others that the bucket has been taken
         except (RuntimeError, ValueError) as error:
             _groups.pop(key, None)
             raise WeightSyncError(f"{self.backend}, {label}: {' '.join(str(error).split())[:300]}") from error
@@ -213,7 +213,7 @@ class CudaMemory:
 
 
 @dataclass(frozen=True)
-class IpcCarrier:
+class IpcTransport:
     """Buckets that receivers read in the sender's memory, on one machine."""
 
     memory: SharedMemory = field(default_factory=CudaMemory)
@@ -317,11 +317,11 @@ def read_manifest(path: Path, label: BucketLabel) -> Manifest:
     return manifest
 
 
-CarrierFactory = Callable[[int, str], Carrier]
-"""A carrier for so many receivers, whose name changes when other processes receive."""
+TransportBackendFactory = Callable[[int, str], TransportBackend]
+"""A transport backend for so many receivers, whose name changes when other processes receive."""
 
 
-def make_carrier(way: str, group: str, num_receivers: int, address: str | None) -> Carrier:
+def make_backend(way: str, group: str, num_receivers: int, address: str | None) -> TransportBackend:
     """Make the transport that `policy.generation.weight_transport` names.
 
     Args:
@@ -330,8 +330,8 @@ def make_carrier(way: str, group: str, num_receivers: int, address: str | None) 
         address: Address whose interface gloo takes; None: of the host's name.
     """
     if way == "cuda_ipc":
-        return IpcCarrier()
+        return IpcTransport()
     if way in ("gloo", "nccl"):
         backend: Literal["gloo", "nccl"] = "gloo" if way == "gloo" else "nccl"
-        return CollectiveCarrier(backend, group, num_receivers, COLLECTIVE_TIMEOUT_S, address)
-    return FileCarrier()
+        return CollectiveTransport(backend, group, num_receivers, COLLECTIVE_TIMEOUT_S, address)
+    return FileTransport()

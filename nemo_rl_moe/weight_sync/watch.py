@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A watch over the receivers of a weight transfer: one that dies or freezes ends it for all within a second or two.
 
-Processes that meet in a folder cannot tell a receiver that is gone from one that is slow, and would wait for it for two
-minutes. Who has started the receivers can: it looks at them while the trainer's ranks send.
+Processes that meet in a folder cannot report a receiver that is gone from one that is slow, and would wait for it for
+two minutes. Who has started the receivers can: it looks at them while the trainer's ranks send.
 """
 
 import time
@@ -49,7 +49,8 @@ def watched(transport: WeightTransport, receivers: Receivers) -> Iterator[None]:
         receivers: Have been started.
 
     Raises:
-        ReceiverLostError: A receiver died or froze. The trainer's ranks and the other receivers have been told to stop.
+        ReceiverLostError: A receiver died or froze. The trainer's ranks and the other receivers have been reported to
+            stop.
     """
     is_over = Event()
     found: list[str] = []

@@ -21,7 +21,7 @@ ORDER = (
     "test_worker_faults",
     "test_sft_run",
     "test_run_failures",
-    "test_environment_workers",
+    "test_reward_workers",
     "test_memory_monitor",
     "test_watch",
     "test_drills",

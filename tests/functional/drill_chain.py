@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A chain: one run that is struck again and again on its way, started anew each time, and equals an unharmed one."""
+"""A chain: one run that is hit again and again on its way, started anew each time, and equals an unharmed one."""
 
 import json
 import os
@@ -51,11 +51,11 @@ class Result:
 
     Attributes:
         kind: Kind of run.
-        phase: When it was struck.
-        victim: What was struck.
+        phase: When it was hit.
+        victim: What was hit.
         fault: How.
         moment: More about when: the text of the start that it followed.
-        during: What a worker's death was told to have interrupted.
+        during: What a worker's death was reported to have interrupted.
         seconds: Until all of it was gone, or until it was seen to go on.
         ended: It ended as it should; None where it was to go on.
         went_on: It got further, by itself or when it was started again.
@@ -84,7 +84,7 @@ class Result:
 
 
 class Chain:
-    """One run, struck by one drill after the other.
+    """One run, hit by one drill after the other.
 
     Args:
         kind: The kind of run.
@@ -107,7 +107,7 @@ class Chain:
         self.num_steps = num_steps
         # Ray's sockets lie in the temporary folder, and their names must be short.
         self._temporary = Path(f"/tmp/d{os.getpid()}")
-        self._notes = folder / "scorers"
+        self._notes = folder / "reward_functions"
         for path in (self._temporary, self._notes):
             path.mkdir(parents=True)
         self._disk = folder / "disk"
@@ -149,10 +149,10 @@ class Chain:
                 if self._strike_while_it_runs(run, waiting, results):
                     continue
                 code = self._wait_for_end(run)
-                # What is deleted under the run while it writes its last weights is told, and it ends.
-                is_told = LOST_AT_ITS_END.search(run.errors) is not None
+                # What is deleted under the run while it writes its last weights is reported, and it ends.
+                is_reported = LOST_AT_ITS_END.search(run.errors) is not None
                 has_vanished = bool(results) and results[-1].fault == "vanish"
-                is_excused = has_vanished and is_told
+                is_excused = has_vanished and is_reported
             # Deleted behind the last weights, with these: the run had ended well, and is done once more.
             if code == 0 and (self.logs.weights() or not has_vanished):
                 break
@@ -235,9 +235,9 @@ class Chain:
             with suppress(OSError), filler.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(2**16))
-            told = run.printed.count(NOT_SAVED)
+            reported = run.printed.count(NOT_SAVED)
             try:
-                run.wait_for(lambda: run.printed.count(NOT_SAVED) > told, GOING_ON_LIMIT_S)
+                run.wait_for(lambda: run.printed.count(NOT_SAVED) > reported, GOING_ON_LIMIT_S)
             finally:
                 filler.unlink()
             return
@@ -245,12 +245,12 @@ class Chain:
         for folder in list(self._disk.glob(below)):
             shutil.rmtree(folder, ignore_errors=True)
         if drill.victim == "run folder":
-            # A step's record is written before the step is told; at the end there are no more.
+            # A step's record is written before the step is reported; at the end there are no more.
             lost = self.num_steps if drill.phase == "end" else last_step(run) + 1
             self.lost_until = max(self.lost_until or 0, lost)
 
     def _see_it_go_on(self, run: run_kills.Run, drill: Drill, result: Result, before: int) -> None:
-        """Waits until the attempt has done more than the step in which it was struck, or has come to its end."""
+        """Waits until the attempt has done more than the step in which it was hit, or has come to its end."""
         try:
             run.wait_for(lambda: last_step(run) >= min(before + 2, self.num_steps), GOING_ON_LIMIT_S)
         except run_kills.RunHasEndedError:
@@ -271,7 +271,7 @@ class Chain:
         result.ended = not result.problem
 
     def _look_for_leftovers(self, run: run_kills.Run, result: Result) -> None:
-        """Adds what an attempt has left behind; it is told once."""
+        """Adds what an attempt has left behind; it is reported once."""
         with suppress(AssertionError):
             run.wait_until_nothing_runs(END_LIMIT_S)
         left = [f"process {process.pid}" for process in run.family()]

@@ -13,7 +13,7 @@ from tests.functional.drill_runs import Kind
 VITAL = ("worker", "driver", "raylet", "gcs_server")
 # What a run says of the death of a part of it; of the driver's, its watcher does. Where one of Ray's servers dies, Ray
 # may end the driver before that can.
-ENDED_SUDDENLY = r"error: the run's main process \(pid \d+\) ended before it could tell why"
+ENDED_SUDDENLY = r"error: the run's main process \(pid \d+\) ended before it could say why"
 ENDED_BY_RAY = rf"{ENDED_SUDDENLY}|error: Ray could not be started"
 ENDS_WITH = {
     "worker": r"error: (\d of \d workers|worker rank \d) ",
@@ -48,7 +48,7 @@ class Drill:
     @property
     def survived(self) -> bool:
         """True where the run is to go on as if nothing had happened."""
-        return self.fault in ("pause", "full", "vanish") or self.victim in ("scorer", "engine", "watcher")
+        return self.fault in ("pause", "full", "vanish") or self.victim in ("reward_function", "engine", "watcher")
 
     def complaint(self, code: int, errors: str, *, joined: bool) -> str:
         """Description of what is wrong with a run's end after the drill; empty where nothing is.
@@ -60,8 +60,8 @@ class Drill:
         """
         if "Traceback" in errors:
             return "a traceback"
-        is_told_late = self.fault == "freeze" and self.victim in ("raylet", "gcs_server")
-        if code == 0 and (self.phase == "end" or is_told_late):
+        is_reported_late = self.fault == "freeze" and self.victim in ("raylet", "gcs_server")
+        if code == 0 and (self.phase == "end" or is_reported_late):
             return ""  # it was quicker
         if self.fault in ("SIGTERM", "SIGINT"):
             at_once = 128 + int(signal.Signals[self.fault])
@@ -114,8 +114,8 @@ def _drills(kind: Kind, with_disk: bool) -> Iterator[Drill]:
             yield Drill(phase, "engine", "pause")
     if kind.scores:
         for phase in ("generation", "scoring", "train"):
-            yield Drill(phase, "scorer", "kill")
-        yield Drill("scoring", "scorer", "pause")
+            yield Drill(phase, "reward_function", "kill")
+        yield Drill("scoring", "reward_function", "pause")
     for phase in ("train", "saving", "validation"):
         if with_disk:
             yield Drill(phase, "disk", "full")

@@ -32,9 +32,9 @@ STEP_LINE = re.compile(r"^step (\d+)/", re.MULTILINE)
 
 
 def last_step(run: run_kills.Run) -> int:
-    """Last step that an attempt has told of; -1: none."""
-    told = STEP_LINE.findall(run.printed)
-    return int(told[-1]) if told else -1
+    """Last step that an attempt has reported for; -1: none."""
+    reported = STEP_LINE.findall(run.printed)
+    return int(reported[-1]) if reported else -1
 
 
 def victims_of(run: run_kills.Run, role: str, notes: Path) -> list[psutil.Process]:
@@ -42,15 +42,15 @@ def victims_of(run: run_kills.Run, role: str, notes: Path) -> list[psutil.Proces
 
     Args:
         run: The attempt.
-        role: As `Run.find` names it, scorer or all.
+        role: As `Run.find` names it, reward function or all.
         notes: Folder in which each process that scores has left its id.
     """
-    scorers = {path.name for path in notes.iterdir()}
+    reward_functions = {path.name for path in notes.iterdir()}
     if role == "all":
         return run.family()
-    if role == "scorer":
-        return [worker for worker in run.find("worker") if str(worker.pid) in scorers]
-    return [process for process in run.find(role) if role != "worker" or str(process.pid) not in scorers]
+    if role == "reward_function":
+        return [worker for worker in run.find("worker") if str(worker.pid) in reward_functions]
+    return [process for process in run.find(role) if role != "worker" or str(process.pid) not in reward_functions]
 
 
 def _are_busy(workers: Sequence[psutil.Process]) -> bool:
@@ -120,11 +120,11 @@ class Moments:
         if self._kind.scores and phase != "generation":
             # Seen, not reckoned: everything after it follows from here.
             scoring_start, scoring_end = self._reference.window("rewards")
-            scorers = victims_of(run, "scorer", self._notes)
-            run.wait_for(lambda: _are_busy(scorers), START_LIMIT_S, POLL_S)
+            reward_functions = victims_of(run, "reward_function", self._notes)
+            run.wait_for(lambda: _are_busy(reward_functions), START_LIMIT_S, POLL_S)
             seen = scoring_start
             if phase != "scoring":
-                run.wait_for(lambda: not _are_busy(scorers), START_LIMIT_S, POLL_S)
+                run.wait_for(lambda: not _are_busy(reward_functions), START_LIMIT_S, POLL_S)
                 seen = scoring_end
             start, end = start - seen, end - seen
         moment = start + self._chance.random() * (end - start)

@@ -39,7 +39,7 @@ class Kind:
     Attributes:
         name: Its name in the table.
         command: Makes the command out of a folder for `logs`, the folder of `make_inputs` and the number of steps.
-        phases: Where it can be struck.
+        phases: Where it can be hit.
         num_nodes: Machines of its Ray.
         only_if_asked: Left out unless it is named: slow on two cores, or near to another kind.
         anchors: Of phases that are not within a step: what the run prints at their beginning.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A campaign of drills: chains of runs that are struck in every phase, in any number; results in a file, and a table.
+"""A campaign of drills: chains of runs that are hit in every phase, in any number; results in a file, and a table.
 
     python -m tests.functional.drills --kills 500 --seed 0 --jobs 2
 
@@ -105,7 +105,7 @@ def run_chain(options: argparse.Namespace, index: int) -> bool:
 
 
 def kinds_of(options: argparse.Namespace) -> list[Kind]:
-    """The kinds of runs that are struck, in turns."""
+    """The kinds of runs that are hit, in turns."""
     return [KINDS[name] for name in options.kinds]
 
 
@@ -122,7 +122,7 @@ def drills_a_chain(num_kills: int, num_kinds: int) -> int:
 
 
 def num_steps_of(size: int) -> int:
-    """Steps of a run that is struck so often: of those that it survives, a few pass until that is seen."""
+    """Steps of a run that fails so often: of those that it survives, a few pass until that is seen."""
     return size * STEPS_A_DRILL + LAST_STEPS
 
 
@@ -218,8 +218,8 @@ class Campaign:
             with self._file.open("a") as file:
                 file.write(text)
             self._num_done += text.count("\n")
-            told = f"chain {index} ({kind_of(options, index)[0].name}): {text.count(chr(10))} drills"
-            print(f"{told}; {self._num_done} of {options.kills}", flush=True)
+            reported = f"chain {index} ({kind_of(options, index)[0].name}): {text.count(chr(10))} drills"
+            print(f"{reported}; {self._num_done} of {options.kills}", flush=True)
             if code == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 log.unlink()
@@ -244,14 +244,14 @@ TOTALS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """The results as a table in Markdown: a row for what was struck and how, a column for each phase, and sums.
+    """The results as a table in Markdown: a row for what was hit and how, a column for each phase, and sums.
 
     A sum counts the drills that ended the run as they should, or that it survived as it should; after which it went on;
     after which its end was equal to an unharmed one's; and that left processes or files behind.
     """
-    struck = sorted({(result["victim"], result["fault"]) for result in results})
-    groups = [(f"{victim}: {fault}", _of(results, victim, fault)) for victim, fault in struck] + [("all", results)]
-    rows = [("struck", *PHASES, *TOTALS), tuple("---" for _ in ("struck", *PHASES, *TOTALS))]
+    faulty = sorted({(result["victim"], result["fault"]) for result in results})
+    groups = [(f"{victim}: {fault}", _of(results, victim, fault)) for victim, fault in faulty] + [("all", results)]
+    rows = [("faulty", *PHASES, *TOTALS), tuple("---" for _ in ("faulty", *PHASES, *TOTALS))]
     for name, members in groups:
         by_phase = [sum(member["phase"] == phase for member in members) for phase in PHASES]
         sums = [sum(map(counts, members)) for counts in TOTALS.values()]

@@ -25,27 +25,27 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory, repository_root: Path) -> dict[str, Path]:
-    """Tapes of a shipped example, healthy and with two layers swapped."""
-    examples, folder = repository_root / "examples" / "audit", tmp_path_factory.mktemp("tapes")
+    """Captures of a shipped example, healthy and with two layers swapped."""
+    examples, folder = repository_root / "examples" / "audit", tmp_path_factory.mktemp("captures")
     for name in ("healthy", "layer_swapped"):
         beside = ["--model", str(examples / "model"), "--training", str(examples / "transformers")]
-        cli.main(["audit", str(examples / "slime" / name), *beside, "--write-tape", str(folder / name)])
+        cli.main(["audit", str(examples / "slime" / name), *beside, "--write-capture", str(folder / name)])
     return {name: folder / name for name in ("healthy", "layer_swapped")}
 
 
-def opened(browser: Any, tapes: list[Path], output: Path) -> OpenPage:
-    cli.main(["audit", *map(str, tapes), "--html", str(output)])
+def opened(browser: Any, captures: list[Path], output: Path) -> OpenPage:
+    cli.main(["audit", *map(str, captures), "--html", str(output)])
     return open_page(browser, output)
 
 
 def test_the_swapped_layers_are_the_first_thing_to_see(browser: Any, example: dict[str, Path], tmp_path: Path) -> None:
     page = opened(browser, [example["layer_swapped"]], tmp_path / "audit.html")
-    told = page.page.locator("[data-run]").nth(0).locator(".findings li").all_inner_texts()
-    assert [text.split(":")[0] for text in told] == [
+    reported = page.page.locator("[data-run]").nth(0).locator(".findings li").all_inner_texts()
+    assert [text.split(":")[0] for text in reported] == [
         "layer 1 carries layer 2's routes",
         "layer 2 carries layer 1's routes",
     ]
-    source = open_source(example["layer_swapped"], "tape", None, None, None)
+    source = open_source(example["layer_swapped"], "capture", None, None, None)
     (step,) = source.read
     audited = audit_step(source.description, step, source.read[step]())
     (cells,) = page.plot('[data-chart="identity"]')
@@ -61,6 +61,6 @@ def test_the_swapped_layers_are_the_first_thing_to_see(browser: Any, example: di
 def test_two_runs_stand_beside_each_other(browser: Any, example: dict[str, Path], tmp_path: Path) -> None:
     page = opened(browser, [example["healthy"], example["layer_swapped"]], tmp_path / "audit.html")
     names = page.page.locator("[data-run] h3").all_inner_texts()
-    assert names == [f"{tape}: {side}" for tape in example.values() for side in ("rollout", "training")]
+    assert names == [f"{capture}: {side}" for capture in example.values() for side in ("rollout", "training")]
     assert page.page.locator("[data-run]").nth(0).locator(".findings li").all_inner_texts() == ["No findings."]
     assert (page.requests, page.problems) == ([], [])

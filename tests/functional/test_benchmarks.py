@@ -149,7 +149,7 @@ def test_an_audit_s_seconds_and_memory_are_measured(repository_root: Path) -> No
     result = result_of(run_benchmark(repository_root, "audit_scale", *sizes))
     assert (result["tokens"], result["steps"]) == (70_000, 2)
     # 30 bytes of other columns; margins, 4 bytes a layer; two columns of experts, of which 4 bits each say something.
-    assert 70_000 * 20 < result["tape_bytes"] < 70_000 * (30 + 4 * 4 + 2 * 4 * 2 * 2)
+    assert 70_000 * 20 < result["captured_bytes"] < 70_000 * (30 + 4 * 4 + 2 * 4 * 2 * 2)
     assert result["cpu_seconds"] > 0
     assert 10_000_000 < result["peak_bytes"] < 2_000_000_000
 
@@ -202,13 +202,13 @@ def test_refit_cost_grows_with_the_bytes(repository_root: Path) -> None:
 def test_routing_cost_adds_up_its_parts(repository_root: Path) -> None:
     arguments = ("--starts", "1", "--rounds", "3", "--warmup", "1", "--steps", "3")
     result = result_of(run_benchmark(repository_root, "routing_cost", *arguments))
-    parts = {"load", "tape", "replay", "all", "at_logits", "measurements"}
+    parts = {"load", "capture", "replay", "all", "at_logits", "measurements"}
     assert result["parts"].keys() == parts
     assert 0 < result["total"]["low"] <= result["total"]["median"] <= result["total"]["high"]
-    # The same steps without a tape, with one, and with one that is only looked at, train to the same bit.
+    # The same steps without a capture, with one, and with one that is only looked at, train to the same bit.
     assert result["losses_identical"]
     # Two bytes for each of two experts in four layers of every token but the last one of each of 128 sequences.
-    assert result["tape_bytes"] == (result["num_tokens"] - 128) * 4 * 2 * 2
+    assert result["captured_bytes"] == (result["num_tokens"] - 128) * 4 * 2 * 2
     assert result["cpu_seconds_of_measurements"] > 0
     step = result["of_a_step"]
     assert step["cpu_seconds"] > 0
@@ -227,9 +227,9 @@ def test_routing_faults_are_found_and_healthy_steps_are_not(repository_root: Pat
     found = json.loads((tmp_path / "scores.json").read_text())
     zeros, frozen = found["scores"]
     assert (zeros["fault"], zeros["steps"], zeros["healthy_steps"]) == ("zeros", 1, 1)
-    assert "rows hold expert 0 alone, in all layers" in zeros["told"]
+    assert "rows hold expert 0 alone, in all layers" in zeros["reported"]
     assert (frozen["fault"], frozen["steps"]) == ("frozen_bias", 2)
-    assert frozen["told"].startswith("the expert bias of 4 layers has not moved since step 2")
+    assert frozen["reported"].startswith("the expert bias of 4 layers has not moved since step 2")
     assert zeros["false_alarms"] == frozen["false_alarms"] == []
     real, simulated = found["healthy"][:2]
     assert (real["num_steps"], simulated["num_steps"]) == (12, 10)
@@ -239,17 +239,17 @@ def test_routing_faults_are_found_and_healthy_steps_are_not(repository_root: Pat
     assert "| routes that nobody wrote | vllm#54730 | step 2 | 1 step |" in done.stdout
 
 
-def test_faults_show_on_the_tapes_of_runs(repository_root: Path, tmp_path: Path) -> None:
-    """One that is planted into a healthy run's tape, one of a run that computes otherwise, and healthy tapes."""
+def test_faults_show_on_the_captures_of_runs(repository_root: Path, tmp_path: Path) -> None:
+    """One that is planted into a healthy run's capture, one of a run that computes otherwise, and healthy captures."""
     model, output = make_weights(tmp_path / "model"), tmp_path / "scores.json"
-    words = ("--files", "--faults", "zeros", "router_bf16", "--onsets", "2", "--tapes", "1", "--model", str(model))
+    words = ("--files", "--faults", "zeros", "router_bf16", "--onsets", "2", "--captures", "1", "--model", str(model))
     done = run_benchmark(repository_root, "routing_faults", *words, "--output", str(output))
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text())
     zeros, router = found["scores"]
     assert (zeros["fault"], zeros["steps"], router["fault"], router["steps"]) == ("zeros", 1, "router_bf16", 2)
-    assert "rows hold expert 0 alone, in all layers" in zeros["told"]
-    assert router["told"].startswith("rollout and training choose other experts in ")
+    assert "rows hold expert 0 alone, in all layers" in zeros["reported"]
+    assert router["reported"].startswith("rollout and training choose other experts in ")
     assert zeros["false_alarms"] == router["false_alarms"] == []
     assert [(row["num_steps"], row["alarms"]) for row in found["healthy"]] == [(12, [])] * 3
 

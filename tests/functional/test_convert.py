@@ -82,7 +82,7 @@ def test_there_and_back_changes_nothing(model: Path, megatron_model: Path) -> No
     assert not list(model.parent.glob("*.incomplete"))
 
 
-def test_output_tells_the_router_settings_and_what_to_do_with_it(model: Path, tmp_path: Path) -> None:
+def test_output_reports_the_router_settings_and_what_to_do_with_it(model: Path, tmp_path: Path) -> None:
     """As a user types it."""
     words = ["convert", "--from", "hf", "--to", "megatron", "--input", str(model), "--output", str(tmp_path / "out")]
     done = subprocess.run(
@@ -206,7 +206,7 @@ def test_spoilt_input_is_one_line_and_nothing_is_written(spoil: Any, model: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_wrong_folders_are_told(model: Path, megatron_model: Path, tmp_path: Path) -> None:
+def test_wrong_folders_are_reported(model: Path, megatron_model: Path, tmp_path: Path) -> None:
     def refused(*arguments: Any) -> str:
         done = convert(*arguments)
         assert done.returncode == 2
@@ -223,7 +223,7 @@ def test_wrong_folders_are_told(model: Path, megatron_model: Path, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_damaged_megatron_weights_are_told(megatron_model: Path, tmp_path: Path) -> None:
+def test_damaged_megatron_weights_are_reported(megatron_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(megatron_model, folder)
     file = next((folder / "policy").glob("*.distcp"))

@@ -133,7 +133,7 @@ def test_its_part_of_a_checkpoint_is_verified(runs: Runs) -> None:
     assert str(damaged) in done.stderr
 
 
-def test_it_is_exported_without_its_head_which_is_told(runs: Runs, tmp_path: Path) -> None:
+def test_it_is_exported_without_its_head_which_is_reported(runs: Runs, tmp_path: Path) -> None:
     words = ["convert", "--from", "megatron", "--to", "hf"]
     source = runs.checkpoints("whole") / f"step_{NUM_STEPS}" / "critic"
     done = shared_ray.called_here([*words, "--input", str(source), "--output", str(tmp_path / "hf")])

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints and exported models with damage of every kind: told by name, or harmless; never a silent difference."""
+"""Checkpoints and exported models with damage of every kind: reported by name, or harmless; never a silent
+difference."""
 
 import itertools
 import random
@@ -105,11 +106,11 @@ DAMAGES: list[Damage] = [flip_a_bit, zero_a_block, cut_off, swap_two, take_an_ol
 
 
 @pytest.mark.slow
-def test_every_damage_is_told_by_name_or_is_harmless(whole: Path, tmp_path: Path) -> None:
+def test_every_damage_is_reported_by_name_or_is_harmless(whole: Path, tmp_path: Path) -> None:
     pairs = [(whole / f"step_{NUM_STEPS}", whole / "step_1"), (whole / "final", whole / "final")]
-    num_told = num_harmless = num_accepted = 0
+    num_reported = num_harmless = num_accepted = 0
     for seed in itertools.count():
-        if num_told == NUM_DAMAGES:
+        if num_reported == NUM_DAMAGES:
             break
         generator = random.Random(seed)
         source, older = pairs[seed % 2]
@@ -128,7 +129,7 @@ def test_every_damage_is_told_by_name_or_is_harmless(whole: Path, tmp_path: Path
             assert shared_ray.called_here(["verify", "--accept", str(folder)]).returncode == 0, seed
             assert shared_ray.called_here(["verify", str(folder)]).returncode == 0, seed
         elif changed:
-            num_told += 1
+            num_reported += 1
             assert done.returncode == 1, (seed, changed)
             # A file, or the list of files that it stands in.
             named = [path for path in folder.rglob("*") if f"error: {path}: " in done.stderr]
@@ -137,7 +138,10 @@ def test_every_damage_is_told_by_name_or_is_harmless(whole: Path, tmp_path: Path
             num_harmless += 1
             assert done.returncode == 0, (seed, done.stderr)
         shutil.rmtree(folder)
-    print(f"{num_told} told by name; {num_accepted} of files.json alone, told and accepted; {num_harmless} harmless")
+    print(
+        f"{num_reported} reported by name; {num_accepted} of files.json alone, reported and accepted;"
+        f" {num_harmless} harmless"
+    )
     assert num_accepted, "no damage of files.json alone"
 
 

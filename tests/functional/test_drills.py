@@ -39,7 +39,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @long
 def test_a_dozen_drills_end_as_if_nothing_had_happened(output: Path) -> None:
-    # Pictures would be a sixth unharmed run, for chains that are near to those of grpo.
+    # Images would be a sixth unharmed run, for chains that are near to those of grpo.
     all_kinds = drill_runs.KINDS.items()
     kinds = [name for name, kind in all_kinds if not kind.has_engine and not kind.only_if_asked]
     kinds.remove("grpo_vision")
@@ -109,7 +109,7 @@ def test_the_table_counts() -> None:
         },
     ]
     head, _, *rows = [row.strip("| ").split(" | ") for row in drills.table(results).splitlines()]
-    columns = ("struck", "train", "saving", "end", "drills", "as it should", "went on", "equal", "left behind")
+    columns = ("faulty", "train", "saving", "end", "drills", "as it should", "went on", "equal", "left behind")
     assert [[row[head.index(column)].strip() for column in columns] for row in rows] == [
         ["worker: kill", "2", "", "1", "3", "2", "2", "1", "1"],
         ["worker: pause", "", "2", "", "2", "1", "2", "2", "0"],
@@ -135,8 +135,8 @@ def test_records_after_those_that_a_deleted_folder_has_taken_must_be_there(tmp_p
     assert reference.differences(nothing, lost_until=5) == []
     assert len(reference.differences(nothing, lost_until=4)) == 2
     assert reference.differences(two, lost_until=3) == []
-    told = "missing are steps [3], too many [], not the same []"
-    assert reference.differences(two, lost_until=2) == [f"{name}: {told}" for name in ("metrics", "samples")]
+    reported = "missing are steps [3], too many [], not the same []"
+    assert reference.differences(two, lost_until=2) == [f"{name}: {reported}" for name in ("metrics", "samples")]
     assert len(reference.differences(two)) == 2
     assert len(reference.differences(run("without the first", range(1, 6)))) == 2
 
@@ -153,5 +153,5 @@ def test_records_after_those_that_a_deleted_folder_has_taken_must_be_there(tmp_p
         "twice": ([2, 3], [4, 5, 5]),
     }.items():
         assert reference.differences(run(name, *folders), lost_until=1), name
-    (told,) = reference.differences(run("changed", [2, 3], [4, 5], changed=3), lost_until=1)
-    assert told == "metrics: missing are steps [], too many [], not the same [3]"
+    (reported,) = reference.differences(run("changed", [2, 3], [4, 5], changed=3), lost_until=1)
+    assert reported == "metrics: missing are steps [], too many [], not the same [3]"

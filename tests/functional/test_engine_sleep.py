@@ -34,7 +34,7 @@ from tests.support.grpo_fakes import (
     PAD_TOKEN,
     SAMPLING,
     FakePolicy,
-    FakeScorer,
+    FakeRewardFunction,
     ListLogger,
     make_worker,
     prompts,
@@ -129,14 +129,14 @@ class Engines:
 
 
 def train(engines: Engines, config: GRPOMasterConfig, start: LoopState) -> dict[tuple[int, str], set[int]]:
-    """GRPO's own loop, source, validation and rollouts; the weights that drew the tokens of each step and split."""
-    drawn: dict[tuple[int, str], set[int]] = {}
+    """GRPO's own loop, source, validation and rollouts; the weights that sampled the tokens of each step and split."""
+    sampled: dict[tuple[int, str], set[int]] = {}
 
     def note(step: int, split: str, trajectories: list[Trajectory]) -> None:
-        drawn[step, split] = {int(token) for each in trajectories for token in each.token_ids[each.loss_mask]}
+        sampled[step, split] = {int(token) for each in trajectories for token in each.token_ids[each.loss_mask]}
 
     engine: Any = engines.engine
-    worker = make_worker(engine, FakeScorer())
+    worker = make_worker(engine, FakeRewardFunction())
     loader = PromptLoader(prompts(7), config.grpo.num_prompts_per_step, config.grpo.seed, shuffle=True)
     engine.sleep()  # as a run begins
     train_grpo(
@@ -150,7 +150,7 @@ def train(engines: Engines, config: GRPOMasterConfig, start: LoopState) -> dict[
         ),
         make_recorder(ListLogger(), [], note, DiaryOfCheckpoints(), start=start),
     )
-    return drawn
+    return sampled
 
 
 def step_events(weights: int, *answers: int) -> list[str]:
@@ -182,7 +182,7 @@ def test_engines_have_weights_whenever_the_loop_generates(
 ) -> None:
     config = small_config("grpo.max_num_steps=2", *overrides)
     with Engines(*place) as engines:
-        drawn = train(engines, config, LoopState(step=start, batches_taken=start))
+        sampled = train(engines, config, LoopState(step=start, batches_taken=start))
         events = engines.events()
     assert engines.warnings == []
     expected = [event for n, answers in enumerate(steps) for event in step_events(FIRST_WEIGHTS + n, *answers)]
@@ -192,7 +192,7 @@ def test_engines_have_weights_whenever_the_loop_generates(
     assert events == ["start", "sleep 2", *expected, *after_the_last], (
         "asleep once a step, one transfer of weights each"
     )
-    assert {step: weights for (step, split), weights in drawn.items() if split == "train"} == {
+    assert {step: weights for (step, split), weights in sampled.items() if split == "train"} == {
         start + n + 1: {FIRST_WEIGHTS + n} for n in range(len(steps))
     }
 

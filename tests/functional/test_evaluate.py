@@ -137,7 +137,7 @@ def test_sampled_responses_go_into_a_file(trained: Trained, tmp_path: Path) -> N
     records, done = generated(trained, tmp_path, trained.final, *options)
     assert done.stdout == ""
     assert [record["sample"] for record in records] == [0, 1] * 8
-    assert len({record["response"] for record in records}) > 8, "drawn, each with a seed of its own"
+    assert len({record["response"] for record in records}) > 8, "sampled, each with a seed of its own"
     record = records[5]
     logprobs = (logits_of_transformers(trained, record) / 0.7).log_softmax(-1)
     expected = logprobs.gather(-1, torch.tensor(record["token_ids"])[:, None])[:, 0].tolist()
@@ -145,7 +145,7 @@ def test_sampled_responses_go_into_a_file(trained: Trained, tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["responses.jsonl"]
 
 
-def test_a_prompt_that_leaves_no_room_is_told_before_a_worker_starts(trained: Trained, tmp_path: Path) -> None:
+def test_a_prompt_that_leaves_no_room_is_reported_before_a_worker_starts(trained: Trained, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("7+8=\n" + "9" * 400 + "\n")
     words = ["generate", "--model", str(trained.final), "--prompts", "prompts.txt"]
     done = shared_ray.run_here(words, tmp_path)

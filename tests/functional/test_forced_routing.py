@@ -68,7 +68,7 @@ def test_the_console_warns(run: FinishedRun) -> None:
     assert f"step {NUM_STEPS}" not in before_training
 
 
-def test_each_finding_is_told_once(run: FinishedRun) -> None:
+def test_each_finding_is_reported_once(run: FinishedRun) -> None:
     lines = run.output.splitlines()
     alerts = [line for line in lines if line.startswith("warning: step ")]
     assert len(alerts) == 3

@@ -134,12 +134,12 @@ def test_routing_is_measured_every_second_step(run: FinishedRun) -> None:
     assert value["routing_noise/rows_differing_trainer"] < 0.01
     drift = value["routing_drift/rows_differing_of_step"]
     assert 0 < drift <= value["routing_drift/tokens_differing_of_step"] < 1
-    (_, num_bytes), *_ = run.history()["train/moe/routing/tape_bytes"]
+    (_, num_bytes), *_ = run.history()["train/moe/routing/captured_bytes"]
     (_, num_rows), *_ = run.history()["train/moe/routing/rows_expected"]
     assert num_bytes == num_rows * 2 * 2
 
 
-def test_the_tape_of_each_step_is_kept_layer_by_layer(run: FinishedRun) -> None:
+def test_the_capture_of_each_step_is_kept_layer_by_layer(run: FinishedRun) -> None:
     kept = read_routing(run.run_folder)
     expected, usable, same = (kept.rows[..., kind].sum(1) for kind in (Row.EXPECTED, Row.USABLE, Row.LIVE_SAME))
     assert kept.steps.tolist() == list(range(1, len(kept.steps) + 1))

@@ -36,7 +36,7 @@ class Eater:
                 kept.append(b"x" * PIECE)
 
 
-def told_by(monkeypatch: pytest.MonkeyPatch, threshold: float) -> str:
+def reported_by(monkeypatch: pytest.MonkeyPatch, threshold: float) -> str:
     """Error of two workers on a Ray with a threshold, a share of the machine's memory."""
     monkeypatch.setenv("RAY_memory_usage_threshold", f"{threshold:.4f}")
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "100")
@@ -51,7 +51,7 @@ def told_by(monkeypatch: pytest.MonkeyPatch, threshold: float) -> str:
 
 @pytest.mark.slow
 def test_short_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, *rest = told_by(monkeypatch, 0.01).splitlines()
+    first, second, *rest = reported_by(monkeypatch, 0.01).splitlines()
     assert re.fullmatch(r"worker rank \d( \(pid \d+\))? was ended by Ray's memory monitor while starting:", first), (
         first
     )
@@ -63,9 +63,11 @@ def test_short_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_worker_that_takes_too_much_is_named_with_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = psutil.virtual_memory()
-    told = told_by(monkeypatch, (memory.total - memory.available + (3 << 30)) / memory.total)
-    assert re.match(r"worker rank \d \(pid \d+\) was ended by Ray's memory monitor in `eat`:\nthe memory of ", told), (
-        told
-    )
-    assert re.search(r"rank 1 \(pid \d+\) [1-9]\.\d+ GB", told), told
-    assert f"(pid {os.getpid()})" not in told or f"main process (pid {os.getpid()})" in told
+    reported = reported_by(monkeypatch, (memory.total - memory.available + (3 << 30)) / memory.total)
+    assert re.match(
+        r"worker rank \d \(pid \d+\) was ended by Ray's memory monitor in `eat`:\nthe memory of"
+        r" ",
+        reported,
+    ), reported
+    assert re.search(r"rank 1 \(pid \d+\) [1-9]\.\d+ GB", reported), reported
+    assert f"(pid {os.getpid()})" not in reported or f"main process (pid {os.getpid()})" in reported

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Machines that do not find the same model: told at once with the reason, while the other workers wait."""
+"""Machines that do not find the same model: reported at once with the reason, while the other workers wait."""
 
 import os
 import shlex

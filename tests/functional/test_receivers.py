@@ -16,7 +16,7 @@ from nemo_rl_moe.errors import ReceiverLostError
 from nemo_rl_moe.generation.refit import ActorReceivers, refit
 from nemo_rl_moe.weight_sync.folder import FolderTransport
 from nemo_rl_moe.weight_sync.transport import TransportSpec, WeightTransport
-from nemo_rl_moe.weight_sync.transport_backends import Carrier, FileCarrier, make_carrier
+from nemo_rl_moe.weight_sync.transport_backends import FileTransport, TransportBackend, make_backend
 from nemo_rl_moe.weight_sync.watch import watched
 from tests.support.receiving_copy import TENSORS, Copy
 
@@ -28,7 +28,7 @@ PATIENCE_S = 4.0
 
 @dataclass
 class Engine:
-    """Two copies; of each transfer's, as it is told, the second one is struck.
+    """Two copies; of each transfer's, as it is reported, the second one is hit.
 
     Attributes:
         strikes: One for each transfer.
@@ -60,7 +60,7 @@ class Policy:
     """Weights in this process."""
 
     folder: Path
-    make_carrier: Callable[[int, str], Carrier]
+    make_backend: Callable[[int, str], TransportBackend]
     weight_version: int = 3
 
     def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> FolderTransport:
@@ -68,14 +68,14 @@ class Policy:
             then()
             return spec.send(TENSORS, 0, self.weight_version)
 
-        return FolderTransport(self.folder, 1, send, bucket_bytes=4000, make_carrier=self.make_carrier)
+        return FolderTransport(self.folder, 1, send, bucket_bytes=4000, make_backend=self.make_backend)
 
 
-def gloo(num_receivers: int, receivers: str) -> Carrier:
-    return make_carrier("gloo", os.urandom(4).hex(), num_receivers, "127.0.0.1")
+def gloo(num_receivers: int, receivers: str) -> TransportBackend:
+    return make_backend("gloo", os.urandom(4).hex(), num_receivers, "127.0.0.1")
 
 
-WAYS = {"files": lambda num_receivers, receivers: FileCarrier(), "gloo": gloo}
+WAYS = {"files": lambda num_receivers, receivers: FileTransport(), "gloo": gloo}
 
 
 @pytest.mark.parametrize("way", [pytest.param("files", marks=pytest.mark.slow), "gloo"])

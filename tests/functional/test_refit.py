@@ -183,7 +183,7 @@ def test_an_engine_in_other_processes_has_the_trainers_weights(cluster: RayClust
     print({"bytes": sizes, "growth of the peak": growths, "over the driver": over_the_driver})
     # Seen: less than 1 MiB either way.
     assert growths["large"] - growths["small"] < 0.05 * difference
-    assert over_the_driver["large"] - over_the_driver["small"] > 0.9 * difference, "the measure can tell"
+    assert over_the_driver["large"] - over_the_driver["small"] > 0.9 * difference, "the measure can report"
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,7 @@ def test_grpo_with_another_engine_is_the_same_run(runs: dict[str, Path]) -> None
     assert max(value for _, value in history["train/token_mult_prob_error"]) < 1 + 1e-6
 
 
-def test_the_time_of_the_refit_is_told(runs: dict[str, Path]) -> None:
+def test_the_time_of_the_refit_is_reported(runs: dict[str, Path]) -> None:
     history = read_jsonl(runs["transformers"] / "metrics.jsonl")
     assert [step for step, _ in history["timing/refit/seconds"]] == [1, 2, 3]
     assert all(value > 0 for _, value in history["timing/refit/seconds"])
@@ -279,7 +279,7 @@ def test_the_engine_of_the_page_generates(tmp_path: Path) -> None:
         ("json:__name__", "policy.generation.backend: json:__name__ is 'json' (str), expected an Engine"),
     ],
 )
-def test_an_engine_that_is_not_there_is_told(backend: str, problem: str, tmp_path: Path) -> None:
+def test_an_engine_that_is_not_there_is_reported(backend: str, problem: str, tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path / "data", 4)
     changed = grpo_runs.settings(tmp_path, data, policy__generation__backend=json.dumps(backend))
     done = grpo_runs.run_here(changed, tmp_path)

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from nemo_rl_moe import cli
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.agreement.row_kinds import Row
 from nemo_rl_moe.routing.metrics.load_arrays import utilization
 from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
@@ -24,8 +24,8 @@ from nemo_rl_moe.runs.folder.routing import read_routing
 from tests.functional import sft_runs
 from tests.support.browser import OpenPage, open_page, running_browser
 from tests.support.logged_metrics import read_jsonl
+from tests.support.made_captures import routing_report
 from tests.support.made_runs import make_run
-from tests.support.made_tapes import tape_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -100,13 +100,13 @@ def expected_cells(run: Path, step: int) -> tuple[np.ndarray, np.ndarray]:
     return of_step, utilization(of_step)
 
 
-def test_findings_tell_the_runs_apart(comparison: OpenPage) -> None:
+def test_findings_report_the_runs_apart(comparison: OpenPage) -> None:
     cards = comparison.page.locator("[data-run]")
     assert cards.nth(0).locator(".findings li").all_inner_texts() == ["No findings."]
-    told = cards.nth(1).locator(".findings li").all_inner_texts()
-    assert told[0].startswith("forced routing: moe_router_force_hot_rank is 1")
-    assert "layer 2: 4 of 8 experts dead since step 1; beyond sampling noise" in told
-    assert any(text.startswith("the busiest expert-parallel rank has 2.00 times the work") for text in told)
+    reported = cards.nth(1).locator(".findings li").all_inner_texts()
+    assert reported[0].startswith("forced routing: moe_router_force_hot_rank is 1")
+    assert "layer 2: 4 of 8 experts dead since step 1; beyond sampling noise" in reported
+    assert any(text.startswith("the busiest expert-parallel rank has 2.00 times the work") for text in reported)
 
 
 @pytest.mark.parametrize(("key", "step"), [("Home", 1), ("ArrowRight", 2), ("End", NUM_STEPS)])
@@ -126,7 +126,7 @@ def test_cells_are_those_of_the_load_files(comparison: OpenPage, runs: dict[str,
     assert (expected_cells(runs["forced"], step)[0][:, :4] == 0).all(), "or no dead expert was looked at"
 
 
-def test_hovering_tells_the_exact_count(comparison: OpenPage, runs: dict[str, Path]) -> None:
+def test_hovering_reports_the_exact_count(comparison: OpenPage, runs: dict[str, Path]) -> None:
     slide(comparison.page, "End")
     counts, shares = expected_cells(runs["forced"], NUM_STEPS)
     area = comparison.page.locator('[data-heatmap="1"] .nsewdrag')
@@ -196,7 +196,7 @@ def test_a_range_of_steps_holds_for_all_charts(comparison: OpenPage) -> None:
     comparison.page.wait_for_function(f"() => {other}.autorange === true")
 
 
-def test_the_setting_that_differs_is_told(comparison: OpenPage) -> None:
+def test_the_setting_that_differs_is_reported(comparison: OpenPage) -> None:
     differing = comparison.page.locator("section", has=comparison.page.locator("h3", has_text="What differs"))
     rows = [row.inner_text().split("\t") for row in differing.locator("tbody tr").all()]
     assert ["policy.megatron_cfg.moe_router_force_hot_rank", "null", "1"] in rows
@@ -220,15 +220,19 @@ def test_nothing_has_left_the_file_and_nothing_has_failed(comparison: OpenPage) 
 
 @pytest.fixture(scope="module")
 def routing(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenPage, dict[str, Path]]:
-    """The page about two runs with tapes, of which one is wrong in a step, and a run without."""
+    """The page about two runs with captures, of which one is wrong in a step, and a run without."""
     folder = tmp_path_factory.mktemp("routing")
-    wrong = TapeAnomaly("layer", "layer 3 carries layer 2's routes", 3)
+    wrong = RoutingAnomaly("layer", "layer 3 carries layer 2's routes", 3)
     found = {}
     for name, differing in (("none", 3), ("sick", 9)):
-        tapes = {step: tape_report([0, step], layers=[1, 3], replays=name == "sick") for step in range(1, 6)}
-        tapes[6] = tape_report([0, differing], layers=[1, 3], zero=[0, differing], anomalies=[wrong] * (name == "sick"))
-        scores = {step: AdvantageScores((1, 3), _scores(step, differing)) for step in tapes}
-        found[name] = make_run(folder / name, dict.fromkeys(tapes, ROUTING_METRICS), tapes=tapes, scores=scores)
+        captures = {step: routing_report([0, step], layers=[1, 3], replays=name == "sick") for step in range(1, 6)}
+        captures[6] = routing_report(
+            [0, differing], layers=[1, 3], zero=[0, differing], anomalies=[wrong] * (name == "sick")
+        )
+        scores = {step: AdvantageScores((1, 3), _scores(step, differing)) for step in captures}
+        found[name] = make_run(
+            folder / name, dict.fromkeys(captures, ROUTING_METRICS), captures=captures, scores=scores
+        )
     found["without"] = make_run(folder / "without", {1: {"train/loss": 1.0}})
     output = folder / "report.html"
     assert cli.main(["report", *map(str, found.values()), "--output", str(output)]) == 0
@@ -298,15 +302,15 @@ def _margins_of(opened: OpenPage) -> list[tuple[Any, Any]]:
     return list(zip(traces[::2], traces[1::2], strict=True))
 
 
-def test_the_ledger_and_the_finding_name_the_layer(routing: tuple[OpenPage, dict[str, Path]]) -> None:
+def test_the_statistics_and_the_finding_name_the_layer(routing: tuple[OpenPage, dict[str, Path]]) -> None:
     page = routing[0].page
-    ledgers = page.locator("section", has=page.locator("h3", has_text="Ledger of the tape"))
-    assert ledgers.count() == 2
-    rows = [row.inner_text().split("\t") for row in ledgers.nth(1).locator("tbody tr").all()]
+    statistics = page.locator("section", has=page.locator("h3", has_text="Statistics of the capture"))
+    assert statistics.count() == 2
+    rows = [row.inner_text().split("\t") for row in statistics.nth(1).locator("tbody tr").all()]
     assert ["expert 0 alone", "9", "1.923%", "1", "6", "11.54% (step 6)"] in rows
     assert rows[-1] == ["3", "234", "9"], "of layers, the one with wrong rows"
-    told = page.locator("[data-run]").nth(1).locator(".findings li").all_inner_texts()
-    assert told == ["layer 3 carries layer 2's routes; since step 6"]
+    reported = page.locator("[data-run]").nth(1).locator(".findings li").all_inner_texts()
+    assert reported == ["layer 3 carries layer 2's routes; since step 6"]
 
 
 def test_what_was_measured_is_drawn_and_what_was_not_is_absent(routing: tuple[OpenPage, dict[str, Path]]) -> None:

@@ -95,9 +95,7 @@ def test_two_runs_with_images_beside_each_other(browser: Any, tmp_path: Path) ->
     assert (opened.dialogs, opened.requests, opened.problems) == ([], [], [])
 
 
-def test_pictures_stand_beside_their_responses_and_nothing_else_is_run_or_asked_for(
-    browser: Any, tmp_path: Path
-) -> None:
+def test_images_stand_beside_their_responses_and_nothing_else_is_run_or_asked_for(browser: Any, tmp_path: Path) -> None:
     samples = [
         sample(0, HOSTILE, NAMES[:2]),
         sample(1, "gone", NAMES[2:]),
@@ -109,14 +107,14 @@ def test_pictures_stand_beside_their_responses_and_nothing_else_is_run_or_asked_
         pixels = np.full((24, 48, 3), shade, dtype=np.uint8)
         (run / "thumbnails" / f"{name}.png").write_bytes(thumbnail_of(pixels))
     opened = report_of(browser, run)
-    rows = opened.page.locator(".pictured tbody tr")
-    assert opened.page.locator(".pictured th").all_inner_texts()[2] == "picture"
+    rows = opened.page.locator(".with_images tbody tr")
+    assert opened.page.locator(".with_images th").all_inner_texts()[2] == "image"
     sizes = rows.nth(0).locator("img").evaluate_all("(all) => all.map((one) => [one.naturalWidth, one.naturalHeight])")
     assert sizes == [[48, 24], [48, 24]]
     assert rows.nth(0).locator("pre").all_inner_texts() == [HOSTILE, HOSTILE]
     assert [rows.nth(row).locator("td").nth(2).inner_text().strip() for row in (1, 2)] == ["not shown", ""]
     (note,) = opened.page.locator("[data-run] .notes").all_inner_texts()
-    assert note.startswith("pictures of samples that cannot be shown: 1")
+    assert note.startswith("images of samples that cannot be shown: 1")
     assert (opened.dialogs, opened.requests, opened.problems) == ([], [], [])
 
 
@@ -132,5 +130,5 @@ def test_a_run_without_an_image_says_so_and_one_of_text_says_nothing(browser: An
     plain = make_run(tmp_path / "text", {1: {"train/loss": 1.0}}, counts, samples=[text])
     opened = report_of(browser, plain)
     assert SECTION not in headings(opened)
-    assert opened.page.locator(".pictured, img").count() == 0
-    assert "picture" not in opened.page.locator("th").all_inner_texts()
+    assert opened.page.locator(".with_images, img").count() == 0
+    assert "image" not in opened.page.locator("th").all_inner_texts()

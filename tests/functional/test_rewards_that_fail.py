@@ -71,8 +71,10 @@ def test_a_reward_that_always_raises_stops_the_run_with_its_own_error(tmp_path: 
     assert "train/loss" not in run.metrics, "nothing is trained"
 
 
-def test_failures_are_left_out_and_told_at_the_start_while_it_runs_and_at_the_end(tmp_path: Path, data: Path) -> None:
-    """Real rewards are negative: a policy that got 0 for breaking its scorer would learn to."""
+def test_failures_are_left_out_and_reported_at_the_start_while_it_runs_and_at_the_end(
+    tmp_path: Path, data: Path
+) -> None:
+    """Real rewards are negative: a policy that got 0 for breaking its reward function would learn to."""
     steps = {"grpo__max_num_steps": 2, "data__validation": None, "logger__num_samples_to_save": None}
     named = {"env__reward_weights": {"cost": 1.0, "form": 0.5}, "logger__alerts__idle_steps": 2}
     done = run_with("negative_or_fails", tmp_path, data, **steps, **named)
@@ -141,14 +143,14 @@ def test_a_run_goes_on_behind_steps_without_any_score_and_they_change_no_weights
 
 
 @pytest.mark.slow
-def test_some_failures_are_told_at_once_and_counted(tmp_path: Path, data: Path) -> None:
+def test_some_failures_are_reported_at_once_and_counted(tmp_path: Path, data: Path) -> None:
     # data.validation=null and a run that ends in its warm-up: each is one override.
     changes = {"policy__megatron_cfg__scheduler__lr_warmup_iters": 20, "grpo__max_num_steps": 2}
     done = run_with("fails_at_times", tmp_path, data, data__validation=None, **changes)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = [line for line in done.stdout.splitlines() if "failed to score" in line]
-    assert len(told) == 1
-    assert told[0].startswith(
+    reported = [line for line in done.stdout.splitlines() if "failed to score" in line]
+    assert len(reported) == 1
+    assert reported[0].startswith(
         "warning: the environment failed to score a response, which is not trained on: ValueError: even (sample "
     )
     assert "warning: the learning rate is still warming up when the run ends: 2 of the 20 steps" in done.stdout

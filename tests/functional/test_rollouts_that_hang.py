@@ -42,29 +42,29 @@ def run_to_the_end(folder: Path, data: Path) -> str:
 @pytest.mark.parametrize("how", ["await", "block", "thread"])
 def test_a_request_to_stop_keeps_all_steps_that_are_done(how: str, tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path / "data", 24)
-    unharmed, struck = tmp_path / "unharmed", tmp_path / "struck"
+    unharmed, faulty = tmp_path / "unharmed", tmp_path / "faulty"
     run_to_the_end(unharmed, data)
-    with run_kills.running(command(struck, data), struck) as run:
+    with run_kills.running(command(faulty, data), faulty) as run:
         run.wait_for_text("step 2/", START_LIMIT_S)
-        (struck / grpo_runs.HANG_FILE).write_text(how)
+        (faulty / grpo_runs.HANG_FILE).write_text(how)
         run.wait_for_text("rollouts: no progress for ", START_LIMIT_S)
         run.process.send_signal(signal.SIGTERM)
         assert run.wait_for_end(END_LIMIT_S) == 0, run.printed + run.errors
         run.wait_until_nothing_runs(0.0)
         printed = run.printed
-    (struck / grpo_runs.HANG_FILE).unlink()
-    metrics = sft_runs.only_run_folder(struck) / METRICS_FILE_NAME
+    (faulty / grpo_runs.HANG_FILE).unlink()
+    metrics = sft_runs.only_run_folder(faulty) / METRICS_FILE_NAME
     last = read_metrics(metrics)[-1].step
     assert 2 <= last < NUM_STEPS
     assert "warning: SIGTERM: rollouts are given up, as no trajectory has gone on for 10 s; waited for " in printed
     assert (
-        f"stopped after step {last} of {NUM_STEPS} (SIGTERM); saved to {struck / f'checkpoints/step_{last}'}" in printed
+        f"stopped after step {last} of {NUM_STEPS} (SIGTERM); saved to {faulty / f'checkpoints/step_{last}'}" in printed
     )
     assert "Traceback" not in printed
 
-    assert f"step_{last}" in run_to_the_end(struck, data), "it goes on from there"
+    assert f"step_{last}" in run_to_the_end(faulty, data), "it goes on from there"
     names = sorted(path.name for path in (unharmed / "checkpoints/final").glob("*.safetensors"))
     assert names
     for name in names:
-        expected, found = (folder / "checkpoints/final" / name for folder in (unharmed, struck))
+        expected, found = (folder / "checkpoints/final" / name for folder in (unharmed, faulty))
         assert found.read_bytes() == expected.read_bytes(), "the weights of a run that nothing happened to"

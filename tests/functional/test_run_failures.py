@@ -65,7 +65,7 @@ def test_a_worker_is_killed_while_it_trains(training_run: run_kills.Run, tmp_pat
     assert re.match(rf"error: worker rank \d \(pid {victim.pid}\) died in `train`:", errors), errors
     assert "Worker exit type: SYSTEM_ERROR" in errors
     assert "All 2 workers have been stopped." in errors
-    assert "main process" not in errors, "it is told once"
+    assert "main process" not in errors, "it is reported once"
     assert "Traceback" not in errors
     assert "steps done" not in training_run.printed
     assert "(raylet)" not in training_run.printed, "Ray's own pages about it say no more"
@@ -104,7 +104,7 @@ def test_a_server_of_ray_is_killed(training_run: run_kills.Run, server: str) -> 
     assert training_run.wait_for_end(END_LIMIT_S) == 1
     training_run.wait_until_nothing_runs(END_LIMIT_S)
     by_watch = rf"^error: Ray's {server} \(pid {victim.pid}\) on this machine has died"
-    by_ray = r"^error: the run's main process \(pid \d+\) ended before it could tell why"
+    by_ray = r"^error: the run's main process \(pid \d+\) ended before it could say why"
     assert re.search(f"{by_watch}|{by_ray}", training_run.errors, re.MULTILINE), training_run.errors
     assert "Traceback" not in training_run.errors
 
@@ -122,7 +122,7 @@ def test_the_process_itself_is_killed(training_run: run_kills.Run) -> None:
     training_run.wait_until_nothing_runs(END_LIMIT_S)
     assert not any(path.exists() for path in folders)
     assert re.fullmatch(
-        rf"error: the run's main process \(pid {driver.pid}\) ended before it could tell why: .*\n", training_run.errors
+        rf"error: the run's main process \(pid {driver.pid}\) ended before it could say why: .*\n", training_run.errors
     ), training_run.errors
 
 
@@ -285,7 +285,7 @@ def bad_data(data: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_folder_of_checkpoints_in_use_is_told_before_data_are_read(
+def test_a_folder_of_checkpoints_in_use_is_reported_before_data_are_read(
     refused: Refused, bad_data: Path, tmp_path: Path
 ) -> None:
     """The other run has only just started; where this one would write its log is not made either."""
@@ -298,7 +298,7 @@ def test_a_folder_of_checkpoints_in_use_is_told_before_data_are_read(
     )
 
 
-def test_damaged_and_foreign_checkpoints_are_told_before_data_are_read(
+def test_damaged_and_foreign_checkpoints_are_reported_before_data_are_read(
     refused: Refused, bad_data: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoints"

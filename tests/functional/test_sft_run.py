@@ -25,11 +25,11 @@ from tests.support.logged_metrics import (
     MetricHistory,
     read_jsonl,
     read_mlflow,
-    read_mlflow_pictures,
+    read_mlflow_plots,
     read_tensorboard,
-    read_tensorboard_pictures,
+    read_tensorboard_plots,
     read_wandb_offline,
-    read_wandb_offline_pictures,
+    read_wandb_offline_plots,
 )
 
 NUM_STEPS = 40
@@ -83,7 +83,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
         policy__train_micro_batch_size=16,
         policy__megatron_cfg__scheduler__lr_warmup_iters=10,
         policy__megatron_cfg__moe_z_loss_coeff=1e-3,
-        logger__expert_load_pictures__every_steps=20,
+        logger__expert_load_images__every_steps=20,
     )
     # Started where the user may not want files: whatever is not asked for would show up here.
     (folder / "work").mkdir()
@@ -145,16 +145,16 @@ def test_four_loggers_hold_the_same_metrics(run: FinishedRun) -> None:
         assert values_of(tensorboard, key) == pytest.approx(values_of(history, key), rel=FLOAT32_EPSILON), key
 
 
-def test_three_loggers_hold_pictures_of_the_load(run: FinishedRun) -> None:
+def test_three_loggers_hold_images_of_the_load(run: FinishedRun) -> None:
     load = read_run(run.run_folder).expert_load
     assert load is not None
-    pictures = [
-        read_tensorboard_pictures(run.run_folder / "tensorboard"),
-        read_wandb_offline_pictures(run.run_folder / "wandb"),
-        read_mlflow_pictures(f"sqlite:///{run.folder / 'mlflow.db'}", "nemo-rl-moe"),
+    images = [
+        read_tensorboard_plots(run.run_folder / "tensorboard"),
+        read_wandb_offline_plots(run.run_folder / "wandb"),
+        read_mlflow_plots(f"sqlite:///{run.folder / 'mlflow.db'}", "nemo-rl-moe"),
     ]
     geometry = HeatmapGeometry(*load.counts.shape[1:])
-    for found in pictures:
+    for found in images:
         assert [step for step, _ in found[HEATMAP_KEY]] == [1, 20, 40]
         for step, content in found[HEATMAP_KEY]:
             image = PIL.Image.open(BytesIO(content)).convert("RGB")

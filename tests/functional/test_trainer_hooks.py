@@ -63,7 +63,7 @@ def make_model() -> Qwen3MoeForCausalLM:
             eos_token_id=tokenizer().eos_token_id,
         )
     )
-    # Routers and attention that tell tokens apart, as those of a trained model do.
+    # Routers and attention that distinguish tokens, as those of a trained model do.
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             nn.init.normal_(parameter, std=0.3)
@@ -233,9 +233,9 @@ def test_a_generation_with_other_weights_is_found(tmp_path: Path, caplog: pytest
         trainer.train()
     assert steps_of(trainer)[0]["moe/routing/live_agreement"] < 0.6
     assert callback.findings
-    told = [record.message for record in caplog.records if record.name == "nemo_rl_moe.routing.hooks.trainer"]
-    assert len(told) == len(callback.findings)
-    assert all(text.startswith("routing, step 1") for text in told)
+    reported = [record.message for record in caplog.records if record.name == "nemo_rl_moe.routing.hooks.trainer"]
+    assert len(reported) == len(callback.findings)
+    assert all(text.startswith("routing, step 1") for text in reported)
 
 
 def train_one_of_two(folder: Path, *, swapped_in: int | None) -> None:

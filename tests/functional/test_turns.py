@@ -63,8 +63,8 @@ def test_a_tool_that_hangs_costs_its_trajectories_alone(
         grpo_runs.settings(tmp_path, data, **turns, **sft_runs.only_jsonl()), Path(os.curdir).absolute()
     )
     assert done.returncode == 0, done.stderr
-    (told,) = [line for line in done.stdout.splitlines() if "failed to score" in line]
-    assert "took longer than env.rollout_timeout_s=2 (at grpo_runs.py:" in told
+    (reported,) = [line for line in done.stdout.splitlines() if "failed to score" in line]
+    assert "took longer than env.rollout_timeout_s=2 (at grpo_runs.py:" in reported
     (step,) = read_metrics(sft_runs.only_run_folder(tmp_path) / METRICS_FILE_NAME)
     assert 0 < step.metrics["train/env/num_timeouts"] < 16
     assert math.isfinite(step.metrics["train/loss"])

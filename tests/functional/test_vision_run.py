@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs with pictures: what they log, that they resume to the last bit, and that transformers loads the result."""
+"""Whole runs with images: what they log, that they resume to the last bit, and that transformers loads the result."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def grpo(folder: Path, shapes: Path) -> Algorithm:
     return Algorithm("grpo", vision_runs.GRPO_EXEMPLAR, settings)
 
 
-def test_a_stopped_run_with_pictures_goes_on_to_the_last_bit(shapes: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_with_images_goes_on_to_the_last_bit(shapes: Path, tmp_path: Path) -> None:
     whole, stopped = (grpo(tmp_path / name, shapes) for name in ("whole", "stopped"))
     run_to_its_end(whole, tmp_path)
     run_and_stop(stopped, tmp_path)
@@ -72,9 +72,9 @@ def _answers_as_the_run_did(final: Path, run_folder: Path) -> None:
     """transformers loads what the run has exported, tower and all."""
     from transformers import AutoModelForImageTextToText
 
-    model, told = AutoModelForImageTextToText.from_pretrained(final, dtype=torch.float32, output_loading_info=True)
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
+    model, reported = AutoModelForImageTextToText.from_pretrained(final, dtype=torch.float32, output_loading_info=True)
+    assert not reported["missing_keys"]
+    assert not reported["unexpected_keys"]
     assert json.loads((final / "preprocessor_config.json").read_text())
     pixels = torch.rand(1, 3, 32, 32)
     image = model.config.image_token_id
@@ -84,7 +84,7 @@ def _answers_as_the_run_did(final: Path, run_folder: Path) -> None:
     assert (run_folder / "samples.jsonl").stat().st_size > 0
 
 
-def test_preferences_and_demonstrations_with_pictures_train(shapes: Path, tmp_path: Path) -> None:
+def test_preferences_and_demonstrations_with_images_train(shapes: Path, tmp_path: Path) -> None:
     """SFT in two processes, then DPO on what it leaves."""
     sft = Algorithm(
         "sft",

@@ -53,8 +53,8 @@ def assert_ended(process_ids: list[int]) -> None:
 def test_the_others_take_over_what_an_engine_had(
     vllm_cluster: RayCluster, trainer: Trainer, signal_number: signal.Signals
 ) -> None:
-    told: list[str] = []
-    engine = start_engine(vllm_cluster, trainer, num_engines=2, stall_timeout_s=4.0, warn=told.append)
+    reported: list[str] = []
+    engine = start_engine(vllm_cluster, trainer, num_engines=2, stall_timeout_s=4.0, warn=reported.append)
     try:
         trainer.refit(engine)
         # They end one after the other: some are answered before the engine dies, others not.
@@ -70,7 +70,7 @@ def test_the_others_take_over_what_an_engine_had(
         found += list(answers)
         assert sorted(index for index, _ in found) == list(range(24)), "each once"
         assert {index: sequence.token_ids.tolist() for index, sequence in found} == dict(enumerate(expected))
-        (line,) = told
+        (line,) = reported
         assert "vLLM engine 0" in line
         assert "the other 1 take over what it had" in line
         trainer.move()
@@ -85,23 +85,23 @@ def test_the_others_take_over_what_an_engine_had(
 
 
 def test_the_only_engine_dies_and_the_run_goes_on(vllm_cluster: RayCluster, trainer: Trainer) -> None:
-    told: list[str] = []
-    engine = start_engine(vllm_cluster, trainer, warn=told.append)
+    reported: list[str] = []
+    engine = start_engine(vllm_cluster, trainer, warn=reported.append)
     try:
         trainer.refit(engine)
         asked = requests(6, replace(FREE, max_new_tokens=80))
         expected = [sequence.token_ids.tolist() for sequence in generated(engine, asked)]
         os.kill(engine.process_ids()[0], signal.SIGKILL)
         assert [sequence.token_ids.tolist() for sequence in generated(engine, asked)] == expected
-        assert "engines are started anew" in told[0]
+        assert "engines are started anew" in reported[0]
     finally:
         engine.shutdown()
 
 
 def test_an_engine_that_dies_while_it_has_nothing_to_do_is_replaced(vllm_cluster: RayCluster, trainer: Trainer) -> None:
     """While the trainer works, before it gets weights; and after that, before it is checked."""
-    told: list[str] = []
-    engine = start_engine(vllm_cluster, trainer, warn=told.append)
+    reported: list[str] = []
+    engine = start_engine(vllm_cluster, trainer, warn=reported.append)
     try:
         trainer.refit(engine)
         trainer.move()
@@ -111,28 +111,28 @@ def test_an_engine_that_dies_while_it_has_nothing_to_do_is_replaced(vllm_cluster
         assert check.after_refit(engine).largest < 2e-5
         os.kill(engine.process_ids()[0], signal.SIGKILL)
         assert check.after_refit(engine).largest < 2e-5
-        assert told == ["vLLM engine 0 died; another one takes its place"] * 2
+        assert reported == ["vLLM engine 0 died; another one takes its place"] * 2
         assert check.num_failed == 0
     finally:
         engine.shutdown()
 
 
 def test_an_engine_that_freezes_before_it_is_checked_is_replaced(vllm_cluster: RayCluster, trainer: Trainer) -> None:
-    told: list[str] = []
-    engine = start_engine(vllm_cluster, trainer, stall_timeout_s=10.0, warn=told.append)
+    reported: list[str] = []
+    engine = start_engine(vllm_cluster, trainer, stall_timeout_s=10.0, warn=reported.append)
     try:
         trainer.refit(engine)
         os.kill(engine.process_ids()[0], signal.SIGSTOP)
         assert check_of(engine, trainer).after_refit(engine).largest < 2e-5
-        assert told == ["vLLM engine 0 does not answer; another one takes its place"]
+        assert reported == ["vLLM engine 0 does not answer; another one takes its place"]
     finally:
         engine.shutdown()
 
 
 def test_an_engine_outlives_a_batch_systems_request_to_stop(vllm_cluster: RayCluster, trainer: Trainer) -> None:
     """All processes of a job get the signal; the driver ends the step, for which it needs the engine."""
-    told: list[str] = []
-    engine = start_engine(vllm_cluster, trainer, warn=told.append)
+    reported: list[str] = []
+    engine = start_engine(vllm_cluster, trainer, warn=reported.append)
     try:
         (process_id,) = engine.process_ids()
         os.kill(process_id, signal.SIGTERM)
@@ -145,7 +145,7 @@ def test_an_engine_outlives_a_batch_systems_request_to_stop(vllm_cluster: RayClu
         os.kill(process_id, signal.SIGTERM)
         assert len([*found, *answers]) == 4
         assert engine.process_ids() == [process_id]
-        assert told == []
+        assert reported == []
     finally:
         engine.shutdown()
 
@@ -154,15 +154,15 @@ def test_an_engine_outlives_a_batch_systems_request_to_stop(vllm_cluster: RayClu
 def test_engines_of_a_transfer_that_one_of_them_does_not_survive_get_the_weights_anew(
     vllm_cluster: RayCluster, trainer: Trainer, signal_number: signal.Signals
 ) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     patience_s = 8.0
-    engine = start_engine(vllm_cluster, trainer, num_engines=2, stall_timeout_s=patience_s, warn=told.append)
+    engine = start_engine(vllm_cluster, trainer, num_engines=2, stall_timeout_s=patience_s, warn=reported.append)
     try:
         trainer.refit(engine)
         trainer.move()
         former = engine.process_ids()
-        struck = Struck(former[1], signal_number)
-        trainer.refit(engine, struck.in_the_middle)
+        faulty = Faulty(former[1], signal_number)
+        trainer.refit(engine, faulty.in_the_middle)
         assert not set(engine.process_ids()) & set(former), "neither has a mixture"
         assert len(engine.process_ids()) == 2
         assert check_of(engine, trainer).after_refit(engine).largest < 2e-5
@@ -171,7 +171,7 @@ def test_engines_of_a_transfer_that_one_of_them_does_not_survive_get_the_weights
             assert sequence.weight_version == trainer.version
             (expected,) = trainer.scores([[*request.token_ids, *sequence.token_ids.tolist()]])
             np.testing.assert_allclose(sequence.logprobs, expected[len(request.token_ids) - 1 :], atol=5e-6)
-        (line,) = told
+        (line,) = reported
         assert line.startswith("vLLM engine 1 ")
         assert line.endswith(" while it received weights; all engines are started anew")
         processes = [*former, *engine.process_ids()]
@@ -180,7 +180,7 @@ def test_engines_of_a_transfer_that_one_of_them_does_not_survive_get_the_weights
     assert_ended(processes)
 
 
-class Struck:
+class Faulty:
     """A process that a signal strikes once, when half of the tensors have been sent."""
 
     def __init__(self, process_id: int, signal_number: signal.Signals):
@@ -203,13 +203,13 @@ class Struck:
 
 
 class StrikingTensor:
-    """A tensor that has the process struck when it is taken to be sent."""
+    """A tensor that has the process faulty when it is taken to be sent."""
 
-    def __init__(self, tensor: Tensor, struck: Struck):
-        self._tensor, self._struck = tensor, struck
+    def __init__(self, tensor: Tensor, faulty: Faulty):
+        self._tensor, self._with_fault = tensor, faulty
 
     def detach(self) -> Tensor:
-        self._struck.strike()
+        self._with_fault.strike()
         return self._tensor.detach()
 
 

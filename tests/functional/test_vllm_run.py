@@ -94,7 +94,7 @@ def test_the_metrics_say_that_the_weights_arrive(unharmed: Path) -> None:
     assert len({steps[step]["train/loss"] for step in range(1, NUM_STEPS + 1)}) == NUM_STEPS
 
 
-def test_a_model_that_names_no_class_is_told_before_anything_starts(data: Path, tmp_path: Path) -> None:
+def test_a_model_that_names_no_class_is_reported_before_anything_starts(data: Path, tmp_path: Path) -> None:
     model = sft_runs.make_model_folder(tmp_path / "model", architectures=None)
     with run_kills.running(command(tmp_path, data, f"policy.model_name={model}"), tmp_path) as run:
         assert run.wait_for_end(LIMIT_S) == 2

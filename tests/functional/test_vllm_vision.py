@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Real vLLM engines with pictures: the trainer's log-probs, tokens and routes, and refits of tower and projector."""
+"""Real vLLM engines with images: the trainer's log-probs, tokens and routes, and refits of tower and projector."""
 
 import subprocess
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.runs.folder.metrics import read_metrics
 from tests.functional import grpo_runs, sft_runs, vision_runs
 from tests.support.vllm_engines import generated, start_engine
-from tests.support.vllm_vision import DECODERS, VisionTrainer, engine_changes, with_pictures
+from tests.support.vllm_vision import DECODERS, VisionTrainer, engine_changes, with_images
 
 pytestmark = [
     pytest.mark.vllm,
@@ -64,7 +64,7 @@ def test_a_refit_of_tower_projector_and_decoder_arrives(engine: VllmEngine, trai
         trainer.refit(engine, lambda tensors, before=before: before)
         with pytest.raises(WeightSyncError, match="does not compute with the trainer's weights"):
             trainer.check_of(engine).after_refit(engine)
-        # The same pictures as before: what an engine has kept of them is another tower's.
+        # The same images as before: what an engine has kept of them is another tower's.
         trainer.refit(engine)
         assert trainer.check_of(engine).after_refit(engine).largest < TOLERANCE
         assert trainer.gap(engine) < TOLERANCE, part
@@ -73,7 +73,7 @@ def test_a_refit_of_tower_projector_and_decoder_arrives(engine: VllmEngine, trai
 def test_greedy_tokens_and_routes_are_those_of_transformers(engine: VllmEngine, trainer: VisionTrainer) -> None:
     trainer.refit(engine)
     requests = asked(trainer)
-    assert {0, 1, 2} <= {len(inputs["picture_sizes"].values) for inputs in trainer.inputs}
+    assert {0, 1, 2} <= {len(inputs["image_sizes"].values) for inputs in trainer.inputs}
     for row, (request, sequence) in enumerate(zip(requests, generated(engine, requests), strict=True)):
         tokens, routes = trainer.greedy(row, GREEDY.max_new_tokens)
         assert sequence.token_ids[: len(tokens)].tolist() == tokens
@@ -87,10 +87,10 @@ def test_greedy_tokens_and_routes_are_those_of_transformers(engine: VllmEngine, 
         np.testing.assert_array_equal(np.sort(found[: len(routes)], -1), np.sort(routes, -1))
 
 
-def test_many_pictures_in_one_step_are_answered_as_if_alone(engine: VllmEngine, trainer: VisionTrainer) -> None:
-    # More tokens, and more of pictures, than a step takes: no prompt may be cut in two.
+def test_many_images_in_one_step_are_answered_as_if_alone(engine: VllmEngine, trainer: VisionTrainer) -> None:
+    # More tokens, and more of images, than a step takes: no prompt may be cut in two.
     trainer.refit(engine)
-    rows = with_pictures(trainer.inputs)
+    rows = with_images(trainer.inputs)
     requests = [asked(trainer, SamplingParameters(max_new_tokens=4))[row] for row in rows * 20]
     requests = [GenerationRequest(r.token_ids, seed, r.sampling, r.model_inputs) for seed, r in enumerate(requests)]
     engines = engine.process_ids()
@@ -101,7 +101,7 @@ def test_many_pictures_in_one_step_are_answered_as_if_alone(engine: VllmEngine, 
         assert alone.token_ids.tolist() == together[index].token_ids.tolist()
 
 
-def test_text_alone_goes_on_beside_pictures(engine: VllmEngine, trainer: VisionTrainer) -> None:
+def test_text_alone_goes_on_beside_images(engine: VllmEngine, trainer: VisionTrainer) -> None:
     trainer.refit(engine)
     prompt = GenerationRequest((3, 4, 5), 1, GREEDY)
     (sequence,) = generated(engine, [prompt])

@@ -71,9 +71,9 @@ class Terminal:
 
     @property
     def screen(self) -> list[str]:
-        """The lines that were drawn last; none while they are being drawn."""
-        drawn = self.output[: self.output.rfind(CURSOR_BACK)] if OWN_SCREEN_LEFT in self.output else self.output
-        last = drawn.split(b"\x1b[H")[-1]
+        """The lines that were sampled last; none while they are being sampled."""
+        sampled = self.output[: self.output.rfind(CURSOR_BACK)] if OWN_SCREEN_LEFT in self.output else self.output
+        last = sampled.split(b"\x1b[H")[-1]
         lines = [line.rstrip() for line in SEQUENCES.sub(b"", last).decode(errors="replace").split("\r\n")]
         return lines if len(lines) == self._height else []
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of whole runs with pictures share: the data, and what makes the demo with pictures short."""
+"""What tests of whole runs with images share: the data, and what makes the demo with images short."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ SFT_EXEMPLAR, GRPO_EXEMPLAR = (
 
 
 def make_shapes(folder: Path) -> Path:
-    """A few pictures of coloured shapes, with questions."""
+    """A few images of coloured shapes, with questions."""
     script = sft_runs.REPOSITORY_ROOT / "examples/make_shapes_data.py"
     sizes = ["--num-train", "96", "--num-validation", "8", "--num-grpo-prompts", "40"]
     command = [sys.executable, str(script), "--output", str(folder), *sizes]

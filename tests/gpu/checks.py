@@ -137,7 +137,8 @@ def timed_step(trainer: Any, shard: GlobalBatchShard) -> tuple[float, Any]:
 
 
 def families(*, rehearse: bool, names: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """One optimizer step of a tiny model of every family, on Transformer Engine's modules; all failures are told."""
+    """One optimizer step of a tiny model of every family, on Transformer Engine's modules; all failures are
+    reported."""
     from tests.support.family_models import FAMILY_MODELS
     from tests.support.tiny_model import forget_recorded_losses, shard_of_rank, tiny_batch
 

@@ -16,7 +16,7 @@ _MOST_MS = 60_000
 
 
 class OpenPage:
-    """A page that has been drawn.
+    """A page that has been sampled.
 
     Attributes:
         page: Playwright's page.
@@ -75,5 +75,5 @@ def running_browser() -> Iterator[Any]:
 
 
 def open_page(browser: Any, path: Path, state: str = "ready", **options: Any) -> OpenPage:
-    """Open a report and waits until it is drawn: `ready`, or `incomplete` where a part of it cannot be."""
+    """Open a report and waits until it is sampled: `ready`, or `incomplete` where a part of it cannot be."""
     return OpenPage(browser.new_page(viewport=_VIEWPORT, **options), path, state)

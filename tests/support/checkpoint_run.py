@@ -72,7 +72,7 @@ def load_with_a_further_generator(settings: RunSettings, folder: str) -> bool:
 
 
 def adam_steps_after_loading(settings: RunSettings, folder: str) -> tuple[list[float], int, int]:
-    """Load, take a step, and tell how many updates Adam has counted for each parameter.
+    """Load, take a step, and say how many updates Adam has counted for each parameter.
 
     Returns:
         The counts by parameter, how many tensors hold them, and the trainer's own count.

@@ -24,7 +24,7 @@ class WrittenOrNot:
 
 
 class ThreadedWriter:
-    """Writes shards that a reader can tell whole from cut: each ends with the hash of what stands before.
+    """Writes shards that a reader can distinguish whole from cut: each ends with the hash of what stands before.
 
     Args:
         shard_bytes: Size of a shard.

@@ -62,7 +62,7 @@ class Observed:
         logprobs: By sequence, before training; with random routes, and with the routers' own.
         routes: The routers' own, by sequence.
         compared: Counts of the comparison of the routers' choice with the random routes.
-        sampled: Routes of the tape and of the routers by which the last step's rows are known.
+        sampled: Routes of the capture and of the routers by which the last step's rows are known.
         evaluated: Metrics of evaluation, of the ranks that report.
         loss_metrics: Of the trained loss, of the ranks that report.
     """
@@ -78,27 +78,27 @@ class Observed:
     loss_metrics: list[dict[str, float]]
 
 
-def batch_of_step(step: int, lengths: Mapping[str, int], tape: bool) -> TokenBatch:
+def batch_of_step(step: int, lengths: Mapping[str, int], capture: bool) -> TokenBatch:
     """Return the eight sequences with advantages and, where asked for, experts that no router would choose."""
     batch = tiny_batch(30 + step, **lengths)
     generator = torch.Generator().manual_seed(step)
     columns = {"advantages": per_sequence(torch.randn(len(batch), generator=generator))}
-    if tape:
+    if capture:
         shape = (*batch.input_ids.shape, 4, 8)
-        drawn = torch.rand(shape, generator=generator).topk(2, -1).indices.to(torch.int16)
+        sampled = torch.rand(shape, generator=generator).topk(2, -1).indices.to(torch.int16)
         fed = torch.arange(batch.input_ids.shape[1]) < (batch.lengths - 1)[:, None]
-        routes = drawn.where(fed[:, :, None, None], -1)
+        routes = sampled.where(fed[:, :, None, None], -1)
         columns[ROUTED_EXPERTS] = per_token(routes, Destination.MODEL, fill=-1)
     return replace(batch.with_columns(**columns), sample_ids=tuple(f"prompt {index % 2}" for index in range(8)))
 
 
-def observe(policy: Any, lengths: Mapping[str, int], tape: bool) -> Observed:
+def observe(policy: Any, lengths: Mapping[str, int], capture: bool) -> Observed:
     """Run on every rank of the job: passes of all kinds, then optimizer steps.
 
     Args:
         policy: The configuration.
         lengths: Arguments of `tiny_batch`.
-        tape: Replay random routes.
+        capture: Replay random routes.
     """
     with parallel_job(policy):
         trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
@@ -107,12 +107,12 @@ def observe(policy: Any, lengths: Mapping[str, int], tape: bool) -> Observed:
         def shard(batch: TokenBatch) -> Any:
             return shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
 
-        first = batch_of_step(0, lengths, tape)
+        first = batch_of_step(0, lengths, capture)
         logprobs = logprobs_by_sequence(trainer, shard(first), first, MICROBATCHES)
         evaluated = {name: series.reduce() for name, series in trainer.evaluate(shard(first), sft_loss).items()}
         own, routes, compared = {}, {}, {}
-        if tape:
-            plain = batch_of_step(0, lengths, tape=False)
+        if capture:
+            plain = batch_of_step(0, lengths, capture=False)
             found, of_sequences = trainer.logprobs_and_routes(shard(plain).microbatches)
             mine = [
                 index
@@ -124,13 +124,15 @@ def observe(policy: Any, lengths: Mapping[str, int], tape: bool) -> Observed:
             routes = dict(zip(mine, of_sequences, strict=False))
             _, totals = trainer.compare_routes(shard(first).microbatches)
             compared = {
-                name: getattr(totals, name).tolist() for name in ("rows", "tape_experts", "live_experts", "tokens")
+                name: getattr(totals, name).tolist() for name in ("rows", "captured_experts", "live_experts", "tokens")
             }
-        run, counts, of_loss = _train(trainer, [shard(batch_of_step(step, lengths, tape)) for step in range(NUM_STEPS)])
+        run, counts, of_loss = _train(
+            trainer, [shard(batch_of_step(step, lengths, capture)) for step in range(NUM_STEPS)]
+        )
         sampled = []
-        if trainer._taps is not None:
-            sample = trainer._taps.probe.reduced()
-            sampled = np.stack([sample.tape, sample.live], 1).tolist()
+        if trainer._hooks is not None:
+            sample = trainer._hooks.probe.reduced()
+            sampled = np.stack([sample.capture, sample.live], 1).tolist()
         return Observed(run, counts, logprobs, own, routes, compared, sampled, evaluated, of_loss)
 
 
@@ -167,7 +169,7 @@ def exported(policy: Any, folder: str) -> Mapping[str, np.ndarray] | None:
         return {name: t.numpy() for file in Path(folder).glob("*.safetensors") for name, t in load_file(file).items()}
 
 
-TAPE = {"routing_replay": "rollout", "activation_checkpointing": "none"}
+CAPTURE = {"routing_replay": "rollout", "activation_checkpointing": "none"}
 # Whole routes and rows matter to them: which experts serve which advantages, and gradients of the routers by source.
 MEASURED = {
     "experts_by_advantage": True,
@@ -179,12 +181,12 @@ MEASURED = {
 
 
 def shared_run(
-    world_size: int, context: int = 1, lengths: Any = None, tape: bool = True, **changes: Any
+    world_size: int, context: int = 1, lengths: Any = None, capture: bool = True, **changes: Any
 ) -> list[Observed]:
     """Of `world_size` ranks, of which `context` share each sequence."""
-    chosen = {**(TAPE if tape else {}), **MEASURED, **changes}
+    chosen = {**(CAPTURE if capture else {}), **MEASURED, **changes}
     policy = sharing_sequences(tiny_grpo_policy(world_size, **chosen), context)
-    ranks: list[Observed] = run_ranks_with_engine(observe, world_size, policy, lengths or {}, tape)
+    ranks: list[Observed] = run_ranks_with_engine(observe, world_size, policy, lengths or {}, capture)
     return ranks
 
 

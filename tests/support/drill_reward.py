@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nemo_rl_moe.rewards.interface import ScoringItem
 
-NOTES = "DRILL_SCORERS"
+NOTES = "DRILL_REWARD_WORKERS"
 """Environment variable with the folder in which each process that scores leaves its id."""
 SECONDS_A_RESPONSE = 0.01
 NUM_REWARDS = 8

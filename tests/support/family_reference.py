@@ -77,13 +77,13 @@ def write_reference(name: str, folder: Path, *, as_in_memory: bool = False) -> N
 
 
 def _random_values(name: str, like: Tensor) -> Tensor:
-    drawn = torch.randn(like.shape)
+    sampled = torch.randn(like.shape)
     if name.endswith("norm.weight"):
-        return 1 + 0.3 * drawn
+        return 1 + 0.3 * sampled
     if re.search(r"bias|sinks", name):
-        return 0.3 * drawn
-    # Routers tell their experts apart, and every product keeps the size of its inputs.
-    return drawn * (0.4 if re.search(r"\.(gate|router|shared_expert_gate)\.weight", name) else like.shape[-1] ** -0.5)
+        return 0.3 * sampled
+    # Routers distinguish their experts, and every product keeps the size of its inputs.
+    return sampled * (0.4 if re.search(r"\.(gate|router|shared_expert_gate)\.weight", name) else like.shape[-1] ** -0.5)
 
 
 def reference_outputs(folder: Path) -> ModelOutputs:

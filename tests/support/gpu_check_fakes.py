@@ -17,7 +17,7 @@ class Measured(AssertionError):
 
 
 def passes(*, rehearse: bool) -> dict[str, Any]:
-    """Return what it was told."""
+    """Return what it was reported."""
     return {"rehearse": rehearse}
 
 

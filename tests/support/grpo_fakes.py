@@ -28,7 +28,7 @@ from nemo_rl_moe.rollouts.environment import Environment, SingleTurn
 from nemo_rl_moe.rollouts.failed_responses import FailureRule
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker
-from nemo_rl_moe.routing.agreement.statistics import TapeReport
+from nemo_rl_moe.routing.agreement.statistics import RoutingReport
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
 
@@ -158,7 +158,7 @@ class FakeEngine(LockstepEngine):
 
 
 @dataclass
-class FakeScorer:
+class FakeRewardFunction:
     """Rewards by a function of the item; by default whether the response's first token is odd.
 
     Attributes:
@@ -195,7 +195,7 @@ class FakePolicy:
         batches: What was trained on.
         losses: The loss function of each `train` call.
         updates_of_call: Optimizer steps of each `train` call.
-        tapes: What is told of the tape of a step.
+        captures: What is informed of the capture of a step.
         makes_room: The diary gets the calls that prepare for what comes next, too.
     """
 
@@ -204,7 +204,7 @@ class FakePolicy:
     losses: list[LossFunction] = field(default_factory=list)
     tracks_experts: bool = False
     updates_of_call: int = 1
-    tapes: Mapping[int, TapeReport] = field(default_factory=dict)
+    captures: Mapping[int, RoutingReport] = field(default_factory=dict)
     makes_room: bool = False
 
     @property
@@ -219,8 +219,8 @@ class FakePolicy:
         artifacts: dict[str, Any] = {}
         if self.tracks_experts:
             artifacts[EXPERT_LOAD.name] = ExpertLoad((0,), torch.tensor([[step, step]]))
-        if step in self.tapes:
-            artifacts[ROUTING.name] = self.tapes[step]
+        if step in self.captures:
+            artifacts[ROUTING.name] = self.captures[step]
         return TrainResult(
             global_loss=1 / step,
             grad_norm=2.0,
@@ -307,11 +307,11 @@ def from_numbers(text: str) -> list[int]:
 
 def make_worker(
     engine: FakeEngine,
-    scorer: FakeScorer,
+    reward_function: FakeRewardFunction,
     environment: Environment | None = None,
     max_tokens: int = 100,
     reward_weights: Mapping[str, float] | None = None,
 ) -> RolloutWorker:
     """Return a rollout worker over fakes."""
     driver, weights = environment or SingleTurn(), reward_weights
-    return RolloutWorker(engine, scorer, driver, as_numbers, from_numbers, max_tokens, reward_weights=weights)
+    return RolloutWorker(engine, reward_function, driver, as_numbers, from_numbers, max_tokens, reward_weights=weights)

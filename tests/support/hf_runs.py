@@ -54,7 +54,7 @@ def load_from_each(policy: PolicyConfig, folders: Sequence[Sequence[str]]) -> li
     """Load each folder in turn, this rank its own of each list.
 
     Returns:
-        The errors' text; "loaded" where there is none. A parameter that an error has left changed is told, too.
+        The errors' text; "loaded" where there is none. A parameter that an error has left changed is reported, too.
     """
     outcomes = []
     with parallel_job(policy) as rank:
@@ -270,7 +270,7 @@ def outcomes_with_failure(policy: PolicyConfig, folder: str, target: str) -> lis
     return outcomes
 
 
-def bytes_told_while_loading(policy: PolicyConfig, folder: str) -> tuple[int, int]:
+def bytes_reported_while_loading(policy: PolicyConfig, folder: str) -> tuple[int, int]:
     """Load; bytes of what this rank heard from all, and of the names that it wanted itself."""
     heard: list[bytes] = []
 

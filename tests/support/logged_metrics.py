@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of what the loggers wrote: key to `(step, value)` pairs, steps ascending; pictures as PNG files."""
+"""Readers of what the loggers wrote: key to `(step, value)` pairs, steps ascending; plots as PNG files."""
 
 import re
 import sys
@@ -12,10 +12,10 @@ from nemo_rl_moe.runs.folder.metrics import MetricHistory as MetricHistory
 from nemo_rl_moe.runs.folder.metrics import read_history
 from nemo_rl_moe.runs.loggers.wandb_files import wandb_files, wandb_history
 
-# How MLflow names the pictures of a step; older versions put % where newer ones put +.
-_MLFLOW_PICTURE = re.compile(r"images/(?P<key>.+?)[+%]step[+%](?P<step>\d+)[+%]timestamp[+%].*\.png")
+# How MLflow names the plots of a step; older versions put % where newer ones put +.
+_MLFLOW_PLOT = re.compile(r"images/(?P<key>.+?)[+%]step[+%](?P<step>\d+)[+%]timestamp[+%].*\.png")
 
-PictureHistory = dict[str, list[tuple[int, bytes]]]
+PlotHistory = dict[str, list[tuple[int, bytes]]]
 
 
 def read_jsonl(path: Path) -> MetricHistory:
@@ -34,7 +34,7 @@ def read_tensorboard(folder: Path) -> MetricHistory:
     return _sorted({key: [(event.step, event.value) for event in accumulator.Scalars(key)] for key in keys})
 
 
-def read_tensorboard_pictures(folder: Path) -> PictureHistory:
+def read_tensorboard_plots(folder: Path) -> PlotHistory:
     """Read the images of all event files in a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -63,20 +63,20 @@ def read_wandb_offline(folder: Path) -> MetricHistory:
     return _sorted(history)
 
 
-def read_wandb_offline_pictures(folder: Path) -> PictureHistory:
+def read_wandb_offline_plots(folder: Path) -> PlotHistory:
     """Read the images in that history."""
-    pictures: PictureHistory = {}
+    plots: PlotHistory = {}
     for path in _files_of_one_wandb_run(folder):
         rows = list(wandb_history(path))
         first = min((step for step, _ in rows), default=None)
-        for points in pictures.values():
+        for points in plots.values():
             points[:] = [point for point in points if first is None or point[0] < first]
         for step, row in rows:
             for (key, *part), value in row.items():
                 if part == ["_type"] and value == "image-file":
                     image = path.parent / "files" / row[key, "path"]
-                    pictures.setdefault(key, []).append((step, image.read_bytes()))
-    return {key: points for key, points in pictures.items() if points}
+                    plots.setdefault(key, []).append((step, image.read_bytes()))
+    return {key: points for key, points in plots.items() if points}
 
 
 def _files_of_one_wandb_run(folder: Path) -> list[Path]:
@@ -92,17 +92,17 @@ def read_mlflow(tracking_uri: str, experiment_name: str, run_name: str | None = 
     return _sorted({key: [(entry.step, _unclamped(entry.value)) for entry in history[key]] for key in history})
 
 
-def read_mlflow_pictures(tracking_uri: str, experiment_name: str, run_name: str | None = None) -> PictureHistory:
+def read_mlflow_plots(tracking_uri: str, experiment_name: str, run_name: str | None = None) -> PlotHistory:
     """Read the images that such a run has for its steps."""
     client, run = _mlflow_run(tracking_uri, experiment_name, run_name)
-    pictures: PictureHistory = {}
+    plots: PlotHistory = {}
     with tempfile.TemporaryDirectory() as folder:
         for entry in client.list_artifacts(run.info.run_id, "images"):
-            if found := _MLFLOW_PICTURE.fullmatch(entry.path):
+            if found := _MLFLOW_PLOT.fullmatch(entry.path):
                 content = Path(client.download_artifacts(run.info.run_id, entry.path, folder)).read_bytes()
                 # A slash cannot stand in the name of a file.
-                pictures.setdefault(re.sub("[~#]", "/", found["key"]), []).append((int(found["step"]), content))
-    return {key: sorted(points, key=lambda point: point[0]) for key, points in sorted(pictures.items())}
+                plots.setdefault(re.sub("[~#]", "/", found["key"]), []).append((int(found["step"]), content))
+    return {key: sorted(points, key=lambda point: point[0]) for key, points in sorted(plots.items())}
 
 
 def _mlflow_run(tracking_uri: str, experiment_name: str, run_name: str | None) -> tuple[Any, Any]:

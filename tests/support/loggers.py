@@ -19,7 +19,7 @@ def settings_for(
     log_dir: Path,
     *enabled: str,
     tracking_uri: str | None = None,
-    pictures_every: int | None = None,
+    plots_every: int | None = None,
     alerts: bool = False,
     backends: Sequence[str] = (),
 ) -> LoggerConfig:
@@ -30,7 +30,7 @@ def settings_for(
             "console": {"live": "auto"},
             **{f"{name}_enabled": name in enabled for name in ("tensorboard", "wandb", "mlflow")},
             "backends": list(backends),
-            "expert_load_pictures": {"every_steps": pictures_every},
+            "expert_load_plots": {"every_steps": plots_every},
             "alerts": {
                 "enabled": alerts,
                 "dead_expert_steps": 3,
@@ -50,13 +50,13 @@ def settings_for(
 
 
 class ListBackend:
-    """Keeps what it is given, in order; waits at `gate`, and fails where it is told to.
+    """Keeps what it is given, in order; waits at `gate`, and fails where it is reported to.
 
     Args:
         gate: Each step waits for it.
         fails_from: The first step that it does not take.
         bad_keys: Keys, a letter each, with which it takes no step.
-        no_pictures_at: Steps whose pictures it does not take.
+        no_plots_at: Steps whose plots it does not take.
     """
 
     name = "x"
@@ -67,18 +67,18 @@ class ListBackend:
         gate: threading.Event | None = None,
         fails_from: int = 99,
         bad_keys: str = "",
-        no_pictures_at: Collection[int] = (),
+        no_plots_at: Collection[int] = (),
     ):
         self.run_id, self.last_step, self.seconds_to_close = "id-1", -1, 0.0
         self.calls: list[tuple[str, int]] = []
         self.steps: list[tuple[int, dict[str, float]]] = []
-        self.pictures: dict[int, Mapping[str, bytes]] = {}
-        self.asked_for_pictures_at: list[int] = []
+        self.plots: dict[int, Mapping[str, bytes]] = {}
+        self.asked_for_plots_at: list[int] = []
         self.config: Mapping[str, Any] = {}
         self.outcome = ""
         self.thread: threading.Thread | None = None
         self._gate, self._fails_from, self._bad_keys = gate, fails_from, set(bad_keys)
-        self._no_pictures_at = no_pictures_at
+        self._no_plots_at = no_plots_at
 
     def open(self) -> "ListBackend":
         """As the function that opens a backend, in the thread that all its calls have to come from."""
@@ -96,12 +96,12 @@ class ListBackend:
         self.calls.append(("step", step))
         self.steps.append((step, dict(metrics)))
 
-    def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
-        self.asked_for_pictures_at.append(step)
-        if step in self._no_pictures_at:
+    def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
+        self.asked_for_plots_at.append(step)
+        if step in self._no_plots_at:
             raise OSError("no space")
-        self.calls.append(("pictures", step))
-        self.pictures[step] = {**self.pictures.get(step, {}), **pictures}
+        self.calls.append(("plots", step))
+        self.plots[step] = {**self.plots.get(step, {}), **plots}
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self.config = config

@@ -12,7 +12,7 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
-from nemo_rl_moe.routing.agreement.statistics import TapeReport
+from nemo_rl_moe.routing.agreement.statistics import RoutingReport
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.routing.findings.tracker import Thresholds
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
@@ -37,8 +37,8 @@ def random_counts(
     return np.stack([(chosen == expert).sum((-1, -2)) for expert in range(num_experts)], axis=-1)
 
 
-def tape_metrics(report: TapeReport | None) -> dict[str, float]:
-    """Return the metrics of a tape as a run logs them; none without one."""
+def routing_report_metrics(report: RoutingReport | None) -> dict[str, float]:
+    """Return the metrics of a capture as a run logs them; none without one."""
     return {} if report is None else {f"train/moe/{name}": value for name, value in report.metrics.items()}
 
 
@@ -51,7 +51,7 @@ def make_run(
     config: Mapping[str, Any] | None = None,
     in_force: Mapping[str, Any] | None = None,
     samples: Sequence[Mapping[str, Any]] = (),
-    tapes: Mapping[int, TapeReport] | None = None,
+    captures: Mapping[int, RoutingReport] | None = None,
     scores: Mapping[int, AdvantageScores] | None = None,
     image_counts: NDArray[np.int64] | None = None,
     failures: Mapping[int, Sequence[FailedResponses]] | None = None,
@@ -60,13 +60,13 @@ def make_run(
 
     Args:
         folder: Is made.
-        metrics: Step to metrics; those of a step's tape are added.
+        metrics: Step to metrics; those of a step's capture are added.
         counts: Loads of the steps 1, 2, ...
         layers: Index of each layer in the model; None: from 0.
         config: The resolved configuration.
         in_force: The router settings that were in force; None: `moe_router_topk` is 2.
         samples: Lines of `samples.jsonl`.
-        tapes: Step to the report of its tape; a step without metrics has none of them.
+        captures: Step to the report of its capture; a step without metrics has none of them.
         scores: Step to its scores of experts by advantage.
         image_counts: What image tokens are of the loads; None: of a model of text.
         failures: Step to its responses that could not be scored.
@@ -74,7 +74,7 @@ def make_run(
     folder.mkdir(parents=True)
     logger = JsonlLogger(folder, print, print)
     routing = RoutingWriter(folder, print)
-    for step, report in (tapes or {}).items():
+    for step, report in (captures or {}).items():
         routing.write(step, report)
     routing.close()
     advantages = AdvantageWriter(folder, print)
@@ -87,7 +87,7 @@ def make_run(
             failed.write(step, each)
     failed.close()
     for step, values in metrics.items():
-        logger.log_step(step, {**values, **tape_metrics((tapes or {}).get(step))})
+        logger.log_step(step, {**values, **routing_report_metrics((captures or {}).get(step))})
     logger.close()
     if counts is not None:
         writer = ExpertLoadWriter(folder, print)

@@ -86,7 +86,7 @@ def near(generator: random.Random, value: Any) -> Any:
 def mutated_tree(generator: random.Random, tree: Any, num_changes: int = 1) -> tuple[Any, str]:
     """Return a nested value with changes in it, and the changes in words. The root itself changes seldom."""
     tree = copy.deepcopy(tree)
-    told = []
+    reported = []
     for _ in range(num_changes):
         inner = places(tree)[1:]
         if not inner or generator.random() < 0.02:
@@ -108,8 +108,8 @@ def mutated_tree(generator: random.Random, tree: Any, num_changes: int = 1) -> t
             above[new] = above.pop(key) if how == "renamed" else generator.choice(ODD_VALUES)
         else:
             above.insert(key, generator.choice(ODD_VALUES))
-        told.append(f"{'.'.join(str(part)[:40] for part in place)}: {how}")
-    return tree, "; ".join(told)
+        reported.append(f"{'.'.join(str(part)[:40] for part in place)}: {how}")
+    return tree, "; ".join(reported)
 
 
 def _flip(generator: random.Random, content: bytearray) -> None:
@@ -150,13 +150,13 @@ _CHANGES: tuple[Callable[[random.Random, bytearray], None], ...] = (_flip, _cut,
 def mutated_bytes(generator: random.Random, content: bytes) -> tuple[bytes, str]:
     """Return the other bytes, and the change in words."""
     changed = bytearray(content or b"\0")
-    told = []
+    reported = []
     for _ in range(generator.choice([1, 1, 1, 3])):
         change = generator.choice(_CHANGES)
         if changed:
             change(generator, changed)
-            told.append(change.__name__.strip("_"))
-    return bytes(changed), f"{len(content)} bytes: {', '.join(told)}"
+            reported.append(change.__name__.strip("_"))
+    return bytes(changed), f"{len(content)} bytes: {', '.join(reported)}"
 
 
 def mutated_json(generator: random.Random, tree: Any) -> tuple[bytes, str]:

@@ -16,8 +16,8 @@ TENSORS = [(f"weight {index}", torch.full((500,), float(index))) for index in ra
 class Copy:  # pragma: no cover  (runs in another process)
     """A copy of the weights, which a signal may strike when it has half of them."""
 
-    def __init__(self, number: int, struck_by: signal.Signals | None):
-        self._number, self._struck_by = number, struck_by
+    def __init__(self, number: int, faulty_by: signal.Signals | None):
+        self._number, self._faulty_by = number, faulty_by
         self._found: dict[str, float] = {}
 
     def receive(self, spec: TransportSpec) -> str | None:
@@ -30,8 +30,8 @@ class Copy:  # pragma: no cover  (runs in another process)
     def _load(self, tensors: Iterator[NamedTensor]) -> None:
         for name, tensor in tensors:
             self._found[name] = float(tensor.mean())
-            if len(self._found) == len(TENSORS) // 2 and self._struck_by is not None:
-                os.kill(os.getpid(), self._struck_by)
+            if len(self._found) == len(TENSORS) // 2 and self._faulty_by is not None:
+                os.kill(os.getpid(), self._faulty_by)
 
     def found(self) -> dict[str, float]:
         return self._found

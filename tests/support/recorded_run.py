@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A whole run of GRPO on two GPUs that are not there: all of it is real but Ray, its workers, engine and scorer."""
+"""A whole run of GRPO on two GPUs that are not there: all of it is real but Ray, its workers, engine and reward
+function."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from nemo_rl_moe.models.policy.megatron_policy_worker import (
 )
 from nemo_rl_moe.weight_sync.folder import FolderTransport
 from tests.functional import grpo_runs, sft_runs
-from tests.support.grpo_fakes import FakeEngine, FakeScorer
+from tests.support.grpo_fakes import FakeEngine, FakeRewardFunction
 
 NUM_RANKS = 2
 _calls: list[str] = []
@@ -109,8 +110,8 @@ def make_engine(_: EngineSetup) -> RecordedEngine:
     return RecordedEngine(_calls, shares_weights=False)
 
 
-class EndingScorer(FakeScorer):
-    """A scorer that can be stopped."""
+class EndingRewardFunction(FakeRewardFunction):
+    """A reward function that can be stopped."""
 
     def shutdown(self) -> None:
         """Nothing runs."""
@@ -150,7 +151,7 @@ def _without_ray(cluster_config: Any) -> Iterator[None]:
     with (
         patch.object(early_start, "RayCluster", lambda config: cluster),
         patch.object(model_workers, "WorkerGroup", lambda *args, **options: RecordedWorkers()),
-        patch.object(grpo, "EnvironmentScorer", lambda config: EndingScorer()),
+        patch.object(grpo, "RewardWorkers", lambda config: EndingRewardFunction()),
         patch.object(grpo, "FaultWatch", lambda *args, **options: SimpleNamespace(observe=lambda trajectories: None)),
     ):
         yield

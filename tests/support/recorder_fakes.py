@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_rl_moe.algorithms.step_recorder import Checkpoints, RecordSinks, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
-from nemo_rl_moe.routing.agreement.statistics import TapeReport
+from nemo_rl_moe.routing.agreement.statistics import RoutingReport
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
 from nemo_rl_moe.runs.loggers.interface import MetricLogger
 
@@ -55,13 +55,13 @@ def make_recorder(
     stop_reason: Callable[[], str | None] = lambda: None,
     start: LoopState | None = None,
     max_skipped_in_a_row: int = 3,
-    tapes: list[tuple[int, TapeReport]] | None = None,
+    captures: list[tuple[int, RoutingReport]] | None = None,
     flush: Callable[[], None] = lambda: None,
 ) -> StepRecorder:
     """Return a recorder that writes to lists."""
 
     def log_artifact(step: int, name: str, artifact: Any) -> None:
-        kept = {EXPERT_LOAD.name: loads, ROUTING.name: tapes}[name]
+        kept = {EXPERT_LOAD.name: loads, ROUTING.name: captures}[name]
         if kept is not None:
             kept.append((step, artifact))
 

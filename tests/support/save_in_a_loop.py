@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that save one checkpoint after the other, each until it is killed: `save_in_a_loop FOLDER`.
 
-Each line that is read starts a run. It tells its process id, then each checkpoint that it has published; after its end
+Each line that is read starts a run. It says its process id, then each checkpoint that it has published; after its end
 comes `ended`.
 """
 
@@ -21,14 +21,14 @@ def save_in_a_loop(folder: Path) -> None:
         run.store.sweep()
         newest = next(reversed(run.store.checkpoints()), None)
         step = newest.step if newest else 0
-        told = newest.folder if newest else None
+        reported = newest.folder if newest else None
         while True:
             step += 1
             run.checkpointer.start(LoopState(step=step), {"val/accuracy": (step * 7 % 5) / 5})
             run.checkpointer.poll(wait=step % 3 == 0)
             published = run.checkpointer.last_published
-            if published is not None and published != told:
-                told = published
+            if published is not None and published != reported:
+                reported = published
                 print(published.name, flush=True)
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny vision-language models as transformers makes, writes and computes them, and batches with pictures for them."""
+"""Tiny vision-language models as transformers makes, writes and computes them, and batches with images for them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Axis, ModelInput, TokenBatch
-from nemo_rl_moe.models.images import IS_IMAGE, Picture, image_inputs, pictures_in
+from nemo_rl_moe.models.images import IS_IMAGE, ModelImage, image_inputs, images_in
 
 VOCABULARY = 64
 IMAGE, VIDEO, VISION_START, VISION_END = 60, 59, 61, 62
@@ -76,7 +76,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
         # Windows of two image tokens, so that one layer sees less than the other.
         "vision_config": {**_QWEN_TOWER, "window_size": 2 * SIDE, "fullatt_block_indexes": [1]},
     },
-    # Neither tensor of the experts is square, so that its shape tells which way it lies.
+    # Neither tensor of the experts is square, so that its shape says which way it lies.
     "qwen3_vl_moe": {
         **_QWEN3,
         "text_config": {
@@ -158,21 +158,21 @@ def write_vision_model(model_type: str, folder: Path, seed: int = 0, **text: Any
     (folder / "preprocessor_config.json").write_text(json.dumps({**kind, "image_mean": MEAN, "image_std": STD}))
 
 
-def random_picture(height: int, width: int, seed: int) -> Picture:
-    """Return a picture of so many image tokens' rows and columns."""
+def random_image(height: int, width: int, seed: int) -> ModelImage:
+    """Return an image of so many image tokens' rows and columns."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height * SIDE, width * SIDE, 3), dtype=np.uint8)
-    return Picture(pixels)
+    return ModelImage(pixels)
 
 
-Part = int | Picture
+Part = int | ModelImage
 
 
 def vision_batch(rows: Sequence[Sequence[Part]], seed: int = 0, prompt: int = 3) -> TokenBatch:
-    """Return the sequences of so many text tokens, or pictures between marks; the tokens behind the last picture are
+    """Return the sequences of so many text tokens, or images between marks; the tokens behind the last image are
     trained on.
 
     Args:
-        rows: Of each sequence, numbers of text tokens and pictures.
+        rows: Of each sequence, numbers of text tokens and images.
         seed: Of the tokens.
         prompt: Tokens that are never trained on.
     """
@@ -186,9 +186,9 @@ def vision_batch(rows: Sequence[Sequence[Part]], seed: int = 0, prompt: int = 3)
             else:
                 tokens = part.pixels.shape[0] // SIDE * (part.pixels.shape[1] // SIDE)
                 ids += [VISION_START, *[IMAGE] * tokens, VISION_END]
-        pictures = [part for part in parts if isinstance(part, Picture)]
+        images = [part for part in parts if isinstance(part, ModelImage)]
         sequences.append(ids)
-        inputs.append(image_inputs(pictures, np.array(ids) == IMAGE))
+        inputs.append(image_inputs(images, np.array(ids) == IMAGE))
     lengths = torch.tensor([len(ids) for ids in sequences])
     longest = int(lengths.max())
     input_ids = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -206,16 +206,16 @@ def vision_batch(rows: Sequence[Sequence[Part]], seed: int = 0, prompt: int = 3)
 
 
 def mixed_batch(model_type: str, seed: int = 0) -> TokenBatch:
-    """Return the eight sequences: with a picture, without, with two of other sizes, with one that is there twice."""
+    """Return the eight sequences: with an image, without, with two of other sizes, with one that is there twice."""
     sizes = ((4, 4),) * 3 if model_type == "internvl" else ((2, 2), (3, 2), (1, 4))
-    a, b, c = (random_picture(*size, number) for number, size in enumerate(sizes))
+    a, b, c = (random_image(*size, number) for number, size in enumerate(sizes))
     rows: list[list[Part]] = [[2, a, 5], [9], [3, b, 2, c, 4], [1, a, 6], [12], [7], [2, c, 3], [4, a, 1, a, 5]]
     return vision_batch(rows, seed)
 
 
-def pictures_of_rows(batch: TokenBatch) -> list[list[Picture]]:
-    """Return the pictures of each sequence."""
-    return [pictures_in(inputs_of_row(batch, row)) for row in range(len(batch))]
+def images_of_rows(batch: TokenBatch) -> list[list[ModelImage]]:
+    """Return the images of each sequence."""
+    return [images_in(inputs_of_row(batch, row)) for row in range(len(batch))]
 
 
 def inputs_of_row(batch: TokenBatch, row: int) -> dict[str, ModelInput]:
@@ -232,27 +232,27 @@ def transformers_inputs(model_type: str, batch: TokenBatch) -> dict[str, Tensor]
     """Return what transformers' model takes of a batch: pixels as its image processors make them, written down
     once more.
     """
-    pictures = [picture for row in pictures_of_rows(batch) for picture in row]
+    images = [image for row in images_of_rows(batch) for image in row]
     columns = batch.input_ids.shape[1]
     inputs = {
         "input_ids": batch.input_ids,
         "attention_mask": (torch.arange(columns)[None] < batch.lengths[:, None]).long(),
     }
-    if not pictures:
+    if not images:
         return inputs
-    scaled = [(picture.pixels / 255.0 - np.array(MEAN)) / np.array(STD) for picture in pictures]
+    scaled = [(image.pixels / 255.0 - np.array(MEAN)) / np.array(STD) for image in images]
     if model_type == "internvl":
         tiles = np.stack([tile.transpose(2, 0, 1) for tile in scaled])
         return inputs | {"pixel_values": torch.tensor(tiles, dtype=torch.float32)}
     values, grids = [], []
-    for picture in scaled:
-        rows, cols = picture.shape[0] // PATCH, picture.shape[1] // PATCH
+    for image in scaled:
+        rows, cols = image.shape[0] // PATCH, image.shape[1] // PATCH
         grids.append((1, rows, cols))
         for top in range(0, rows, MERGE):
             for left in range(0, cols, MERGE):
                 for row in range(top, top + MERGE):
                     for col in range(left, left + MERGE):
-                        patch = picture[row * PATCH : (row + 1) * PATCH, col * PATCH : (col + 1) * PATCH]
+                        patch = image[row * PATCH : (row + 1) * PATCH, col * PATCH : (col + 1) * PATCH]
                         values.append(np.stack([patch.transpose(2, 0, 1)] * 2, 1).reshape(-1))
     return inputs | {
         "pixel_values": torch.tensor(np.array(values), dtype=torch.float32),

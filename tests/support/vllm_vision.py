@@ -14,10 +14,10 @@ from transformers import AutoModelForImageTextToText
 
 from nemo_rl_moe.distributed.batch import ModelInput, TokenBatch
 from nemo_rl_moe.generation.refit import refit
-from nemo_rl_moe.generation.vllm.engine import VllmEngine, picture_settings
-from nemo_rl_moe.launch.refit import batch_of, picture_probe
+from nemo_rl_moe.generation.vllm.engine import VllmEngine, image_settings
+from nemo_rl_moe.launch.refit import batch_of, image_probe
 from nemo_rl_moe.models.hf_files import load_hf_config
-from nemo_rl_moe.models.images import PICTURE_SIZES, sequence_inputs
+from nemo_rl_moe.models.images import IMAGE_SIZES, sequence_inputs
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck, probe_sequences
 from tests.support.vision_models import VOCABULARY, mixed_batch, transformers_inputs, write_vision_model
 from tests.support.vllm_engines import SentWeights, as_they_are
@@ -45,7 +45,7 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
 
 
 class VisionTrainer:
-    """Weights that move, their scores of sequences with pictures, and their way into engines.
+    """Weights that move, their scores of sequences with images, and their way into engines.
 
     Args:
         model_type: One of `DECODERS`.
@@ -70,9 +70,9 @@ class VisionTrainer:
         return {path.name: path.read_bytes() for path in self.folder.iterdir() if path.suffix == ".json"}
 
     @property
-    def pictures(self) -> Any:
-        """Picture settings of its engines."""
-        return picture_settings(self.hf_config)
+    def image_rule(self) -> Any:
+        """Image settings of its engines."""
+        return image_settings(self.hf_config)
 
     def change(self, part: str) -> None:
         """An update of the tensors whose names hold a text: each changes visibly."""
@@ -99,7 +99,7 @@ class VisionTrainer:
     def check_of(self, engine: VllmEngine) -> RefitCheck:
         """Check that a run makes of its refits."""
         of_text = probe_sequences(4, 24, VOCABULARY)
-        probes = [picture_probe(sequence, self.hf_config, 95, n) for n, sequence in enumerate(of_text)]
+        probes = [image_probe(sequence, self.hf_config, 95, n) for n, sequence in enumerate(of_text)]
         sequences, inputs = [ids for ids, _ in probes], [each for _, each in probes]
 
         def start_scores(sequences: Sequence[Sequence[int]]) -> Callable[[], list[Any]]:
@@ -146,7 +146,7 @@ class VisionTrainer:
                 chosen.clear()
                 logits = self.model(**inputs).logits[0, -1]
                 tokens.append(int(logits.argmax()))
-                if tokens[-1] == self.hf_config.image_token_id:  # which transformers takes for a picture's
+                if tokens[-1] == self.hf_config.image_token_id:  # which transformers takes for an image's
                     break
                 added = {"input_ids": tokens[-1], "attention_mask": 1, "mm_token_type_ids": 0}
                 for name, value in added.items():
@@ -164,9 +164,9 @@ class VisionTrainer:
 
 def engine_changes(trainer: VisionTrainer) -> dict[str, Any]:
     """Return the settings of an engine of its model, for `start_engine`."""
-    return {"pictures": trainer.pictures, "model_files": trainer.model_files}
+    return {"image_rule": trainer.image_rule, "model_files": trainer.model_files}
 
 
-def with_pictures(sequences: Sequence[Mapping[str, ModelInput]]) -> list[int]:
-    """Return the rows that have pictures."""
-    return [row for row, inputs in enumerate(sequences) if len(inputs[PICTURE_SIZES].values)]
+def with_images(sequences: Sequence[Mapping[str, ModelInput]]) -> list[int]:
+    """Return the rows that have images."""
+    return [row for row, inputs in enumerate(sequences) if len(inputs[IMAGE_SIZES].values)]

@@ -87,4 +87,4 @@ def test_damaged_parts_are_named_by_their_file(tmp_path: Path) -> None:
 def test_a_folder_without_checksums_has_no_parts(tmp_path: Path) -> None:
     assert PartsRead.of_folder(tmp_path) is None
     (tmp_path / "files.json").write_text("{")
-    assert PartsRead.of_folder(tmp_path) is None, "the damaged list is told by who reads it first"
+    assert PartsRead.of_folder(tmp_path) is None, "the damaged list is reported by who reads it first"

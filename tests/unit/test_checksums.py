@@ -110,7 +110,7 @@ def test_what_is_not_compared_elsewhere_falls_to_one_share(folder: Path, elsewhe
 
 
 @pytest.mark.parametrize("run_bytes", [1, 4000])
-def test_a_large_file_is_compared_in_runs_and_told_in_one_line(
+def test_a_large_file_is_compared_in_runs_and_reported_in_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, run_bytes: int
 ) -> None:
     """Each by a thread, in reads that are shorter than a tensor."""
@@ -177,7 +177,7 @@ def test_an_earlier_releases_sizes_are_still_understood(folder: Path) -> None:
         ('"files"', '"fiels"'),
     ],
 )
-def test_a_damaged_inventory_is_told(folder: Path, old: str, new: str) -> None:
+def test_a_damaged_inventory_is_reported(folder: Path, old: str, new: str) -> None:
     path = folder / INVENTORY_FILE_NAME
     text = path.read_text()
     assert old in text
@@ -206,7 +206,7 @@ def test_a_file_of_another_size_has_one_checksum_from_then_on(folder: Path) -> N
     assert (entry.num_bytes, entry.checksum, entry.parts) == (7, xxh3_128_hexdigest(b"shorter"), [])
 
 
-def test_a_damaged_inventory_is_told_and_can_be_written_anew(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_inventory_is_reported_and_written_anew(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / INVENTORY_FILE_NAME).write_text("{")
     assert cli.main(["verify", str(folder)]) == 1
     assert capsys.readouterr().err.startswith(f"error: {folder / INVENTORY_FILE_NAME}: damaged: ")

@@ -99,7 +99,7 @@ def test_wrong_usage_ends_with_code_2(arguments: list[str], capsys: pytest.Captu
     ],
 )
 @pytest.mark.usefixtures("without_data")
-def test_how_a_run_ends_is_told_by_message_and_code(
+def test_how_a_run_ends_is_reported_by_message_and_code(
     raised: BaseException, code: int, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def failing_run(*_: object) -> None:
@@ -139,10 +139,10 @@ def test_a_request_to_stop_at_once_has_the_code_of_its_signal(
 
 @pytest.mark.usefixtures("without_data")
 def test_the_supervisor_hands_on_the_resolved_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Supervision] = []
+    reported: list[Supervision] = []
 
     def supervise(supervision: Supervision) -> int:
-        told.append(supervision)
+        reported.append(supervision)
         return 7
 
     monkeypatch.setattr(start, "supervise", supervise)
@@ -151,7 +151,7 @@ def test_the_supervisor_hands_on_the_resolved_configuration(monkeypatch: pytest.
     monkeypatch.setattr(sys, "argv", ["nemo-rl-moe", "sft", "--config=sft_tiny_moe.yaml", *overrides])
     monkeypatch.setenv("PYTHONPATH", "")
     assert cli.main() == 7
-    (supervision,) = told
+    (supervision,) = reported
     assert supervision.max_restarts == 3
     command, first = supervision.command(2), supervision.command(0)
     assert command[-6:-1] == ["--run-id", command[-5], "--restart-number", "2", "--started"]

@@ -99,8 +99,8 @@ def test_marks_in_a_terminal_without_colours(monkeypatch: pytest.MonkeyPatch, no
 def test_conversations(shown: Callable[..., str]) -> None:
     report, longest, legend, *samples = shown("--show", "2", "data.on_bad_line=skip").splitlines()
     assert report.startswith(
-        "train.jsonl: 2 examples, 79 tokens (70 to train on), 1 cut at the maximum length, "
-        "1 left out: no response before the cut, "
+        "train.jsonl: 2 examples, 79 tokens (70 to train on), 1 truncated at the maximum length, "
+        "1 left out: no response before truncation, "
         "1 bad line left out, the first: train.jsonl:3: the tokenizer cannot encode the text: "
     )
     assert (longest, legend) == ("longest: 64 tokens, of at most 64", "tokens: context [[trained on]] {{cut off}}")
@@ -161,8 +161,8 @@ def test_a_template_of_ours_in_place_of_a_published_one(tmp_path: Path, shown: C
     make_byte_tokenizer(PUBLISHED["Mistral"], **special).save_pretrained(tmp_path / "tokenizer")
     turns = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant")]
     (tmp_path / "train.jsonl").write_text(json.dumps({"messages": turns}))
-    told, *_, text = shown(f"policy.tokenizer.name={tmp_path / 'tokenizer'}").splitlines()
-    assert told.startswith(
+    reported, *_, text = shown(f"policy.tokenizer.name={tmp_path / 'tokenizer'}").splitlines()
+    assert reported.startswith(
         "chat template: that of Mistral loses the system turn; ours, mistral.jinja, takes its place "
     )
     assert text == "u[/INST][[ a</s>]]"

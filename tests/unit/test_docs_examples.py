@@ -49,7 +49,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 LAUNCHERS = {"examples/run_sft.py": "sft", "examples/run_dpo.py": "dpo", "examples/run_grpo.py": "grpo"}
 COMMAND = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:nemo-rl-moe|python (?={'|'.join(LAUNCHERS)})) ?(.+)")
-# The script for Slurm adds the number of machines, which Slurm tells it.
+# The script for Slurm adds the number of machines, which Slurm says.
 BATCH_JOB = re.compile(r"sbatch --nodes=(\d+) (?:--\S+ )*examples/slurm/train\.sbatch (.+)")
 
 
@@ -117,7 +117,8 @@ def test_files_that_are_named_are_there(page: Path) -> None:
 def test_missing_files_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "`examples/run_sft.py` `routing/metrics/none.py` `routing/metrics/expert_load_recorder.py` `docs/make_*.py` `families/NAME.py`\n"
+        "`examples/run_sft.py` `routing/metrics/none.py` `routing/metrics/expert_load_recorder.py`"
+        " `docs/make_*.py` `families/NAME.py`\n"
     )
     assert missing_files(page) == ["routing/metrics/none.py"]
 
@@ -316,14 +317,14 @@ def test_logger_that_is_added_logs_and_resumes(tmp_path: Path) -> None:
     assert callable(make)
     steps = [StepRecord(step, 0.0, {"train/loss": step / 2, "val/loss": float("nan")}) for step in (1, 2, 3)]
     for earlier, step in (((), 1), (steps[:2], 3)):
-        told: list[str] = []
-        notices = Notices(told.append, told.append)
+        reported: list[str] = []
+        notices = Notices(reported.append, reported.append)
         logger = IsolatedLogger("csv", partial(make, tmp_path), notices, earlier_steps=partial(tuple, earlier))
         logger.wait_until_open()
         logger.log_config({})
         logger.log_step(step, steps[step - 1].metrics)
         logger.close("finished")
-        assert told == []
+        assert reported == []
     rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
     assert rows == [[str(s), *row] for s in (1, 2, 3) for row in (["train/loss", str(s / 2)], ["val/loss", "nan"])]
 

@@ -145,10 +145,10 @@ def test_what_is_wrong_with_a_site_is_found(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "good.html").write_text(
         '<h1 id="top"></h1><a href="inner/page.html#a%20b">a</a><a href="#top">b</a><a href="https://example.org">c</a>'
-        '<img src="picture.png"><link rel="canonical" href="https://example.org"><a href="mailto:a@example.org">d</a>'
+        '<img src="image.png"><link rel="canonical" href="https://example.org"><a href="mailto:a@example.org">d</a>'
         '<img src="data:image/png;base64,AA=="><a href="/good.html">e</a><a href="inner/">f</a>'
     )
-    (tmp_path / "picture.png").write_bytes(b"")
+    (tmp_path / "image.png").write_bytes(b"")
     (tmp_path / "inner" / "index.html").write_text("")
     (tmp_path / "inner" / "page.html").write_text('<p id="a b"><a href="../none.html">x</a><a href="#none">y</a></p>')
     (tmp_path / "bad.html").write_text(
@@ -156,7 +156,7 @@ def test_what_is_wrong_with_a_site_is_found(tmp_path: Path) -> None:
         '<img src="none.png"><p style="background: url(http://example.org/c.png)"></p><a href="good.html#none">z</a>'
     )
     (tmp_path / "fonts.css").write_text('@import url("https://example.org/font.css");')
-    (tmp_path / "plain.css").write_text("a { background: url(picture.png); } /* https://example.org */")
+    (tmp_path / "plain.css").write_text("a { background: url(image.png); } /* https://example.org */")
     assert check_site.problems(tmp_path) == [
         "bad.html: is fetched from another server: https://example.org/a.js",
         "bad.html: is fetched from another server: //example.org/b.css",

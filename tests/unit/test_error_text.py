@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.errors import escape_log_messages, printable, tell
+from nemo_rl_moe.errors import escape_log_messages, printable, report_error
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = REPOSITORY / "examples/assets/tiny_qwen3_moe"
@@ -19,7 +19,7 @@ HOSTILE = "\x1b]0;PWNED\x07\x1b[2J\r\u202e"
 GOOD = json.dumps({"prompt": "1+1=", "completion": "2"})
 
 
-def told(folder: Path, *overrides: str, training_line: str = GOOD) -> str:
+def reported(folder: Path, *overrides: str, training_line: str = GOOD) -> str:
     """Standard error of `nemo-rl-moe sft`, which ends with exit code 2."""
     (folder / "train.jsonl").write_text(f"{training_line}\n")
     command = [
@@ -40,12 +40,12 @@ def assert_escaped(text: str) -> None:
 
 @pytest.mark.slow
 def test_a_key_of_a_data_line(tmp_path: Path) -> None:
-    assert_escaped(told(tmp_path, training_line=json.dumps({HOSTILE: 1})))
+    assert_escaped(reported(tmp_path, training_line=json.dumps({HOSTILE: 1})))
 
 
 def test_an_unknown_key_of_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"defaults: sft_tiny_moe.yaml\n{json.dumps(HOSTILE)}: 1\n")
-    text = told(tmp_path, "--config", "run.yaml")
+    text = reported(tmp_path, "--config", "run.yaml")
     assert_escaped(text)
     assert "unknown key" in text
 
@@ -54,7 +54,7 @@ def test_an_unknown_key_of_a_configuration(tmp_path: Path) -> None:
 def test_what_a_chat_template_raises(tmp_path: Path) -> None:
     (tmp_path / "hostile.jinja").write_text("{{ raise_exception(messages[0].content) }}")
     line = json.dumps({"prompt": HOSTILE, "completion": "2"})
-    text = told(tmp_path, "policy.tokenizer.chat_template=hostile.jinja", training_line=line)
+    text = reported(tmp_path, "policy.tokenizer.chat_template=hostile.jinja", training_line=line)
     assert_escaped(text)
     assert "train.jsonl:1: the chat template refuses the conversation" in text
 
@@ -66,7 +66,7 @@ def test_what_is_printable_stays(kept: str) -> None:
 
 
 def test_a_line_of_an_error_that_is_far_too_long_is_cut_in_its_middle(capsys: pytest.CaptureFixture[str]) -> None:
-    tell("first\nkey " + "x" * 50_000 + ": expected a number")
+    report_error("first\nkey " + "x" * 50_000 + ": expected a number")
     text = capsys.readouterr().err
     assert text.startswith("error: first\nkey xxx")
     assert " [... 50,023 characters ...] " in text

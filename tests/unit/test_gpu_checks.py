@@ -68,7 +68,7 @@ def test_operations_of_a_token() -> None:
     assert checks.flops_of_a_token(sizes, 2000, 16) == 6 * 1200 + 6 * 2 * 2 * 4 * 16
 
 
-def test_memory_that_plan_tells_wrongly() -> None:
+def test_memory_that_plan_reports_wrongly() -> None:
     assert checks.memory_problem(104, 100, 130, 120) is None
     assert "held all the time" in str(checks.memory_problem(106, 100, 130, 120))
     assert "a peak" in str(checks.memory_problem(100, 100, 110, 120))

@@ -24,8 +24,8 @@ from nemo_rl_moe.checksums import accept_files
 from nemo_rl_moe.config.files import exemplar_names
 from nemo_rl_moe.config.loading import load_any_config
 from nemo_rl_moe.routing.audit import command as audit_command
-from nemo_rl_moe.runs.folder.capture_folder import TapeWriter
-from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence
+from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter
+from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
 from nemo_rl_moe.runs.report.run_findings import thresholds_of
 from tests.conftest import REPOSITORY_ROOT
 from tests.unit.test_docs_examples import PAGES, commands
@@ -111,21 +111,21 @@ def test_examples_of_verify_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_examples_of_audit_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     experts = np.random.default_rng(0).random((39, 2, 8)).argsort(-1)[..., :2].astype(np.int16)
-    sequence = TapeSequence("a", 40, {"token_ids": np.arange(40), "rollout_experts": experts})
-    for folder in ("my_run/tape", "yesterdays_run/tape"):
-        TapeWriter(Path(folder), TapeDescription((0, 1), 8, 2)).write(12, [sequence])
+    sequence = CapturedSequence("a", 40, {"token_ids": np.arange(40), "rollout_experts": experts})
+    for folder in ("my_run/capture", "yesterdays_run/capture"):
+        CaptureFolderWriter(Path(folder), CaptureDescription((0, 1), 8, 2)).write(12, [sequence])
     for source, target in (("model", "Qwen3-30B-A3B"), ("transformers", "router_logits")):
         shutil.copytree(AUDIT_EXAMPLES / source, target)
     shutil.copytree(AUDIT_EXAMPLES / "slime" / "healthy", "dump/rollout_data")
     calls = examples_in(audit_command.EXAMPLES)
     assert len(calls) == 6
     for words in calls:
-        if "--write-tape" in words:
-            shutil.rmtree(words[words.index("--write-tape") + 1])
+        if "--write-capture" in words:
+            shutil.rmtree(words[words.index("--write-capture") + 1])
         assert cli.main(words) == 0, words
-        if "--write-tape" in words:
-            shutil.rmtree("my_run/tape")
-            shutil.copytree("yesterdays_run/tape", "my_run/tape")
+        if "--write-capture" in words:
+            shutil.rmtree("my_run/capture")
+            shutil.copytree("yesterdays_run/capture", "my_run/capture")
 
 
 def test_a_page_of_the_report_says_what_a_sudden_finding_needs() -> None:

@@ -12,8 +12,8 @@ from packaging.requirements import Requirement
 
 from nemo_rl_moe import cli, training_cli
 from nemo_rl_moe.checksums import accept_files
-from nemo_rl_moe.runs.folder.capture_folder import TapeWriter
-from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence
+from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter
+from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
 
 # A package stands for what it is imported as; the standard library and what torch, pyarrow and jaxtyping bring go free.
 ONLY = """
@@ -68,7 +68,7 @@ def test_the_commands_of_training_are_known_without_it() -> None:
 
 def test_an_audit_runs(tmp_path: Path, of_training: str) -> None:
     columns = {"rollout_experts": [[[0, 1]], [[2, 3]]]}
-    TapeWriter(tmp_path, TapeDescription((0,), 4, 2)).write(1, [TapeSequence("a", 2, columns)])
+    CaptureFolderWriter(tmp_path, CaptureDescription((0,), 4, 2)).write(1, [CapturedSequence("a", 2, columns)])
     done = run_without(of_training, f"from nemo_rl_moe.cli import main; sys.exit(main(['audit', {str(tmp_path)!r}]))")
     assert "1 step, 1 sequence, 2 tokens" in done.stdout
     assert done.returncode == 1, done.stderr
@@ -102,7 +102,8 @@ def test_metrics_need_torch_and_numpy_alone(of_training: str, repository_root: P
 import torch
 from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
-import nemo_rl_moe.routing.findings.tracker, nemo_rl_moe.routing.metrics.load_balance_tracking, nemo_rl_moe.routing.hooks.routes
+import nemo_rl_moe.routing.findings.tracker, nemo_rl_moe.routing.metrics.load_balance_tracking
+import nemo_rl_moe.routing.hooks.routes
 import nemo_rl_moe.routing.hooks.router_replay
 print(load_balance_metrics(ExpertLoad((0,), torch.tensor([[4, 0]])), router_topk=1)["dead_expert_frac_mean"])
 """
@@ -153,7 +154,8 @@ def test_routing_functions_load_nothing_but_torch_and_the_shapes(of_training: st
     code = """
 import torch
 before = set(sys.modules)
-import nemo_rl_moe.routing.metrics.load_balance_metrics, nemo_rl_moe.routing.agreement.route_identity, nemo_rl_moe.routing.agreement.statistics
+import nemo_rl_moe.routing.metrics.load_balance_metrics, nemo_rl_moe.routing.agreement.route_identity
+import nemo_rl_moe.routing.agreement.statistics
 import nemo_rl_moe.routing.metrics.mismatch_split, nemo_rl_moe.routing.findings.tracker
 names = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(*sorted(names - {name.partition(".")[0] for name in before} - sys.stdlib_module_names))

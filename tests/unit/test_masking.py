@@ -67,7 +67,7 @@ def test_passwords_in_addresses(text: str, shown: str) -> None:
     assert masked_text(text) == shown
     assert masked_text(shown) == shown
     assert masked({"tracking_uri": text}) == {"tracking_uri": shown}
-    assert printable(text) == shown  # whatever is told on the console or as an error goes through it
+    assert printable(text) == shown  # whatever is reported on the console or as an error goes through it
 
 
 @pytest.mark.parametrize(

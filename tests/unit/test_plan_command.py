@@ -90,7 +90,7 @@ def test_interleaved_stages_and_plain_microbatches(
     assert "host memory of each worker, by arithmetic, in MB of 1,000,000 bytes:" in printed
 
 
-def test_reference_weights_are_told_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reference_weights_are_reported_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
     _, printed, _ = plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B, "loss_fn.reference_policy_kl_penalty=0.01")
     assert values(printed)["in the host's memory: reference weights"] == "3.44"
 
@@ -122,7 +122,7 @@ def test_engines_of_vllm_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any(label.startswith("+ while generating") for label in rows)
 
 
-def test_an_engine_that_finds_no_room_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_finds_no_room_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     key = "policy.generation.vllm"
     _, printed, _ = plan(capsys, "grpo_qwen3_30b_a3b_vllm.yaml", QWEN3_30B_A3B, f"{key}.gpu_memory_utilization=0.5")
     assert values(printed)["GPUs with 80 GB: key-value cache, in GB"] == "they do not fit"

@@ -101,7 +101,7 @@ def test_a_call_that_fails_costs_its_processes(how: str, words: str) -> None:
     assert not set(before) & set(run_ranks(rank_that_fails, 2, "not at all"))
 
 
-def test_arguments_that_are_not_understood_are_told() -> None:
+def test_arguments_that_are_not_understood_are_reported() -> None:
     with pytest.raises(RankError, match="cannot be read here"):
         run_ranks(rank_that_fails, 1, Unreadable())
 

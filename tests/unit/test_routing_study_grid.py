@@ -148,7 +148,7 @@ def test_what_is_done_is_not_made_again(tmp_path: Path) -> None:
         assert is_mine, "given back"
 
 
-def test_damaged_result_is_told(tmp_path: Path) -> None:
+def test_damaged_result_is_reported(tmp_path: Path) -> None:
     (tmp_path / RESULT_FILE).write_text('{"seconds": 1.0')
     with pytest.raises(DataError, match="remove its folder"):
         read_result(tmp_path)

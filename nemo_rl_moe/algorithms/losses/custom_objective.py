@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
-from nemo_rl_moe.config.user_code import described, import_function, is_own
+from nemo_rl_moe.config.user_code import described, import_function, is_custom
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.rl.objectives import OBJECTIVES, Objective, ObjectiveInputs
 
@@ -26,7 +26,7 @@ def find_objective(name: str) -> Objective:
     Raises:
         ConfigurationError: There is no such function, or it does not take one argument.
     """
-    if not is_own(name):
+    if not is_custom(name):
         return OBJECTIVES[name]
     return Objective(name, partial(_custom_loss, name, import_function(KEY, name, "the ObjectiveInputs")))
 
@@ -55,7 +55,7 @@ def check_objective(config: PolicyGradientLossConfig) -> None:
     Raises:
         ConfigurationError: There is no such function, it raises, or what it returns cannot be trained on.
     """
-    if not is_own(config.objective):
+    if not is_custom(config.objective):
         return
     inputs = _tried_inputs(config)
     logprobs, mask = inputs.logprobs, inputs.mask

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The divergence of the policy from a reference model: its estimates from sampled tokens, in the loss or the reward.
 
-With `d = log reference - log policy` of a token `x` that the policy drew, estimates of `KL(policy || reference)` are
+With `d = log reference - log policy` of a token `x` that the policy sampled, estimates of `KL(policy || reference)` are
 (J. Schulman, "Approximating KL Divergence", 2020) `k1 = -d` and `k3 = exp(d) - 1 - d`, unbiased, and `k2 = d^2 / 2`.
 
 An estimate depends on the policy's weights twice: through its value, and through the tokens that it is taken at.
@@ -45,7 +45,7 @@ def kl_estimate(
     reference_logprobs: Float[Tensor, "*shape"],
     kind: Literal["k1", "k2", "k3"],
 ) -> Float[Tensor, "*shape"]:
-    """Return the token by token estimate of `KL(policy || reference)`, in nats, from tokens that the policy drew.
+    """Return the token by token estimate of `KL(policy || reference)`, in nats, from tokens that the policy sampled.
 
     In `k3`, `d` ends at `LARGEST_LOG_RATIO`, in both of its terms: beyond, its gradient is 0, never infinite and never
     of the wrong sign.
@@ -126,7 +126,7 @@ def divergence_of_responses(
     Args:
         logprobs: Of the policy before the step.
         reference_logprobs: Of the reference model.
-        mask: Tokens that the policy drew; the others may hold anything.
+        mask: Tokens that the policy sampled; the others may hold anything.
         config: The estimate and the limit of each token's.
     """
     estimate = kl_estimate(logprobs.double(), reference_logprobs.double(), config.reference_policy_kl_type)

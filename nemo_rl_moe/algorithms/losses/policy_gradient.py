@@ -37,14 +37,14 @@ class PolicyGradientLoss:
         )
 
     The weight is the importance-sampling correction. It is on the divergence too, because that is an expectation over
-    the training policy's tokens as well, while generation drew them; and a token that the correction leaves out is left
-    out of both. The divisors stay as they are: the tokens left out count in them. The entropy is that of the policy's
-    whole distribution at each valid token, so that it needs no weight.
+    the training policy's tokens as well, while generation sampled them; and a token that the correction leaves out is
+    left out of both. The divisors stay as they are: the tokens left out count in them. The entropy is that of the
+    policy's whole distribution at each valid token, so that it needs no weight.
 
     Columns of the batch, which may hold anything where masked, NaN and infinities too:
 
     - `advantages`, of each sequence or of each token; the others have rows and columns as `logprobs`
-    - `generation_logprobs`: of the policy as the engine that drew the tokens computed them
+    - `generation_logprobs`: of the policy as the engine that sampled the tokens computed them
     - `prev_logprobs`: of the policy before the step as training computes them; not read with `on_policy`
     - `reference_logprobs`: of the reference model; only with a penalty above 0 that is not in the reward
 

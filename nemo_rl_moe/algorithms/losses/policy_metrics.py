@@ -71,13 +71,13 @@ def mismatch_metrics(
     - `sampling_importance_ratio`: mean of training over generation probability, of each token, before any correction;
       `sampling_importance_ratio_{min,max}`
     - `sampling_logp_difference`: mean of `|log training - log generation|`; `sampling_logp_difference_max`
-    - `approx_entropy`: entropy of the policy in nats, estimated from the tokens that were drawn and weighted from
+    - `approx_entropy`: entropy of the policy in nats, estimated from the tokens that were sampled and weighted from
       generation to the policy as it is now: mean of `-(policy / generation) * log policy`
 
     Args:
         current: Log-probabilities of the policy that is trained, detached.
         prev: Of the policy before the step.
-        generation: As the engine that drew the tokens computed them.
+        generation: As the engine that sampled the tokens computed them.
         inputs: The microbatch.
     """
     mask, difference = inputs.token_mask, (prev - generation).abs()

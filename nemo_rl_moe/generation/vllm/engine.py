@@ -15,7 +15,7 @@ from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationReques
 from nemo_rl_moe.generation.refit import ActorReceivers, refit
 from nemo_rl_moe.generation.vllm.actors import EngineActor, EngineActors
 from nemo_rl_moe.generation.vllm.config import section_of
-from nemo_rl_moe.generation.vllm.images import PictureSettings, image_runs
+from nemo_rl_moe.generation.vllm.images import ImageSettings, image_runs
 from nemo_rl_moe.generation.vllm.placement import Placement
 from nemo_rl_moe.generation.vllm.record import captures_routes, number_format
 from nemo_rl_moe.generation.vllm.serving import Serving
@@ -45,7 +45,7 @@ class VllmEngine:
         stall_timeout_s: Seconds without a step after which an engine that generates is given up.
         placement: Places of the engines.
         refit: Sends this engine the weights that the policy has now.
-        warn: Tells the user of an engine that was given up.
+        warn: Reports the user of an engine that was given up.
 
     Attributes:
         dtype: Number format of the weights.
@@ -88,13 +88,13 @@ class VllmEngine:
         """Continue one sequence; engines without weights get those that the policy has.
 
         Raises:
-            GenerationError: Engines fail again and again, one of them sleeps, or pictures and image tokens of a request
+            GenerationError: Engines fail again and again, one of them sleeps, or images and image tokens of a request
                 do not go together.
             ValueError: A request has inputs beside its tokens, and the model takes text alone.
         """
         # Checked here: what is wrong with a request is no fault of the engine that gets it.
-        if self._settings.pictures is not None:
-            image_runs(self._settings.pictures, request.token_ids, request.model_inputs)
+        if self._settings.image_settings is not None:
+            image_runs(self._settings.image_settings, request.token_ids, request.model_inputs)
         elif request.model_inputs:
             raise ValueError("this engine takes tokens alone, and no further model inputs")
         return await self._serving.generate(request)
@@ -277,7 +277,7 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
             cpu_cache_gib=chosen.cpu_cache_gib,
             num_threads=chosen.cpu_threads,
             captures_routes=captures_routes(config),
-            pictures=picture_settings(setup.hf_config),
+            image_settings=image_settings(setup.hf_config),
         ),
         num_engines=chosen.num_engines or placement.num_engines,
         start_timeout_s=chosen.start_timeout_s,
@@ -288,13 +288,13 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
     )
 
 
-def picture_settings(hf_config: Any) -> PictureSettings | None:
-    """Return the pictures of a model, by its flattened configuration; None: it takes text alone."""
+def image_settings(hf_config: Any) -> ImageSettings | None:
+    """Return the images of a model, by its flattened configuration; None: it takes text alone."""
     if getattr(hf_config, "vision_config", None) is None:
         return None
     vision = family_of(hf_config).vision
     assert vision is not None  # it has a tower
-    return PictureSettings(
+    return ImageSettings(
         hf_config.model_type,
         hf_config.architectures[0],
         hf_config.pixel_rule,

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with pictures for vLLM: the trainer's own tokens and pixels, in the form that vLLM's processors leave.
+"""Prompts with images for vLLM: the trainer's own tokens and pixels, in the form that vLLM's processors leave.
 
 vLLM would expand an image token and resize the image by itself, with transformers' processors. Here that is done
 already, so its models get a processor that does nothing, and requests come in their processed form.
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.errors import GenerationError
-from nemo_rl_moe.models.images import IS_IMAGE, PICTURE_IDS, Picture, pictures_in
-from nemo_rl_moe.models.picture_patches import PixelRule, as_tensors, merged_patches, tiles
+from nemo_rl_moe.models.image_patches import PixelRule, as_tensors, merged_patches, tiles
+from nemo_rl_moe.models.images import IMAGE_IDS, IS_IMAGE, ModelImage, images_in
 
 _TILED = "internvl"
 MODULES = {
@@ -36,8 +36,8 @@ MODULES = {
 
 
 @dataclass(frozen=True)
-class PictureSettings:
-    """Pictures of one model, as they travel to its engines.
+class ImageSettings:
+    """Images of one model, as they travel to its engines.
 
     Attributes:
         model_type: One of `MODULES`.
@@ -53,50 +53,50 @@ class PictureSettings:
     token_id: int
     side: int
 
-    def num_tokens(self, picture: Picture) -> int:
-        """Return the image tokens of a picture."""
-        height, width, _ = picture.pixels.shape
+    def num_tokens(self, image: ModelImage) -> int:
+        """Return the image tokens of an image."""
+        height, width, _ = image.pixels.shape
         return (height // self.side) * (width // self.side)
 
 
 def image_runs(
-    settings: PictureSettings, token_ids: Sequence[int], inputs: Mapping[str, ModelInput]
-) -> list[tuple[Picture, int, int]]:
-    """Return each picture of a prompt with its first image token and the number of them.
+    settings: ImageSettings, token_ids: Sequence[int], inputs: Mapping[str, ModelInput]
+) -> list[tuple[ModelImage, int, int]]:
+    """Return each image of a prompt with its first image token and the number of them.
 
     Args:
         settings: Of the model.
-        token_ids: The prompt's, with as many image tokens for each picture as the trainer takes.
+        token_ids: The prompt's, with as many image tokens for each image as the trainer takes.
         inputs: The prompt's, as `models.images.image_inputs` makes them; none is text.
 
     Raises:
-        GenerationError: The pictures give other numbers of tokens than the prompt has.
+        GenerationError: The images give other numbers of tokens than the prompt has.
     """
-    pictures = pictures_in(inputs)
+    images = images_in(inputs)
     marked = np.flatnonzero(inputs[IS_IMAGE].values) if IS_IMAGE in inputs else np.zeros(0, np.int64)
-    counts = [settings.num_tokens(picture) for picture in pictures]
+    counts = [settings.num_tokens(image) for image in images]
     if len(marked) != sum(counts):
         raise GenerationError(
             f"a prompt of {len(token_ids)} tokens has {len(marked)} image tokens, expected {sum(counts)}, which is what"
-            f" its {len(pictures)} pictures give in vLLM"
+            f" its {len(images)} images give in vLLM"
         )
     ends = np.cumsum(counts)
     runs = []
-    for picture, count, end in zip(pictures, counts, ends.tolist(), strict=True):
+    for image, count, end in zip(images, counts, ends.tolist(), strict=True):
         first = int(marked[end - count])
         if marked[end - 1] - first != count - 1 or any(
             token != settings.token_id for token in token_ids[first : first + count]
         ):
             raise GenerationError(
-                f"a picture's {count} image tokens from token {first} on are not one run of token {settings.token_id}"
+                f"an image's {count} image tokens from token {first} on are not one run of token {settings.token_id}"
             )
-        runs.append((picture, first, count))
+        runs.append((image, first, count))
     return runs
 
 
-def model_inputs(settings: PictureSettings, picture: Picture) -> dict[str, Tensor]:
-    """Return the tensors that vLLM's model takes of one picture: those of the trainer's tower, by vLLM's names."""
-    pixels = as_tensors([picture])
+def model_inputs(settings: ImageSettings, image: ModelImage) -> dict[str, Tensor]:
+    """Return the tensors that vLLM's model takes of one image: those of the trainer's tower, by vLLM's names."""
+    pixels = as_tensors([image])
     if settings.model_type == _TILED:
         return {
             "pixel_values": tiles(pixels, settings.rule),
@@ -107,14 +107,14 @@ def model_inputs(settings: PictureSettings, picture: Picture) -> dict[str, Tenso
     return {"pixel_values": values, "image_grid_thw": grids}
 
 
-class PicturePrompts:
-    """Prompts of a call of an engine: each distinct picture is made into patches once.
+class ImagePrompts:
+    """Prompts of a call of an engine: each distinct image is made into patches once.
 
     Args:
         settings: Of the model; None: it takes text alone.
     """
 
-    def __init__(self, settings: PictureSettings | None):
+    def __init__(self, settings: ImageSettings | None):
         self._settings = settings
         self._items: dict[int, Any] = {}
 
@@ -122,31 +122,31 @@ class PicturePrompts:
         """Return a prompt as vLLM's engine takes it.
 
         Raises:
-            GenerationError: Pictures and image tokens do not go together.
+            GenerationError: Images and image tokens do not go together.
         """
         runs = image_runs(self._settings, token_ids, inputs) if self._settings is not None else []
         if not runs:
             return {"prompt_token_ids": list(token_ids)}
-        pictures, digests = [picture for picture, _, _ in runs], inputs[PICTURE_IDS].values.tolist()
+        images, digests = [image for image, _, _ in runs], inputs[IMAGE_IDS].values.tolist()
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
         return mm_input(
             list(token_ids),
-            MultiModalKwargsItems({"image": [self._item(*each) for each in zip(digests, pictures, strict=True)]}),
+            MultiModalKwargsItems({"image": [self._item(*each) for each in zip(digests, images, strict=True)]}),
             {"image": [str(digest) for digest in digests]},
             {"image": [PlaceholderRange(offset=first, length=count) for _, first, count in runs]},
         )
 
-    def _item(self, digest: int, picture: Picture) -> Any:
-        """Return the inputs of vLLM's model for a picture, each tensor with the way in which those of several are
+    def _item(self, digest: int, image: ModelImage) -> Any:
+        """Return the inputs of vLLM's model for an image, each tensor with the way in which those of several are
         joined.
         """
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-        assert self._settings is not None  # there is a picture
+        assert self._settings is not None  # there is an image
         if digest not in self._items:
-            tensors = model_inputs(self._settings, picture)
+            tensors = model_inputs(self._settings, image)
             rows = torch.tensor([len(tensors["pixel_values"])])
             fields = {
                 "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", rows),
@@ -159,7 +159,7 @@ class PicturePrompts:
         return self._items[digest]
 
 
-def register(settings: PictureSettings) -> dict[str, Any]:  # pragma: no cover  (runs in the engine's process)
+def register(settings: ImageSettings) -> dict[str, Any]:  # pragma: no cover  (runs in the engine's process)
     """Have vLLM build the model's class with a processor that does nothing; before an engine is made.
 
     Returns:
@@ -197,9 +197,9 @@ def register(settings: PictureSettings) -> dict[str, Any]:  # pragma: no cover  
             raise NotImplementedError
 
     decorate = MULTIMODAL_REGISTRY.register_processor(AlreadyProcessed, info=Limits, dummy_inputs=NoDummies)
-    ModelRegistry.register_model(settings.architecture, decorate(type("PicturedModel", (model_class,), {})))
+    ModelRegistry.register_model(settings.architecture, decorate(type("ModelWithImages", (model_class,), {})))
     return {
-        # Tokens of a step bound the pictures of it, so that none are measured by pictures of vLLM's own.
+        # Tokens of a step bound the images of it, so that none are measured by images of vLLM's own.
         "skip_mm_profiling": True,
         "limit_mm_per_prompt": {"image": 1_000},
         "mm_processor_cache_gb": 0,
@@ -213,7 +213,7 @@ _ALWAYS_NORMALISED = {"text_config": {"norm_topk_prob": True}}
 """transformers has no such field in this family, whose weights of the chosen experts always add up to 1; vLLM asks."""
 
 
-def as_loader_expects(settings: PictureSettings | None, name: str, tensor: Tensor) -> Tensor:
+def as_loader_expects(settings: ImageSettings | None, name: str, tensor: Tensor) -> Tensor:
     """Return a tensor of a refit in the layout that vLLM's loader takes.
 
     Args:

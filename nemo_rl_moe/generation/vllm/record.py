@@ -23,7 +23,7 @@ def number_format(policy: "GeneratingPolicyConfig") -> str:
 def captures_routes(config: "GRPOMasterConfig") -> bool:
     """Return whether sequences carry routed experts: on GPUs that forbids graphs, which only a replay is worth."""
     megatron, on_gpus = config.policy.megatron_cfg, config.cluster.gpus_per_node > 0
-    return megatron.routing_replay == "rollout" or (megatron.routing_tape and not on_gpus)
+    return megatron.routing_replay == "rollout" or (megatron.capture_routing and not on_gpus)
 
 
 def size(config: "GRPOMasterConfig") -> EngineSize:

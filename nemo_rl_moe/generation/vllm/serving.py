@@ -101,7 +101,7 @@ class Serving:
                 await self._answer()
                 self._is_open = False
                 if self._actors.num_lost > most_lost:
-                    raise GenerationError("vLLM's engines fail again and again; the last reason is told above")
+                    raise GenerationError("vLLM's engines fail again and again; the last reason is reported above")
         except Exception as error:
             for waiting in self._waiting.values():
                 if not waiting.future.done():

@@ -24,7 +24,7 @@ from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.distributed.worker_process import outlive_requests_to_stop
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, store_routes
 from nemo_rl_moe.generation.vllm import releases
-from nemo_rl_moe.generation.vllm.images import PicturePrompts, PictureSettings, as_loader_expects, register
+from nemo_rl_moe.generation.vllm.images import ImagePrompts, ImageSettings, as_loader_expects, register
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
 
@@ -50,7 +50,7 @@ class VllmSettings:
         num_threads: Threads of one engine on a CPU.
         gpus: GPUs of its machine that an engine uses, by number; empty on a CPU, and where Ray has chosen them.
         captures_routes: Sequences get their routed experts. On GPUs no graphs are captured then.
-        pictures: Of a model of images and text; None: it takes text alone.
+        image_settings: Of a model of images and text; None: it takes text alone.
     """
 
     model_files: Mapping[str, bytes]
@@ -67,7 +67,7 @@ class VllmSettings:
     num_threads: int
     gpus: tuple[int, ...] = ()
     captures_routes: bool = False
-    pictures: PictureSettings | None = None
+    image_settings: ImageSettings | None = None
 
 
 class VllmWorker:  # pragma: no cover  (runs in another process)
@@ -127,8 +127,8 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 # Its own choice inside of a placement group are Ray's actors, and the group's GPUs are taken.
                 "distributed_executor_backend": "mp" if settings.tensor_parallel_size > 1 else "uni",
             }
-        if settings.pictures is not None:
-            more |= register(settings.pictures)
+        if settings.image_settings is not None:
+            more |= register(settings.image_settings)
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(model),
@@ -137,7 +137,8 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 max_model_len=settings.max_tokens,
                 tensor_parallel_size=settings.tensor_parallel_size,
                 seed=settings.seed,
-                # Compiled code on a CPU takes minutes to make; on GPUs graphs are captured, in which nothing is told.
+                # Compiled code on a CPU takes minutes to make; on GPUs graphs are captured, in which nothing is
+                # reported.
                 enforce_eager=not settings.on_gpus or settings.captures_routes,
                 # What a model's folder says of sampling is not what the run says.
                 generation_config="vllm",
@@ -173,7 +174,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         """Yield sequences as they finish, those of one step together, each with the number of its request."""
         self._stored.clear()
         self._added.put(requests)
-        prompts = PicturePrompts(self._settings.pictures)
+        prompts = ImagePrompts(self._settings.image_settings)
         taken: dict[int, GenerationRequest] = {}
         self._engine.collective_rpc(_record_routes, args=(True,))
         try:
@@ -185,7 +186,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         finally:
             self._engine.collective_rpc(_record_routes, args=(False,))
 
-    def _take_added(self, taken: dict[int, GenerationRequest], prompts: PicturePrompts) -> bool:
+    def _take_added(self, taken: dict[int, GenerationRequest], prompts: ImagePrompts) -> bool:
         """Give the engine what has been added; return whether there was anything."""
         num_before = len(taken)
         while not self._added.empty():
@@ -231,7 +232,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         """Return the log-probability of each token after the first given those before it, in nats."""
         from vllm import SamplingParams
 
-        prompts = PicturePrompts(self._settings.pictures)
+        prompts = ImagePrompts(self._settings.image_settings)
         inputs = model_inputs or ({},) * len(sequences)
         self._engine.collective_rpc(_set_prompt_temperature, args=(temperature,))
         for number, (tokens, of_sequence) in enumerate(zip(sequences, inputs, strict=True)):
@@ -262,8 +263,8 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
     def receive(self, spec: TransportSpec, first_receiver: int) -> str | None:
         """Take part in a transfer with all ranks of the engine; what went wrong, or None."""
         try:
-            problems = self._engine.collective_rpc(_receive, args=(spec, first_receiver, self._settings.pictures))
-            # A picture's embeddings belong to the tower that computed them; the scheduler would take them for current.
+            problems = self._engine.collective_rpc(_receive, args=(spec, first_receiver, self._settings.image_settings))
+            # An image's embeddings belong to the tower that computed them; the scheduler would take them for current.
             self._engine.reset_encoder_cache()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
@@ -308,14 +309,16 @@ def _set_prompt_temperature(worker: Any, temperature: float) -> None:
     worker.prompt_temperature.value = temperature
 
 
-def _receive(worker: Any, spec: TransportSpec, first_receiver: int, pictures: PictureSettings | None) -> str | None:
+def _receive(worker: Any, spec: TransportSpec, first_receiver: int, image_settings: ImageSettings | None) -> str | None:
     runner = worker.model_runner
 
     def load(tensors: Iterator[NamedTensor]) -> None:
         releases.forget_packed_experts(runner.get_model())
         # The reload keeps tensors until a layer is complete, longer than the transport does.
         runner.reload_weights(
-            weights_iterator=((name, as_loader_expects(pictures, name, tensor).clone()) for name, tensor in tensors)
+            weights_iterator=(
+                (name, as_loader_expects(image_settings, name, tensor).clone()) for name, tensor in tensors
+            )
         )
 
     try:

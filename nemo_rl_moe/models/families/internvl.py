@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nemo_rl_moe.models.families.rules import ConfigFields, field_names
 from nemo_rl_moe.models.families.tower_shape import TowerShape
 from nemo_rl_moe.models.families.vision import TowerOutput, VisionFamily, built_config
-from nemo_rl_moe.models.picture_patches import tiles
+from nemo_rl_moe.models.image_patches import tiles
 
 
 class TowerAndProjector(nn.Module):
@@ -90,8 +90,8 @@ def _shape(hf_config: Any) -> TowerShape:
     )
 
 
-def _encode(tower: nn.Module, pictures: Sequence[UInt8[Tensor, "height width 3"]], hf_config: Any) -> TowerOutput:
-    inputs = tiles(pictures, hf_config.pixel_rule).to(next(tower.parameters()).dtype)
+def _encode(tower: nn.Module, images: Sequence[UInt8[Tensor, "height width 3"]], hf_config: Any) -> TowerOutput:
+    inputs = tiles(images, hf_config.pixel_rule).to(next(tower.parameters()).dtype)
     return TowerOutput(tower(inputs, _merge(hf_config)).flatten(0, 1))
 
 

@@ -17,10 +17,10 @@ from nemo_rl_moe.models.families import decoder, dense, softmax_moe
 from nemo_rl_moe.models.families.rules import ConfigFields, RuleTable, field_names, rule
 from nemo_rl_moe.models.families.tower_shape import TowerShape
 from nemo_rl_moe.models.families.vision import TowerOutput, VisionFamily, built_config
-from nemo_rl_moe.models.picture_patches import merged_patches
+from nemo_rl_moe.models.image_patches import merged_patches
 
 _FRAMES = 2
-"""Frames of a patch; a picture is a film of two equal ones."""
+"""Frames of a patch; an image is a film of two equal ones."""
 
 
 def build_tower(hf_config: Any, config_class: type) -> nn.Module:
@@ -70,12 +70,12 @@ def _qwen2_5_shape(hf_config: Any) -> TowerShape:
     )
 
 
-def encode(tower: nn.Module, pictures: Sequence[UInt8[Tensor, "height width 3"]], hf_config: Any) -> TowerOutput:
+def encode(tower: nn.Module, images: Sequence[UInt8[Tensor, "height width 3"]], hf_config: Any) -> TowerOutput:
     """Run the tower over images of any sizes at once."""
     from transformers.vision_utils import get_vision_position_ids
 
     # Sizes stay on the host, where transformers asks for them.
-    inputs, grids = merged_patches(pictures, hf_config.pixel_rule)
+    inputs, grids = merged_patches(images, hf_config.pixel_rule)
     positions = get_vision_position_ids(grids, hf_config.vision_config.spatial_merge_size)
     output = tower(
         inputs.to(next(tower.parameters()).dtype),

@@ -52,19 +52,19 @@ class TowerShape:
         products = patches * self.patch_dim * hidden + places * self.num_blocks * of_a_block + 2 * hidden * pairs
         return 2 * products, 2 * patches // self.merge_size**2 * self.projector_products
 
-    def training_flops(self, pictures: Iterable[tuple[int, int]], freeze: FreezeConfig) -> int:
+    def training_flops(self, images: Iterable[tuple[int, int]], freeze: FreezeConfig) -> int:
         """Count operations of a forward and a backward pass over images.
 
         A backward pass has one product for each gradient of a trained weight, and one for the gradient of each input
         that depends on a trained weight. Pixels get no gradient, but their one product is counted.
 
         Args:
-            pictures: Rows and columns of patches of each.
+            images: Rows and columns of patches of each.
             freeze: Parts that are not trained.
         """
         trains_tower, trains_projector = not freeze.vision_tower, not freeze.projector
         found = 0
-        for rows, columns in pictures:
+        for rows, columns in images:
             tower, projector = self.forward_flops(rows, columns)
             found += tower * (3 if trains_tower else 1) + projector * (1 + trains_projector + trains_tower)
         return found

@@ -125,8 +125,8 @@ class VisionFamily:
             hf_config: Flattened, with its `pixel_rule`.
         """
         parts = pixels.split([height * width * 3 for height, width in sizes])
-        pictures = [part.view(*size, 3) for part, size in zip(parts, sizes, strict=True)]
-        return self.encode(tower, pictures, hf_config)
+        images = [part.view(*size, 3) for part, size in zip(parts, sizes, strict=True)]
+        return self.encode(tower, images, hf_config)
 
     def flattened(self, hf_config: Any, decoder_type: str) -> Any:
         """Merge the decoder's, the outer and the tower's fields into one configuration of the whole model.

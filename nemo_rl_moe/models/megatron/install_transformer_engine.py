@@ -19,7 +19,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 from nemo_rl_moe.distributed.usable_gpus import installed_driver, problem_with_driver
-from nemo_rl_moe.errors import EXIT_BAD_INPUT, EXIT_RUN_FAILED, one_line, tell
+from nemo_rl_moe.errors import EXIT_BAD_INPUT, EXIT_RUN_FAILED, one_line, report_error
 
 CUDA = "13"
 """First number of the CUDA release that the compiler's packages are for; torch's must be the same."""
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     if torch.version.cuda is None or torch.version.cuda.partition(".")[0] != CUDA:
-        tell(
+        report_error(
             f"torch {torch.__version__} is no build for CUDA {CUDA}, which Transformer Engine is compiled for here;"
             " in an environment with the build for CPUs: make clean, then make gpu"
         )
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # CUDA's own packages for compatibility let some older drivers do.
     is_unusable = driver is not None and not torch.cuda.is_available()
     if is_unusable and driver is not None and (problem := problem_with_driver(torch.version.cuda, driver)):
-        tell(f"torch {torch.__version__} cannot use the GPUs of this machine: {problem}")
+        report_error(f"torch {torch.__version__} cannot use the GPUs of this machine: {problem}")
         return EXIT_BAD_INPUT
     limits = ["--constraint", str(parsed.constraint)] if parsed.constraint else []
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if driver is None:
         print("[gpu] this machine has no NVIDIA driver, so nothing has been loaded", flush=True)
     elif problem := problem_with_extension():
-        tell(problem)
+        report_error(problem)
         return EXIT_RUN_FAILED
     return 0
 

@@ -42,7 +42,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 MAX_TRACKED_LAYERS = 1024
-"""Decoder layers that the reduction has room for where no configuration tells their number."""
+"""Decoder layers that the reduction has room for where no configuration reports their number."""
 
 
 def get_moe_metrics(
@@ -66,9 +66,9 @@ def get_moe_metrics(
     a value other than 0.
 
     With a configuration, names and layers follow from it, and a loss that is enabled and was not recorded is 0. Also
-    with a recorder, load balance travels in the same all-reduce, that of image tokens too where the recorder tells them
-    apart. Overload factors are worked out among the ranks that exchange tokens; their sums travel in it too, and their
-    maxima in a second one. What goes over the whole job grows neither with ranks nor with microbatches.
+    with a recorder, load balance travels in the same all-reduce, that of image tokens too where the recorder
+    distinguishes them. Overload factors are worked out among the ranks that exchange tokens; their sums travel in it
+    too, and their maxima in a second one. What goes over the whole job grows neither with ranks nor with microbatches.
 
     Args:
         loss_scale: `1 / num_microbatches`, with the microbatches of the whole step on each data-parallel rank.
@@ -156,7 +156,7 @@ def _add_to_totals(
             totals[name] = totals.get(name, 0.0) + metrics[name]
 
 
-# What the tracker alone tells
+# What the tracker alone reports
 
 
 def _device_of_tracker() -> torch.device:
@@ -202,7 +202,7 @@ class _Reduced:
     Attributes:
         losses: Auxiliary losses by name and MoE layer, summed over the microbatches.
         load: Assignments of each layer's experts; None without a recorder.
-        image_load: Those of image tokens; None where the recorder does not tell them apart.
+        image_load: Those of image tokens; None where the recorder does not distinguish them.
         overload: Overload factors of the size that ran and of those that are asked for; None where nobody asks.
         peak_ratio: Highest of all ranks' `cumulative_peak_ratios`; None with `overload`.
     """

@@ -32,7 +32,7 @@ from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.hf_files import ModelSource
-from nemo_rl_moe.models.images import distinct_sizes, picture_patches
+from nemo_rl_moe.models.images import distinct_sizes, image_patches
 from nemo_rl_moe.models.interfaces import (
     GpuUse,
     Head,
@@ -47,7 +47,7 @@ from nemo_rl_moe.routing.replay import UNKNOWN
 from nemo_rl_moe.weight_sync.fingerprints import Fingerprints
 from nemo_rl_moe.weight_sync.folder import FolderTransport, folder_of_one_machine
 from nemo_rl_moe.weight_sync.transport import TransportSpec
-from nemo_rl_moe.weight_sync.transport_backends import Carrier, make_carrier
+from nemo_rl_moe.weight_sync.transport_backends import TransportBackend, make_backend
 
 if TYPE_CHECKING:
     from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
@@ -111,7 +111,7 @@ class TrainableModel(ModelWorkers):
         """
         self._require_heads(loss_function)
         size = self._policy.train_global_batch_size
-        batch = batch.with_shared_in(self._pictures)
+        batch = batch.with_shared_in(self._images)
         plan = plan_microbatches(
             batch.lengths.tolist(),
             num_data_parallel_ranks=self._data_parallel_size,
@@ -119,7 +119,7 @@ class TrainableModel(ModelWorkers):
             batching=self._batching,
             microbatch_multiple=self._microbatch_multiple,
             group_size=batch.group_size,
-            pictures=picture_patches(batch, self._num_patches),
+            images=image_patches(batch, self._num_patches),
         )
         rows = size * batch.group_size
         global_batches = [batch.select(range(start, start + rows)) for start in range(0, len(batch), rows)]
@@ -170,7 +170,7 @@ class TrainableModel(ModelWorkers):
         )
 
     def _tower_flops(self, by_global_batch: Sequence[Sequence[GlobalBatchShard]]) -> int:
-        """Return the operations of the vision tower: on the distinct pictures of each microbatch, once for all its
+        """Return the operations of the vision tower: on the distinct images of each microbatch, once for all its
         ranks.
         """
         vision = family_of(self._hf_config).vision
@@ -323,7 +323,7 @@ class MegatronPolicy(TrainableModel):
     def compare_routes(
         self, batch: TokenBatch, *, reference: bool = False, one_at_a_time: bool = False
     ) -> RouteComparison:
-        """Return the experts that routers choose against those of the batch's tape, which is not replayed."""
+        """Return the experts that routers choose against those of the batch's capture, which is not replayed."""
         batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
         plan, filled, shares = self._plan_logprobs(batch, batching)
         started = self._workers.start_each(MegatronPolicyWorker.compare_routes, self._to_ranks(shares, reference))
@@ -334,7 +334,7 @@ class MegatronPolicy(TrainableModel):
     def generate(self, batch: GenerationBatch) -> list[GeneratedSequence]:
         """Return one continuation of each prompt, in the order of the prompts."""
         size = self._data_parallel_size
-        batch = batch.with_shared_in(self._pictures)
+        batch = batch.with_shared_in(self._images)
         # Neighbours are often answers to one prompt, and alike in length: deal them out.
         shares = [batch.share(rank, size) for rank in range(size)]
         to_ranks = self._to_ranks(shares, self._max_generation_batch_size)
@@ -352,7 +352,7 @@ class MegatronPolicy(TrainableModel):
             ConfigurationError: The run has several machines and no folder that all of them reach.
         """
         send = partial(self._send_weights, altered, then)
-        return FolderTransport(self._transfer_folder(), len(self._coordinates), send, make_carrier=self._carrier)
+        return FolderTransport(self._transfer_folder(), len(self._coordinates), send, make_backend=self._backend)
 
     def start_fingerprints(self, number_format: str) -> Callable[[], Fingerprints]:
         """Have all ranks begin with the fingerprints of their weights; return what waits for those of all tensors.
@@ -374,11 +374,11 @@ class MegatronPolicy(TrainableModel):
             )
         return Path(self._checkpoint_dir).absolute()
 
-    def _carrier(self, num_receivers: int, receivers: str) -> Carrier:
+    def _backend(self, num_receivers: int, receivers: str) -> TransportBackend:
         """Return the configured way of the weights; after a failure with connections of its own."""
         group = f"{receivers}-{self._num_failed_transfers}"
         address = "127.0.0.1" if self._cluster.is_local else None
-        return make_carrier(self._weight_transport, group, num_receivers, address)
+        return make_backend(self._weight_transport, group, num_receivers, address)
 
     def _send_weights(self, altered: bool, then: Callable[[], object], transfer: TransportSpec) -> int:
         asked = [(transfer, altered)] * len(self._coordinates)

@@ -23,7 +23,7 @@ from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.flops import ForwardFlops, forward_flops
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.interfaces import Head, LossFunction
-from nemo_rl_moe.routing.agreement.statistics import LedgerTotals
+from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 if TYPE_CHECKING:
@@ -217,7 +217,9 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         found, routes = self._model.logprobs_and_routes(self._fetched(microbatches))
         return found, put_together(routes, ray.put)
 
-    def compare_routes(self, microbatches: Sequence[TokenBatch], reference: bool) -> tuple[list[Tensor], LedgerTotals]:
+    def compare_routes(
+        self, microbatches: Sequence[TokenBatch], reference: bool
+    ) -> tuple[list[Tensor], AgreementTotals]:
         """Return the log-probability of every token, and compare its experts with those that the batch brings."""
         compare = self._trainer.compare_reference_routes if reference else self._model.compare_routes
         return compare(self._fetched(microbatches))
@@ -283,6 +285,6 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         return LoadOutcome(self._trainer.num_updates, problem)
 
     def _fetched(self, microbatches: Sequence[TokenBatch]) -> tuple[TokenBatch, ...]:
-        """Fetch the microbatches' stored columns, and pictures where they are read."""
-        reads_pictures = self._model.has_tower
-        return tuple(batch.fetched(fetch_objects, with_shared=reads_pictures) for batch in microbatches)
+        """Fetch the microbatches' stored columns, and images where they are read."""
+        reads_images = self._model.has_tower
+        return tuple(batch.fetched(fetch_objects, with_shared=reads_images) for batch in microbatches)

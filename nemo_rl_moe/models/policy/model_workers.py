@@ -33,7 +33,7 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.metrics import MetricSeries, concatenate
 from nemo_rl_moe.models.families import num_patches_of
 from nemo_rl_moe.models.hf_files import ModelSource, load_hf_config, plain_config
-from nemo_rl_moe.models.images import picture_patches
+from nemo_rl_moe.models.images import image_patches
 from nemo_rl_moe.models.interfaces import (
     EvaluationResult,
     Head,
@@ -136,7 +136,7 @@ class ModelWorkers:
         interleaved = megatron.virtual_pipeline_model_parallel_size is not None
         self._microbatch_multiple = megatron.pipeline_model_parallel_size if interleaved else 1
         self._cluster = cluster
-        self._pictures = ArrayStore(ray.put)
+        self._images = ArrayStore(ray.put)
         self._forward_flops, self._gpus = first.forward_flops, [description.gpu for description in descriptions]
         self.moe_configuration = first.moe_configuration
         self.moe_configuration_sources = first.moe_configuration_sources
@@ -208,14 +208,14 @@ class ModelWorkers:
             batching: Sizes of microbatches.
             num_copies: Data-parallel ranks that get some; None: all of them.
         """
-        batch = batch.with_shared_in(self._pictures)
+        batch = batch.with_shared_in(self._images)
         plan = plan_evaluation(
             batch.lengths.tolist(),
             num_data_parallel_ranks=num_copies or self._data_parallel_size,
             batching=batching,
             microbatch_multiple=self._microbatch_multiple,
             group_size=batch.group_size,
-            pictures=picture_patches(batch, self._num_patches),
+            images=image_patches(batch, self._num_patches),
         )
         return plan, append_fillers(batch, plan.fillers)
 
@@ -267,7 +267,7 @@ def _environment(policy: PolicyConfig, *, on_gpus: bool) -> dict[str, str]:
 
 def _has_its_own_experts(megatron: MegatronConfig) -> bool:
     """Return True where all experts of a data-parallel copy lie on its own ranks: Megatron-Core numbers those of a
-    stage in a row, and divides the experts among as many neighbours as it is told to."""
+    stage in a row, and divides the experts among as many neighbours as it is reported to."""
     ranks_of_a_stage = megatron.tensor_model_parallel_size * megatron.context_parallel_size
     ranks_of_experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     return ranks_of_a_stage % ranks_of_experts == 0

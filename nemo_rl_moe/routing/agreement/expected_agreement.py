@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nemo_rl_moe.routing.agreement.route_identity import LEAST_KAPPA, TapeAnomaly, foreign_tape, least_lead
+from nemo_rl_moe.routing.agreement.route_identity import LEAST_KAPPA, RoutingAnomaly, foreign_capture, least_lead
 from nemo_rl_moe.routing.agreement.row_kinds import Row
-from nemo_rl_moe.routing.agreement.statistics import LedgerTotals, agreement_metrics, slot_chance
+from nemo_rl_moe.routing.agreement.statistics import AgreementTotals, agreement_metrics, slot_chance
 from nemo_rl_moe.shapes import Bool
 
 _CLEAR_SHARE, _LEAST_CLEAR_ROWS = 0.25, 200
@@ -23,15 +23,15 @@ _TIES_ALONE = 0.5
 """The latter of all rows but those with the narrowest margins, below which equal scores explain what differs."""
 
 
-def unexplained_disagreement(totals: LedgerTotals, layers: Sequence[int]) -> list[TapeAnomaly]:
+def unexplained_disagreement(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAnomaly]:
     """Return layers whose captured routes agree with the routers by little more than chance; one anomaly for all.
 
     A layer's agreement lies below the middle of chance and 1 by 0.1 and by six standard errors.
     """
     kappa = agreement_metrics(totals, tuple(layers), per_layer=False).get("routing/slot_kappa")
-    if found := foreign_tape(kappa):
+    if found := foreign_capture(kappa):
         return found
-    rows, slots = totals.rows.numpy(), totals.tape_experts.sum(1).numpy()
+    rows, slots = totals.rows.numpy(), totals.captured_experts.sum(1).numpy()
     chance, usable = slot_chance(totals).numpy(), rows[:, Row.USABLE]
     with np.errstate(invalid="ignore", divide="ignore"):
         agreement = rows[:, Row.LIVE_SLOTS] / slots
@@ -45,10 +45,10 @@ def unexplained_disagreement(totals: LedgerTotals, layers: Sequence[int]) -> lis
         f"the routes of layer{'s' if len(low) > 1 else ''} {numbers} are not those of these tokens: they agree in"
         f" {agreement[low].mean():.3f} of the experts, by chance it would be {chance[low].mean():.3f}"
     )
-    return [TapeAnomaly("unrelated", text, int(layers[low[0]]) if len(low) == 1 else None)]
+    return [RoutingAnomaly("unrelated", text, int(layers[low[0]]) if len(low) == 1 else None)]
 
 
-def _ties_alone(totals: LedgerTotals) -> Bool[np.ndarray, " layers"]:
+def _ties_alone(totals: AgreementTotals) -> Bool[np.ndarray, " layers"]:
     """Return True for layers that differ where margins are narrowest alone: of experts with equal scores either is
     right.
     """
@@ -58,7 +58,7 @@ def _ties_alone(totals: LedgerTotals) -> Bool[np.ndarray, " layers"]:
     return (usable > 0) & (differing_of_others * usable <= _TIES_ALONE * differing * of_others)
 
 
-def clear_differences(totals: LedgerTotals, layers: Sequence[int]) -> dict[str, float]:
+def clear_differences(totals: AgreementTotals, layers: Sequence[int]) -> dict[str, float]:
     """Return metrics of the layer whose clear choices differ most; none where margins explain what differs.
 
     Clear choices are those of the widest classes of margins. Where they differ in 5% of their rows or more, and in

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.agreement.statistics import Row
 from nemo_rl_moe.shapes import Int
 
@@ -56,9 +56,9 @@ def missing_in_one_rank(by_slot: Int[Tensor, "slots kinds"]) -> RankShare | None
 
 def rank_anomalies(
     by_slot: Int[Tensor, "slots kinds"], num_layers: int, name_of: Callable[[int], str]
-) -> list[TapeAnomaly]:
-    """Return the rank whose routers would choose other experts than its tape has, while those of the others agree with
-    theirs.
+) -> list[RoutingAnomaly]:
+    """Return the rank whose routers would choose other experts than its capture has, while those of the others agree
+    with theirs.
 
     Its agreement is lower by 0.2 and by six standard errors, a token counting once for all layers.
     """
@@ -74,7 +74,7 @@ def rank_anomalies(
         f"{name_of(found.slot)} has routes that are not its tokens': its routers would choose them in"
         f" {1 - found.share:.3f} of the rows, those of the other ranks in {1 - found.of_others:.3f}"
     )
-    return [TapeAnomaly("rank", text)]
+    return [RoutingAnomaly("rank", text)]
 
 
 def rank_name(slot: int, num_ranks: int) -> str:

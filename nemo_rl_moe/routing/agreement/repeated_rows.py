@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a tape that stand more than once: one token's experts given to the tokens that follow.
+"""Rows of a capture that stand more than once: one token's experts given to the tokens that follow.
 
 An engine that reads behind the end of its buffer of routes repeats a well-shaped row (sglang#36404: 67 times);
 agreement falls only a little.
@@ -11,8 +11,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
-from nemo_rl_moe.routing.replay import TapeRoutes, all_of, num_in_common
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
+from nemo_rl_moe.routing.replay import ReplayRoutes, all_of, num_in_common
 from nemo_rl_moe.shapes import Bool, Int
 
 _MOST_LAYERS = 4
@@ -23,10 +23,10 @@ _SIGMAS = 6.0
 class Repeat(IntEnum):
     """Kinds of tokens, a column each."""
 
-    TAPE = 0
-    """Have the row of the token before in every layer on the tape alone: routers would choose other experts."""
+    CAPTURE = 0
+    """Have the row of the token before in every layer on the capture alone: routers would choose other experts."""
     ROUTER = 1
-    """The other way round: routers would choose the row of the token before, and the tape has another."""
+    """The other way round: routers would choose the row of the token before, and the capture has another."""
     FED = 2
     """Fed to the model, in each chunk of layers."""
 
@@ -43,7 +43,7 @@ class RepeatedRows:
 
     def add(
         self,
-        routes: TapeRoutes,
+        routes: ReplayRoutes,
         live: Int[Tensor, "topk layers tokens"],
         fed: Bool[Tensor, " tokens"],
         distance: int,
@@ -53,12 +53,12 @@ class RepeatedRows:
 
         Args:
             live: The routers' own choices, `in_planes`.
-            fed: Tokens that were fed to the model that made the tape.
+            fed: Tokens that were fed to the model that made the capture.
             distance: Places from a token to the next one of the same sequence.
             follows: Tokens that have one before them, at that distance.
         """
-        of_tape_and_router = torch.stack([routes.planes[:, :_MOST_LAYERS], live[:, :_MOST_LAYERS]], 1)
-        here, before = of_tape_and_router[..., distance:], of_tape_and_router[..., :-distance]
+        of_capture_and_router = torch.stack([routes.planes[:, :_MOST_LAYERS], live[:, :_MOST_LAYERS]], 1)
+        here, before = of_capture_and_router[..., distance:], of_capture_and_router[..., :-distance]
         repeated = all_of((num_in_common(here, before) == len(live)).transpose(0, 1))
         usable = all_of(routes.usable[:_MOST_LAYERS])
         # Near ties change an expert here and there; most of them differ where the row is another token's.
@@ -69,17 +69,17 @@ class RepeatedRows:
         self.counts += torch.cat([alone.sum(1), fed.sum()[None]])
 
 
-def repeat_anomalies(counts: Int[Tensor, " kinds"]) -> list[TapeAnomaly]:
+def repeat_anomalies(counts: Int[Tensor, " kinds"]) -> list[RoutingAnomaly]:
     """Return the rows that stand more than once.
 
     Routes of other tokens repeat as often as those of these tokens: then either kind of token is as frequent, and the
-    difference has the standard deviation `sqrt(tape + router)` (McNemar's test); six of them count.
+    difference has the standard deviation `sqrt(capture + router)` (McNemar's test); six of them count.
     """
-    on_tape, by_router, fed = (int(counts[kind]) for kind in (Repeat.TAPE, Repeat.ROUTER, Repeat.FED))
-    if on_tape - by_router <= _SIGMAS * (on_tape + by_router) ** 0.5:
+    captured, by_router, fed = (int(counts[kind]) for kind in (Repeat.CAPTURE, Repeat.ROUTER, Repeat.FED))
+    if captured - by_router <= _SIGMAS * (captured + by_router) ** 0.5:
         return []
     text = (
-        f"{on_tape:,} of {fed:,} tokens carry the routes of the token before them in every layer, where routers would"
+        f"{captured:,} of {fed:,} tokens carry the routes of the token before them in every layer, where routers would"
         f" choose others; the other way round it is {by_router:,}"
     )
-    return [TapeAnomaly("repeated", text)]
+    return [RoutingAnomaly("repeated", text)]

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes beside their tape, which are joined before they are counted: on small models each operation costs its
-start rather than its tokens."""
+"""Forward passes beside their capture, which are joined before they are counted: on small models each operation costs
+its start rather than its tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.routing.replay import RoutedTokens, TapeRoutes
+from nemo_rl_moe.routing.replay import ReplayRoutes, RoutedTokens
 from nemo_rl_moe.shapes import Bool
 
 MOST_ENTRIES = 1 << 18
-"""Experts on the tapes of passes that are joined. A larger pass is counted at once: no memory is held for it."""
+"""Experts on the captures of passes that are joined. A larger pass is counted at once: no memory is held for it."""
 
 
 @dataclass(frozen=True)
-class TapePass:
+class ReplayedPass:
     """Forward pass of some layers over one microbatch or several, one behind the other.
 
     Attributes:
@@ -27,7 +27,7 @@ class TapePass:
     """
 
     tokens: Mapping[int, int]
-    routes: TapeRoutes
+    routes: ReplayRoutes
     fed: Bool[Tensor, " tokens"]
     seen: Sequence[RoutedTokens]
     distance: int
@@ -35,16 +35,16 @@ class TapePass:
 
     @property
     def num_entries(self) -> int:
-        """Experts on its tape."""
+        """Experts on its capture."""
         return self.routes.planes.numel()
 
 
-def join_passes(passes: Sequence[TapePass]) -> TapePass:
+def join_passes(passes: Sequence[ReplayedPass]) -> ReplayedPass:
     """Return one pass over the tokens of several, which are of the same layers and distance."""
     if len(passes) == 1:
         return passes[0]
-    routes = TapeRoutes(*(torch.cat(parts, -1) for parts in zip(*(each.routes for each in passes), strict=True)))
-    return TapePass(
+    routes = ReplayRoutes(*(torch.cat(parts, -1) for parts in zip(*(each.routes for each in passes), strict=True)))
+    return ReplayedPass(
         {number: count for each in passes for number, count in each.tokens.items()},
         routes,
         torch.cat([each.fed for each in passes]),

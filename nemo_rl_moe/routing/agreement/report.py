@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a step's tape: its ledger, its checks and the identity of its rows, of a live step as of files."""
+"""The report of a step's capture: its agreement statistics, its checks and the identity of its rows, of a live step as
+of files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,14 @@ from torch import Tensor
 from nemo_rl_moe.routing.agreement.expected_agreement import clear_differences, unexplained_disagreement
 from nemo_rl_moe.routing.agreement.rank_rows import missing_in_one_rank, rank_anomalies, rank_name
 from nemo_rl_moe.routing.agreement.repeated_rows import repeat_anomalies
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly, TapeSample, find_anomalies
-from nemo_rl_moe.routing.agreement.statistics import LedgerTotals, Row, TapeReport, agreement_metrics, row_anomalies
+from nemo_rl_moe.routing.agreement.route_identity import RouteSample, RoutingAnomaly, find_anomalies
+from nemo_rl_moe.routing.agreement.statistics import (
+    AgreementTotals,
+    RoutingReport,
+    Row,
+    agreement_metrics,
+    row_anomalies,
+)
 from nemo_rl_moe.shapes import Int
 
 
@@ -23,7 +30,7 @@ class CheckTotals:
         repeats: Counts of `RepeatedRows`.
         by_slot: Rows of each rank, see `rows_by_rank`.
         num_ranks: Data-parallel ranks.
-        is_exact: The tape was made with the weights of training, both in float32: rows differ by near ties alone.
+        is_exact: The capture was made with the weights of training, both in float32: rows differ by near ties alone.
         rank_names: Names of the ranks; by default their numbers.
     """
 
@@ -45,7 +52,7 @@ class CheckTotals:
             found["routing/rank_with_missing_rows"] = float(missing.slot)
         return found
 
-    def anomalies(self, num_layers: int) -> list[TapeAnomaly]:
+    def anomalies(self, num_layers: int) -> list[RoutingAnomaly]:
         """Return the rows that cannot be right, of a model with so many MoE layers."""
         return repeat_anomalies(self.repeats) + rank_anomalies(self.by_slot, num_layers, self._name_of)
 
@@ -53,18 +60,18 @@ class CheckTotals:
         return self.rank_names[slot] if self.rank_names else rank_name(slot, self.num_ranks)
 
 
-def tape_report(
+def routing_report(
     layers: tuple[int, ...],
-    totals: LedgerTotals,
+    totals: AgreementTotals,
     checked: CheckTotals,
-    sample: TapeSample | None,
+    sample: RouteSample | None,
     sequences: Sequence[str] = (),
     *,
     num_experts: int,
     per_layer: bool,
-    more_anomalies: Sequence[TapeAnomaly] = (),
-) -> TapeReport:
-    """Return the content of a step's tape, and its anomalies.
+    more_anomalies: Sequence[RoutingAnomaly] = (),
+) -> RoutingReport:
+    """Return the content of a step's capture, and its anomalies.
 
     Args:
         sample: Routes of a few sequences; None where nothing is known of training.
@@ -79,4 +86,4 @@ def tape_report(
     if not anomalies:
         metrics |= clear_differences(totals, layers)
     metrics["routing/anomalies"] = float(len(anomalies))
-    return TapeReport(layers, totals, metrics, tuple(anomalies))
+    return RoutingReport(layers, totals, metrics, tuple(anomalies))

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Identity of a tape's routes: does each row belong to its layer, its token and its sequence?
+"""Identity of a capture's routes: does each row belong to its layer, its token and its sequence?
 
-Counts cannot tell. So the captured routes of a few sequences are compared with those of the routers: of every layer, of
-the tokens beside, and of the other sequences. A wrong partner that agrees better, and beyond chance, is reported.
+Counts cannot report. So the captured routes of a few sequences are compared with those of the routers: of every layer,
+of the tokens beside, and of the other sequences. A wrong partner that agrees better, and beyond chance, is reported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,20 +31,20 @@ than 0.8, rows of another layer, token or sequence with their right partner in m
 
 
 @dataclass(frozen=True)
-class TapeSample:
+class RouteSample:
     """Routes of a few sequences, in windows of successive tokens; `UNKNOWN` (-1) in rows that are not known.
 
     Attributes:
-        tape: As the tape has them.
+        capture: As the capture has them.
         live: As the routers that train would choose.
     """
 
-    tape: Int[np.ndarray, "sequences tokens layers topk"]
+    capture: Int[np.ndarray, "sequences tokens layers topk"]
     live: Int[np.ndarray, "sequences tokens layers topk"]
 
 
 @dataclass(frozen=True)
-class TapeAnomaly:
+class RoutingAnomaly:
     """Rows that belong elsewhere.
 
     Attributes:
@@ -66,12 +66,12 @@ class OneHot:
     Attributes:
         both: Captured routes, and those of the routers.
         has_live: The routers' row is known.
-        num_named: Experts of the tape's row.
+        num_named: Experts of the capture's row.
         topk: Experts of a row that is known.
     """
 
-    def __init__(self, sample: TapeSample, num_experts: int):
-        routes = np.stack([sample.tape, sample.live])
+    def __init__(self, sample: RouteSample, num_experts: int):
+        routes = np.stack([sample.capture, sample.live])
         *rows, self.topk = routes.shape
         within = routes.clip(0, num_experts - 1)
         hot = np.zeros((prod(rows), num_experts), dtype=np.float32)
@@ -80,20 +80,20 @@ class OneHot:
         hot[~usable] = 0
         usable = usable.reshape(rows)
         self.both: Float[np.ndarray, "2 sequences tokens layers experts"] = hot.reshape(*rows, num_experts)
-        self.tape, self.live = self.both
+        self.capture, self.live = self.both
         self.num_named, self.has_live = usable[0] * np.float32(self.topk), usable[1]
 
     def forget(self, layers: Sequence[int]) -> None:
-        """Make the tape's rows of some layers unknown."""
-        self.tape[:, :, layers] = 0
+        """Make the capture's rows of some layers unknown."""
+        self.capture[:, :, layers] = 0
         self.num_named[:, :, layers] = 0
 
 
 class Overlap(NamedTuple):
-    """Agreement of the tape's rows with several partners.
+    """Agreement of the capture's rows with several partners.
 
     Attributes:
-        share: Share of the tape's experts that the partner's routers would choose.
+        share: Share of the capture's experts that the partner's routers would choose.
         chance: The agreement that the experts' popularity alone makes.
     """
 
@@ -103,13 +103,13 @@ class Overlap(NamedTuple):
 
 def _may_belong_elsewhere(hot: OneHot) -> bool:
     """Return False where every layer and every sequence agrees with its own routes so far that no partner can win."""
-    counts = np.stack([np.einsum("stle,stle->stl", hot.tape, hot.live), hot.num_named * hot.has_live])
+    counts = np.stack([np.einsum("stle,stle->stl", hot.capture, hot.live), hot.num_named * hot.has_live])
     matches, known = np.concatenate([counts.sum((1, 2)), counts.sum((2, 3))], 1)
     return bool((_share(matches, known) <= 1 - _LEAST_LEAD).any())
 
 
-def layer_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "layers layers"]:
-    """Return the share of the tape's experts in layer `i` that the routers of layer `j` would choose for the same
+def layer_overlap(sample: RouteSample, num_experts: int) -> Float[np.ndarray, "layers layers"]:
+    """Return the share of the capture's experts in layer `i` that the routers of layer `j` would choose for the same
     token.
 
     NaN in rows of layers whose routes are not known.
@@ -118,26 +118,26 @@ def layer_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "la
 
 
 def _layer_overlap(hot: OneHot) -> Overlap:
-    tape, live = (of.transpose(2, 0, 1, 3) for of in (hot.tape, hot.live))
-    tape = tape * hot.has_live.transpose(2, 0, 1)[..., None]
+    capture, live = (of.transpose(2, 0, 1, 3) for of in (hot.capture, hot.live))
+    capture = capture * hot.has_live.transpose(2, 0, 1)[..., None]
     popularity = _share(live.sum((1, 2)), hot.has_live.sum((0, 1))[:, None])
-    flat = tape.reshape(len(tape), -1)
+    flat = capture.reshape(len(capture), -1)
     known = flat.sum(1, keepdims=True)
     matches = flat @ live.reshape(len(live), -1).T
-    return Overlap(_share(matches, known), _share(tape.sum((1, 2)) @ popularity.T, known))
+    return Overlap(_share(matches, known), _share(capture.sum((1, 2)) @ popularity.T, known))
 
 
 def shift_overlap(hot: OneHot) -> Overlap:
-    """Return the share of the tape's experts that the routers would choose for the token `SHIFTS` places further, by
+    """Return the share of the capture's experts that the routers would choose for the token `SHIFTS` places further, by
     sequence.
 
-    A tape whose routes are one token late has those of the token before: the shift -1 wins.
+    A capture whose routes are one token late has those of the token before: the shift -1 wins.
     """
-    length, columns = hot.tape.shape[1], []
+    length, columns = hot.capture.shape[1], []
     for shift in SHIFTS:
         # Places whose partner lies in the window too, and these partners.
         here, there = slice(max(0, -shift), length - max(0, shift)), slice(max(0, shift), length - max(0, -shift))
-        matches = (hot.tape[:, here] * hot.live[:, there]).sum((1, 2, 3))
+        matches = (hot.capture[:, here] * hot.live[:, there]).sum((1, 2, 3))
         columns.append(_share(matches, (hot.num_named[:, here] * hot.has_live[:, there]).sum((1, 2))))
     # A sequence's experts are as popular at the places beside.
     of_own = sequence_overlap(hot).chance.diagonal()
@@ -145,27 +145,27 @@ def shift_overlap(hot: OneHot) -> Overlap:
 
 
 def sequence_overlap(hot: OneHot) -> Overlap:
-    """Return the share of the tape's experts in sequence `i` that the routers would choose for sequence `j` at the
+    """Return the share of the capture's experts in sequence `i` that the routers would choose for sequence `j` at the
     same place.
     """
-    number = len(hot.tape)
-    matches = hot.tape.reshape(number, -1) @ hot.live.reshape(number, -1).T
+    number = len(hot.capture)
+    matches = hot.capture.reshape(number, -1) @ hot.live.reshape(number, -1).T
     known = hot.num_named.reshape(number, -1) @ hot.has_live.reshape(number, -1).T
     popularity = np.nan_to_num(_share(hot.live.sum(1), hot.has_live.sum(1)[..., None]))
-    named = hot.tape.sum(1).reshape(number, -1)
+    named = hot.capture.sum(1).reshape(number, -1)
     chance = _share(named @ popularity.reshape(number, -1).T, named.sum(1, keepdims=True))
     return Overlap(_share(matches, known), chance)
 
 
 def ownership(hot: OneHot) -> tuple[Float[np.ndarray, " sequences"], Int[np.ndarray, " sequences"]]:
-    """Return the share by which each sequence's tape prefers its own live routes to those of others: 1 for its own,
+    """Return the share by which each sequence's capture prefers its own live routes to those of others: 1 for its own,
     near 0 else.
 
     Routes of another step or of an earlier response agree with every sequence a little: texts begin alike, and experts
     differ in popularity. So only rows count in which the routers choose otherwise for this sequence than for another
-    one at the same place; there the tape has `own` experts of the one and `other` of the other, which have `common`
-    ones, and the ownership is `sum(own - other) / sum(topk - common)`: what the tape prefers its own sequence by, over
-    what the routers' own choice does.
+    one at the same place; there the capture has `own` experts of the one and `other` of the other, which have `common`
+    ones, and the ownership is `sum(own - other) / sum(topk - common)`: what the capture prefers its own sequence by,
+    over what the routers' own choice does.
 
     Returns:
         The ownership, NaN where nothing can be compared, and the number of rows that it rests on.
@@ -188,13 +188,13 @@ def _share(matches: Float[np.ndarray, "*shape"], known: Float[np.ndarray, "*shap
 
 
 def find_anomalies(
-    sample: TapeSample,
+    sample: RouteSample,
     num_experts: int,
     layers: Sequence[int],
     sequences: Sequence[str] = (),
     counts: Int[np.ndarray, "kinds layers experts"] | None = None,
-) -> list[TapeAnomaly]:
-    """Return the rows of the tape that belong to another layer, token or sequence, or whose ids mean other experts.
+) -> list[RoutingAnomaly]:
+    """Return the rows of the capture that belong to another layer, token or sequence, or whose ids mean other experts.
 
     A partner wins when its overlap is above that of the right one by 0.1 and by 6 standard errors of a share, and
     beyond chance above 0.5.
@@ -204,9 +204,9 @@ def find_anomalies(
         counts: How often the captured routes, the routers and both name each expert, over all rows; None: those of the
             sample.
     """
-    names = list(sequences) or [str(number) for number in range(len(sample.tape))]
+    names = list(sequences) or [str(number) for number in range(len(sample.capture))]
     hot = OneHot(sample, num_experts)
-    found: list[TapeAnomaly] = []
+    found: list[RoutingAnomaly] = []
     renumbered = _renumbered(hot, counts)
     elsewhere: list[int] = []
     if _may_belong_elsewhere(hot):
@@ -216,7 +216,7 @@ def find_anomalies(
                 continue
             text = f"layer {layers[place]} carries layer {layers[other]}'s routes"
             compared = _compared(by_layer.share[place], place, other)
-            found.append(TapeAnomaly("layer", f"{text}: {compared}", int(layers[place])))
+            found.append(RoutingAnomaly("layer", f"{text}: {compared}", int(layers[place])))
             elsewhere.append(place)
     found += _of_ids({place: renumbered[place] for place in renumbered if place not in elsewhere}, layers)
     hot.forget([*elsewhere, *renumbered])  # rows of other layers and ids agree with nothing else either
@@ -226,29 +226,29 @@ def find_anomalies(
 def _renumbered(hot: OneHot, counts: Int[np.ndarray, "kinds layers experts"] | None) -> dict[int, Renumbering]:
     """Return the places of the layers whose expert ids are renumbered, with how."""
     if counts is None:
-        both = (hot.tape * hot.has_live[..., None], hot.live * (hot.num_named > 0)[..., None])
-        counts = np.stack([of.sum((0, 1)) for of in (*both, hot.tape * hot.live)]).round().astype(np.int64)
+        both = (hot.capture * hot.has_live[..., None], hot.live * (hot.num_named > 0)[..., None])
+        counts = np.stack([of.sum((0, 1)) for of in (*both, hot.capture * hot.live)]).round().astype(np.int64)
     found = {}
-    for place in range(hot.tape.shape[2]):
-        of_layer = find_renumbering(hot.tape[:, :, place], hot.live[:, :, place], ExpertCounts(*counts[:, place]))
+    for place in range(hot.capture.shape[2]):
+        of_layer = find_renumbering(hot.capture[:, :, place], hot.live[:, :, place], ExpertCounts(*counts[:, place]))
         if of_layer is not None:
             found[place] = of_layer
     return found
 
 
-def _of_ids(renumbered: Mapping[int, Renumbering], layers: Sequence[int]) -> list[TapeAnomaly]:
+def _of_ids(renumbered: Mapping[int, Renumbering], layers: Sequence[int]) -> list[RoutingAnomaly]:
     """Return one anomaly for all layers whose ids are renumbered: the cause is one."""
     texts = [f"layer {layers[place]}: {of_layer.text}" for place, of_layer in renumbered.items()]
     if len(texts) == 1:
-        return [TapeAnomaly("ids", texts[0], int(layers[next(iter(renumbered))]))]
+        return [RoutingAnomaly("ids", texts[0], int(layers[next(iter(renumbered))]))]
     more = f"; and {len(texts) - _MOST_LAYERS} more layers" if len(texts) > _MOST_LAYERS else ""
-    return [TapeAnomaly("ids", "; ".join(texts[:_MOST_LAYERS]) + more)] if texts else []
+    return [RoutingAnomaly("ids", "; ".join(texts[:_MOST_LAYERS]) + more)] if texts else []
 
 
-def _of_tokens_and_sequences(hot: OneHot, names: Sequence[str]) -> list[TapeAnomaly]:
+def _of_tokens_and_sequences(hot: OneHot, names: Sequence[str]) -> list[RoutingAnomaly]:
     if not _may_belong_elsewhere(hot):
         return _strangers(hot, names, named=set())
-    found: list[TapeAnomaly] = []
+    found: list[RoutingAnomaly] = []
     per_sequence = (hot.num_named > 0).sum((1, 2))
     by_shift = shift_overlap(hot)
     shifted = dict(_winners(by_shift, np.full(len(names), SHIFTS.index(0)), per_sequence))
@@ -257,7 +257,7 @@ def _of_tokens_and_sequences(hot: OneHot, names: Sequence[str]) -> list[TapeAnom
         if late:
             of = "" if len(late) == len(names) else f" in sequence{'s' if len(late) > 1 else ''} {_named(late, names)}"
             compared = _compared(by_shift.share[late[0]], SHIFTS.index(0), SHIFTS.index(shift))
-            found.append(TapeAnomaly("token", f"routes are one token {word}{of}: {compared}"))
+            found.append(RoutingAnomaly("token", f"routes are one token {word}{of}: {compared}"))
     by_sequence = sequence_overlap(hot)
     swapped = {
         place: other
@@ -266,12 +266,12 @@ def _of_tokens_and_sequences(hot: OneHot, names: Sequence[str]) -> list[TapeAnom
     }
     for place, other in swapped.items():
         text = f"sequence {names[place]} carries the routes of sequence {names[other]}"
-        found.append(TapeAnomaly("sequence", f"{text}: {_compared(by_sequence.share[place], place, other)}"))
+        found.append(RoutingAnomaly("sequence", f"{text}: {_compared(by_sequence.share[place], place, other)}"))
     found += _strangers(hot, names, named=shifted.keys() | swapped.keys())
     return found
 
 
-def _strangers(hot: OneHot, names: Sequence[str], named: AbstractSet[int]) -> list[TapeAnomaly]:
+def _strangers(hot: OneHot, names: Sequence[str], named: AbstractSet[int]) -> list[RoutingAnomaly]:
     """Return the sequences, but those that are named already, whose routes belong to none that was sampled."""
     values, rows = ownership(hot)
     with np.errstate(invalid="ignore"):
@@ -282,17 +282,17 @@ def _strangers(hot: OneHot, names: Sequence[str], named: AbstractSet[int]) -> li
     own, others = (f"{number} of the experts" for number in _agreement_of(hot, found))
     whose = f"sequence{'s' if len(found) > 1 else ''} {_named(found, names)}"
     text = f"the routes of {whose} are not {'their' if len(found) > 1 else 'its'} own"
-    return [TapeAnomaly("sequence", f"{text}: they agree in {own}, with those of other sequences in {others}")]
+    return [RoutingAnomaly("sequence", f"{text}: they agree in {own}, with those of other sequences in {others}")]
 
 
 def _agreement_of(hot: OneHot, places: Sequence[int]) -> tuple[str, str]:
-    """Return the mean agreement of some sequences' tapes with their own live routes, and with those of all other
+    """Return the mean agreement of some sequences' captures with their own live routes, and with those of all other
     sequences.
     """
     overlap = sequence_overlap(hot).share[places]
-    is_own = np.zeros(overlap.shape, dtype=bool)
-    is_own[np.arange(len(places)), places] = True
-    return f"{np.nanmean(overlap[is_own]):.3f}", f"{np.nanmean(overlap[~is_own]):.3f}"
+    is_custom = np.zeros(overlap.shape, dtype=bool)
+    is_custom[np.arange(len(places)), places] = True
+    return f"{np.nanmean(overlap[is_custom]):.3f}", f"{np.nanmean(overlap[~is_custom]):.3f}"
 
 
 def least_lead(counts: Int[np.ndarray, "*rows"]) -> Float[np.ndarray, "*rows"]:
@@ -301,7 +301,7 @@ def least_lead(counts: Int[np.ndarray, "*rows"]) -> Float[np.ndarray, "*rows"]:
     return lead
 
 
-def foreign_tape(slot_kappa: float | None) -> list[TapeAnomaly]:
+def foreign_capture(slot_kappa: float | None) -> list[RoutingAnomaly]:
     """Report routes of other tokens altogether, such as those of the step before: they agree with the
     routers by chance alone.
 
@@ -311,7 +311,7 @@ def foreign_tape(slot_kappa: float | None) -> list[TapeAnomaly]:
     if slot_kappa is None or slot_kappa >= LEAST_KAPPA:
         return []
     text = f"the routes are not those of these tokens: beyond chance they agree in {slot_kappa:.3f} of the experts"
-    return [TapeAnomaly("sequence", f"{text}, right ones in more than {LEAST_KAPPA}")]
+    return [RoutingAnomaly("sequence", f"{text}, right ones in more than {LEAST_KAPPA}")]
 
 
 def _winners(

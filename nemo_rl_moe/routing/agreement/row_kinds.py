@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of rows of a routing tape and classes of router margins, as they are counted; loads no torch."""
+"""Kinds of rows of a captured routing and classes of router margins, as they are counted; loads no torch."""
 
 from enum import IntEnum
 
@@ -9,7 +9,7 @@ MARGIN_EDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 
 
 class Row(IntEnum):
-    """Kinds of rows, a column each of the ledger; a row is a token in a layer."""
+    """Kinds of rows, a column each of the agreement statistics; a row is a token in a layer."""
 
     EXPECTED = 0
     """Rows of tokens that were fed to the model: all but the last one of a sequence."""
@@ -26,8 +26,8 @@ class Row(IntEnum):
     UNEXPECTED = 6
     """Usable, of a token that was not fed to the model: padding, or the last of a sequence."""
     TAKEN_SAME = 7
-    """The router took the tape's set of experts: all usable rows under replay."""
+    """The router took the capture's set of experts: all usable rows under replay."""
     LIVE_SAME = 8
-    """The router would choose the tape's set by itself."""
+    """The router would choose the capture's set by itself."""
     LIVE_SLOTS = 9
-    """Not rows: experts that the router would choose and the tape names, up to `topk` a row."""
+    """Not rows: experts that the router would choose and the capture names, up to `topk` a row."""

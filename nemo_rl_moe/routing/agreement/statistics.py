@@ -1,8 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger of a routing tape: what its rows hold, and how far the routers that train agree with them.
+"""The agreement statistics of a captured routing: what its rows hold, and how far the routers that train agree with
+them.
 
-A tape has the experts of each token in each MoE layer as another pass chose them, such as the rollout. Everything is
+A capture has the experts of each token in each MoE layer as another pass chose them, such as the rollout. Everything is
 counted on the device and without a host synchronisation, in tensors of the same shape on every rank, which one
 collective adds up.
 """
@@ -18,18 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.agreement.row_kinds import MARGIN_EDGES, Row
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
-from nemo_rl_moe.routing.replay import RoutedTokens, TapeRoutes, all_of, in_planes, named_too, num_in_common
+from nemo_rl_moe.routing.replay import ReplayRoutes, RoutedTokens, all_of, in_planes, named_too, num_in_common
 from nemo_rl_moe.shapes import Bool, Float, Int
 
 _COMPARED, _DIFFERS = 1, 2
 _NARROW = MARGIN_EDGES.index(1e-2)
 
 
-def classify_rows(routes: TapeRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Row, Bool[Tensor, "*layers tokens"]]:
-    """Return the kinds of a tape's rows, as masks.
+def classify_rows(routes: ReplayRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Row, Bool[Tensor, "*layers tokens"]]:
+    """Return the kinds of a capture's rows, as masks.
 
     Args:
         fed: Tokens that were fed to the model that chose these routes.
@@ -47,7 +48,7 @@ def classify_rows(routes: TapeRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Row,
     }
 
 
-class TapeLedger:
+class AgreementStatistics:
     """Counts of one step of training on one rank.
 
     Args:
@@ -56,9 +57,9 @@ class TapeLedger:
 
     Attributes:
         rows: A row for each MoE layer, a column for each `Row`.
-        tape_experts: How often the tape's usable rows name each expert, by layer.
+        captured_experts: How often the capture's usable rows name each expert, by layer.
         live_experts: How often the routers would choose each, for the same tokens.
-        agreed_experts: How often they would choose an expert that the tape names, for the same token.
+        agreed_experts: How often they would choose an expert that the capture names, for the same token.
         margins: Usable rows by class of the router's margin, `[layers, classes, 2]`: all, and those that differ.
         tokens: Tokens of each microbatch, by its number: `_COMPARED` where a layer had a usable row, `_DIFFERS` where
             the router of any would choose other experts.
@@ -69,7 +70,7 @@ class TapeLedger:
         counted = {"dtype": torch.long, "device": device}
         self.rows: Int[Tensor, "layers kinds"] = torch.zeros(num_layers, len(Row), **counted)  # type: ignore[call-overload]
         self._experts = torch.zeros(3 * num_layers * num_experts, **counted)  # type: ignore[call-overload]
-        self.tape_experts, self.live_experts, self.agreed_experts = self._experts.view(3, num_layers, num_experts)
+        self.captured_experts, self.live_experts, self.agreed_experts = self._experts.view(3, num_layers, num_experts)
         self.margins: Int[Tensor, "layers classes 2"] = torch.zeros(num_layers, len(MARGIN_EDGES) + 1, 2, **counted)  # type: ignore[call-overload]
         self.tokens: dict[int, Int[Tensor, " tokens"]] = {}
         self._edges = torch.tensor(MARGIN_EDGES, device=device)[:, None, None]
@@ -85,7 +86,7 @@ class TapeLedger:
         self,
         number: int | Mapping[int, int],
         layers: Int[Tensor, " layers"],
-        routes: TapeRoutes,
+        routes: ReplayRoutes,
         fed: Bool[Tensor, " tokens"],
         seen: Sequence[RoutedTokens],
     ) -> Int[Tensor, "topk layers tokens"] | None:
@@ -95,8 +96,8 @@ class TapeLedger:
             number: Number of the microbatch in the step, the same on all pipeline stages; for several, with their
                 numbers of tokens.
             layers: Positions of the MoE layers, of which a stage may have none.
-            routes: The tape's rows of these layers, of the tokens in the routers' order.
-            fed: Tokens that were fed to the model that made the tape.
+            routes: The capture's rows of these layers, of the tokens in the routers' order.
+            fed: Tokens that were fed to the model that made the capture.
             seen: Choices of the layers' routers; none: the rows are counted and compared with nothing.
 
         Returns:
@@ -132,19 +133,19 @@ class TapeLedger:
         self,
         tokens: Mapping[int, int],
         layers: Int[Tensor, " layers"],
-        routes: TapeRoutes,
+        routes: ReplayRoutes,
         live: Int[Tensor, "topk layers tokens"],
         slots: Int[Tensor, "layers tokens"],
         usable: Bool[Tensor, "layers tokens"],
         seen: Sequence[RoutedTokens],
     ) -> dict[Row, Tensor]:
-        """Return the rows, and slots of each row, in which routers and tape agree; counts margins and tokens."""
+        """Return the rows, and slots of each row, in which routers and capture agree; counts margins and tokens."""
         live_same = taken_same = slots == len(live)
         if any(of_layer.taken is not of_layer.live for of_layer in seen):
             taken = in_planes(torch.stack([of_layer.taken for of_layer in seen]).transpose(0, 1), self._num_experts)
             taken_same = (num_in_common(routes.planes, taken) == len(taken)) & usable
         differs = usable & ~live_same
-        # The mark of the layer that tells most.
+        # The mark of the layer that reports most.
         of_layers = torch.add(usable.view(torch.uint8), differs.view(torch.uint8), alpha=_DIFFERS)  # usable: _COMPARED
         for number, marks in zip(tokens, of_layers.amax(0).split(list(tokens.values())), strict=True):
             self.tokens[number] |= marks
@@ -166,11 +167,11 @@ class TapeLedger:
         if layers is self._last_layers:
             return
         self._last_layers = layers
-        # By the tape first, then by the routers, then by both.
+        # By the capture first, then by the routers, then by both.
         of_kinds = torch.arange(3, device=layers.device)[:, None]
         self._places_of_experts = ((of_kinds * len(self.rows) + layers) * self._num_experts)[:, None, :, None]
 
-    def reduced(self, stages: dist.ProcessGroup | None = None) -> "LedgerTotals":
+    def reduced(self, stages: dist.ProcessGroup | None = None) -> "AgreementTotals":
         """Return the sums over all ranks, in one collective, once stages of a pipeline have shared their tokens' marks.
         Every rank calls it.
 
@@ -179,29 +180,29 @@ class TapeLedger:
         """
         # One more than there are, so that no rank has nothing to share.
         marks = torch.cat([self.rows.new_zeros(1).to(torch.uint8), *(self.tokens[key] for key in sorted(self.tokens))])
-        tells = True
+        reports = True
         if stages is not None and dist.get_world_size(stages) > 1:
             # A token that differs is compared too, so that its mark is the largest of all stages'.
             dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=stages)
-            tells = dist.get_rank(stages) == 0
+            reports = dist.get_rank(stages) == 0
         # A mark is 0, that of what is compared, or with it that of what differs. In 32 bits as in `add`.
-        tokens = torch.stack([marks >= _COMPARED, marks >= _DIFFERS]).sum(1, dtype=torch.int32) * int(tells)
-        parts = [self.rows, self.tape_experts, self.live_experts, self.agreed_experts, self.margins, tokens]
-        return LedgerTotals(*(part.long() for part in sum_over_ranks(parts, self.rows.device)))
+        tokens = torch.stack([marks >= _COMPARED, marks >= _DIFFERS]).sum(1, dtype=torch.int32) * int(reports)
+        parts = [self.rows, self.captured_experts, self.live_experts, self.agreed_experts, self.margins, tokens]
+        return AgreementTotals(*(part.long() for part in sum_over_ranks(parts, self.rows.device)))
 
 
 @dataclass(frozen=True)
-class LedgerTotals:
+class AgreementTotals:
     """A step's counts over all ranks, on the host.
 
     Attributes:
         tokens: Number of tokens with a usable row in any layer, and of those for which any router would choose other
             experts.
-        rows, tape_experts, live_experts, agreed_experts, margins: Counts as in `TapeLedger`.
+        rows, captured_experts, live_experts, agreed_experts, margins: Counts as in `AgreementStatistics`.
     """
 
     rows: Int[Tensor, "layers kinds"]
-    tape_experts: Int[Tensor, "layers experts"]
+    captured_experts: Int[Tensor, "layers experts"]
     live_experts: Int[Tensor, "layers experts"]
     agreed_experts: Int[Tensor, "layers experts"]
     margins: Int[Tensor, "layers classes 2"]
@@ -210,7 +211,7 @@ class LedgerTotals:
     @property
     def of_experts(self) -> Int[np.ndarray, "kinds layers experts"]:
         """Return the counts of each expert in the captured routes, by the routers, and by both."""
-        return torch.stack([self.tape_experts, self.live_experts, self.agreed_experts]).numpy()
+        return torch.stack([self.captured_experts, self.live_experts, self.agreed_experts]).numpy()
 
     @property
     def rows_differing(self) -> float:
@@ -226,8 +227,8 @@ class LedgerTotals:
 
 
 @dataclass(frozen=True)
-class TapeReport:
-    """Content of one step's tape, and agreement of the routers that train with it.
+class RoutingReport:
+    """Content of one step's capture, and agreement of the routers that train with it.
 
     Attributes:
         layers: Global indices of the MoE layers.
@@ -236,31 +237,32 @@ class TapeReport:
     """
 
     layers: tuple[int, ...]
-    totals: LedgerTotals
+    totals: AgreementTotals
     metrics: dict[str, float]
-    anomalies: tuple[TapeAnomaly, ...]
+    anomalies: tuple[RoutingAnomaly, ...]
 
 
-def slot_chance(totals: LedgerTotals) -> Float[Tensor, " layers"]:
-    """Return the share of a token's experts on which tape and router would agree if either chose for a token of its
+def slot_chance(totals: AgreementTotals) -> Float[Tensor, " layers"]:
+    """Return the share of a token's experts on which capture and router would agree if either chose for a token of its
     own.
 
-    `sum_e a_e b_e / k`, with `a_e` and `b_e` the shares of tokens that have expert `e` on the tape and by the router:
-    what the experts' popularity alone makes them agree on. NaN in a layer without usable rows.
+    `sum_e a_e b_e / k`, with `a_e` and `b_e` the shares of tokens that have expert `e` on the capture and by the
+    router: what the experts' popularity alone makes them agree on. NaN in a layer without usable rows.
     """
-    on_tape, live = (of.numpy().astype(np.float64) for of in (totals.tape_experts, totals.live_experts))
+    captured, live = (of.numpy().astype(np.float64) for of in (totals.captured_experts, totals.live_experts))
     with np.errstate(invalid="ignore"):
-        return torch.from_numpy((on_tape * live).sum(1) / (totals.rows.numpy()[:, Row.USABLE] * on_tape.sum(1)))
+        return torch.from_numpy((captured * live).sum(1) / (totals.rows.numpy()[:, Row.USABLE] * captured.sum(1)))
 
 
-def agreement_metrics(totals: LedgerTotals, layers: tuple[int, ...], *, per_layer: bool) -> dict[str, float]:
-    """Return the metrics of the ledger, under `routing/`; empty where no row was expected.
+def agreement_metrics(totals: AgreementTotals, layers: tuple[int, ...], *, per_layer: bool) -> dict[str, float]:
+    """Return the metrics of the agreement statistics, under `routing/`; empty where no row was expected.
 
     `rows_*_share` are shares of the rows that were expected. `agreement` is the share of usable rows whose set of
     experts the routers took, `live_agreement` of those that they would choose by themselves, `slot_agreement` the share
     of single experts; `slot_kappa` is the last corrected for chance (Cohen's kappa, with `slot_chance`).
     `narrow_margin_share` is the share of rows whose margin is at most 0.01, and `flip_margin_median` the upper bound of
-    the class (`MARGIN_EDGES`) that holds the median margin of the rows where tape and router differ, if there are any.
+    the class (`MARGIN_EDGES`) that holds the median margin of the rows where capture and router differ, if there are
+    any.
     """
     rows = totals.rows.double().tolist()
     sums = [sum(of_kind) for of_kind in zip(*rows, strict=True)]
@@ -274,7 +276,7 @@ def agreement_metrics(totals: LedgerTotals, layers: tuple[int, ...], *, per_laye
     compared, differing = totals.tokens.tolist()
     if not compared:
         return metrics
-    slots_of_layers = totals.tape_experts.sum(1).tolist()
+    slots_of_layers = totals.captured_experts.sum(1).tolist()
     slots = sum(slots_of_layers)
     slot_agreement = sums[Row.LIVE_SLOTS] / slots
     by_chance = zip(slots_of_layers, slot_chance(totals).tolist(), strict=True)
@@ -307,7 +309,7 @@ _WRONG_ROWS = {
 }
 
 
-def row_anomalies(totals: LedgerTotals, layers: Sequence[int]) -> list[TapeAnomaly]:
+def row_anomalies(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAnomaly]:
     """Return the rows that hold what no router chooses; rows that are missing are none, as an engine may have been
     lost.
     """
@@ -318,5 +320,5 @@ def row_anomalies(totals: LedgerTotals, layers: Sequence[int]) -> list[TapeAnoma
             numbers = [str(layer) for layer, count in zip(layers, by_kind[kind], strict=True) if count]
             where = "all layers" if len(numbers) == len(layers) else f"layers {', '.join(numbers)}"
             share = f"{wrong:,} of {sum(by_kind[Row.EXPECTED]):,} rows"
-            found.append(TapeAnomaly("rows", f"{share} {words}, in {where}"))
+            found.append(RoutingAnomaly("rows", f"{share} {words}, in {where}"))
     return found

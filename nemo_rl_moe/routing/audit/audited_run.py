@@ -14,14 +14,14 @@ from nemo_rl_moe.routing.audit.auditor import AuditedStep, names_of_slots
 from nemo_rl_moe.routing.findings.learning_signal import IdleKind
 from nemo_rl_moe.routing.findings.tracker import Finding
 from nemo_rl_moe.routing.findings.wrong_routes import WRONG_ROUTES
-from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription
+from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory
 from nemo_rl_moe.runs.folder.routing import RoutingHistory
 from nemo_rl_moe.runs.folder.run_data import RunData, Series
 from nemo_rl_moe.runs.report.run_findings import episodes_of, findings_of
 
 ROLLOUT, TRAINING = "rollout", "training"
-_OF_TAPE, _OF_ROLLOUT_LOAD = "moe/routing/", "rollout_moe/"
+_OF_CAPTURE, _OF_ROLLOUT_LOAD = "moe/routing/", "rollout_moe/"
 _TAKEN = "moe/routing/agreement"
 """Experts that training took instead of its own choice stand in no file."""
 
@@ -47,7 +47,7 @@ class AuditedRun:
     """
 
     path: Path
-    description: TapeDescription
+    description: CaptureDescription
     steps: Sequence[AuditedStep]
     notices: Sequence[str] = field(default_factory=list)
     writers: Sequence[str] = ()
@@ -62,8 +62,8 @@ class AuditedRun:
         """Return a line for each missing column: what it would show, and how to get it."""
         # A part of the sequences will do for a noise floor.
         has_noise = any(key.startswith("moe/routing_noise/") for step in self.steps for key in step.metrics)
-        told = self.columns | ({"repeated_experts"} if has_noise else frozenset())
-        return [f"{name}: {what}" for name, what in _WANTED.items() if name not in told]
+        reported = self.columns | ({"repeated_experts"} if has_noise else frozenset())
+        return [f"{name}: {what}" for name, what in _WANTED.items() if name not in reported]
 
     def series(self, key: str) -> list[float]:
         """Return the values of a metric at the steps that have it."""
@@ -86,7 +86,7 @@ class SideFinding:
 
 def findings_over_steps(run: AuditedRun) -> list[SideFinding]:
     """Return findings that several steps make, as a live run reports them; those of single steps are with the steps."""
-    left_out = {*WRONG_ROUTES.values(), *get_args(IdleKind)}  # told of single steps; of rewards, not of routes
+    left_out = {*WRONG_ROUTES.values(), *get_args(IdleKind)}  # reported for single steps; of rewards, not of routes
     return [
         SideFinding(side.label or "", episode.latest)
         for side in sides_of(run)
@@ -111,9 +111,9 @@ def sides_of(run: AuditedRun, name: str = "") -> list[RunData]:
         if key.startswith(_OF_ROLLOUT_LOAD):
             rollout[f"train/moe/{key.removeprefix(_OF_ROLLOUT_LOAD)}"] = _series(run, key)
         else:
-            (rollout if key.startswith(_OF_TAPE) else training)[f"train/{key}"] = _series(run, key)
+            (rollout if key.startswith(_OF_CAPTURE) else training)[f"train/{key}"] = _series(run, key)
     reports = {step.step: step.report for step in run.steps if step.report is not None}
-    notes = [*dict.fromkeys(run.notices), *(f"not told: {text}" for text in run.missing)]
+    notes = [*dict.fromkeys(run.notices), *(f"not reported: {text}" for text in run.missing)]
     found: list[RunData] = []
     for side, metrics in ((ROLLOUT, rollout), (TRAINING, training)):
         loads = {step.step: load for step in run.steps if (load := _load(step, side)) is not None}
@@ -147,7 +147,7 @@ def _load(step: AuditedStep, side: str) -> np.ndarray | None:
     return step.rollout_load if side == ROLLOUT else step.training_load
 
 
-def _load_history(description: TapeDescription, loads: Mapping[int, np.ndarray]) -> ExpertLoadHistory | None:
+def _load_history(description: CaptureDescription, loads: Mapping[int, np.ndarray]) -> ExpertLoadHistory | None:
     if not loads:
         return None
     layers = np.array(description.layers, dtype=np.int64)
@@ -163,7 +163,7 @@ def _routing_history(run: AuditedRun) -> RoutingHistory:
         np.array([step.step for step in steps], dtype=np.int64),
         np.array(run.description.layers, dtype=np.int64),
         np.stack([of_step.rows.numpy() for of_step in totals]),
-        np.stack([of_step.tape_experts.sum(1).numpy() for of_step in totals]),
+        np.stack([of_step.captured_experts.sum(1).numpy() for of_step in totals]),
         np.stack([slot_chance(of_step).numpy() for of_step in totals]),
         np.stack([of_step.margins.numpy() for of_step in totals]),
         np.stack([unknown if step.layer_overlap is None else step.layer_overlap for step in steps]),

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The audit of one step of a tape: ledger, agreement, identity, load balance and mismatch, from what is there.
+"""The audit of one step of a capture: statistics, agreement, identity, load balance and mismatch, from what is there.
 
 Rows are taken a few sequences at a time, so that a step may be larger than memory.
 """
@@ -16,15 +16,15 @@ import torch.distributed as dist
 from nemo_rl_moe.metrics import with_prefix
 from nemo_rl_moe.routing.agreement.rank_rows import SLOTS, rows_by_rank
 from nemo_rl_moe.routing.agreement.repeated_rows import RepeatedRows
-from nemo_rl_moe.routing.agreement.report import CheckTotals, tape_report
-from nemo_rl_moe.routing.agreement.route_identity import TapeSample, layer_overlap
-from nemo_rl_moe.routing.agreement.statistics import Row, TapeLedger, TapeReport, row_anomalies
+from nemo_rl_moe.routing.agreement.report import CheckTotals, routing_report
+from nemo_rl_moe.routing.agreement.route_identity import RouteSample, layer_overlap
+from nemo_rl_moe.routing.agreement.statistics import AgreementStatistics, RoutingReport, Row, row_anomalies
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
 from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.routing.metrics.mismatch_split import gap_metrics, split_gap, split_metrics
-from nemo_rl_moe.routing.replay import RoutedTokens, TapeRoutes
-from nemo_rl_moe.runs.folder.captured_sequences import LOGPROBS, UNKNOWN, TapeDescription, TapeRows
+from nemo_rl_moe.routing.replay import ReplayRoutes, RoutedTokens
+from nemo_rl_moe.runs.folder.captured_sequences import LOGPROBS, UNKNOWN, CaptureDescription, CapturedRows
 from nemo_rl_moe.shapes import Float, Int
 
 _TOKENS_AT_A_TIME = 4096
@@ -50,7 +50,7 @@ class AuditedStep:
     num_sequences: int
     num_tokens: int
     metrics: Mapping[str, float]
-    report: TapeReport | None
+    report: RoutingReport | None
     rollout_load: Int[np.ndarray, "layers experts"] | None
     training_load: Int[np.ndarray, "layers experts"] | None
     layer_overlap: Float[np.ndarray, "layers layers"] | None = None
@@ -58,7 +58,7 @@ class AuditedStep:
 
 
 def audit_step(
-    description: TapeDescription, step: int, parts: Iterable[TapeRows], writers: Sequence[str] = ()
+    description: CaptureDescription, step: int, parts: Iterable[CapturedRows], writers: Sequence[str] = ()
 ) -> AuditedStep:
     """Audit of one step.
 
@@ -80,16 +80,16 @@ def names_of_slots(writers: Sequence[str]) -> list[str]:
 class _StepAudit:
     """Sums over the sequences of one step."""
 
-    def __init__(self, description: TapeDescription, writers: Sequence[str]):
+    def __init__(self, description: CaptureDescription, writers: Sequence[str]):
         self._description, self._writers = description, writers
         device = torch.device("cpu")
         shape = (len(description.layers), description.num_experts)
         self._layers = torch.arange(len(description.layers))
         # Of sequences that training has, and of others, which would pass for such that it routes otherwise.
-        self._ledger, self._alone = TapeLedger(*shape, device), TapeLedger(*shape, device)
-        self._repeated = TapeLedger(*shape, device)
+        self._statistics, self._alone = AgreementStatistics(*shape, device), AgreementStatistics(*shape, device)
+        self._repeated = AgreementStatistics(*shape, device)
         self._repeats = RepeatedRows(device)
-        self._by_slot, self._alone_by_slot = (rows_by_rank(self._ledger.rows, 0) for _ in range(2))
+        self._by_slot, self._alone_by_slot = (rows_by_rank(self._statistics.rows, 0) for _ in range(2))
         self._loads = {name: np.zeros(shape, dtype=np.int64) for name in ("rollout_experts", "training_experts")}
         self._values: dict[str, list[Float[np.ndarray, " tokens"]]] = {name: [] for name in _OF_TOKENS}
         self._noise_gaps: list[Float[np.ndarray, " tokens"]] = []
@@ -98,7 +98,7 @@ class _StepAudit:
         self._columns: set[str] | None = None
         self._num_sequences = self._num_tokens = self._num_passes = 0
 
-    def add(self, rows: TapeRows) -> None:
+    def add(self, rows: CapturedRows) -> None:
         """Add some sequences."""
         self._num_sequences += len(rows.lengths)
         self._num_tokens += int(rows.lengths.sum())
@@ -108,20 +108,22 @@ class _StepAudit:
         ends = rows.lengths.cumsum()
         fed = np.ones(int(ends[-1]), dtype=bool)
         fed[ends - 1] = False
-        tape, live = rows.columns.get("rollout_experts"), rows.columns.get("training_experts")
-        if tape is not None:
-            self._count_load("rollout_experts", tape[fed])  # some write a row of zeros for the last token
+        capture, live = rows.columns.get("rollout_experts"), rows.columns.get("training_experts")
+        if capture is not None:
+            self._count_load("rollout_experts", capture[fed])  # some write a row of zeros for the last token
         if live is not None:
             self._count_load("training_experts", live)
-        if tape is not None:
-            ledger, by_slot = (self._ledger, self._by_slot) if live is not None else (self._alone, self._alone_by_slot)
-            before = ledger.rows.clone()
-            self._compare(ledger, tape, live, rows.columns.get("margins"), fed)
+        if capture is not None:
+            statistics, by_slot = (
+                (self._statistics, self._by_slot) if live is not None else (self._alone, self._alone_by_slot)
+            )
+            before = statistics.rows.clone()
+            self._compare(statistics, capture, live, rows.columns.get("margins"), fed)
             slot = self._writers.index(rows.writer) if rows.writer in self._writers else 0
-            by_slot += rows_by_rank(ledger.rows - before, slot)
+            by_slot += rows_by_rank(statistics.rows - before, slot)
             if live is not None:
-                self._count_repeats(tape, live, fed, ends - rows.lengths)
-                self._sample(rows, tape, live)
+                self._count_repeats(capture, live, fed, ends - rows.lengths)
+                self._sample(rows, capture, live)
         if live is not None and (again := rows.columns.get("repeated_experts")) is not None:
             self._compare(self._repeated, again, live, None, fed)
         trained = rows.columns.get("loss_mask", np.ones(len(fed), dtype=bool)).copy()
@@ -138,7 +140,7 @@ class _StepAudit:
         """Return the audit of what was added; in a job of several processes by all of them, and a collective."""
         self._add_up_processes()
         layers = self._description.layers
-        totals, alone = self._ledger.reduced(), self._alone.reduced()
+        totals, alone = self._statistics.reduced(), self._alone.reduced()
         by_slot, more = self._by_slot, row_anomalies(alone, layers)
         is_compared = bool(totals.rows.any())
         if not is_compared:
@@ -147,7 +149,7 @@ class _StepAudit:
         report = overlap = None
         if totals.rows[:, Row.EXPECTED].any():
             num_experts = self._description.num_experts
-            sample = self._tape_sample() if self._sampled else None
+            sample = self._capture_sample() if self._sampled else None
             names = [name for name, _, _ in self._sampled]
             checked = CheckTotals(
                 self._repeats.counts,
@@ -156,7 +158,7 @@ class _StepAudit:
                 is_exact=self._description.is_exact and is_compared,
                 rank_names=names_of_slots(self._writers),
             )
-            report = tape_report(
+            report = routing_report(
                 layers, totals, checked, sample, names, num_experts=num_experts, per_layer=True, more_anomalies=more
             )
             overlap = None if sample is None else layer_overlap(sample, num_experts)
@@ -207,15 +209,15 @@ class _StepAudit:
 
     def _compare(
         self,
-        ledger: TapeLedger,
-        tape: Int[np.ndarray, "tokens layers topk"],
+        statistics: AgreementStatistics,
+        capture: Int[np.ndarray, "tokens layers topk"],
         live: Int[np.ndarray, "tokens layers topk"] | None,
         margins: Float[np.ndarray, "tokens layers"] | None,
         fed: np.ndarray,
     ) -> None:
-        for first in range(0, len(tape), _TOKENS_AT_A_TIME):
+        for first in range(0, len(capture), _TOKENS_AT_A_TIME):
             chosen = slice(first, first + _TOKENS_AT_A_TIME)
-            of_tokens, routes = torch.from_numpy(fed[chosen]), tape[chosen].copy()
+            of_tokens, routes = torch.from_numpy(fed[chosen]), capture[chosen].copy()
             seen: list[RoutedTokens] = []
             if live is not None:
                 # A token of which training knows nothing is compared with nothing, and its row is not one of padding.
@@ -230,12 +232,12 @@ class _StepAudit:
                     RoutedTokens(experts, experts, None if margin is None else margin[:, layer])
                     for layer, experts in enumerate(named.unbind(1))
                 ]
-            ledger.add(self._num_passes, self._layers, self._rows(routes), of_tokens, seen)
+            statistics.add(self._num_passes, self._layers, self._rows(routes), of_tokens, seen)
             self._num_passes += 1
 
     def _count_repeats(
         self,
-        tape: Int[np.ndarray, "tokens layers topk"],
+        capture: Int[np.ndarray, "tokens layers topk"],
         live: Int[np.ndarray, "tokens layers topk"],
         fed: np.ndarray,
         starts: Int[np.ndarray, " sequences"],
@@ -244,34 +246,34 @@ class _StepAudit:
         follows = known.copy()
         follows[1:] &= known[:-1]
         follows[starts] = False
-        for first in range(0, len(tape), _TOKENS_AT_A_TIME):
+        for first in range(0, len(capture), _TOKENS_AT_A_TIME):
             chosen = slice(first, first + _TOKENS_AT_A_TIME)
             self._repeats.add(
-                self._rows(tape[chosen].copy()),
+                self._rows(capture[chosen].copy()),
                 self._rows(live[chosen].copy()).planes,
                 torch.from_numpy(fed[chosen] & known[chosen]),
                 1,
                 torch.from_numpy(follows[chosen]),
             )
 
-    def _rows(self, routes: Int[np.ndarray, "tokens layers topk"]) -> TapeRoutes:
-        return TapeRoutes.of(torch.from_numpy(routes), self._description.num_experts)
+    def _rows(self, routes: Int[np.ndarray, "tokens layers topk"]) -> ReplayRoutes:
+        return ReplayRoutes.of(torch.from_numpy(routes), self._description.num_experts)
 
-    def _sample(self, rows: TapeRows, tape: np.ndarray, live: np.ndarray) -> None:
+    def _sample(self, rows: CapturedRows, capture: np.ndarray, live: np.ndarray) -> None:
         ends = rows.lengths.cumsum()
         for name, length, end in zip(rows.names, rows.lengths.tolist(), ends.tolist(), strict=True):
             if len(self._sampled) == _SAMPLED_SEQUENCES:
                 return
             window = slice(max(end - length, end - 1 - _SAMPLED_TOKENS), end - 1)
-            self._sampled.append((name, tape[window], live[window]))
+            self._sampled.append((name, capture[window], live[window]))
 
-    def _tape_sample(self) -> TapeSample:
+    def _capture_sample(self) -> RouteSample:
         shape = (len(self._sampled), _SAMPLED_TOKENS, len(self._description.layers), self._description.topk)
         both = np.full((2, *shape), UNKNOWN, dtype=np.int16)
         for number, (_, *windows) in enumerate(self._sampled):
             for kind, window in enumerate(windows):
                 both[kind, number, : len(window)] = window
-        return TapeSample(tape=both[0], live=both[1])
+        return RouteSample(capture=both[0], live=both[1])
 
     def _noise(self) -> dict[str, float]:
         totals = self._repeated.reduced()

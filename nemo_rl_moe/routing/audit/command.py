@@ -17,32 +17,36 @@ if TYPE_CHECKING:
     from nemo_rl_moe.routing.audit.audited_run import AuditedRun
     from nemo_rl_moe.routing.audit.sources import Source
 
-SUMMARY = "check the routed experts of an RL run, of any trainer: ledger, agreement, load balance, mismatch, findings"
+SUMMARY = (
+    "check the routed experts of an RL run, of any trainer: statistics, agreement, load balance, mismatch, findings"
+)
 EXAMPLES = """\
-A tape folder holds token ids, routed experts and log-probabilities of a run's sequences, step by step; docs/audit.md
+A capture folder holds token ids, routed experts and log-probabilities of a run's sequences, step by step; docs/audit.md
 describes it, and which files of other frameworks are read: verl, slime, miles, NeMo-RL, prime-rl, SkyRL, vLLM, SGLang,
-transformers. Nothing in a file is run. PATH alone is needed: what it holds tells its format.
+transformers. Nothing in a file is run. PATH alone is needed: what it holds says its format.
 
 examples:
-  nemo-rl-moe audit my_run/tape                 a tape folder, or the folder of a run of this project with one
+  nemo-rl-moe audit my_run/capture                 a capture folder, or the folder of a run of this project with one
   nemo-rl-moe audit dump/rollout_data --model Qwen3-30B-A3B
-  nemo-rl-moe audit dump/rollout_data --model Qwen3-30B-A3B --training router_logits --write-tape my_run/tape
-  nemo-rl-moe audit my_run/tape --html audit.html --json audit.json
-  nemo-rl-moe audit my_run/tape --steps 10:20
-  nemo-rl-moe audit my_run/tape --against yesterdays_run/tape
+  nemo-rl-moe audit dump/rollout_data --model Qwen3-30B-A3B --training router_logits --write-capture my_run/capture
+  nemo-rl-moe audit my_run/capture --html audit.html --json audit.json
+  nemo-rl-moe audit my_run/capture --steps 10:20
+  nemo-rl-moe audit my_run/capture --against yesterdays_run/capture
 
-exit code: 0 nothing is wrong; 1 routes cannot be right, each told in a line; 2 there is nothing that can be read
+exit code: 0 nothing is wrong; 1 routes cannot be right, each reported in a line; 2 there is nothing that can be read
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.add_argument("tapes", nargs="+", type=Path, metavar="PATH", help="a tape folder, or a framework's files")
+    parser.add_argument(
+        "captures", nargs="+", type=Path, metavar="PATH", help="a capture folder, or a framework's files"
+    )
     parser.add_argument(
         "--format",
         default="auto",
         metavar="NAME",
-        help="of the files: tape, verl, slime (and miles), "
+        help="of the files: capture, verl, slime (and miles), "
         "nemo-rl, prime-rl, skyrl, vllm, sglang, transformers; auto, the default: by what they hold",
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="the model's folder or config.json: layers, experts")
@@ -52,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", type=Path, metavar="OTHER", help="compare with this: another engine or remedy, another day"
     )
-    parser.add_argument("--write-tape", type=Path, metavar="DIR", help="write what was read as a tape folder too")
+    parser.add_argument("--write-capture", type=Path, metavar="DIR", help="write what was read as a capture folder too")
     parser.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="only these steps; either may be left out")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="one HTML file about all of it; opens from disk, without a network"
@@ -75,13 +79,13 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     from nemo_rl_moe.routing.audit.page import write_audit_page
     from nemo_rl_moe.routing.audit.sources import AUTO, FORMATS, open_source
     from nemo_rl_moe.routing.audit.summary import as_json, lines_of, problems_of
-    from nemo_rl_moe.runs.folder.capture_folder import DESCRIPTION_FILE
+    from nemo_rl_moe.runs.folder.capture_folder import described_by
     from nemo_rl_moe.runs.report.command import check_output
 
-    paths = [*options.tapes, *map(Path, more)]
-    if options.write_tape is not None and len(paths) > 1:
+    paths = [*options.captures, *map(Path, more)]
+    if options.write_capture is not None and len(paths) > 1:
         raise DataError(
-            f"--write-tape {options.write_tape}: got {len(paths)} paths, expected one: a tape is of one run"
+            f"--write-capture {options.write_capture}: got {len(paths)} paths, expected one: a capture is of one run"
         )
     if options.against is not None and len(paths) > 1:
         raise DataError(f"--against {options.against}: got {len(paths)} paths, expected one to compare with it")
@@ -95,10 +99,10 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     found, sources = [], []
     for path in [*paths, *([] if options.against is None else [options.against])]:
         is_other = path is options.against
-        # The page says to give OTHER as a tape, whatever PATH is.
-        kind = AUTO if is_other and (path / DESCRIPTION_FILE).is_file() else options.format
+        # The page says to give OTHER as a capture, whatever PATH is.
+        kind = AUTO if is_other and described_by(path).is_file() else options.format
         source = open_source(path, kind, model, None if is_other else options.training, options.steps)
-        found.append(_audited(path, source, None if is_other else options.write_tape, quiet=quiet))
+        found.append(_audited(path, source, None if is_other else options.write_capture, quiet=quiet))
         sources.append(source)
         if not only_json:
             print(printable("\n".join(lines_of(found[-1]))), flush=True)
@@ -124,7 +128,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
                 raise DataError(f"--json {options.json}: cannot be written: {error}") from None
     if options.html is not None:
         write_audit_page(found, options.html, [] if comparison is None else distance_lines(comparison))
-    # The other run is there to compare with: what is wrong with it alone is told in its own lines.
+    # The other run is there to compare with: what is wrong with it alone is reported in its own lines.
     looked_at = found if comparison is None else found[:1]
     problems = [f"{run.path}: {text}" for run in looked_at for text in problems_of(run)]
     problems += [] if comparison is None else [f"{found[0].path}: {text}" for text in comparison.problems]
@@ -132,14 +136,14 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         raise RoutesAuditError(problems)
 
 
-def _audited(path: Path, source: "Source", tape: Path | None, *, quiet: bool) -> "AuditedRun":
+def _audited(path: Path, source: "Source", capture: Path | None, *, quiet: bool) -> "AuditedRun":
     from nemo_rl_moe.routing.audit.audited_run import AuditedRun
     from nemo_rl_moe.routing.audit.auditor import audit_step
-    from nemo_rl_moe.runs.folder.capture_folder import TapeWriter
+    from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter
 
-    if tape is not None and source.sequences is None:
-        raise DataError(f"--write-tape {tape}: {path} is a tape already")
-    writer = None if tape is None else TapeWriter(tape, source.description)
+    if capture is not None and source.sequences is None:
+        raise DataError(f"--write-capture {capture}: {path} is a capture already")
+    writer = None if capture is None else CaptureFolderWriter(capture, source.description)
     audited = []
     for number, (step, read) in enumerate(source.read.items(), start=1):
         if not quiet:

@@ -20,9 +20,9 @@ from nemo_rl_moe.routing.audit.summary import SHOWN, anomalies_of, counted, numb
 from nemo_rl_moe.routing.metrics.load_arrays import load_distance
 from nemo_rl_moe.runs.folder.captured_sequences import (
     UNKNOWN,
-    TapeDescription,
-    TapeRows,
-    TapeSequence,
+    CaptureDescription,
+    CapturedRows,
+    CapturedSequence,
     rows_of,
     sequences_of,
 )
@@ -133,7 +133,7 @@ def distance_lines(comparison: Comparison) -> list[str]:
 def comparison_json(comparison: Comparison) -> Mapping[str, Any]:
     """Everything."""
     return {
-        "tape": str(comparison.other.path),
+        "capture": str(comparison.other.path),
         "means": {key: list(values) for key, values in comparison.means.items() if all(map(isfinite, values))},
         "load_distance": {
             side: {"mean": found.mean, "highest": found.highest, "layer": found.layer}
@@ -184,11 +184,11 @@ def _pairs(source: Source, other: Source) -> Iterator[tuple[int, int]]:
 
 
 def _same_sequences(
-    description: TapeDescription,
+    description: CaptureDescription,
     step: int,
-    read: Callable[[], Iterator[TapeRows]],
-    read_other: Callable[[], Iterator[TapeRows]],
-) -> dict[str, TapeRows]:
+    read: Callable[[], Iterator[CapturedRows]],
+    read_other: Callable[[], Iterator[CapturedRows]],
+) -> dict[str, CapturedRows]:
     """Return for each side the sequences that both runs have, with the other run's side in the place of training."""
     theirs: dict[bytes, Mapping[str, np.ndarray]] = {}
     tokens = 0
@@ -196,14 +196,14 @@ def _same_sequences(
         if tokens < _MOST_TOKENS and _key(columns) not in theirs:
             theirs[_key(columns)] = columns
             tokens += len(columns["token_ids"])
-    found: dict[str, list[TapeSequence]] = {ROLLOUT: [], TRAINING: []}
+    found: dict[str, list[CapturedSequence]] = {ROLLOUT: [], TRAINING: []}
     for name, mine in _sequences(read()):
         other = theirs.get(_key(mine))
         for side in found if other is not None else ():
             assert other is not None
             columns = _side_by_side(mine, other, side)
             if len(columns) > 1:
-                found[side].append(TapeSequence(name, len(mine["token_ids"]), columns))
+                found[side].append(CapturedSequence(name, len(mine["token_ids"]), columns))
     return {side: rows_of(description, step, sequences) for side, sequences in found.items() if sequences}
 
 
@@ -219,7 +219,7 @@ def _side_by_side(mine: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray
     return columns
 
 
-def _sequences(parts: Iterator[TapeRows]) -> Iterator[tuple[str, Mapping[str, np.ndarray]]]:
+def _sequences(parts: Iterator[CapturedRows]) -> Iterator[tuple[str, Mapping[str, np.ndarray]]]:
     for part in parts:
         if "token_ids" in part.columns:
             yield from ((sequence.name, sequence.columns) for sequence in sequences_of(part))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of an audit: a tape folder, or another framework's files, converted in memory a file at a time.
+"""Sources of an audit: a capture folder, or another framework's files, converted in memory a file at a time.
 
 The routes and log-probabilities of training may lie in files of their own. Their sequences are found by their token
 ids.
@@ -18,8 +18,9 @@ from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.routing.audit.adapters.registry import ADAPTERS, Adapter, files_by_step, load, recognised
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.runs.folder.capture_folder import (
+    CAPTURE_FOLDERS,
     DESCRIPTION_FILE,
-    TAPE_FOLDER,
+    described_by,
     read_description,
     read_step,
     steps_of,
@@ -28,15 +29,15 @@ from nemo_rl_moe.runs.folder.capture_folder import (
 from nemo_rl_moe.runs.folder.captured_sequences import (
     EXPERTS,
     UNKNOWN,
-    TapeDescription,
-    TapeRows,
-    TapeSequence,
+    CaptureDescription,
+    CapturedRows,
+    CapturedSequence,
     rows_of,
     sequences_of,
 )
 
-AUTO, TAPE = "auto", "tape"
-FORMATS = (AUTO, TAPE, *ADAPTERS)
+AUTO, CAPTURE = "auto", "capture"
+FORMATS = (AUTO, CAPTURE, *ADAPTERS)
 _OF_TRAINING = ("training_experts", "margins", "training_logprobs", "repeated_experts", "repeated_logprobs")
 Steps = tuple[int | None, int | None]
 
@@ -47,14 +48,14 @@ class Source:
 
     Attributes:
         read: Rows of each step, a few sequences or a file at a time.
-        sequences: The sequences as they are written into a tape; None of a tape.
+        sequences: The sequences as they are written into a capture; None of a capture.
         notices: Assumptions, each in a line; grows while steps are read.
         writers: Writers of all rows, in order.
     """
 
-    description: TapeDescription
-    read: Mapping[int, Callable[[], Iterator[TapeRows]]]
-    sequences: Mapping[int, Callable[[], Iterator[list[TapeSequence]]]] | None = None
+    description: CaptureDescription
+    read: Mapping[int, Callable[[], Iterator[CapturedRows]]]
+    sequences: Mapping[int, Callable[[], Iterator[list[CapturedSequence]]]] | None = None
     notices: list[str] = field(default_factory=list)
     writers: Sequence[str] = ()
 
@@ -65,7 +66,7 @@ def open_source(
     """Open a run as a source of sequences.
 
     Args:
-        path: A tape folder, a folder of a run of this project with one, or files of a framework: one, or a folder of
+        path: A capture folder, a folder of a run of this project with one, or files of a framework: one, or a folder of
             them.
         kind: One of `FORMATS`.
         model: Experts of the model; None: as the files have them.
@@ -75,11 +76,13 @@ def open_source(
     Raises:
         DataError: There is nothing that can be read.
     """
-    tape = _tape_folder(path) if kind in (AUTO, TAPE) else None
-    if tape is not None or kind == TAPE:
+    capture = _capture_folder(path) if kind in (AUTO, CAPTURE) else None
+    if capture is not None or kind == CAPTURE:
         if training is not None:
-            raise DataError(f"--training {training}: is for other formats; a tape has columns of its own for training")
-        return _tape(tape or path, chosen)
+            raise DataError(
+                f"--training {training}: is for other formats; a capture has columns of its own for training"
+            )
+        return _capture(capture or path, chosen)
     for name, place in (("", path), ("--training ", training)):
         if place is not None and not place.exists():
             raise DataError(f"{name}{place}: there is no such file or folder{_format_hint(place)}")
@@ -95,9 +98,11 @@ def open_source(
     )
 
 
-def _tape_folder(path: Path) -> Path | None:
-    """Return the tape folder at a path or in the folder of a run; None without any."""
-    return next((found for found in (path, path / TAPE_FOLDER) if (found / DESCRIPTION_FILE).is_file()), None)
+def _capture_folder(path: Path) -> Path | None:
+    """Return the capture folder at a path or in the folder of a run; None without any."""
+    return next(
+        (found for found in (path, *(path / name for name in CAPTURE_FOLDERS)) if described_by(found).is_file()), None
+    )
 
 
 def _format_hint(path: Path) -> str:
@@ -105,7 +110,7 @@ def _format_hint(path: Path) -> str:
     return f"; for a format: --format {path}" if str(path) in FORMATS else ""
 
 
-def _tape(folder: Path, chosen: Steps | None) -> Source:
+def _capture(folder: Path, chosen: Steps | None) -> Source:
     if not folder.is_dir():
         raise DataError(f"{folder}: is no folder{_format_hint(folder)}")
     description = read_description(folder)
@@ -127,8 +132,8 @@ def _only(steps: dict[int, list[Path]], chosen: Steps | None, path: Path) -> dic
 
 
 def _rows(
-    description: TapeDescription, step: int, sequences: Callable[[], Iterator[list[TapeSequence]]]
-) -> Iterator[TapeRows]:
+    description: CaptureDescription, step: int, sequences: Callable[[], Iterator[list[CapturedSequence]]]
+) -> Iterator[CapturedRows]:
     for number, part in enumerate(sequences()):
         try:
             rows = rows_of(description, step, part)
@@ -171,7 +176,7 @@ class _Files:
             raise DataError(_unknown(path))
         self.adapter: Adapter = ADAPTERS[name]
 
-    def read(self, step: int) -> Iterator[list[TapeSequence]]:
+    def read(self, step: int) -> Iterator[list[CapturedSequence]]:
         """Yield the sequences of a step, a file at a time, with the layers that the file has."""
         for file in self.steps[step]:
             content: Any = load(file)
@@ -188,10 +193,10 @@ class _Files:
 
 
 class _CapturedRoutes:
-    """Sequences of a tape folder, read as those of other files are.
+    """Sequences of a capture folder, read as those of other files are.
 
     Args:
-        folder: The tape's.
+        folder: The capture's.
         model: Experts of the model.
 
     Raises:
@@ -208,7 +213,7 @@ class _CapturedRoutes:
                 f"{_numbers(model.moe_layers)} as --model says"
             )
 
-    def read(self, step: int) -> Iterator[list[TapeSequence]]:
+    def read(self, step: int) -> Iterator[list[CapturedSequence]]:
         """Read the sequences of a step, a few at a time."""
         for rows in read_step(self._description, step, self.steps[step]):
             yield sequences_of(rows)
@@ -220,8 +225,8 @@ def _numbers(layers: Sequence[int]) -> str:
 
 def _training_files(path: Path, model: RouterShape | None) -> _Files | _CapturedRoutes:
     """Return the files of the training's side, of any format."""
-    tape = _tape_folder(path)
-    return _Files(path, AUTO, model, None) if tape is None else _CapturedRoutes(tape, model)
+    capture = _capture_folder(path)
+    return _Files(path, AUTO, model, None) if capture is None else _CapturedRoutes(capture, model)
 
 
 def _kind_of(file: Path) -> str | None:
@@ -233,7 +238,7 @@ def _unknown(path: Path) -> str:
 
 
 class _Converted:
-    """Sequences of files as a tape has them.
+    """Sequences of files as a capture has them.
 
     Args:
         training: Files of training; None: its columns are in `files`.
@@ -243,7 +248,7 @@ class _Converted:
         self._files, self._training, self._model = files, training, files.model
         self.notices: list[str] = []
 
-    def description(self) -> TapeDescription:
+    def description(self) -> CaptureDescription:
         """Return the layers and experts: of the model's configuration, or of what all files hold."""
         made_by = self._files.adapter.made_by
         shape: tuple[int, ...] | None = None
@@ -255,7 +260,7 @@ class _Converted:
                     if shape is not None and experts.shape[1:] != shape and self._model is None:
                         raise DataError(
                             f"{files.path}: step {step}: got {list(experts.shape[1:])} layers and experts of a token,"
-                            f" elsewhere {list(shape)}; --model DIR tells which layers have experts"
+                            f" elsewhere {list(shape)}; --model DIR says which layers have experts"
                         )
                     if shape is None:
                         shape, written = experts.shape[1:], np.zeros(experts.shape[1], dtype=bool)
@@ -265,17 +270,17 @@ class _Converted:
                 if shape and self._model:
                     break
         if shape is None:
-            self.notices.append("no sequence has routed experts: nothing is told of routes")
-            return TapeDescription((), 0, 0, made_by)
+            self.notices.append("no sequence has routed experts: nothing is informed of routes")
+            return CaptureDescription((), 0, 0, made_by)
         if self._model is not None:
-            return TapeDescription(self._model.moe_layers, self._model.num_experts, self._model.topk, made_by)
-        self.notices.append(f"num_experts: {largest + 1}, the largest number of an expert and 1; --model tells")
+            return CaptureDescription(self._model.moe_layers, self._model.num_experts, self._model.topk, made_by)
+        self.notices.append(f"num_experts: {largest + 1}, the largest number of an expert and 1; --model reports")
         if not written.all():
             layers = ", ".join(map(str, np.flatnonzero(~written)))
-            self.notices.append(f"layers {layers} hold expert 0 alone everywhere: --model tells whether they are dense")
-        return TapeDescription(tuple(range(shape[0])), largest + 1, shape[1], made_by)
+            self.notices.append(f"layers {layers} hold expert 0 alone everywhere: --model says whether they are dense")
+        return CaptureDescription(tuple(range(shape[0])), largest + 1, shape[1], made_by)
 
-    def sequences(self, step: int) -> Iterator[list[TapeSequence]]:
+    def sequences(self, step: int) -> Iterator[list[CapturedSequence]]:
         """Yield the sequences of a step, a file at a time.
 
         Raises:
@@ -285,10 +290,10 @@ class _Converted:
         for part in self._files.read(step):
             kept = [self._fitted(sequence, self._files.path) for sequence in part]
             yield kept if partners is None else [partners.joined(sequence) for sequence in kept]
-        if partners is not None and (text := partners.told(step)):
+        if partners is not None and (text := partners.reported(step)):
             self.notices.append(text)
 
-    def _fitted(self, sequence: TapeSequence, path: Path) -> TapeSequence:
+    def _fitted(self, sequence: CapturedSequence, path: Path) -> CapturedSequence:
         """Return the sequence with rows of the layers with experts alone."""
         columns = dict(sequence.columns)
         for name in (*EXPERTS, "margins"):
@@ -297,7 +302,7 @@ class _Converted:
         return replace(sequence, columns=columns)
 
 
-def _experts(parts: Iterator[list[TapeSequence]]) -> Iterator[np.ndarray]:
+def _experts(parts: Iterator[list[CapturedSequence]]) -> Iterator[np.ndarray]:
     for part in parts:
         for sequence in part:
             yield from (sequence.columns[name] for name in EXPERTS if name in sequence.columns)
@@ -322,11 +327,11 @@ class _Partners:
 
     Args:
         files: Files of training; those of one step serve every step.
-        fitted: Brings a sequence to the layers of the tape.
+        fitted: Brings a sequence to the layers of the capture.
     """
 
     def __init__(
-        self, files: _Files | _CapturedRoutes, step: int, fitted: Callable[[TapeSequence, Path], TapeSequence]
+        self, files: _Files | _CapturedRoutes, step: int, fitted: Callable[[CapturedSequence, Path], CapturedSequence]
     ):
         self._path, self._missing, self._joined = files.path, 0, 0
         steps: Sequence[int] = (step,) if step in files.steps else list(files.steps) if len(files.steps) == 1 else ()
@@ -337,7 +342,7 @@ class _Partners:
                     if "token_ids" in sequence.columns:
                         self._columns.setdefault(_key(sequence), []).append(_as_training(sequence))
 
-    def joined(self, sequence: TapeSequence) -> TapeSequence:
+    def joined(self, sequence: CapturedSequence) -> CapturedSequence:
         """Return the sequence with the columns of its partner, of which each serves once."""
         if "token_ids" not in sequence.columns:
             raise DataError(f"--training {self._path}: sequence {sequence.name} has no token ids to find it by")
@@ -353,7 +358,7 @@ class _Partners:
         self._joined += 1
         return replace(sequence, columns={**sequence.columns, **(found.pop(0) if len(found) > 1 else found[0])})
 
-    def told(self, step: int) -> str:
+    def reported(self, step: int) -> str:
         """Return the parts that were not found; empty for none.
 
         Raises:
@@ -365,11 +370,11 @@ class _Partners:
         return f"step {step}: --training has {self._joined} of {total} sequences" if self._missing else ""
 
 
-def _key(sequence: TapeSequence) -> bytes:
+def _key(sequence: CapturedSequence) -> bytes:
     return np.asarray(sequence.columns["token_ids"], dtype=np.int64).tobytes()
 
 
-def _as_training(sequence: TapeSequence) -> Mapping[str, np.ndarray]:
+def _as_training(sequence: CapturedSequence) -> Mapping[str, np.ndarray]:
     """Return the columns of training; routes that are only called routes, such as verl's recorded ones, are those of
     training.
     """

@@ -60,7 +60,7 @@ def lines_of(run: AuditedRun) -> list[str]:
             numbers = (values[0], values[-1], min(values), max(values))
             lines.append(f"  {label:38}" + "".join(f"{number_text(number):>12}" for number in numbers))
     if run.missing:
-        lines += ["not told, for want of a column:", *(f"  {text}" for text in run.missing)]
+        lines += ["not reported, for want of a column:", *(f"  {text}" for text in run.missing)]
     lines += [f"note: {text}" for text in dict.fromkeys(run.notices)]
     lines.append(counted(len(problems_of(run)), "finding", zero="no"))
     return lines
@@ -122,7 +122,7 @@ def as_json(run: AuditedRun) -> Mapping[str, Any]:
     """Everything of a run."""
     description = run.description
     return {
-        "tape": str(run.path),
+        "capture": str(run.path),
         "layers": list(description.layers),
         "num_experts": description.num_experts,
         "topk": description.topk,

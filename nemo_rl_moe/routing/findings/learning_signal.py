@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of reinforcement learning that teach nothing: without any advantage, or with every response cut."""
+"""Steps of reinforcement learning that teach nothing: without any advantage, or with every response truncated."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -44,7 +44,7 @@ class LearningSignal:
         texts: dict[IdleKind, str] = {
             "no_advantages": f"every advantage has been 0 since step {{}}: rewards that are compared are equal{mean},"
             " and teach nothing",
-            "all_truncated": "every response has been cut at the length limit since step {}",
+            "all_truncated": "every response has been truncated at the length limit since step {}",
         }
         is_so: dict[IdleKind, bool] = {
             "no_advantages": metrics.get("train/advantages/min") == metrics.get("train/advantages/max") == 0,

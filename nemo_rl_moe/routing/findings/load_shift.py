@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads that change from one step to the next: an expert that loses all of its tokens.
 
-It takes patience to tell a long idle expert from chance, and none for one that loses a whole share at once.
+It takes patience to report a long idle expert from chance, and none for one that loses a whole share at once.
 """
 
 from collections import deque

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Signs that a scorer does not work: responses that it fails to score, and rewards that never vary."""
+"""Signs that a reward function does not work: responses that it fails to score, and rewards that never vary."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -85,16 +85,16 @@ class RewardSignal:
             self._first_step = step
         if self._first_step > 1:
             return  # of a run that went on from a checkpoint, whose earlier rewards are not known
-        # That the whole reward is the same everywhere is told as a step without advantages.
-        told_elsewhere = metrics.get("train/advantages/min") == metrics.get("train/advantages/max") == 0
+        # That the whole reward is the same everywhere is reported as a step without advantages.
+        reported_elsewhere = metrics.get("train/advantages/min") == metrics.get("train/advantages/max") == 0
         found = []
         for name, mean, deviation in _rewards(metrics):
             history = self._history.setdefault(name, _History(mean))
             history.observe(mean, deviation)
-            if not history.varies and history.steps >= num_steps and not (name == _TOTAL and told_elsewhere):
+            if not history.varies and history.steps >= num_steps and not (name == _TOTAL and reported_elsewhere):
                 found.append(f"{name} has been {mean:.4g}")
         if found:
-            text = f"{', '.join(found)} in every response since step {self._first_step}: it tells none from another"
+            text = f"{', '.join(found)} in every response since step {self._first_step}: it separates none"
             yield "constant_reward", self._first_step, text
 
 

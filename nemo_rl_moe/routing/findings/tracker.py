@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of sick routing, wrong routes, failing scorers and idle steps, in words: for alerts, the report and `watch`.
+"""Findings of sick routing, wrong routes, failing reward functions and idle steps, in words: for alerts, the report and
+`watch`.
 
 A finding is an episode: it begins when a condition has held for enough steps in a row, and is over at the first step
 at which it does not hold. A condition that returns soon continues the same episode. Chance is not a finding: a router
@@ -14,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.findings.learning_signal import IdleKind, LearningSignal
 from nemo_rl_moe.routing.findings.load_shift import LEAST_SHARE, SuddenlyIdle
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses, RewardKind, RewardSignal
@@ -59,7 +60,7 @@ class Thresholds:
         sustained_steps: Steps in a row that `excess_cv` or `overload_factor` must be exceeded.
         idle_steps: Steps in a row of reinforcement learning that teach nothing; and from the first one on, without any
             variation of a reward.
-        missing_routes_share: Share of the rows of a rollout's tape that are missing.
+        missing_routes_share: Share of the rows of a rollout's capture that are missing.
         missing_routes_steps: Steps in a row that `missing_routes_share` must be exceeded.
         sudden_steps: Steps in a row that routing must have changed at once, or cannot be right: an expert that had its
             share is dead, or never had a token while all others of its layer have theirs; the overload factor is far
@@ -156,7 +157,7 @@ class FindingTracker:
             found.append(Finding(kind, None, since, step, False, text))
         return self._continue({key for key in self._latest if key[0] not in WRONG_ROUTES.values()}, found)
 
-    def observe_tape(self, step: int, anomalies: Sequence[TapeAnomaly]) -> list[Finding]:
+    def observe_anomalies(self, step: int, anomalies: Sequence[RoutingAnomaly]) -> list[Finding]:
         """Return findings that begin with the captured routes of a step; a run may end by it, before its metrics are
         there."""
         found = []

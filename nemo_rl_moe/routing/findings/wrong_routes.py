@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of a step's tape of routed experts: routes that cannot be right, by kind and layer."""
+"""Findings of a step's captured routed experts: routes that cannot be right, by kind and layer."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from nemo_rl_moe.routing.agreement.route_identity import AnomalyKind, TapeAnomaly
+from nemo_rl_moe.routing.agreement.route_identity import AnomalyKind, RoutingAnomaly
 
 WrongRoutesKind = Literal[
     "malformed_routes",
@@ -28,12 +28,12 @@ WRONG_ROUTES: dict[AnomalyKind, WrongRoutesKind] = {
     "rank": "routes_lost_in_one_rank",
 }
 ANOMALIES_METRIC = "train/moe/routing/anomalies"
-"""Key of the number of anomalies: every step with a tape has it."""
+"""Key of the number of anomalies: every step with a capture has it."""
 MISSING_METRIC = "train/moe/routing/rows_missing_share"
 _MOST_TEXTS = 2
 
 
-def wrong_routes(anomalies: Sequence[TapeAnomaly]) -> Iterator[tuple[WrongRoutesKind, int | None, str]]:
+def wrong_routes(anomalies: Sequence[RoutingAnomaly]) -> Iterator[tuple[WrongRoutesKind, int | None, str]]:
     """Return findings of one step, one for each kind and layer that has an anomaly.
 
     Yields:

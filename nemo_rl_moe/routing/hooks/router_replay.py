@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from nemo_rl_moe.metrics import with_prefix
 from nemo_rl_moe.routing.agreement.expected_agreement import unexplained_disagreement
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly, TapeSample, find_anomalies
+from nemo_rl_moe.routing.agreement.route_identity import RouteSample, RoutingAnomaly, find_anomalies
 from nemo_rl_moe.routing.agreement.statistics import (
-    LedgerTotals,
+    AgreementStatistics,
+    AgreementTotals,
+    RoutingReport,
     Row,
-    TapeLedger,
-    TapeReport,
     agreement_metrics,
     row_anomalies,
 )
@@ -38,7 +38,7 @@ from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
 from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.routing.metrics.load_balance_tracking import ForwardWatcher, watch_model
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
-from nemo_rl_moe.routing.replay import UNKNOWN, RoutedTokens, TapeRoutes, in_order, margins
+from nemo_rl_moe.routing.replay import UNKNOWN, ReplayRoutes, RoutedTokens, in_order, margins
 from nemo_rl_moe.routing.routers import RouterKind, RouterLayer, moe_layer_indices, routed_experts, router_kind
 from nemo_rl_moe.shapes import Bool, Int
 
@@ -75,7 +75,7 @@ class RouterReplayAudit:
         self._position = {layer: position for position, layer in enumerate(self._layers)}
         self._num_experts, self._topk = int(self._config.num_moe_experts), int(self._config.moe_router_topk)
         device = next((parameter.device for parameter in chunks[0].parameters()), torch.device("cpu"))
-        self._ledger = TapeLedger(len(self._layers), self._num_experts, device)
+        self._statistics = AgreementStatistics(len(self._layers), self._num_experts, device)
         self._recomputed = torch.zeros(len(self._layers), 2, dtype=torch.long, device=device)
         # By pass and sequence; chunks fill their layers.
         self._sampled: dict[tuple[int, int], np.ndarray] = {}
@@ -95,7 +95,7 @@ class RouterReplayAudit:
         `metrics` are those of `nemo-rl-moe audit`. `rollout_load` counts the targets, `training_load` what the routers
         would choose for the same tokens. Anomalies of all ranks are reported, each kind once for a layer.
         """
-        totals = self._ledger.reduced(self._place.stages)
+        totals = self._statistics.reduced(self._place.stages)
         (recomputed,) = sum_over_ranks([self._recomputed], self._recomputed.device)
         anomalies = self._anomalies(totals, recomputed.long())
         found = agreement_metrics(totals, self._layers, per_layer=True)
@@ -103,9 +103,9 @@ class RouterReplayAudit:
         report = None
         if found:
             found["routing/anomalies"] = float(len(anomalies))
-            report = TapeReport(self._layers, totals, found, tuple(anomalies))
+            report = RoutingReport(self._layers, totals, found, tuple(anomalies))
             metrics = with_prefix("moe", found)
-            for prefix, counts in (("moe", totals.live_experts), ("rollout_moe", totals.tape_experts)):
+            for prefix, counts in (("moe", totals.live_experts), ("rollout_moe", totals.captured_experts)):
                 load = ExpertLoad(self._layers, counts)
                 metrics |= with_prefix(prefix, load_balance_metrics(load, router_topk=self._topk))
         audited = AuditedStep(
@@ -114,11 +114,11 @@ class RouterReplayAudit:
             int(totals.tokens[0]),
             metrics,
             report,
-            totals.tape_experts.numpy() if found else None,
+            totals.captured_experts.numpy() if found else None,
             totals.live_experts.numpy() if found else None,
             columns=frozenset({"rollout_experts", "training_experts", "margins"} if found else ()),
         )
-        self._ledger.clear()
+        self._statistics.clear()
         self._recomputed.zero_()
         self._sampled.clear()
         for watcher in self._watchers:
@@ -147,15 +147,15 @@ class RouterReplayAudit:
         layers = sorted(seen)
         positions = torch.tensor([self._position[layer] for layer in layers], dtype=torch.long, device=fed.device)
         if not layers:
-            nothing = TapeRoutes.of(fed.new_zeros(len(fed), 0, self._topk, dtype=torch.long), self._num_experts)
-            self._ledger.add(number, positions, nothing, fed, [])
+            nothing = ReplayRoutes.of(fed.new_zeros(len(fed), 0, self._topk, dtype=torch.long), self._num_experts)
+            self._statistics.add(number, positions, nothing, fed, [])
             return
         # A target may be of any type of integers, such as one that cannot hold what is unknown.
         targets = torch.stack([seen[layer].target.to(fed.device, torch.long) for layer in layers], 1)
         # A target stands for tokens too that no engine has fed; what it holds there says nothing.
         targets = targets.masked_fill(~fed[:, None, None], UNKNOWN)
         routed = [seen[layer].routed for layer in layers]
-        self._ledger.add(number, positions, TapeRoutes.of(targets, self._num_experts), fed, routed)
+        self._statistics.add(number, positions, ReplayRoutes.of(targets, self._num_experts), fed, routed)
         live = torch.stack([of_layer.live for of_layer in routed], 1)
         self._sample(number, layers, torch.stack([targets, live]), fed, num_sequences)
 
@@ -191,12 +191,12 @@ class RouterReplayAudit:
             rows = fed.view(-1, num_sequences)[:, sequence].nonzero()[-_SAMPLED_TOKENS:, 0] * num_sequences + sequence
             self._sampled[key][:, : len(rows), places] = both[:, rows].to(torch.int16).cpu().numpy()
 
-    def _anomalies(self, totals: LedgerTotals, recomputed: Int[Tensor, "layers 2"]) -> list[TapeAnomaly]:
+    def _anomalies(self, totals: AgreementTotals, recomputed: Int[Tensor, "layers 2"]) -> list[RoutingAnomaly]:
         """Return the anomalies of all ranks; a collective operation."""
         found = row_anomalies(totals, self._layers) + _not_taken(totals, self._layers)
         found += _other_recomputed(recomputed, self._layers)
         mine = self._identity(totals)
-        everyone: list[list[TapeAnomaly]] = [mine]
+        everyone: list[list[RoutingAnomaly]] = [mine]
         if dist.is_initialized() and dist.get_world_size() > 1:
             everyone = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(everyone, mine)
@@ -204,7 +204,7 @@ class RouterReplayAudit:
         found += kinds.values()
         return found or unexplained_disagreement(totals, self._layers)
 
-    def _identity(self, totals: LedgerTotals) -> list[TapeAnomaly]:
+    def _identity(self, totals: AgreementTotals) -> list[RoutingAnomaly]:
         """Compare this rank's sampled sequences, the layers of all stages side by side, which is a collective."""
         of_stages = [self._sampled]
         if self._place.stages is not None:
@@ -215,10 +215,10 @@ class RouterReplayAudit:
         found = [np.maximum.reduce([of_stage[key] for of_stage in of_stages if key in of_stage]) for key in keys]
         if not found:
             return []
-        tape, live = np.stack(found, 1)
+        capture, live = np.stack(found, 1)
         rank = dist.get_rank() if dist.is_initialized() else 0
         names = [f"{sequence} of pass {number} on rank {rank}" for number, sequence in keys]
-        return find_anomalies(TapeSample(tape, live), self._num_experts, self._layers, names, totals.of_experts)
+        return find_anomalies(RouteSample(capture, live), self._num_experts, self._layers, names, totals.of_experts)
 
 
 class _Seen(NamedTuple):
@@ -287,7 +287,7 @@ class _ChunkWatcher(ForwardWatcher):
         self._note(number, replay.target_topk_idx, RoutedTokens(taken, taken, None))
 
     def leave_model(self) -> None:
-        """Add the pass to the ledger."""
+        """Add the pass to the agreement statistics."""
         if self._gradients_at_entry is not None and not self.is_recomputed():
             num_rows, num_sequences = self._size_of_pass()
             if num_rows:
@@ -393,23 +393,23 @@ def _place() -> _Place:
     )
 
 
-def _not_taken(totals: LedgerTotals, layers: Sequence[int]) -> list[TapeAnomaly]:
+def _not_taken(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAnomaly]:
     """Return the targets that a router has not taken: it does not ask for them, as a fused one."""
     missed = totals.rows[:, Row.USABLE] - totals.rows[:, Row.TAKEN_SAME]
     compared = int(totals.tokens[0]) > 0
     return [
-        TapeAnomaly("rows", f"{count:,} rows of targets were set and not taken in layer {layer}", layer)
+        RoutingAnomaly("rows", f"{count:,} rows of targets were set and not taken in layer {layer}", layer)
         for layer, count in zip(layers, missed.tolist(), strict=True)
         if compared and count
     ]
 
 
-def _other_recomputed(recomputed: Int[Tensor, "layers 2"], layers: Sequence[int]) -> list[TapeAnomaly]:
+def _other_recomputed(recomputed: Int[Tensor, "layers 2"], layers: Sequence[int]) -> list[RoutingAnomaly]:
     """Return the layers whose repeated pass took other experts than the first one: its gradient is of another
     function.
     """
     return [
-        TapeAnomaly(
+        RoutingAnomaly(
             "rows", f"the repeated forward of layer {layer} took other experts in {wrong:,} of {rows:,} rows", layer
         )
         for layer, (rows, wrong) in zip(layers, recomputed.tolist(), strict=True)

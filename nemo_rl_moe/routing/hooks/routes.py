@@ -17,21 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly, foreign_tape
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly, foreign_capture
 from nemo_rl_moe.routing.audit.auditor import AuditedStep, audit_step
 from nemo_rl_moe.routing.hooks.pass_recorder import RoutedPass, RouteRecorder
 from nemo_rl_moe.routing.hooks.sequences import (
     RoutedSequence,
+    capture_description,
     paired_sequences,
     sequences_of,
-    tape_description,
     training_sequences,
 )
 from nemo_rl_moe.routing.metrics.expert_load_recorder import add_assignments
 from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.routing.replay import UNKNOWN
-from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence, rows_of
+from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence, rows_of
 
 _ALONE = f"process-{uuid.uuid4().hex[:12]}"
 """Writer of a process that belongs to no job."""
@@ -46,7 +46,7 @@ class Routes:
 
     def __init__(self, recorder: RouteRecorder):
         self.passes: list[RoutedPass] = []
-        self.description: TapeDescription = tape_description(recorder.layers, "record_routes")
+        self.description: CaptureDescription = capture_description(recorder.layers, "record_routes")
 
     def expert_load(self) -> ExpertLoad:
         """Return the tokens of each expert in each layer, padding left out."""
@@ -64,8 +64,8 @@ class Routes:
         """Return the sequences of the passes; those of a generation go on through its passes."""
         return sequences_of(self.passes)
 
-    def tape(self, rollout: "Routes | None" = None) -> list[TapeSequence]:
-        """Return the sequences as a tape has them, these routes as the training's side.
+    def capture(self, rollout: "Routes | None" = None) -> list[CapturedSequence]:
+        """Return the sequences as a capture has them, these routes as the training's side.
 
         Args:
             rollout: Routes of the rollout that sampled them; other sequences are left out.
@@ -78,24 +78,24 @@ class Routes:
         """Return the agreement of these routes with those of a rollout of the same tokens, load balance of both, and
         findings.
         """
-        return audit_sequences(self.description, step, self.tape(rollout))
+        return audit_sequences(self.description, step, self.capture(rollout))
 
-    def write_tape(self, folder: Path, step: int, rollout: "Routes | None" = None) -> Path | None:
-        """Write the sequences into a tape folder; return the file, or None without any sequence.
+    def write_capture(self, folder: Path, step: int, rollout: "Routes | None" = None) -> Path | None:
+        """Write the sequences into a capture folder; return the file, or None without any sequence.
 
         The writer is the same at every step, so that findings can name it: the rank of the process in its job.
 
         Args:
             folder: Several processes may write into it.
         """
-        sequences = self.tape(rollout)
-        from nemo_rl_moe.runs.folder.capture_folder import TapeWriter  # files need pyarrow, metrics do not
+        sequences = self.capture(rollout)
+        from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter  # files need pyarrow, metrics do not
 
-        return TapeWriter(folder, self.description, _writer()).write(step, sequences) if sequences else None
+        return CaptureFolderWriter(folder, self.description, _writer()).write(step, sequences) if sequences else None
 
 
 def _writer() -> str:
-    """Return the name of this process among those that write a tape."""
+    """Return the name of this process among those that write a capture."""
     return f"rank-{dist.get_rank()}" if dist.is_initialized() else _ALONE
 
 
@@ -118,7 +118,7 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
         routes.passes += recorder.take()
 
 
-def audit_sequences(description: TapeDescription, step: int, sequences: Sequence[TapeSequence]) -> AuditedStep:
+def audit_sequences(description: CaptureDescription, step: int, sequences: Sequence[CapturedSequence]) -> AuditedStep:
     """Audit of sequences that are in memory.
 
     In a job of several processes every one calls it, with sequences of its own, and gets the audit of all: counts and
@@ -135,7 +135,7 @@ def audit_sequences(description: TapeDescription, step: int, sequences: Sequence
     )
 
 
-def anomalies_of(audited: AuditedStep) -> tuple[TapeAnomaly, ...]:
+def anomalies_of(audited: AuditedStep) -> tuple[RoutingAnomaly, ...]:
     """Return the anomalies of a step's routes, a rollout of other tokens or weights altogether included."""
     found = () if audited.report is None else audited.report.anomalies
-    return found or tuple(foreign_tape(audited.metrics.get("moe/routing/slot_kappa")))
+    return found or tuple(foreign_capture(audited.metrics.get("moe/routing/slot_kappa")))

@@ -14,7 +14,7 @@ import torch
 from nemo_rl_moe.routing.hooks.pass_recorder import RoutedPass
 from nemo_rl_moe.routing.metrics.metric_keys import indices_of_layers
 from nemo_rl_moe.routing.routers import RouterLayer
-from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence
+from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
 from nemo_rl_moe.shapes import Float, Int
 
 
@@ -78,16 +78,16 @@ def _joined(parts: Sequence[RoutedPass]) -> Iterator[RoutedSequence]:
         )
 
 
-def tape_description(layers: Sequence[RouterLayer], made_by: str) -> TapeDescription:
-    """Return the description of a tape of a model whose layers all have as many experts."""
+def capture_description(layers: Sequence[RouterLayer], made_by: str) -> CaptureDescription:
+    """Return the description of a capture of a model whose layers all have as many experts."""
     indices = indices_of_layers([layer.key for layer in layers])
-    return TapeDescription(tuple(indices.values()), layers[0].num_experts, layers[0].topk, made_by)
+    return CaptureDescription(tuple(indices.values()), layers[0].num_experts, layers[0].topk, made_by)
 
 
-def training_sequences(training: Sequence[RoutedSequence]) -> list[TapeSequence]:
-    """Return sequences of training as a tape has them, without a rollout."""
+def training_sequences(training: Sequence[RoutedSequence]) -> list[CapturedSequence]:
+    """Return sequences of training as a capture has them, without a rollout."""
     return [
-        TapeSequence(str(number), len(sequence.token_ids), _training_columns(sequence))
+        CapturedSequence(str(number), len(sequence.token_ids), _training_columns(sequence))
         for number, sequence in enumerate(training)
         if len(sequence.token_ids)
     ]
@@ -95,7 +95,7 @@ def training_sequences(training: Sequence[RoutedSequence]) -> list[TapeSequence]
 
 def paired_sequences(
     rollout: Sequence[RoutedSequence], training: Sequence[RoutedSequence], first: int = 0
-) -> list[TapeSequence]:
+) -> list[CapturedSequence]:
     """Return sequences of training beside the routes of the rollout that sampled them; others are left out.
 
     A rollout feeds all but the last token of a sequence, and goes on with padding where others of its batch are longer:
@@ -107,18 +107,18 @@ def paired_sequences(
     found = []
     for number, sequence in enumerate(training, start=first):
         fed = len(sequence.token_ids) - 1
-        drawn = next((drawn for drawn in rollout if _drew(drawn, sequence)), None) if fed > 0 else None
-        if drawn is not None:
-            columns = _training_columns(sequence) | {"rollout_experts": drawn.experts[:fed]}
-            found.append(TapeSequence(str(number), fed + 1, columns))
+        sampled = next((sampled for sampled in rollout if _sampled(sampled, sequence)), None) if fed > 0 else None
+        if sampled is not None:
+            columns = _training_columns(sequence) | {"rollout_experts": sampled.experts[:fed]}
+            found.append(CapturedSequence(str(number), fed + 1, columns))
     return found
 
 
-def _drew(drawn: RoutedSequence, sequence: RoutedSequence) -> bool:
+def _sampled(sampled: RoutedSequence, sequence: RoutedSequence) -> bool:
     fed = len(sequence.token_ids) - 1
-    if len(drawn.token_ids) < fed or not np.array_equal(drawn.token_ids[:fed], sequence.token_ids[:fed]):
+    if len(sampled.token_ids) < fed or not np.array_equal(sampled.token_ids[:fed], sequence.token_ids[:fed]):
         return False
-    return len(drawn.token_ids) == fed or bool(drawn.token_ids[fed] == sequence.token_ids[fed])
+    return len(sampled.token_ids) == fed or bool(sampled.token_ids[fed] == sequence.token_ids[fed])
 
 
 def _training_columns(sequence: RoutedSequence) -> dict[str, np.ndarray]:

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from nemo_rl_moe.routing.findings.tracker import Finding, FindingTracker, Thresholds
 from nemo_rl_moe.routing.hooks.pass_recorder import PassKind, RoutedPass, RouteRecorder
 from nemo_rl_moe.routing.hooks.routes import anomalies_of, audit_sequences
-from nemo_rl_moe.routing.hooks.sequences import RoutedSequence, paired_sequences, sequences_of, tape_description
+from nemo_rl_moe.routing.hooks.sequences import RoutedSequence, capture_description, paired_sequences, sequences_of
 from nemo_rl_moe.routing.metrics.load_balance_metrics import (
     collect_expert_loads,
     compute_brief_metrics,
@@ -31,7 +31,7 @@ from nemo_rl_moe.routing.metrics.load_balance_metrics import (
 )
 from nemo_rl_moe.routing.metrics.load_statistics import LayerLoad
 from nemo_rl_moe.routing.metrics.metric_keys import OUTLIER_PREFIX, indices_of_layers, with_moe_prefix
-from nemo_rl_moe.runs.folder.captured_sequences import TapeSequence
+from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
 THRESHOLDS = Thresholds(dead_expert_steps=20, excess_cv=1.0, overload_factor=None, sustained_steps=20, sudden_steps=2)
 """Limits of findings, in logged steps; a finding needs them in a row."""
@@ -58,7 +58,7 @@ class RoutingCallback(TrainerCallback):
         self._tracker: FindingTracker | None = None
         self._has_generated = False
         self._rollout: list[RoutedSequence] = []
-        self._compared: list[TapeSequence] = []
+        self._compared: list[CapturedSequence] = []
 
     @property
     def findings(self) -> list[Finding]:
@@ -115,9 +115,9 @@ class RoutingCallback(TrainerCallback):
         return kind.has_cache
 
     def _compare_passes(self, passes: list[RoutedPass]) -> None:
-        drawn = sequences_of([routed for routed in passes if not routed.kind.is_training])
+        sampled = sequences_of([routed for routed in passes if not routed.kind.is_training])
         # A rollout serves the steps until the next one.
-        self._rollout = drawn or self._rollout
+        self._rollout = sampled or self._rollout
         trained = sequences_of([routed for routed in passes if routed.kind.is_training])
         pairs = paired_sequences(self._rollout, trained, first=len(self._compared))
         self._compared += pairs[: self._max_sequences - len(self._compared)]
@@ -130,7 +130,7 @@ class RoutingCallback(TrainerCallback):
         anomalies = None
         compared, self._compared = self._compared, []
         if self._has_generated and _adds_up_on_the_host():
-            audited = audit_sequences(tape_description(recorder.layers, "trainer"), step, compared)
+            audited = audit_sequences(capture_description(recorder.layers, "trainer"), step, compared)
             anomalies = anomalies_of(audited)
             metrics |= {
                 key: value
@@ -139,7 +139,7 @@ class RoutingCallback(TrainerCallback):
             }
         begun = self._tracker.observe(step, {f"train/{key}": value for key, value in metrics.items()}, *_matrix(loads))
         if anomalies is not None:
-            begun += self._tracker.observe_tape(step, anomalies)
+            begun += self._tracker.observe_anomalies(step, anomalies)
         if state.is_world_process_zero:
             for finding in begun:
                 where = "" if finding.layer is None else f", layer {finding.layer}"

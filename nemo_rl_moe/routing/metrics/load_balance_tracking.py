@@ -153,7 +153,7 @@ def _valid_tokens(attention_mask: Tensor | None, num_tokens: int) -> Tensor | No
         return None
     if attention_mask.numel() != num_tokens:
         raise ValueError(
-            f"an attention_mask of {list(attention_mask.shape)} cannot tell which of a router's {num_tokens} tokens "
+            f"an attention_mask of {list(attention_mask.shape)} cannot say which of a router's {num_tokens} tokens "
             "are padding: it needs one entry for each"
         )
     return attention_mask.reshape(-1).bool()
@@ -239,7 +239,7 @@ def collect_expert_loads(
         layer.key: {"expert_load": counts, "aux_loss": None, "n_experts": layer.num_experts, "topk": layer.topk}
         for layer, counts in zip(counter.layers, on_host, strict=True)
     }
-    return loads  # type: ignore[return-value]  # keys are of one kind, which the loop above cannot tell
+    return loads  # type: ignore[return-value]  # keys are of one kind, which the loop above cannot report
 
 
 def _find_counter(model: nn.Module) -> LoadCounter | None:

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the arrays that a training step leaves beside its metrics; `runs/loggers/artifacts.py` writes and plots them.
+"""Names of the arrays that a training step leaves beside its metrics; `runs/loggers/artifacts.py` writes and plots
+them.
 
 Ranks import this module too: it loads nothing.
 """
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 if TYPE_CHECKING:
-    from nemo_rl_moe.routing.agreement.statistics import TapeReport
+    from nemo_rl_moe.routing.agreement.statistics import RoutingReport
     from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
     from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
 
@@ -35,5 +36,5 @@ class ArtifactKey(Generic[Artifact]):
 
 
 EXPERT_LOAD: "ArtifactKey[ExpertLoad]" = ArtifactKey("expert_load")
-ROUTING: "ArtifactKey[TapeReport]" = ArtifactKey("routing")
+ROUTING: "ArtifactKey[RoutingReport]" = ArtifactKey("routing")
 EXPERTS_BY_ADVANTAGE: "ArtifactKey[AdvantageScores]" = ArtifactKey("experts_by_advantage")

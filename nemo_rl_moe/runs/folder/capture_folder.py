@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tape folders: routed experts, log-probabilities and rewards of the sequences of an RL run, whoever trained it.
+"""Capture folders: routed experts, log-probabilities and rewards of the sequences of an RL run, whoever trained it.
 
-A folder holds `tape.json`, which says what a row of experts looks like, and Parquet files of one step each,
+A folder holds `capture.json`, which says what a row of experts looks like, and Parquet files of one step each,
 `step-00000012.{writer}-{number}.parquet`, a row for each sequence. Every file appears whole, under a name of its own:
 many ranks write at once without a word between them, and a reader may follow while they do.
 
@@ -25,15 +25,15 @@ import pyarrow.parquet as pq
 from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.runs.folder.captured_sequences import (
     TOKEN_TYPES,
-    TapeDescription,
-    TapeRows,
-    TapeSequence,
+    CaptureDescription,
+    CapturedRows,
+    CapturedSequence,
     checked_column,
 )
 
-FORMAT, VERSION = "routing-tape", 1
-DESCRIPTION_FILE = "tape.json"
-TAPE_FOLDER = "tape"
+FORMAT, VERSION = "routing-capture", 1
+DESCRIPTION_FILE = "capture.json"
+CAPTURE_FOLDER = "capture"
 """Folder of captured routes in a run's folder."""
 _TOKEN_TYPES: Mapping[str, pa.DataType] = {name: pa.from_numpy_dtype(kind) for name, kind in TOKEN_TYPES.items()}
 SCHEMA = pa.schema(
@@ -46,7 +46,7 @@ _ROWS_AT_A_TIME = 64
 _UNREADABLE = (OSError, ValueError, KeyError, pa.ArrowException)
 
 
-class TapeWriter:
+class CaptureFolderWriter:
     """Writer of one process; others write into the same folder at the same time.
 
     Args:
@@ -54,24 +54,24 @@ class TapeWriter:
         name: Name of this writer, such as "rank-3": letters, digits and dashes; findings name it. None: a random one.
 
     Raises:
-        DataError: The folder holds a tape of another model.
+        DataError: The folder holds a capture of another model.
         ValueError: The name has other characters.
     """
 
-    def __init__(self, folder: Path, description: TapeDescription, name: str | None = None):
+    def __init__(self, folder: Path, description: CaptureDescription, name: str | None = None):
         if name is not None and not _WRITER.fullmatch(name):
-            raise ValueError(f"a writer of a tape is named {name!r}, expected letters, digits and dashes")
+            raise ValueError(f"a writer of a capture is named {name!r}, expected letters, digits and dashes")
         self._folder, self._description = folder, description
         self._writer, self._number = name or uuid.uuid4().hex[:12], 0
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / DESCRIPTION_FILE).exists():
+        if described_by(folder).exists():
             found = read_description(folder)
             if (found.layers, found.num_experts, found.topk) != (
                 description.layers,
                 description.num_experts,
                 description.topk,
             ):
-                raise DataError([f"{folder}: holds a tape of another model: {found}, not {description}"])
+                raise DataError([f"{folder}: holds a capture of another model: {found}, not {description}"])
             return
         text = json.dumps(
             {
@@ -89,7 +89,7 @@ class TapeWriter:
         staging.write_text(f"{text}\n")
         staging.replace(folder / DESCRIPTION_FILE)
 
-    def write(self, step: int, sequences: Sequence[TapeSequence]) -> Path:
+    def write(self, step: int, sequences: Sequence[CapturedSequence]) -> Path:
         """Add sequences of one step, as a file.
 
         Raises:
@@ -101,7 +101,7 @@ class TapeWriter:
             records["num_tokens"].append(sequence.num_tokens)
             records["reward"].append(sequence.reward)
             if unknown := set(sequence.columns) - set(_TOKEN_TYPES):
-                raise ValueError(f"{sequence.name}: a tape has no column {sorted(unknown)[0]!r}")
+                raise ValueError(f"{sequence.name}: a capture has no column {sorted(unknown)[0]!r}")
             for name in _TOKEN_TYPES:
                 values = checked_column(self._description, sequence, name)
                 records[name].append(None if values is None else values.reshape(-1))
@@ -131,21 +131,21 @@ def _moved(staging: Path, path: Path) -> bool:
     return True
 
 
-def read_description(folder: Path) -> TapeDescription:
+def read_description(folder: Path) -> CaptureDescription:
     """Read the description of the numbers of a folder.
 
     Raises:
-        DataError: It is no tape folder, or one of a later version.
+        DataError: It is no capture folder, or one of a later version.
     """
-    path = folder / DESCRIPTION_FILE
+    path = described_by(folder)
     try:
         found = json.loads(path.read_text())
-        if found["format"] != FORMAT:
+        if found["format"] not in (FORMAT, _OLD_FORMAT):
             raise ValueError(f"format {found['format']!r}, expected {FORMAT!r}")
         if found["version"] > VERSION:
             raise ValueError(f"version {found['version']}, and this program knows up to {VERSION}")
         layers = tuple(int(layer) for layer in found["layers"])
-        return TapeDescription(
+        return CaptureDescription(
             layers,
             int(found["num_experts"]),
             int(found["topk"]),
@@ -153,7 +153,13 @@ def read_description(folder: Path) -> TapeDescription:
             found.get("exact") is True,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError([f"{path}: no description of a tape: {one_line(error)}"]) from error
+        raise DataError([f"{path}: no description of a capture: {one_line(error)}"]) from error
+
+
+def described_by(folder: Path) -> Path:
+    """Return the path of a folder's description, by its older name where only that is there."""
+    old = folder / _OLD_DESCRIPTION_FILE
+    return old if old.is_file() and not (folder / DESCRIPTION_FILE).exists() else folder / DESCRIPTION_FILE
 
 
 def steps_of(folder: Path) -> dict[int, list[Path]]:
@@ -162,7 +168,7 @@ def steps_of(folder: Path) -> dict[int, list[Path]]:
     return {step: [path for _, path in pairs] for step, pairs in groupby(sorted(found), key=lambda pair: pair[0])}
 
 
-def rewind_tape(folder: Path, step: int) -> None:
+def rewind_capture(folder: Path, step: int) -> None:
     """Remove the files of later steps, where there is such a folder."""
     for found, paths in (steps_of(folder) if folder.is_dir() else {}).items():
         for path in paths if found > step else ():
@@ -174,7 +180,7 @@ def writers_of(folder: Path) -> list[str]:
     return sorted({match[2] for path in folder.iterdir() if (match := _FILE_NAME.fullmatch(path.name))})
 
 
-def read_step(description: TapeDescription, step: int, files: Sequence[Path]) -> Iterator[TapeRows]:
+def read_step(description: CaptureDescription, step: int, files: Sequence[Path]) -> Iterator[CapturedRows]:
     """Read the sequences of one step, a few at a time.
 
     Raises:
@@ -187,7 +193,7 @@ def read_step(description: TapeDescription, step: int, files: Sequence[Path]) ->
                     if len(batch):
                         yield _rows(description, step, batch, _writer_of(path))
         except _UNREADABLE as error:
-            raise DataError([f"{path}: cannot be read as sequences of a tape: {one_line(error)}"]) from error
+            raise DataError([f"{path}: cannot be read as sequences of a capture: {one_line(error)}"]) from error
 
 
 def _writer_of(path: Path) -> str:
@@ -195,7 +201,7 @@ def _writer_of(path: Path) -> str:
     return match[2] if match else ""
 
 
-def _rows(description: TapeDescription, step: int, batch: pa.RecordBatch, writer: str) -> TapeRows:
+def _rows(description: CaptureDescription, step: int, batch: pa.RecordBatch, writer: str) -> CapturedRows:
     lengths = batch.column("num_tokens").to_numpy(zero_copy_only=False).astype(np.int64)
     if lengths.min() < 1:
         raise ValueError(f"num_tokens of a sequence is {lengths.min()}, expected at least 1")
@@ -216,7 +222,7 @@ def _rows(description: TapeDescription, step: int, batch: pa.RecordBatch, writer
         columns[name] = found.reshape(-1, *row)
     names = batch.column("sequence").to_pylist() if "sequence" in batch.schema.names else [None] * len(batch)
     rewards = batch.column("reward") if "reward" in batch.schema.names else None
-    return TapeRows(
+    return CapturedRows(
         step,
         tuple(str(number) if name is None else name for number, name in enumerate(names)),
         lengths,

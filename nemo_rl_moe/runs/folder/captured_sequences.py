@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences of a tape in memory: what their columns are called and mean, whoever wrote them."""
+"""Sequences of a capture in memory: what their columns are called and mean, whoever wrote them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ less that of the first one that it left out."""
 
 
 @dataclass(frozen=True)
-class TapeDescription:
+class CaptureDescription:
     """Meaning of the numbers of a folder.
 
     Attributes:
@@ -55,7 +55,7 @@ class TapeDescription:
 
 
 @dataclass(frozen=True)
-class TapeSequence:
+class CapturedSequence:
     """One sequence as it is written.
 
     Attributes:
@@ -70,7 +70,7 @@ class TapeSequence:
 
 
 @dataclass(frozen=True)
-class TapeRows:
+class CapturedRows:
     """Some sequences of one step, one behind the other.
 
     Attributes:
@@ -88,9 +88,9 @@ class TapeRows:
 
 
 def checked_column(
-    description: TapeDescription, sequence: TapeSequence, name: str
+    description: CaptureDescription, sequence: CapturedSequence, name: str
 ) -> Shaped[np.ndarray, "tokens ..."] | None:
-    """Return a column as a tape has it: with a row for the last token too; None where the sequence has none."""
+    """Return a column as a capture has it: with a row for the last token too; None where the sequence has none."""
     if name not in sequence.columns:
         return None
     values = np.asarray(sequence.columns[name])
@@ -103,7 +103,7 @@ def checked_column(
     return values
 
 
-def rows_of(description: TapeDescription, step: int, sequences: Sequence[TapeSequence]) -> TapeRows:
+def rows_of(description: CaptureDescription, step: int, sequences: Sequence[CapturedSequence]) -> CapturedRows:
     """Return sequences that are in memory as a reader of a folder gives them.
 
     Raises:
@@ -115,7 +115,7 @@ def rows_of(description: TapeDescription, step: int, sequences: Sequence[TapeSeq
         if all(part is not None for part in values):
             columns[name] = np.concatenate([part for part in values if part is not None]).astype(kind)
     rewards = [sequence.reward for sequence in sequences if sequence.reward is not None]
-    return TapeRows(
+    return CapturedRows(
         step,
         tuple(sequence.name for sequence in sequences),
         np.array([sequence.num_tokens for sequence in sequences], dtype=np.int64),
@@ -124,11 +124,11 @@ def rows_of(description: TapeDescription, step: int, sequences: Sequence[TapeSeq
     )
 
 
-def sequences_of(rows: TapeRows) -> list[TapeSequence]:
-    """Return the sequences that rows of a tape are made of."""
+def sequences_of(rows: CapturedRows) -> list[CapturedSequence]:
+    """Return the sequences that rows of a capture are made of."""
     ends = np.cumsum(rows.lengths)
     return [
-        TapeSequence(
+        CapturedSequence(
             name,
             int(length),
             {column: values[end - length : end] for column, values in rows.columns.items()},

@@ -18,6 +18,10 @@ RunOutcome = Literal["finished", "failed", "killed"]
 MetricHistory = dict[str, list[tuple[int, float]]]
 """Metrics of a run: complete key to `(step, value)` pairs, steps ascending."""
 METRICS_FILE_NAME = "metrics.jsonl"
+RENAMED_METRICS = {
+    "train/moe/routing/tape_bytes": "train/moe/routing/captured_bytes",  # older name
+}
+"""Keys in files of older runs, and what they are called now."""
 LAST_STEP = 10**8 - 1
 """Names of files have eight digits for a step."""
 _LAST_SECOND = 253_402_300_799  # of the year 9999
@@ -108,7 +112,7 @@ def parse_record(line: bytes, place: str) -> StepRecord:
     """
     try:
         record = json.loads(line)
-        metrics = {str(key): float(value) for key, value in record["metrics"].items()}
+        metrics = {RENAMED_METRICS.get(key, str(key)): float(value) for key, value in record["metrics"].items()}
         step, seconds = int(record["step"]), float(record["time"])
         if not (0 <= step <= LAST_STEP and 0 <= seconds <= _LAST_SECOND):
             raise ValueError("a step or a time that cannot be")

@@ -1,11 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`routing.parquet`: what the tapes of routed experts hold at every step, layer by layer; and what is wrong with them.
+"""`routing.parquet`: what the captured routed experts hold at every step, layer by layer; and what is wrong with them.
 
-A row is a step in a layer. Its columns are the kinds of rows of the tape, `expected` to `live_slots`, as
-`routing/agreement/row_kinds.py` describes them; `slots`, single experts of usable rows, and `slot_chance`, the share of them on which
-tape and router agree by the experts' popularity alone; and the classes of router margins, `margin_to_0.001` to
-`margin_above_1`, with `differing_to_0.001` to `differing_above_1`, those of their rows where tape and router differ.
+A row is a step in a layer. Its columns are the kinds of rows of the capture, `expected` to `live_slots`, as
+`routing/agreement/row_kinds.py` describes them; `slots`, single experts of usable rows, and `slot_chance`, the share of
+them on which capture and router agree by the experts' popularity alone; and the classes of router margins,
+`margin_to_0.001` to `margin_above_1`, with `differing_to_0.001` to `differing_above_1`, those of their rows where
+capture and router differ.
 
 `routing_anomalies.jsonl` has a line for each anomaly, and is there once there is one.
 """
@@ -20,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from nemo_rl_moe.errors import DataError, one_line
-from nemo_rl_moe.routing.agreement.route_identity import AnomalyKind, TapeAnomaly
+from nemo_rl_moe.routing.agreement.route_identity import AnomalyKind, RoutingAnomaly
 from nemo_rl_moe.routing.agreement.row_kinds import MARGIN_EDGES, Row
 from nemo_rl_moe.runs.folder.line_tail import LineTail
 from nemo_rl_moe.runs.folder.lines import LineFile
@@ -30,7 +31,7 @@ from nemo_rl_moe.shapes import Float, Int
 
 if TYPE_CHECKING:
     # The report reads these files without torch.
-    from nemo_rl_moe.routing.agreement.statistics import TapeReport
+    from nemo_rl_moe.routing.agreement.statistics import RoutingReport
 
 FOLDER_NAME = "routing.parquet"
 ANOMALIES_FILE_NAME = "routing_anomalies.jsonl"
@@ -52,14 +53,14 @@ _LONGEST_TEXT = 1000
 
 @dataclass(frozen=True)
 class RoutingHistory:
-    """Content of a run's tapes over its steps.
+    """Content of a run's captures over its steps.
 
     Attributes:
         rows: Rows by kind, in the order of `Row`.
         slots: Single experts of usable rows.
-        slot_chance: Share of these on which tape and router agree by chance; NaN without usable rows.
+        slot_chance: Share of these on which capture and router agree by chance; NaN without usable rows.
         margins: Usable rows by class of the router's margin: all, and those that differ.
-        layer_overlap: Of a sample, the share of the tape's experts in one layer that routers of another would choose
+        layer_overlap: Of a sample, the share of the capture's experts in one layer that routers of another would choose
             for the same tokens, NaN where nothing is known; None in a run's folder, which does not keep it.
     """
 
@@ -72,21 +73,21 @@ class RoutingHistory:
     layer_overlap: Float[np.ndarray, "steps layers layers"] | None = None
 
 
-class RoutingWriter(StepTableWriter["TapeReport"]):
-    """Writer of what each step's tape holds, and of its anomalies."""
+class RoutingWriter(StepTableWriter["RoutingReport"]):
+    """Writer of what each step's capture holds, and of its anomalies."""
 
     table = TABLE
     line_files = (ANOMALIES_FILE_NAME,)
     _anomalies: LineFile | None = None
 
-    def write(self, step: int, artifact: "TapeReport") -> None:
+    def write(self, step: int, artifact: "RoutingReport") -> None:
         """Add one step; steps ascend."""
         from nemo_rl_moe.routing.agreement.statistics import slot_chance
 
         totals = artifact.totals
         of_kinds = dict(zip(_KINDS, totals.rows.numpy().T, strict=True))
         of_margins = dict(zip(_MARGINS, totals.margins.flatten(1).numpy().T, strict=True))
-        slots = {"slots": totals.tape_experts.sum(1).numpy(), "slot_chance": slot_chance(totals).numpy()}
+        slots = {"slots": totals.captured_experts.sum(1).numpy(), "slot_chance": slot_chance(totals).numpy()}
         self.add(step, (artifact.layers,), of_kinds | slots | of_margins)
         if artifact.anomalies:
             # A healthy run has no such file.
@@ -126,7 +127,7 @@ class AnomalyRecord:
     """One line of `routing_anomalies.jsonl`."""
 
     step: int
-    anomaly: TapeAnomaly
+    anomaly: RoutingAnomaly
 
 
 class AnomaliesTail(LineTail[AnomalyRecord]):
@@ -136,15 +137,15 @@ class AnomaliesTail(LineTail[AnomalyRecord]):
         super().__init__(run_folder / ANOMALIES_FILE_NAME, _parse)
 
 
-def anomalies_by_step(records: Sequence[AnomalyRecord]) -> dict[int, list[TapeAnomaly]]:
+def anomalies_by_step(records: Sequence[AnomalyRecord]) -> dict[int, list[RoutingAnomaly]]:
     """Return the anomalies of each step that has any."""
-    found: dict[int, list[TapeAnomaly]] = {}
+    found: dict[int, list[RoutingAnomaly]] = {}
     for record in records:
         found.setdefault(record.step, []).append(record.anomaly)
     return found
 
 
-def _record(step: int, anomaly: TapeAnomaly) -> dict[str, Any]:
+def _record(step: int, anomaly: RoutingAnomaly) -> dict[str, Any]:
     return {"step": step, "kind": anomaly.kind, "layer": anomaly.layer, "text": anomaly.text}
 
 
@@ -155,6 +156,6 @@ def _parse(line: bytes, place: str) -> AnomalyRecord:
         if kind not in get_args(AnomalyKind) or not 0 <= step <= LAST_STEP:
             raise ValueError("a kind or a step that cannot be")
         number = None if layer is None else int(layer)
-        return AnomalyRecord(step, TapeAnomaly(kind, str(record["text"])[:_LONGEST_TEXT], number))
+        return AnomalyRecord(step, RoutingAnomaly(kind, str(record["text"])[:_LONGEST_TEXT], number))
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise DataError(f'{place}: no anomaly {{"step", "kind", "layer", "text"}}: {one_line(error)}') from error

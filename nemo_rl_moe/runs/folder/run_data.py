@@ -13,7 +13,7 @@ import yaml
 
 from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.masking import masked
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.runs.folder.advantages import AdvantageHistory, read_advantages
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory, read_expert_load
@@ -70,7 +70,7 @@ class RunData:
     notes: list[str] = field(default_factory=list)
     routing: RoutingHistory | None = None
     advantages: AdvantageHistory | None = None
-    anomalies: dict[int, list[TapeAnomaly]] = field(default_factory=dict)
+    anomalies: dict[int, list[RoutingAnomaly]] = field(default_factory=dict)
     failures: dict[int, list[FailedResponses]] = field(default_factory=dict)
     label: str | None = None
     rank_names: Sequence[str] = ()

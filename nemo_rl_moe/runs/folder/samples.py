@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`samples.jsonl`: the trajectories that a run keeps, written and read; each names the thumbnails of its pictures."""
+"""`samples.jsonl`: the trajectories that a run keeps, written and read; each names the thumbnails of its images."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from nemo_rl_moe.runs.folder.lines import LineFile
-from nemo_rl_moe.runs.folder.thumbnails import PICTURES_OF_A_SAMPLE, SavedPicture, ThumbnailWriter, is_thumbnail_name
+from nemo_rl_moe.runs.folder.thumbnails import IMAGES_OF_A_SAMPLE, SavedImage, ThumbnailWriter, is_thumbnail_name
 from nemo_rl_moe.shapes import Int
 
 SAMPLES_FILE_NAME = "samples.jsonl"
@@ -48,7 +48,7 @@ class SavedTrajectory(Protocol):
     @property
     def weight_version(self) -> int: ...
     @property
-    def pictures(self) -> Sequence[SavedPicture]: ...
+    def images(self) -> Sequence[SavedImage]: ...
 
 
 class Console(Protocol):
@@ -62,7 +62,7 @@ class SampleLog:
     """Writes `samples.jsonl`, with thumbnails, and prints responses of validations.
 
     The same prompts come first in every validation. Thumbnails are of responses that `read_samples` may choose: the
-    first ones to the first prompts, of all validations and of `is_pictured` steps.
+    first ones to the first prompts, of all validations and of `has_images` steps.
 
     Args:
         num_to_save: Responses to save of each step and each validation; None: all. Above 0, a few that could not be
@@ -91,8 +91,8 @@ class SampleLog:
             trajectories: As many for each prompt, one prompt after the other.
         """
         kept = [*trajectories[: self._num_to_save], *self._further_failures(trajectories)]
-        shown = _one_of_each_prompt(kept)[:PROMPTS_OF_A_STEP] if split == "val" or is_pictured(step) else []
-        names = {id(trajectory): self._thumbnails.write(trajectory.pictures) for trajectory in shown}
+        shown = _one_of_each_prompt(kept)[:PROMPTS_OF_A_STEP] if split == "val" or has_images(step) else []
+        names = {id(trajectory): self._thumbnails.write(trajectory.images) for trajectory in shown}
         self._lines.append(
             json.dumps(_record(step, split, trajectory, names.get(id(trajectory), []))) for trajectory in kept
         )
@@ -107,8 +107,8 @@ class SampleLog:
         return [found for found in trajectories[self._num_to_save :] if found.fault is not None][:_FURTHER_FAILURES]
 
 
-def is_pictured(step: int) -> bool:
-    """Return True for the steps of training that keep pictures: all below 20, each tenth below 200, hundredth below
+def has_images(step: int) -> bool:
+    """Return True for the steps of training that keep images: all below 20, each tenth below 200, hundredth below
     2000.
     """
     return step % 10 ** (len(str(step // 2)) - 1) == 0
@@ -162,7 +162,7 @@ def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Return the responses to the first prompts of four evenly spaced steps of training and of validation, the last
     one included.
 
-    Where a run has pictures, all but the last are steps that have some. Validation comes first. A torn last line is
+    Where a run has images, all but the last are steps that have some. Validation comes first. A torn last line is
     skipped.
     """
     path = folder / SAMPLES_FILE_NAME
@@ -189,12 +189,12 @@ def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _shown_steps(steps: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> list[int]:
-    """Evenly spaced steps of a split, and the last one; of a run with pictures, those with some that are nearest."""
+    """Evenly spaced steps of a split, and the last one; of a run with images, those with some that are nearest."""
     in_order = sorted(steps)
     *earlier, last = (in_order[position] for position in evenly_spaced(len(in_order), STEPS_OF_A_SPLIT).tolist())
-    pictured = [step for step in in_order if any("thumbnails" in sample for sample in steps[step].values())]
-    if pictured:
-        earlier = [min(pictured, key=lambda other, step=step: abs(other - step)) for step in earlier]  # type: ignore[misc]
+    with_images = [step for step in in_order if any("thumbnails" in sample for sample in steps[step].values())]
+    if with_images:
+        earlier = [min(with_images, key=lambda other, step=step: abs(other - step)) for step in earlier]  # type: ignore[misc]
     return sorted({*earlier, last})
 
 
@@ -230,7 +230,7 @@ def _record_in(line: bytes) -> Any:
 def _thumbnails(record: Any) -> list[str]:
     """Return the names of a record that may have been edited: no other text of a file becomes part of a path."""
     names = record.get("thumbnails") if isinstance(record, dict) else None
-    return [name for name in names[:PICTURES_OF_A_SAMPLE] if is_thumbnail_name(name)] if isinstance(names, list) else []
+    return [name for name in names[:IMAGES_OF_A_SAMPLE] if is_thumbnail_name(name)] if isinstance(names, list) else []
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

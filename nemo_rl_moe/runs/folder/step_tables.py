@@ -111,7 +111,7 @@ class StepTableWriter(ABC, Generic[Artifact]):
         self._kept: deque[StepRows] = deque()
         self._num_lost = 0
         self._is_failing = False
-        self._has_told_of_joining = False
+        self._has_reported_of_joining = False
         self._max_delay_s, self._written_at = max_delay_s, -math.inf
         # The files of few steps that the run wrote before it was resumed are joined with the new ones.
         self._short = [span for span in _files_in_force(self._folder) if span[1] - span[0] < STEPS_OF_A_FILE - 1]
@@ -187,8 +187,8 @@ class StepTableWriter(ABC, Generic[Artifact]):
                 path.unlink()
         except (OSError, pa.ArrowException) as error:
             # Nothing is lost by it: they are read as they are.
-            if not self._has_told_of_joining:
-                self._has_told_of_joining = True
+            if not self._has_reported_of_joining:
+                self._has_reported_of_joining = True
                 self._warn(f"{self._name}: the files of steps {first} to {last} cannot be joined: {error}")
 
 

@@ -1,8 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`thumbnails`: small PNG files of the pictures that samples show, each named by its picture's digest.
+"""`thumbnails`: small PNG files of the model images that samples show, each named by its model image's digest.
 
-A picture is what the model gets: resized as its own preprocessing says, and a tile of an image where that cuts images.
+A model image is what the model gets: resized as its own preprocessing says, and a tile of an image where that cuts
+images.
 """
 
 import re
@@ -19,8 +20,8 @@ from nemo_rl_moe.shapes import UInt8
 
 FOLDER_NAME = "thumbnails"
 LONGEST_SIDE = 96
-"""Pixels of the longer side; smaller pictures stay as they are."""
-PICTURES_OF_A_SAMPLE = 4
+"""Pixels of the longer side; smaller model images stay as they are."""
+IMAGES_OF_A_SAMPLE = 4
 MOST_THUMBNAILS = 2000
 """Files of a run."""
 MOST_BYTES = 64 << 10
@@ -29,8 +30,8 @@ _NAME = re.compile(r"[0-9a-f]{16}")
 _FILE_NAME = re.compile(rf"\.?{_NAME.pattern}\.png(\.incomplete)?")
 
 
-class SavedPicture(Protocol):
-    """Picture as the model gets it; `models.images.Picture` is one."""
+class SavedImage(Protocol):
+    """Image as the model gets it; `models.images.Image` is one."""
 
     @property
     def pixels(self) -> UInt8[np.ndarray, "height width 3"]: ...
@@ -39,7 +40,7 @@ class SavedPicture(Protocol):
 
 
 class ThumbnailWriter:
-    """Writer of thumbnails, each picture once in a run.
+    """Writer of thumbnails, each model image once in a run.
 
     Survives a disk that takes none: it warns once, and samples go without until it takes some again.
 
@@ -53,29 +54,30 @@ class ThumbnailWriter:
         self._has_failed = self._is_full = False
         self._written: set[str] | None = None
 
-    def write(self, pictures: Iterable[SavedPicture]) -> list[str]:
-        """Write the first pictures of a sample; those that the run has are not written again.
+    def write(self, model_images: Iterable[SavedImage]) -> list[str]:
+        """Write the first model images of a sample; those that the run has are not written again.
 
         Returns:
-            Names of its thumbnails in the folder; fewer than there are pictures where the disk or the limit is full.
+            Names of its thumbnails in the folder; fewer than there are model images where the disk or the limit is
+            full.
         """
         names = []
-        for picture in list(pictures)[:PICTURES_OF_A_SAMPLE]:
+        for model_image in list(model_images)[:IMAGES_OF_A_SAMPLE]:
             try:
-                if self._has(picture):
-                    names.append(_name_of(picture))
+                if self._has(model_image):
+                    names.append(_name_of(model_image))
             except OSError as error:
                 if not self._has_failed:
                     self._has_failed = True
-                    self._warn(f"{self._folder} cannot be written, samples go without pictures: {one_line(error)}")
+                    self._warn(f"{self._folder} cannot be written, samples go without model images: {one_line(error)}")
         return names
 
-    def _has(self, picture: SavedPicture) -> bool:
+    def _has(self, model_image: SavedImage) -> bool:
         """Return True where the folder has it; it gets it within the limit."""
         if self._written is None:  # a run that goes on has some
             self._folder.mkdir(parents=True, exist_ok=True)
             self._written = {path.stem for path in self._folder.glob("*.png")}
-        name = _name_of(picture)
+        name = _name_of(model_image)
         path = self._folder / f"{name}.png"
         # Looked for: somebody may have deleted the run's folder, and the same validation prompts come again and again.
         if name in self._written and path.is_file():
@@ -83,16 +85,16 @@ class ThumbnailWriter:
         if len(self._written - {name}) >= MOST_THUMBNAILS:
             if not self._is_full:
                 self._is_full = True
-                self._warn(f"{self._folder} holds {MOST_THUMBNAILS:,} pictures; samples with others go without")
+                self._warn(f"{self._folder} holds {MOST_THUMBNAILS:,} model images; samples with others go without")
             return False
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, thumbnail_of(picture.pixels))
+        write_whole(path, thumbnail_of(model_image.pixels))
         self._written.add(name)
         return True
 
 
 def thumbnail_of(pixels: UInt8[np.ndarray, "height width 3"]) -> bytes:
-    """Return a picture as a PNG file of at most 96 pixels at its longer side."""
+    """Return a model image as a PNG file of at most 96 pixels at its longer side."""
     from PIL import Image
 
     image = Image.fromarray(pixels)
@@ -146,5 +148,5 @@ def remove_thumbnails(run_folder: Path, named: Collection[str]) -> None:
             path.unlink()
 
 
-def _name_of(picture: SavedPicture) -> str:
-    return f"{picture.digest:016x}"
+def _name_of(model_image: SavedImage) -> str:
+    return f"{model_image.digest:016x}"

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Alerts about sick routing, failing scorers and idle steps while the run goes on: one for each episode."""
+"""Alerts about sick routing, failing reward functions and idle steps while the run goes on: one for each episode."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from nemo_rl_moe.config.schema_run import AlertsConfig
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.routing.findings.tracker import QUIET_STEPS, Finding, FindingTracker, Thresholds, likewise
 from nemo_rl_moe.routing.findings.wrong_routes import ANOMALIES_METRIC
@@ -83,9 +83,9 @@ class AlertWatch:
         """Keep the load of the next step until its metrics are there."""
         self._load = step, layers, counts
 
-    def observe_tape(self, step: int, anomalies: Sequence[TapeAnomaly]) -> list[Alert]:
-        """Return the alerts about the tape of the next step, before its metrics are there: a run may end by it."""
-        return alerts_of(step, self._tracker.observe_tape(step, anomalies))
+    def observe_anomalies(self, step: int, anomalies: Sequence[RoutingAnomaly]) -> list[Alert]:
+        """Return the alerts about the capture of the next step, before its metrics are there: a run may end by it."""
+        return alerts_of(step, self._tracker.observe_anomalies(step, anomalies))
 
     def replay(self, run_folder: Path, last_step: int) -> None:
         """Observe the last steps before a resume without alerts, since the user has had them.
@@ -98,7 +98,7 @@ class AlertWatch:
         with suppress(OSError, DataError):
             history = read_expert_load(run_folder, first_step)
             loads, layers = dict(zip(history.steps.tolist(), history.counts, strict=True)), history.layers.tolist()
-        anomalies: dict[int, list[TapeAnomaly]] = {}
+        anomalies: dict[int, list[RoutingAnomaly]] = {}
         with suppress(DataError):
             anomalies = anomalies_by_step(AnomaliesTail(run_folder).read().records)
         failures: dict[int, list[FailedResponses]] = {}
@@ -110,7 +110,7 @@ class AlertWatch:
                     failed = failures.get(record.step, ())
                     self.observe(record.step, record.metrics, layers, loads.get(record.step), failed)
                     if ANOMALIES_METRIC in record.metrics:
-                        self.observe_tape(record.step, anomalies.get(record.step, ()))
+                        self.observe_anomalies(record.step, anomalies.get(record.step, ()))
 
 
 def alerts_of(step: int, begun: Iterable[Finding]) -> list[Alert]:

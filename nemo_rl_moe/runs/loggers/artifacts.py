@@ -18,15 +18,15 @@ from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, EXPERTS_BY_ADVANTAGE,
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.runs.folder.routing import RoutingWriter
 from nemo_rl_moe.runs.folder.step_tables import MAX_DELAY_S, StepTableWriter
-from nemo_rl_moe.runs.loggers.advantage_pictures import advantage_pictures
+from nemo_rl_moe.runs.loggers.advantage_plots import advantage_plots
 from nemo_rl_moe.runs.loggers.alerts import Alert, AlertWatch
-from nemo_rl_moe.runs.loggers.expert_load_plots import expert_load_pictures
-from nemo_rl_moe.runs.loggers.modality_pictures import modality_pictures
-from nemo_rl_moe.runs.loggers.routing_pictures import routing_pictures
+from nemo_rl_moe.runs.loggers.expert_load_plots import expert_load_plots
+from nemo_rl_moe.runs.loggers.modality_plots import modality_plots
+from nemo_rl_moe.runs.loggers.routing_plots import routing_plots
 
 if TYPE_CHECKING:
     # Loggers work without torch.
-    from nemo_rl_moe.routing.agreement.statistics import TapeReport
+    from nemo_rl_moe.routing.agreement.statistics import RoutingReport
     from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
     from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
 
@@ -54,10 +54,10 @@ class ArtifactKind(Generic[Artifact]):
 
 def _plot_expert_load(step: int, load: "ExpertLoad") -> Mapping[str, bytes]:
     counts = np.asarray(load.counts)
-    of_load = expert_load_pictures(step, load.layers, counts)
+    of_load = expert_load_plots(step, load.layers, counts)
     if load.image_counts is None:
         return of_load
-    return {**of_load, **modality_pictures(step, load.layers, counts, np.asarray(load.image_counts), load.topk)}
+    return {**of_load, **modality_plots(step, load.layers, counts, np.asarray(load.image_counts), load.topk)}
 
 
 def _watch_expert_load(watch: AlertWatch, step: int, load: "ExpertLoad") -> Sequence[Alert]:
@@ -65,16 +65,16 @@ def _watch_expert_load(watch: AlertWatch, step: int, load: "ExpertLoad") -> Sequ
     return ()
 
 
-def _plot_routing(step: int, report: "TapeReport") -> Mapping[str, bytes]:
-    return routing_pictures(step, report.layers, np.asarray(report.totals.rows))
+def _plot_routing(step: int, report: "RoutingReport") -> Mapping[str, bytes]:
+    return routing_plots(step, report.layers, np.asarray(report.totals.rows))
 
 
-def _watch_routing(watch: AlertWatch, step: int, report: "TapeReport") -> Sequence[Alert]:
-    return watch.observe_tape(step, report.anomalies)
+def _watch_routing(watch: AlertWatch, step: int, report: "RoutingReport") -> Sequence[Alert]:
+    return watch.observe_anomalies(step, report.anomalies)
 
 
 def _plot_advantages(step: int, found: "AdvantageScores") -> Mapping[str, bytes]:
-    return advantage_pictures(step, found.layers, np.asarray(found.scores))
+    return advantage_plots(step, found.layers, np.asarray(found.scores))
 
 
 ARTIFACTS: dict[str, ArtifactKind[Any]] = {

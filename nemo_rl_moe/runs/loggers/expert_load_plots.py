@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the expert load for the backends that show images."""
+"""plots of the expert load for the backends that show images."""
 
 import math
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ MOST_DOUBLINGS = 2
 ANCHORS = ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43))
 """Colours of the scale (RGB, 0 to 255), from the lowest load to the highest; safe for the colour-blind."""
 
-HEATMAP_KEY = "pictures/expert_load"
-SORTED_LOAD_KEY = "pictures/expert_load_sorted"
+HEATMAP_KEY = "plots/expert_load"
+SORTED_LOAD_KEY = "plots/expert_load_sorted"
 
 DEAD_COLOR = (0.0, 0.0, 0.0)
 NO_LOAD_COLOR = (0.75, 0.75, 0.75)
@@ -40,7 +40,7 @@ _LINEAR_UP_TO = 2.0
 
 @dataclass(frozen=True)
 class HeatmapGeometry:
-    """Positions of the cells of a heatmap, in whole pixels from the picture's upper left corner."""
+    """Positions of the cells of a heatmap, in whole pixels from the plot's upper left corner."""
 
     num_layers: int
     num_experts: int
@@ -53,7 +53,7 @@ class HeatmapGeometry:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height of the picture."""
+        """Width and height of the plot."""
         width, height = self.cell
         # Wide enough for the title, however few experts there are; high enough for the scale.
         return LEFT + max(640, width * self.num_experts) + RIGHT, TOP + max(200, height * self.num_layers) + BOTTOM
@@ -64,10 +64,8 @@ class HeatmapGeometry:
         return LEFT + width * expert + width // 2, TOP + height * row + height // 2
 
 
-def expert_load_pictures(
-    step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]
-) -> dict[str, bytes]:
-    """Return both pictures as PNG files, by the key under which they are logged."""
+def expert_load_plots(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> dict[str, bytes]:
+    """Return both plots as PNG files, by the key under which they are logged."""
     return {
         HEATMAP_KEY: as_png(draw_heatmap(step, layers, counts)),
         SORTED_LOAD_KEY: as_png(draw_sorted_load(step, layers, counts)),

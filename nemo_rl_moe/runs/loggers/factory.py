@@ -21,7 +21,7 @@ from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.runs.loggers.interface import Backend
 from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.runs.loggers.mlflow import MlflowLogger, local_store_uri
-from nemo_rl_moe.runs.loggers.step_pictures import StepPictures
+from nemo_rl_moe.runs.loggers.step_plots import StepPlots
 from nemo_rl_moe.runs.loggers.tensorboard import TensorBoardLogger
 from nemo_rl_moe.runs.loggers.wandb import WandbLogger, abandon_service, choose_run_id
 
@@ -99,12 +99,12 @@ def build_loggers(
             run_ids.setdefault(WandbLogger.name, choose_run_id(os.environ)),
             is_resumed=is_resumed,
             earlier_steps=earlier,
-            outlier_chart_every_steps=logger_config.expert_load_pictures.every_steps,
+            outlier_chart_every_steps=logger_config.expert_load_plots.every_steps,
         )
         isolate(WandbLogger.name, open_wandb, abandon_service)
     if logger_config.mlflow_enabled:
         isolate(MlflowLogger.name, partial(_open_mlflow, logger_config, run_ids.get(MlflowLogger.name)))
-    for name, make in find_own_backends(logger_config).items():
+    for name, make in find_custom_backends(logger_config).items():
         isolate(name, partial(make, run_folder))
     loggers = FanOutLogger(
         [JsonlLogger(run_folder, notices.warn, notices.message), console],
@@ -112,7 +112,7 @@ def build_loggers(
         isolated,
         earlier_run_ids=run_ids,
         closing_s=patience.closing_s,
-        pictures=StepPictures(logger_config.expert_load_pictures.every_steps, notices),
+        plots=StepPlots(logger_config.expert_load_plots.every_steps, notices),
         alerts=_alert_watch(logger_config.alerts, topk, run_folder, resume),
     )
     if loggers.run_ids:
@@ -122,7 +122,7 @@ def build_loggers(
     return loggers
 
 
-def find_own_backends(logger_config: LoggerConfig) -> dict[str, Callable[[Path], Backend]]:
+def find_custom_backends(logger_config: LoggerConfig) -> dict[str, Callable[[Path], Backend]]:
     """Import the user's own loggers, by the name that the configuration gives them.
 
     Raises:

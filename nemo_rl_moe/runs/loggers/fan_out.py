@@ -16,7 +16,7 @@ from nemo_rl_moe.runs.loggers.artifacts import ARTIFACTS
 from nemo_rl_moe.runs.loggers.console import Notices, reason_of
 from nemo_rl_moe.runs.loggers.interface import FlushesToDisk, MetricLogger
 from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger, Patience
-from nemo_rl_moe.runs.loggers.step_pictures import StepPictures
+from nemo_rl_moe.runs.loggers.step_plots import StepPlots
 
 
 class FanOutLogger:
@@ -42,7 +42,7 @@ class FanOutLogger:
         *,
         earlier_run_ids: Mapping[str, str] = MappingProxyType({}),
         closing_s: float = Patience.closing_s,
-        pictures: StepPictures | None = None,
+        plots: StepPlots | None = None,
         alerts: AlertWatch | None = None,
     ):
         self._notices = notices
@@ -51,7 +51,7 @@ class FanOutLogger:
         self._isolated = list(isolated)
         self._earlier_run_ids = dict(earlier_run_ids)
         self._warned_keys: set[str] = set()
-        self._pictures, self._alerts = pictures, alerts
+        self._plots, self._alerts = plots, alerts
         self._failed: list[FailedResponses] = []
 
     @property
@@ -80,12 +80,12 @@ class FanOutLogger:
         """
         kind = ARTIFACTS[name]
         plot, title = partial(kind.plot, step, artifact), name.replace("_", " ")
-        draw = None if self._pictures is None else self._pictures.of_step(step, title, plot)
+        draw = None if self._plots is None else self._plots.of_step(step, title, plot)
         if draw is not None:
             for isolated in self._isolated:
-                isolated.log_pictures(step, draw)
+                isolated.log_plots(step, draw)
         if self._alerts is not None:
-            self._tell(kind.alerts(self._alerts, step, artifact))
+            self._report(kind.alerts(self._alerts, step, artifact))
 
     def log_failures(self, failed: FailedResponses) -> None:
         """Log failures of a step or its validation, before the step itself: alerts report them with its metrics."""
@@ -134,9 +134,9 @@ class FanOutLogger:
     def _send_alerts(self, step: int, numbers: Mapping[str, float]) -> None:
         failed, self._failed = self._failed, []
         if self._alerts is not None:
-            self._tell(self._alerts.observe(step, numbers, failed=failed))
+            self._report(self._alerts.observe(step, numbers, failed=failed))
 
-    def _tell(self, alerts: Sequence[Alert]) -> None:
+    def _report(self, alerts: Sequence[Alert]) -> None:
         for alert in alerts:
             self._notices.warn(alert.line)
             for isolated in self._isolated:
@@ -160,8 +160,8 @@ class FanOutLogger:
                 action(logger)
             except Exception as error:
                 self._direct.remove(logger)
-                told = f"logger {logger.name} {failure} and is left out from here on: {reason_of(error)}"
-                self._notices.warn(told)
+                reported = f"logger {logger.name} {failure} and is left out from here on: {reason_of(error)}"
+                self._notices.warn(reported)
                 # Frees its files; the user has had a warning, so a second failure is of no interest.
                 with contextlib.suppress(Exception):
                     logger.close()

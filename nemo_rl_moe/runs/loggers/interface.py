@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from nemo_rl_moe.runs.folder.metrics import RunOutcome
 
-DrawPictures = Callable[[], Mapping[str, bytes]]
-"""Function that draws the pictures of a step: key, such as `pictures/expert_load`, to PNG file. Takes seconds."""
+DrawPlots = Callable[[], Mapping[str, bytes]]
+"""Function that draws the plots of a step: key, such as `plots/expert_load`, to PNG file. Takes seconds."""
 
 
 class MetricLogger(Protocol):
@@ -71,12 +71,12 @@ class Backend(MetricLogger, Protocol):
         """Seconds that `close` may take in a healthy backend; 0: no time worth mentioning."""
         ...
 
-    def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
-        """Log the pictures of a step, before the step's metrics.
+    def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
+        """Log the plots of a step, before the step's metrics.
 
         Args:
-            step: Most steps have no pictures.
-            pictures: Key, such as `pictures/expert_load`, to PNG file.
+            step: Most steps have no plots.
+            plots: Key, such as `plots/expert_load`, to PNG file.
         """
         ...
 

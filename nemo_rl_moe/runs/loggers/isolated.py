@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from nemo_rl_moe.runs.folder.metrics import RunOutcome, StepRecord
 from nemo_rl_moe.runs.loggers.console import Notices, reason_of
-from nemo_rl_moe.runs.loggers.interface import Backend, DrawPictures, SendsAlerts
+from nemo_rl_moe.runs.loggers.interface import Backend, DrawPlots, SendsAlerts
 
 _FAILURES_BEFORE_LEFT_OUT = 3
 
@@ -26,19 +26,19 @@ class Patience:
         silence_s: Seconds without an answer after which the user is warned.
         closing_s: Seconds that the end waits for all backends together, where a backend itself does not ask for more.
         most_waiting: Steps in the queue before further ones are dropped.
-        most_pictures_waiting: Steps whose pictures are in the queue before those of further ones are dropped.
+        most_plots_waiting: Steps whose plots are in the queue before those of further ones are dropped.
     """
 
     opening_s: float = 60.0
     silence_s: float = 30.0
     closing_s: float = 10.0
     most_waiting: int = 1000
-    most_pictures_waiting: int = 4
+    most_plots_waiting: int = 4
 
 
 @dataclass(frozen=True)
 class _Job:
-    kind: Literal["step", "pictures", "alert", "config"]
+    kind: Literal["step", "plots", "alert", "config"]
     what: str
     action: Callable[[Backend], None]
 
@@ -114,14 +114,14 @@ class IsolatedLogger:
         """Queue one step; the mapping must not be changed afterwards."""
         self._put(_step_job(step, metrics))
 
-    def log_pictures(self, step: int, draw: DrawPictures) -> None:
-        """Queue the pictures of a step, which are drawn in the thread; called before the step itself."""
+    def log_plots(self, step: int, draw: DrawPlots) -> None:
+        """Queue the plots of a step, which are drawn in the thread; called before the step itself."""
 
         def log(backend: Backend) -> None:
-            if pictures := draw():
-                backend.log_pictures(step, pictures)
+            if plots := draw():
+                backend.log_plots(step, plots)
 
-        self._put(_Job("pictures", f"the pictures of step {step}", log))
+        self._put(_Job("plots", f"the plots of step {step}", log))
 
     def send_alert(self, title: str, text: str) -> None:
         """Queue an alert, for a backend that sends any."""
@@ -166,7 +166,7 @@ class IsolatedLogger:
                     self._thread.join(longer)
         finally:
             self.let_go()
-            for kind, lost in (("step", "steps"), ("pictures", "steps' pictures")):
+            for kind, lost in (("step", "steps"), ("plots", "steps' plots")):
                 if number := self._dropped[kind]:
                     self._notices.warn(f"logger {self.name}: {number} {lost} were dropped while it was silent")
 
@@ -187,7 +187,7 @@ class IsolatedLogger:
                 self._abandon()
 
     def _put(self, job: _Job) -> None:
-        kind, limits = job.kind, {"step": self._patience.most_waiting, "pictures": self._patience.most_pictures_waiting}
+        kind, limits = job.kind, {"step": self._patience.most_waiting, "plots": self._patience.most_plots_waiting}
         with self._changed:
             if not self.is_active:
                 return
@@ -254,7 +254,7 @@ class IsolatedLogger:
     def _do(self, job: _Job, backend: Backend) -> None:
         """Do a job; a failure is reported once of its kind, and raises where it is one step too many in a row."""
         kind = job.kind
-        if kind == "pictures" and self._failures[kind] >= _FAILURES_BEFORE_LEFT_OUT:
+        if kind == "plots" and self._failures[kind] >= _FAILURES_BEFORE_LEFT_OUT:
             return
         try:
             job.action(backend)
@@ -265,7 +265,7 @@ class IsolatedLogger:
                 raise
             if kind not in self._has_warned and self.is_active:
                 self._has_warned.add(kind)
-                more = "; its metrics go on" if kind == "pictures" else ""
+                more = "; its metrics go on" if kind == "plots" else ""
                 self._notices.warn(f"logger {self.name} does not take {job.what}: {reason_of(error)}{more}")
 
     def _leave_out(self, failure: str, error: BaseException) -> None:

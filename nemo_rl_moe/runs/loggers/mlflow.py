@@ -28,7 +28,7 @@ class MlflowLogger:
     NaN is kept. A local store keeps infinities as plus and minus the largest float64.
 
     A resumed run continues its MLflow run. MLflow cannot take values back: steps that were logged before the resume
-    keep their values and pictures, and are not logged again. Where the store no longer has the run, a new one starts.
+    keep their values and plots, and are not logged again. Where the store no longer has the run, a new one starts.
 
     Args:
         tracking_uri: A server or store in MLflow's notation; `local_store_uri` makes one for a folder.
@@ -72,12 +72,12 @@ class MlflowLogger:
             self._client.log_batch(self.run_id, metrics=batch)
             self._last_steps.update((entry.key, step) for entry in batch)
 
-    def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
-        """Store each picture as the step's image; those of steps from before the resume are there."""
+    def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
+        """Store each plot as the step's image; those of steps from before the resume are there."""
         import PIL.Image
 
         if step > self._last_before:
-            for key, content in pictures.items():
+            for key, content in plots.items():
                 self._client.log_image(self.run_id, PIL.Image.open(BytesIO(content)), key=key, step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.runs.folder import thumbnails
-from nemo_rl_moe.runs.folder.capture_folder import TAPE_FOLDER, rewind_tape
+from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDERS, rewind_capture
 from nemo_rl_moe.runs.folder.failures import FAILURES_FILE_NAME
 from nemo_rl_moe.runs.folder.lines import rewind_lines
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME
@@ -20,7 +20,7 @@ from nemo_rl_moe.runs.loggers.artifacts import ARTIFACTS
 
 
 def rewind_run_folder(run_folder: Path, step: int) -> None:
-    """Remove what later steps wrote (metrics, samples and their thumbnails, tables, tape), and torn last lines.
+    """Remove what later steps wrote (metrics, samples and their thumbnails, tables, capture), and torn last lines.
 
     Survives a full disk, since each file of lines is truncated in place, and a kill in between, since truncation is
     atomic. TensorBoard, W&B and MLflow rewind their own files when they are opened.
@@ -43,8 +43,9 @@ def rewind_run_folder(run_folder: Path, step: int) -> None:
     for table in (writer.table for writer in writers):
         with _named_if_it_fails(run_folder / table.folder_name, step):
             rewind_steps(table, run_folder, step)
-    with _named_if_it_fails(run_folder / TAPE_FOLDER, step):
-        rewind_tape(run_folder / TAPE_FOLDER, step)
+    for name in CAPTURE_FOLDERS:
+        with _named_if_it_fails(run_folder / name, step):
+            rewind_capture(run_folder / name, step)
 
 
 @contextmanager

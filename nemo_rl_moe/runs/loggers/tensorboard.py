@@ -59,18 +59,18 @@ class TensorBoardLogger:
         values = [value_type(tag=key, simple_value=float(value)) for key, value in metrics.items()]
         self._write(self._event_type(wall_time=time.time(), step=step, summary=self._summary_type(value=values)))
 
-    def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
-        """Write one event that holds the pictures of the step, for TensorBoard's image view."""
+    def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
+        """Write one event that holds the plots of the step, for TensorBoard's image view."""
         import PIL.Image
 
         summary = self._summary_type()
-        for key, content in pictures.items():
-            picture = PIL.Image.open(BytesIO(content))
+        for key, content in plots.items():
+            plot = PIL.Image.open(BytesIO(content))
             image = self._summary_type.Image(
                 encoded_image_string=content,
-                width=picture.width,
-                height=picture.height,
-                colorspace=len(picture.getbands()),
+                width=plot.width,
+                height=plot.height,
+                colorspace=len(plot.getbands()),
             )
             summary.value.add(tag=key, image=image)
         self._write(self._event_type(wall_time=time.time(), step=step, summary=summary))

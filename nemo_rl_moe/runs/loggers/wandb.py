@@ -3,7 +3,7 @@
 """Weights & Biases: a run online or offline, its charts, its resume.
 
 W&B makes a chart of each key, in a section named after the part of the key before the first slash: `train`, `val`,
-`timing`, `pictures`. Their axis is the optimizer step, at which rows are logged.
+`timing`, `plots`. Their axis is the optimizer step, at which rows are logged.
 """
 
 import os
@@ -22,11 +22,11 @@ from typing import Any, Literal
 from nemo_rl_moe.routing.metrics.metric_keys import OUTLIER_PREFIX
 from nemo_rl_moe.runs.folder.lines import to_plain
 from nemo_rl_moe.runs.folder.metrics import RunOutcome, StepRecord
-from nemo_rl_moe.runs.loggers.step_pictures import is_picture_step
+from nemo_rl_moe.runs.loggers.step_plots import is_plot_step
 from nemo_rl_moe.runs.loggers.wandb_files import last_wandb_step
 
 _OUTLIERS = f"train/{OUTLIER_PREFIX}"
-OUTLIER_CHART_KEY = "pictures/expert_utilization_outliers"
+OUTLIER_CHART_KEY = "plots/expert_utilization_outliers"
 # Of a table with more, W&B shows the first ones alone.
 _MOST_ROWS = 10_000
 
@@ -107,7 +107,7 @@ class WandbLogger:
 
     A resumed run keeps its id. Offline it gets a further folder, whose steps replace those of the earlier ones from
     its first step on. Online it goes on where the server's history ends: W&B takes no step twice, so steps that were
-    logged before the resume keep their values and pictures.
+    logged before the resume keep their values and plots.
 
     Args:
         is_resumed: Whether a run of that id may exist.
@@ -131,7 +131,7 @@ class WandbLogger:
     ):
         mode = choose_mode(os.environ)
         if mode == "offline" or os.environ.get("WANDB_MODE") in _MODES_WITHOUT_LOGIN:
-            # W&B's error reports and usage statistics go over the network in offline mode too, unless told not to;
+            # W&B's error reports and usage statistics go over the network in offline mode too, unless asked not to;
             # it looks at this variable while it is imported.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         _import_beside(run_folder / "wandb")
@@ -174,8 +174,8 @@ class WandbLogger:
         if step < self._first_step:
             return
         self._outliers.add(step, metrics)
-        if is_picture_step(step, self._outlier_chart_every_steps):
-            # Not with the pictures, which may be dropped when the backend is slow.
+        if is_plot_step(step, self._outlier_chart_every_steps):
+            # Not with the plots, which may be dropped when the backend is slow.
             self._draw_outliers(step)
         # Committed at once: otherwise the row waits for the next step, and the last one is lost in a crash.
         self._run.log({key: float(value) for key, value in metrics.items()}, step=step, commit=True)
@@ -186,14 +186,14 @@ class WandbLogger:
             if chart := self._outliers.draw():
                 self._run.log(chart, step=step, commit=False)
 
-    def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
-        """Put the pictures into the step's row."""
+    def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
+        """Put the plots into the step's row."""
         if step < self._first_step:
             return
         import PIL.Image
         import wandb
 
-        images = {key: wandb.Image(PIL.Image.open(BytesIO(content))) for key, content in pictures.items()}
+        images = {key: wandb.Image(PIL.Image.open(BytesIO(content))) for key, content in plots.items()}
         # The row is committed with the step's metrics, which follow.
         self._run.log(images, step=step, commit=False)
 

@@ -23,7 +23,7 @@ MODALITY_CHARTS = (
     ),
     _chart(
         "Share of image tokens",
-        "Of all assignments of tokens to experts. Healthy: as the data has it; 0 means that no batch had a picture.",
+        "Of all assignments of tokens to experts. Healthy: as the data has it; 0 means that no batch had an image.",
         [Line("train/moe/image/token_share", "image tokens")],
         from_zero=True,
     ),

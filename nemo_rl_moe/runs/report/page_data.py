@@ -22,7 +22,7 @@ from nemo_rl_moe.runs.report.modality_view import modality_view
 from nemo_rl_moe.runs.report.routing_charts import MISMATCH, ROUTING
 from nemo_rl_moe.runs.report.routing_view import advantage_view, layer_tables, routing_view
 from nemo_rl_moe.runs.report.run_findings import episodes_of, findings_of, thresholds_of
-from nemo_rl_moe.runs.report.sample_pictures import MOST_PICTURES, embedded_thumbnails
+from nemo_rl_moe.runs.report.sample_images import MOST_IMAGES, embedded_thumbnails
 
 _LATEST = (
     ("train/reward", "reward"),
@@ -39,7 +39,7 @@ _MOST_POINTS, _FEWEST_POINTS = 2000, 6
 _FEWEST_CHARACTERS = 30
 _SHARE_BESIDE_LOADS = 0.6
 """Part of the budget that everything but the loads of all experts may take, where there are such loads."""
-_SHARE_OF_PICTURES = 0.15
+_SHARE_OF_IMAGES = 0.15
 """Part of the budget that thumbnails of samples may take."""
 _STEPS_TO_MEASURE = 8
 _BYTES_OF_FRAMES = 250  # of the references to the loads, in the document
@@ -85,7 +85,7 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
     charts = charts_of(keys)
     charted = {line["key"] for chart in charts for line in chart["lines"]}
     described = [_described(run, name) for run, name in zip(runs, names, strict=True)]
-    _add_thumbnails(runs, described, int(budget * _SHARE_OF_PICTURES))
+    _add_thumbnails(runs, described, int(budget * _SHARE_OF_IMAGES))
     document = {
         **asdict(words),
         "runs": described,
@@ -190,7 +190,7 @@ def _described(run: RunData, name: str) -> dict[str, Any]:
 
 def _add_thumbnails(runs: Sequence[RunData], described: Sequence[dict[str, Any]], budget: int) -> None:
     """Add the thumbnails of the samples; runs share what the page has room for."""
-    most = max(MOST_PICTURES // len(runs), 1)
+    most = max(MOST_IMAGES // len(runs), 1)
     for run, of_run in zip(runs, described, strict=True):
         of_run["thumbnails"] = embedded_thumbnails(
             run.folder, of_run["samples"], most, budget // len(runs), of_run["notes"]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Charts of how rollout and training route, of runs with a tape of the rollouts' experts."""
+"""Charts of how rollout and training route, of runs with a capture of the rollouts' experts."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routing of GRPO runs in a page: disagreement by layer and margin, the ledger, experts by advantage, single layers."""
+"""Routing of GRPO runs in a page: disagreement by layer and margin, the agreement statistics, experts by advantage,
+single layers."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from nemo_rl_moe.runs.report.arrays import ArrayPool, highest_of_stretches, narr
 _MOST_COLUMNS, _MOST_FRAMES, _FEWEST = 300, 200, 10
 _MOST_SCORES = 100_000
 """Scores of experts over all steps that are kept: fewer steps for large models."""
-_LEDGER = {
+_STATISTICS = {
     Row.USABLE: "usable",
     Row.MISSING: "missing",
     Row.ZERO: "expert 0 alone",
@@ -26,7 +27,7 @@ _LEDGER = {
     Row.OUT_OF_RANGE: "experts that there are not",
     Row.UNEXPECTED: "of padding or last tokens",
 }
-_WRONG = tuple(kind for kind in _LEDGER if kind != Row.USABLE)
+_WRONG = tuple(kind for kind in _STATISTICS if kind != Row.USABLE)
 _FAMILIES = {
     "router_gradient": "Gradient of the routers, layer by layer",
     "routing_noise": "Noise floor, layer by layer",
@@ -43,8 +44,8 @@ def routing_view(routing: RoutingHistory, pool: ArrayPool, detail: float = 1.0) 
     Returns:
         `layers`; `by_layer`: share of rows of layers x steps in which the routers would choose otherwise, of each
         stretch of steps the highest, NaN without usable rows; `margins`: rows by class of router margin, `[classes, 2]`
-        (all, and those that differ) of single steps and of all together; `ledger`: rows of all steps by kind, and of
-        the layers where any are wrong; `identity`: of the step at which a layer's routes look most like another's,
+        (all, and those that differ) of single steps and of all together; `statistics`: rows of all steps by kind, and
+        of the layers where any are wrong; `identity`: of the step at which a layer's routes look most like another's,
         what they have in common with each, layers x layers, None where it is not known.
     """
     usable = routing.rows[..., Row.USABLE]
@@ -67,7 +68,7 @@ def routing_view(routing: RoutingHistory, pool: ArrayPool, detail: float = 1.0) 
             "of_steps": pool.add(narrowest(routing.margins[frames].sum(1))),
             "of_all": routing.margins.sum((0, 1)).tolist(),
         },
-        "ledger": _ledger(routing),
+        "statistics": _statistics(routing),
         "identity": _identity(routing, pool),
     }
 
@@ -107,8 +108,8 @@ def _identity(routing: RoutingHistory, pool: ArrayPool) -> dict[str, Any] | None
 
 
 def layer_tables(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
-    """Return the tables of the metrics that a run has of single layers beside its ledger, at the last step that has
-    them.
+    """Return the tables of the metrics that a run has of single layers beside its agreement statistics, at the last
+    step that has them.
 
     Returns:
         For each family `title`, `step`, `columns`, and `rows`: a layer and its values as text, None where it has none.
@@ -132,10 +133,10 @@ def _value_at(series: Series | None, step: int) -> str | None:
     return None if series is None or series.steps[-1] != step else f"{series.values[-1]:.4g}"
 
 
-def _ledger(routing: RoutingHistory) -> dict[str, Any]:
+def _statistics(routing: RoutingHistory) -> dict[str, Any]:
     expected = routing.rows[..., Row.EXPECTED].sum(1)
     kinds = []
-    for kind, label in _LEDGER.items():
+    for kind, label in _STATISTICS.items():
         of_steps = routing.rows[..., kind].sum(1)
         shares = of_steps / np.maximum(expected, 1)
         is_wrong = kind != Row.USABLE
@@ -161,7 +162,7 @@ def _ledger(routing: RoutingHistory) -> dict[str, Any]:
         "num_steps": len(routing.steps),
         "expected": int(expected.sum()),
         "kinds": kinds,
-        "columns": [_LEDGER[kind] for kind in found],
+        "columns": [_STATISTICS[kind] for kind in found],
         "layers": [
             [int(routing.layers[row]), int(by_layer[row, Row.EXPECTED]), *by_layer[row, found].tolist()]
             for row in wrong_layers

@@ -65,9 +65,9 @@ def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Find
     for step in sorted(metrics.keys() | row_of.keys() | run.failures.keys()):
         counts = load.counts[row_of[step]] if load is not None and step in row_of else None
         tracker.observe(step, metrics.get(step, {}), layers, counts, run.failures.get(step, ()))
-    with_tape = run.metrics.get(ANOMALIES_METRIC)
-    for step in sorted(run.anomalies.keys() | set(() if with_tape is None else with_tape.steps.tolist())):
-        tracker.observe_tape(step, run.anomalies.get(step, ()))
+    with_capture = run.metrics.get(ANOMALIES_METRIC)
+    for step in sorted(run.anomalies.keys() | set(() if with_capture is None else with_capture.steps.tolist())):
+        tracker.observe_anomalies(step, run.anomalies.get(step, ()))
     return _forced_routing(run) + tracker.findings
 
 

@@ -145,7 +145,7 @@ def _sparklines(run: WatchedRun, room: Room) -> list[Text]:
 
 
 def _routing(run: WatchedRun) -> Text:
-    """Return the line on the last step's tape: how far training agrees with the rollouts, and what is wrong."""
+    """Return the line on the last step's capture: how far training agrees with the rollouts, and what is wrong."""
     parts = []
     for key, label in ((AGREEMENT, "agreement"), (LIVE_AGREEMENT, "by itself")):
         if key in run.routing:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.routing.findings.tracker import FindingTracker
 from nemo_rl_moe.routing.findings.wrong_routes import ANOMALIES_METRIC
@@ -34,7 +34,7 @@ ROUTING_METRICS = (AGREEMENT, LIVE_AGREEMENT, ANOMALIES) = (
     "train/moe/routing/live_agreement",
     ANOMALIES_METRIC,
 )
-"""Keys of the line on the routing; the last one is of every step with a tape."""
+"""Keys of the line on the routing; the last one is of every step with a capture."""
 _SPEED_KEY = "timing/train/tokens_per_second"
 _STEPS_OF_A_PACE = 20
 
@@ -105,7 +105,7 @@ class RunWatcher:
             self._waiting.setdefault(step, []).extend(failures)
         if new.records:
             self._update(new.records)
-        self._update_tape(new.records, anomalies_by_step(wrong.records))
+        self._update_capture(new.records, anomalies_by_step(wrong.records))
         if new.records or wrong.records:
             self.run.episodes = episodes_of([*self._standing, *self._tracker.findings])
         damaged = [f"{name}: lines that are no records: {number}" for name, number in (+self._num_damaged).items()]
@@ -114,7 +114,7 @@ class RunWatcher:
 
     def _begin(self) -> None:
         self._metrics = MetricsTail(self._folder / METRICS_FILE_NAME)
-        self._anomalies, self._last_tape_step = AnomaliesTail(self._folder), -1
+        self._anomalies, self._last_capture_step = AnomaliesTail(self._folder), -1
         self._failures, self._waiting = FailuresTail(self._folder), dict[int, list[FailedResponses]]()
         self._load = ExpertLoadTail(self._folder)
         self._series: MetricHistory = {}
@@ -140,14 +140,14 @@ class RunWatcher:
             # A copy: the counts of all earlier steps need not stay in memory.
             self.run.load = ExpertLoadHistory(load.steps[-1:], load.layers, load.counts[-1:].copy())
 
-    def _update_tape(self, records: Sequence[StepRecord], wrong: Mapping[int, Sequence[TapeAnomaly]]) -> None:
-        """Take the tapes of new steps. A run may end by a tape, and leave no record of its step."""
-        with_tape = {record.step for record in records if ANOMALIES in record.metrics}
-        for step in sorted(with_tape | wrong.keys()):
-            if step > self._last_tape_step:
-                self._last_tape_step = step
+    def _update_capture(self, records: Sequence[StepRecord], wrong: Mapping[int, Sequence[RoutingAnomaly]]) -> None:
+        """Take the captures of new steps. A run may end by a capture, and leave no record of its step."""
+        with_capture = {record.step for record in records if ANOMALIES in record.metrics}
+        for step in sorted(with_capture | wrong.keys()):
+            if step > self._last_capture_step:
+                self._last_capture_step = step
                 self.run.num_wrong_steps += step in wrong
-                self._tracker.observe_tape(step, wrong.get(step, ()))
+                self._tracker.observe_anomalies(step, wrong.get(step, ()))
 
     def _add(self, record: StepRecord) -> None:
         self.run.step = record.step

@@ -76,7 +76,7 @@ def test_two_rewards_by_hand_each_in_its_group_before_they_are_added() -> None:
     scale = math.sqrt(sum(part**2 for part in parts) / 3) + 1e-6
     advantages = advantages_of_named(named, [2.0, 1.0], config_of("gdpo", normalize=True))
     assert advantages.flatten().tolist() == pytest.approx([part / scale for part in parts], rel=1e-14)
-    # With equal weights the sum does not tell the first two apart from the mean, and neither does this.
+    # With equal weights the sum does not distinguish the first two from the mean, and neither does this.
     assert advantages_of_named(named, [1.0, 1.0], config_of("gdpo", normalize=True))[0, :2].tolist() == [0.0, 0.0]
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run measures, as a tape folder: the audit has the numbers that the run logs."""
+"""What a run measures, as a capture folder: the audit has the numbers that the run logs."""
 
 import json
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.capture_writer import MeasuredPass, TapeRecorder
+from nemo_rl_moe.algorithms.capture_writer import CaptureWriter, MeasuredPass
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.rollouts.trajectory import Trajectory, training_batch
 from nemo_rl_moe.routing.metrics.mismatch_split import gap_metrics, split_gap, split_metrics
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
-from nemo_rl_moe.runs.folder.capture_folder import TAPE_FOLDER, read_description, steps_of
+from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER, read_description, steps_of
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 
 LENGTHS, NUM_LAYERS, NUM_EXPERTS, TOPK = (30, 41, 25, 37), 2, 8, 2
@@ -66,7 +66,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TokenBatch
     passes = {"own": near(batch.columns["generation_logprobs"].values)}
     passes |= {"replayed": near(passes["own"]), "again": near(passes["own"][:2, :41])}
     folder = tmp_path_factory.mktemp("run")
-    recorder = TapeRecorder(folder / TAPE_FOLDER, MOE, pytest.fail, list)
+    recorder = CaptureWriter(folder / CAPTURE_FOLDER, MOE, pytest.fail, list)
     for step in (5, 10):
         own, again = MeasuredPass(passes["own"], stored(live)), MeasuredPass(passes["again"], stored(live[:2]))
         recorder.write(step, batch, made, own, passes["replayed"], again)
@@ -85,7 +85,7 @@ def test_the_audit_of_a_run_s_folder_has_its_numbers(
     recorded: tuple[Path, TokenBatch, dict[str, torch.Tensor]],
 ) -> None:
     folder, batch, passes = recorded
-    description = read_description(folder / TAPE_FOLDER)
+    description = read_description(folder / CAPTURE_FOLDER)
     assert (description.layers, description.num_experts, description.topk) == ((1, 2), NUM_EXPERTS, TOPK)
     run = audited(folder)
     assert [step["step"] for step in run["steps"]] == [5, 10]
@@ -110,23 +110,23 @@ def test_a_run_that_is_resumed_writes_its_steps_again(
     recorded: tuple[Path, TokenBatch, dict[str, torch.Tensor]],
 ) -> None:
     folder = recorded[0]
-    (folder / TAPE_FOLDER / "notes.txt").write_text("of somebody else")
+    (folder / CAPTURE_FOLDER / "notes.txt").write_text("of somebody else")
     rewind_run_folder(folder, 7)
-    assert list(steps_of(folder / TAPE_FOLDER)) == [5]
-    assert (folder / TAPE_FOLDER / "notes.txt").exists()
+    assert list(steps_of(folder / CAPTURE_FOLDER)) == [5]
+    assert (folder / CAPTURE_FOLDER / "notes.txt").exists()
     assert ROUTED_EXPERTS in recorded[1].stored
 
 
-def test_a_tape_that_cannot_be_written_stops_no_run(
+def test_a_capture_that_cannot_be_written_stops_no_run(
     recorded: tuple[Path, TokenBatch, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     _, batch, passes = recorded
-    (tmp_path / "tape").write_text("a file where the folder should be")
-    told: list[str] = []
-    recorder = TapeRecorder(tmp_path / "tape", MOE, told.append, list)
+    (tmp_path / "capture").write_text("a file where the folder should be")
+    reported: list[str] = []
+    recorder = CaptureWriter(tmp_path / "capture", MOE, reported.append, list)
     made = [trajectory(n, length, routes(length)[:-1]) for n, length in enumerate(LENGTHS)]
     own = MeasuredPass(passes["own"], stored([routes(length) for length in LENGTHS]))
     for step in (1, 2):
         recorder.write(step, batch, made, own, None, MeasuredPass(passes["again"]))
-    (line,) = told
-    assert "cannot be written, no further tape is saved" in line
+    (line,) = reported
+    assert "cannot be written, no further capture is saved" in line

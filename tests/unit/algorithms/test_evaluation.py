@@ -75,8 +75,8 @@ def test_standard_error_is_the_spread_of_many_evaluations() -> None:
 
     many = [estimate(evaluation()) for _ in range(2000)]
     spread = float(torch.tensor([each.mean for each in many]).std())
-    told = float(torch.tensor([each.standard_error for each in many]).mean())
-    assert told == pytest.approx(spread, rel=0.05)
-    # Taken for 400 independent responses, the error would be told too small by far.
+    reported = float(torch.tensor([each.standard_error for each in many]).mean())
+    assert reported == pytest.approx(spread, rel=0.05)
+    # Taken for 400 independent responses, the error would be reported too small by far.
     mean = float(torch.tensor([each.mean for each in many]).mean())
     assert (mean * (1 - mean) / 400) ** 0.5 < 0.7 * spread

@@ -31,7 +31,7 @@ from tests.support.grpo_fakes import (
     PAD_TOKEN,
     SAMPLING,
     FakeEngine,
-    FakeScorer,
+    FakeRewardFunction,
     make_worker,
     prompts,
     small_config,
@@ -95,7 +95,7 @@ def failed(rewards: Rewards) -> torch.Tensor:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("on_failure", ["leave_out", "lowest"])
 def test_to_fail_is_never_an_advantage(estimator: str, on_failure: OnFailure) -> None:
-    """Of negative rewards 0 would be the best, and a policy would learn to break its scorer."""
+    """Of negative rewards 0 would be the best, and a policy would learn to break its reward function."""
     config = config_of(on_failure, *ESTIMATORS[estimator])
     advantages = advantages_of_groups(config, groups_of(MIXED))
     assert (advantages[failed(MIXED)] <= 0).all()
@@ -226,7 +226,7 @@ def test_divergence_and_length_do_not_lift_a_failure_above_an_answer(on_failure:
     assert advantages[1] > 0
 
 
-class FailsForSome(FakeScorer):
+class FailsForSome(FakeRewardFunction):
     """Scores no response to some prompts; of the other prompts the first response is right."""
 
     def __init__(self, failing: set[int], informative: set[int]):

@@ -15,21 +15,21 @@ from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo, update_engine
 from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source, ratio_is_one
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
-from nemo_rl_moe.algorithms.run_observers import CheckedRefits, RunObserver, TapeWatch
+from nemo_rl_moe.algorithms.run_observers import CheckedRefits, RoutingAnomalyWatch, RunObserver
 from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.distributed.batch import TokenBatch
-from nemo_rl_moe.errors import RoutingTapeError, WeightSyncError
+from nemo_rl_moe.errors import RoutingAnomalyError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
-from nemo_rl_moe.routing.agreement.statistics import TapeReport
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
+from nemo_rl_moe.routing.agreement.statistics import RoutingReport
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.runs.loggers.console import train_line
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck
@@ -38,13 +38,13 @@ from tests.support.grpo_fakes import (
     SAMPLING,
     FakeEngine,
     FakePolicy,
-    FakeScorer,
+    FakeRewardFunction,
     ListLogger,
     make_worker,
     prompts,
     small_config,
 )
-from tests.support.made_tapes import tape_report
+from tests.support.made_captures import routing_report
 from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
 
 VALIDATES = ("grpo.val_at_start=true", "grpo.val_at_end=true")
@@ -61,18 +61,18 @@ class Loop:
     tracks_experts: bool = False
     has_validation: bool = True
     truncates: bool = False
-    scorer: FakeScorer = field(default_factory=FakeScorer)
+    reward_function: FakeRewardFunction = field(default_factory=FakeRewardFunction)
     diary: list[str] = field(default_factory=list)
     loads: list[tuple[int, ExpertLoad]] = field(default_factory=list)
     samples: list[tuple[int, str, list[Trajectory]]] = field(default_factory=list)
     stop_after: int = 0
     start: LoopState = field(default_factory=LoopState)
-    tapes: Mapping[int, TapeReport] = field(default_factory=dict)
+    captures: Mapping[int, RoutingReport] = field(default_factory=dict)
     observers: tuple[RunObserver, ...] = ()
     engine_class: type[FakeEngine] = FakeEngine
     refit_check: RefitCheck | None = None
     makes_room: bool = False
-    recorded_tapes: list[tuple[int, TapeReport]] = field(default_factory=list)
+    recorded_captures: list[tuple[int, RoutingReport]] = field(default_factory=list)
     summary: RunSummary = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,13 +82,13 @@ class Loop:
             self.diary,
             tracks_experts=self.tracks_experts,
             updates_of_call=self.config.updates_per_step,
-            tapes=self.tapes,
+            captures=self.captures,
             makes_room=self.makes_room,
         )
         self.logger = ListLogger(diary=self.diary)
-        self.scorer.diary = self.diary
+        self.reward_function.diary = self.diary
         seed, num_prompts = self.config.grpo.seed, self.config.grpo.num_prompts_per_step
-        worker = make_worker(self.engine, self.scorer, reward_weights=self.config.env.reward_weights)
+        worker = make_worker(self.engine, self.reward_function, reward_weights=self.config.env.reward_weights)
         loader = PromptLoader(prompts(7), num_prompts, seed, shuffle=True)
         held_out = prompts(2, "val") if self.has_validation else ()
         failures = failure_rule(self.config)
@@ -109,7 +109,7 @@ class Loop:
                 self.checkpoints,
                 self._stop_reason,
                 self.start,
-                tapes=self.recorded_tapes,
+                captures=self.recorded_captures,
             ),
             [*self.observers, *checked],
         )
@@ -172,7 +172,7 @@ def test_a_copy_of_the_weights_is_never_older_than_the_policy() -> None:
 
 
 class ScoringFake(FakeEngine):
-    """Scores as it is told to."""
+    """Scores as it is reported to."""
 
     gap = 0.0
 
@@ -347,7 +347,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert trained() != trained("grpo.seed=12")
 
 
-class ScorerOfTwo(FakeScorer):
+class RewardFunctionOfTwo(FakeRewardFunction):
     """Two rewards by name."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
@@ -361,7 +361,7 @@ def test_rewards_by_name_are_weighed_and_compared_each_apart() -> None:
         *("env.reward_weights={a: 1.0, b: 0.5}", "grpo.advantage_clip_high=1.2"),
     )
     loops = {
-        name: Loop(small_config(*named, f"grpo.adv_estimator.name={name}"), scorer=ScorerOfTwo())
+        name: Loop(small_config(*named, f"grpo.adv_estimator.name={name}"), reward_function=RewardFunctionOfTwo())
         for name in ("grpo", "gdpo")
     }
     for loop in loops.values():
@@ -494,28 +494,33 @@ def test_expert_loads_arrive_once_a_step() -> None:
     assert Loop(small_config()).loads == []
 
 
-def test_a_tape_is_recorded_before_it_may_end_the_run() -> None:
-    healthy, wrong = tape_report([0]), tape_report([0], anomalies=[TapeAnomaly("token", "routes are one token late")])
-    recorded: list[tuple[int, TapeReport]] = []
+def test_a_capture_is_recorded_before_it_may_end_the_run() -> None:
+    healthy, wrong = (
+        routing_report([0]),
+        routing_report([0], anomalies=[RoutingAnomaly("token", "routes are one token late")]),
+    )
+    recorded: list[tuple[int, RoutingReport]] = []
     diary: list[str] = []
-    with pytest.raises(RoutingTapeError, match="routes are one token late"):
+    with pytest.raises(RoutingAnomalyError, match="routes are one token late"):
         Loop(
             small_config(),
             diary=diary,
-            tapes={1: healthy, 2: wrong, 3: healthy},
-            observers=(TapeWatch(stops=True),),
-            recorded_tapes=recorded,
+            captures={1: healthy, 2: wrong, 3: healthy},
+            observers=(RoutingAnomalyWatch(stops=True),),
+            recorded_captures=recorded,
         )
     assert recorded == [(1, healthy), (2, wrong)]
     assert diary[-1] == "train", "the step is neither logged nor saved"
-    told = Loop(small_config(), tapes={2: wrong}, observers=(TapeWatch(stops=False),))
-    assert (told.recorded_tapes, told.steps) == ([(2, wrong)], [1, 2, 3])
+    reported = Loop(small_config(), captures={2: wrong}, observers=(RoutingAnomalyWatch(stops=False),))
+    assert (reported.recorded_captures, reported.steps) == ([(2, wrong)], [1, 2, 3])
 
 
 def test_dynamic_sampling_that_uses_up_the_prompts_ends_the_run_as_any_other() -> None:
     dynamic = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2")
     loop = Loop(
-        small_config(*dynamic, "grpo.val_at_end=true"), scorer=FakeScorer(reward=lambda _: 0.0), tracks_experts=True
+        small_config(*dynamic, "grpo.val_at_end=true"),
+        reward_function=FakeRewardFunction(reward=lambda _: 0.0),
+        tracks_experts=True,
     )
     # Three rounds of prompts: the first step takes two of them, the second the last one.
     assert loop.summary.num_steps == len(loop.policy.batches) == 2
@@ -529,7 +534,7 @@ def test_dynamic_sampling_that_uses_up_the_prompts_ends_the_run_as_any_other() -
 
 def test_long_responses_are_punished() -> None:
     shaping = "grpo.reward_shaping={enabled: true, overlong_buffer_length: 4, overlong_buffer_penalty: 1.0}"
-    loop = Loop(small_config("grpo.max_num_steps=1", shaping), scorer=FakeScorer(reward=lambda _: 1.0))
+    loop = Loop(small_config("grpo.max_num_steps=1", shaping), reward_function=FakeRewardFunction(reward=lambda _: 1.0))
     (batch,) = loop.policy.batches
     lengths = torch.tensor([found.num_sampled_tokens for found in loop.samples[0][2]]).view(2, 3)
     assert len(set(lengths.flatten().tolist())) > 1
@@ -537,7 +542,7 @@ def test_long_responses_are_punished() -> None:
     differs = rewards.std(1) > 0
     advantages = batch.columns["advantages"].values.view(2, 3)
     assert torch.equal(advantages.abs().amax(1) > 0, differs), "shaped rewards make the advantages"
-    assert loop.logger.records[0][1]["train/reward"] == 1.0, "the reward that is told is the environment's"
+    assert loop.logger.records[0][1]["train/reward"] == 1.0, "the reward that is reported is the environment's"
 
 
 @pytest.mark.parametrize("filters", [True, False])

@@ -19,7 +19,7 @@ GOOD = [trajectory(reward=1.0, is_correct=True), trajectory(reward=0.0, response
 FAULTS = {"env/num_errors": 1.0, "env/num_timeouts": 1.0, "env/num_died": 0.0, "env/failed_share": 0.5}
 
 
-def test_all_generated_responses_are_told_of() -> None:
+def test_all_generated_responses_are_reported() -> None:
     groups = RolloutGroups(trained=GOOD, generated=[*DULL, *GOOD], num_generations=2, num_rounds=2, num_filled=0)
     assert group_metrics(groups, AS_ZERO) == {
         "reward": 0.25,
@@ -64,7 +64,7 @@ def test_advantages_count_each_response_once_however_long_it_is() -> None:
     }
 
 
-def test_named_rewards_are_told_apart_and_add_up_to_the_reward() -> None:
+def test_named_rewards_are_distinguished_and_add_up_to_the_reward() -> None:
     weights = {"accuracy": 1.0, "format": -0.5}
     named = [{"accuracy": 1.0, "format": 0.5}, {"accuracy": 0.0, "format": 2.0}, {}, {"accuracy": 2.0, "format": 0.5}]
     # The third was not scored: 0 of each, as its reward is.

@@ -10,7 +10,7 @@ from nemo_rl_moe.algorithms.grpo_batch import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.source import TRAINING_SEEDS
-from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeScorer, make_worker, prompts, small_config
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts, small_config
 
 
 @dataclass
@@ -20,10 +20,10 @@ class Validation:
     overrides: tuple[str, ...] = ()
     num_prompts: int = 3
     engine: FakeEngine = field(default_factory=FakeEngine)
-    scorer: FakeScorer = field(default_factory=FakeScorer)
+    reward_function: FakeRewardFunction = field(default_factory=FakeRewardFunction)
 
     def __post_init__(self) -> None:
-        self.worker = make_worker(self.engine, self.scorer)
+        self.worker = make_worker(self.engine, self.reward_function)
         config = small_config(*self.overrides)
         held_out = prompts(self.num_prompts, "val")
         self.validate = Validator(config.grpo, self.worker, held_out, SAMPLING, failure_rule(config))
@@ -65,7 +65,7 @@ def test_how_many_prompts(limit: str, expected: int) -> None:
 def test_what_is_reported() -> None:
     # Of the six responses to three prompts, the second, third and fourth are right.
     verdicts = iter([0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
-    run = Validation(scorer=FakeScorer(reward=lambda _: next(verdicts)))
+    run = Validation(reward_function=FakeRewardFunction(reward=lambda _: next(verdicts)))
     metrics = run.validate()
     timings = {name: metrics.pop(name) for name in list(metrics) if name.startswith("timing/")}
     assert timings.keys() == {"timing/validation/seconds", "timing/validation/tokens_per_second"}

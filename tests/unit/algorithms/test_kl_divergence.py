@@ -14,7 +14,7 @@ from tests.unit.algorithms.policy_loss_reference import config_of, inputs_of
 
 LOGITS = torch.tensor([0.3, -1.0, 0.7, 0.1], dtype=torch.float64)
 REFERENCE = torch.tensor([-0.2, 0.4, 0.9, -1.5], dtype=torch.float64).log_softmax(0)
-# What the policy was when it drew the tokens, after which it has moved.
+# What the policy was when it sampled the tokens, after which it has moved.
 BEFORE = torch.tensor([0.9, -0.3, 0.2, -0.6], dtype=torch.float64).log_softmax(0)
 
 
@@ -86,19 +86,19 @@ def gradient_of_the_loss(kind: str, gradient: str, before: Tensor | None) -> Ten
         kl_output_clamp_value=None,
     )
     logits = LOGITS.clone().requires_grad_()
-    drew = LOGITS.log_softmax(0) if before is None else before
+    sampled = LOGITS.log_softmax(0) if before is None else before
     expected = torch.zeros_like(LOGITS)
     for token in range(len(LOGITS)):
         inputs = inputs_of(
             logits.log_softmax(0)[token].view(1, 1),
             torch.ones(1, 1, dtype=torch.bool),
             advantages=torch.zeros(1, dtype=torch.float64),
-            prev_logprobs=drew[token].view(1, 1),
-            generation_logprobs=drew[token].view(1, 1),
+            prev_logprobs=sampled[token].view(1, 1),
+            generation_logprobs=sampled[token].view(1, 1),
             reference_logprobs=REFERENCE[token].view(1, 1),
         )
         loss = PolicyGradientLoss(config, on_policy=before is None)(inputs).loss
-        expected += drew[token].exp() * gradient_of(loss, logits)
+        expected += sampled[token].exp() * gradient_of(loss, logits)
     return expected / 0.3
 
 

@@ -67,8 +67,8 @@ def microbatch(whole: LossInputs, logprobs: Tensor, cut: Cut) -> LossInputs:
 
 
 def whole_batch(seed: int) -> LossInputs:
-    drawn = random_inputs(seed, SEQUENCES, TARGETS)
-    return inputs_of(drawn.logprobs, drawn.token_mask, **values_of(drawn))
+    sampled = random_inputs(seed, SEQUENCES, TARGETS)
+    return inputs_of(sampled.logprobs, sampled.token_mask, **values_of(sampled))
 
 
 @settings(deadline=None, max_examples=150)

@@ -309,7 +309,7 @@ def test_metrics_of_generation_against_training() -> None:
 
 
 def test_entropy_is_weighted_to_the_policy_as_it_is_now() -> None:
-    # Two tokens, drawn evenly by generation; the policy now gives them 0.8 and 0.2.
+    # Two tokens, sampled evenly by generation; the policy now gives them 0.8 and 0.2.
     inputs = sequences([[1], [1]], [[0.8], [0.2]], [[0.5], [0.5]], [0.0, 0.0])
     entropy = -(0.8 * math.log(0.8) + 0.2 * math.log(0.2))
     assert values_of(run(inputs)[0])["approx_entropy"] == pytest.approx(entropy, rel=1e-14)

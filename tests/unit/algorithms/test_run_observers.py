@@ -6,28 +6,31 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl_moe.algorithms.run_observers import TapeWatch
-from nemo_rl_moe.errors import RoutingTapeError
+from nemo_rl_moe.algorithms.run_observers import RoutingAnomalyWatch
+from nemo_rl_moe.errors import RoutingAnomalyError
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.runs.folder.artifacts import ROUTING
-from tests.support.made_tapes import tape_report
+from tests.support.made_captures import routing_report
 
 
-def trained(*anomalies: TapeAnomaly) -> TrainResult:
-    report = tape_report([0], anomalies=list(anomalies))
+def trained(*anomalies: RoutingAnomaly) -> TrainResult:
+    report = routing_report([0], anomalies=list(anomalies))
     return TrainResult(0.0, 0.0, 0.0, 1, 1, {}, {}, artifacts={ROUTING.name: report})
 
 
-LATE, LATER = TapeAnomaly("token", "routes are one token late"), TapeAnomaly("token", "routes are one token early")
+LATE, LATER = (
+    RoutingAnomaly("token", "routes are one token late"),
+    RoutingAnomaly("token", "routes are one token early"),
+)
 
 
 def test_routes_that_cannot_be_right_end_a_run_that_replays_them() -> None:
-    watch = TapeWatch(stops=True)
+    watch = RoutingAnomalyWatch(stops=True)
     watch.after_update(trained(), PhaseClock())
     watch.after_update(replace(trained(), artifacts={}), PhaseClock())
-    with pytest.raises(RoutingTapeError) as error:
+    with pytest.raises(RoutingAnomalyError) as error:
         watch.after_update(trained(*[LATE, LATER] * 4), PhaseClock())
     key = "policy.megatron_cfg.routing_replay_on_anomaly"
     assert str(error.value).startswith(f"replayed experts cannot be right ({key}: stop): routes are one token late;")
@@ -36,4 +39,4 @@ def test_routes_that_cannot_be_right_end_a_run_that_replays_them() -> None:
 
 
 def test_routes_that_are_compared_alone_end_nothing() -> None:
-    assert TapeWatch(stops=False).after_update(trained(LATE, LATER), PhaseClock()) == {}
+    assert RoutingAnomalyWatch(stops=False).after_update(trained(LATE, LATER), PhaseClock()) == {}

@@ -73,7 +73,7 @@ def test_use_of_gpus_is_recorded_with_the_step() -> None:
     assert recorder.state.last_training == {"train/loss": 0.5}, "a resumed run has other speeds"
 
 
-def test_a_stop_is_saved_and_told() -> None:
+def test_a_stop_is_saved_and_reported() -> None:
     diary: list[str] = []
     recorder = recorder_of(diary, stop_reason=lambda: "SIGTERM")
     assert not recorder.end_step(outcome(), PhaseClock(), is_last=False)

@@ -26,7 +26,7 @@ def inputs_of(values: Tensor, returns: Tensor, previous: Tensor, mask: Tensor, n
 
 
 @pytest.fixture
-def drawn() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sampled() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     values, returns, previous = (torch.randn(6, 9, generator=generator) for _ in range(3))
     return values, returns, previous, torch.rand(6, 9, generator=generator) < 0.6
@@ -34,10 +34,10 @@ def drawn() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("clip_range", [None, 0.3])
 def test_it_is_half_the_mean_clipped_squared_error(
-    drawn: tuple[Tensor, Tensor, Tensor, Tensor], clip_range: float | None
+    sampled: tuple[Tensor, Tensor, Tensor, Tensor], clip_range: float | None
 ) -> None:
-    values, returns, previous, mask = drawn
-    v, r, p = (each.double().numpy() for each in drawn[:3])
+    values, returns, previous, mask = sampled
+    v, r, p = (each.double().numpy() for each in sampled[:3])
     errors = (v - r) ** 2
     if clip_range is not None:
         errors = np.maximum(errors, (np.clip(v, p - clip_range, p + clip_range) - r) ** 2)
@@ -50,8 +50,8 @@ def test_it_is_half_the_mean_clipped_squared_error(
     assert ("clipped_fraction" in metrics) == (clip_range is not None)
 
 
-def test_microbatches_add_up_and_masked_positions_do_not_count(drawn: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    values, returns, previous, mask = drawn
+def test_microbatches_add_up_and_masked_positions_do_not_count(sampled: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    values, returns, previous, mask = sampled
     values = values.where(mask, torch.inf)
     loss, num_valid = ValueLoss(0.3), int(mask.sum())
     whole = loss(inputs_of(values, returns, previous, mask, num_valid)).loss

@@ -68,7 +68,7 @@ def test_other_things_in_the_folder_are_left_alone(run: Run) -> None:
         (lambda folder: folder.rename(folder.with_name("step_12")), "loop.step: got 10, expected 12"),
     ],
 )
-def test_a_damaged_one_is_told_once_and_the_one_before_is_used(
+def test_a_damaged_one_is_reported_once_and_the_one_before_is_used(
     run: Run, damage: Callable[[Path], object], reason: str
 ) -> None:
     damage(run.newest().folder)
@@ -136,7 +136,7 @@ def test_a_checkpoint_appears_by_one_renaming(run: Run) -> None:
     assert not staging.exists()
 
 
-def test_a_leftover_that_cannot_be_cleared_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leftover_that_cannot_be_cleared_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (run.store.folder / ".step_12.incomplete").mkdir()
     (run.store.folder / ".step_13.incomplete").mkdir()
 

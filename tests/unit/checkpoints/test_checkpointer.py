@@ -104,7 +104,7 @@ def test_the_best_and_the_newest_are_kept(make_run: MakeRun) -> None:
     assert lowest.steps() == [8]
 
 
-def test_a_metric_that_is_not_there_is_told_once(make_run: MakeRun) -> None:
+def test_a_metric_that_is_not_there_is_reported_once(make_run: MakeRun) -> None:
     run = make_run(f"{C}.metric_name=val:acuracy")
     run.save(1, {"train/loss": 1.0})
     assert run.warnings == []
@@ -116,7 +116,7 @@ def test_a_metric_that_is_not_there_is_told_once(make_run: MakeRun) -> None:
     ]
 
 
-def test_a_save_that_no_validation_follows_is_told_when_the_run_starts_and_not_again(make_run: MakeRun) -> None:
+def test_a_save_that_no_validation_follows_is_reported_when_the_run_starts_and_not_again(make_run: MakeRun) -> None:
     run = make_run(f"{C}.save_period=5")
     for step in (3, 5, 10):
         run.save(step, {"train/loss": 1.0})

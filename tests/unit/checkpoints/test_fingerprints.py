@@ -56,7 +56,7 @@ def test_a_model_folder(tmp_path: Path) -> None:
     assert model_fingerprint("Qwen/Qwen3-1.7B") == "Qwen/Qwen3-1.7B"
 
 
-def test_a_change_is_told_with_what_it_means() -> None:
+def test_a_change_is_reported_with_what_it_means() -> None:
     before = {"training data": "a.jsonl: 3 samples, 00", "model": "m", "gone": "x"}
     assert changed_inputs(before, before) == []
     (line,) = changed_inputs(before, {"training data": "a.jsonl: 4 samples, 11", "model": "m", "new": "y"})

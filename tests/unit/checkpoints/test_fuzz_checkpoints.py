@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_moe.checksums import write_inventory
-from nemo_rl_moe.errors import UserError, tell
+from nemo_rl_moe.errors import UserError, report_error
 from tests.support.fuzzing import Case, Output, fuzz
 from tests.support.mutations import mutated_bytes, mutated_json
 from tests.support.place_of_runs import Place, saved
@@ -44,12 +44,12 @@ def small_files(generator: random.Random, folder: Path) -> Case:
             point = place.find()
         except UserError as error:
             for problem in error.problems:
-                tell(problem)
+                report_error(problem)
             return error.exit_code
         if point is not None:
             taken.append((point.step, point.state.loop.step == point.step))
         for warning in place.warnings:
-            tell(warning)
+            report_error(warning)
         return 0
 
     def difference(output: Output) -> str | None:

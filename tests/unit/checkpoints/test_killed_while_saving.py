@@ -39,12 +39,12 @@ def test_every_checkpoint_is_whole_whenever_a_run_is_killed(tmp_path: Path, save
     store = CheckpointStore(tmp_path / "checkpoints", warnings.append)
     newest, num_cut_short = 0, 0
     for _ in range(NUM_KILLS):
-        last_told = run_and_kill(saver, store, generator.randint(1, 4), generator.uniform(0.0, 0.02))
+        last_reported = run_and_kill(saver, store, generator.randint(1, 4), generator.uniform(0.0, 0.02))
         num_cut_short += any(entry.name.startswith(".step_") for entry in store.folder.iterdir())
         found = store.checkpoints()
         assert all(is_whole(checkpoint) for checkpoint in found)
         assert warnings == [], "no reader ever met half a checkpoint"
-        assert found[-1].step >= last_told > newest, "nothing is lost, and each run goes on from the one before"
+        assert found[-1].step >= last_reported > newest, "nothing is lost, and each run goes on from the one before"
         newest = found[-1].step
     assert num_cut_short > 0, "some of them were killed while they saved"
 
@@ -65,11 +65,11 @@ def run_and_kill(saver: "subprocess.Popen[str]", store: CheckpointStore, num_pub
     assert saver.stdout is not None
     print(file=saver.stdin, flush=True)
     process_id = int(saver.stdout.readline())
-    told = [saver.stdout.readline() for _ in range(num_published)]
+    reported = [saver.stdout.readline() for _ in range(num_published)]
     end = time.monotonic() + after_s
     while time.monotonic() < end:
         store.checkpoints()
     os.kill(process_id, signal.SIGKILL)
     while (line := saver.stdout.readline()) != "ended\n":
-        told.append(line)
-    return max(int(line.removeprefix("step_")) for line in told)
+        reported.append(line)
+    return max(int(line.removeprefix("step_")) for line in reported)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run starts: the newest checkpoint, its own one after a failure, or the beginning; and what is told."""
+"""Where a run starts: the newest checkpoint, its own one after a failure, or the beginning; and what is reported."""
 
 import shutil
 
@@ -87,7 +87,7 @@ def test_another_algorithm_is_refused(place: Place) -> None:
     ]
 
 
-def test_changes_are_told_in_one_line_and_the_layout_in_another(place: Place) -> None:
+def test_changes_are_reported_in_one_line_and_the_layout_in_another(place: Place) -> None:
     saved(place.run(1), 10)
     place.found(
         "sft.max_num_steps=400",
@@ -136,7 +136,7 @@ def test_what_makes_going_on_wrong_is_refused_with_the_way_out(place: Place) -> 
     assert all(out in problem for problem in caught.value.problems)
 
 
-def test_another_model_is_told_where_the_folder_was_named(place: Place) -> None:
+def test_another_model_is_reported_where_the_folder_was_named(place: Place) -> None:
     saved(place.run(1, shared=True), 10)
     assert place.found("policy.model_name=elsewhere", shared=True).step == 10
     assert "policy.model_name examples/assets/tiny_qwen3_moe -> elsewhere" in place.warnings[0]

@@ -27,7 +27,7 @@ from nemo_rl_moe.config.schema_base import StrictModel
 class Own(StrictModel):
     weight: float
 
-class OwnMasterConfig(GRPOMasterConfig):
+class CustomMasterConfig(GRPOMasterConfig):
     own: Own
 
 def weight_is_positive(config):
@@ -38,11 +38,11 @@ def run(config, run):
     raise SystemExit(f"ran with {config.own.weight}")
 
 OWN = Algorithm(
-    "own", "a test", OwnMasterConfig, "my_algorithm:run", rules=(*ALGORITHMS["grpo"].rules, weight_is_positive),
+    "own", "a test", CustomMasterConfig, "my_algorithm:run", rules=(*ALGORITHMS["grpo"].rules, weight_is_positive),
     resume_keys={"grpo.seed": "a reason"}, loop="grpo", responses_at_a_time=ALGORITHMS["grpo"].responses_at_a_time,
 )
-NO_SECTION = Algorithm("other", "a test", OwnMasterConfig, run)
-TAKEN = Algorithm("grpo", "a test", OwnMasterConfig, run)
+NO_SECTION = Algorithm("other", "a test", CustomMasterConfig, run)
+TAKEN = Algorithm("grpo", "a test", CustomMasterConfig, run)
 UNDERIVED = Algorithm("sft", "a test", SFTMasterConfig, run)
 NUMBER = 3
 """
@@ -129,7 +129,7 @@ def test_rules_of_an_own_algorithm_are_checked_beside_the_common_ones(working_fo
         ("my_algorithm:UNDERIVED", "algorithm: my_algorithm:UNDERIVED: its name sft is that of a built-in algorithm"),
         (
             "my_algorithm:NO_SECTION",
-            "algorithm: my_algorithm:NO_SECTION: its config_class OwnMasterConfig has no section other",
+            "algorithm: my_algorithm:NO_SECTION: its config_class CustomMasterConfig has no section other",
         ),
     ],
 )
@@ -143,7 +143,7 @@ def test_what_is_refused(working_folder: Path, reference: str, problem: str) -> 
     assert tuple(ALGORITHMS) == BUILT_IN
 
 
-def test_an_entry_point_that_is_not_there_is_told() -> None:
+def test_an_entry_point_that_is_not_there_is_reported() -> None:
     with pytest.raises(ConfigurationError, match=r"sft: run: nemo_rl_moe.launch.sft:rn_sft: .* did you mean run_sft\?"):
         replace(ALGORITHMS["sft"], run="nemo_rl_moe.launch.sft:rn_sft").entry_point()
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between settings: each is broken once and told in exactly one line; layouts that work are let through."""
+"""Rules between settings: each is broken once and reported in exactly one line; layouts that work are let through."""
 
 import os
 from collections.abc import Callable
@@ -255,7 +255,7 @@ def test_a_pipe_is_no_data_file(demo_folder: Path, problems_of: Problems) -> Non
 
 
 @pytest.mark.parametrize("name", ["./model", "/no/such/model", "a/b/c"])
-def test_model_folder_is_told_from_a_hub_name(demo_folder: Path, problems_of: Problems, name: str) -> None:
+def test_model_folder_is_distinguished_from_a_hub_name(demo_folder: Path, problems_of: Problems, name: str) -> None:
     (problem,) = problems_of(f"policy.model_name={name}", check_paths=True)
     assert problem.startswith(f"policy.model_name: {Path(name)} not found")
     load_config("sft_tiny_moe.yaml", ["policy.model_name=Qwen/Qwen3-30B-A3B"])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the `checkpointing` section: each is broken and told in one line, with the nearest right value."""
+"""Rules of the `checkpointing` section: each is broken and reported in one line, with the nearest right value."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -152,7 +152,7 @@ def test_a_duration_by_hand() -> None:
     ] * 6
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_anything_starts(
+def test_a_folder_that_cannot_be_made_is_reported_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where no demo has left its data
@@ -180,7 +180,7 @@ def unwritable(tmp_path: Path) -> Iterator[Path]:
         os.setreuid(0, -1)
 
 
-def test_folders_that_may_not_be_written_to_are_told_before_anything_starts(unwritable: Path) -> None:
+def test_folders_that_may_not_be_written_to_are_reported_before_anything_starts(unwritable: Path) -> None:
     name = unwritable / "a" / "b"
     with pytest.raises(ConfigurationError) as error:
         load_config("sft_tiny_moe.yaml", [f"{C}.checkpoint_dir={name}", f"logger.log_dir={name}"])

@@ -34,7 +34,7 @@ def test_tools_and_names_are_taken_as_they_are(config: str) -> None:
         ("data.chat_template_kwargs=3", "data.chat_template_kwargs: got 3 (int), expected a section"),
     ],
 )
-def test_what_is_wrong_is_told(config: str, override: str, line: str) -> None:
+def test_what_is_wrong_is_reported(config: str, override: str, line: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         load_any_config(config, [override], check_paths=False)
     assert error.value.problems == [line]

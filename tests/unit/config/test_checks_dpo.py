@@ -73,7 +73,7 @@ def test_a_token_budget_holds_both_sequences_of_a_pair(dpo_problems_of: Problems
     load_dpo_config("dpo_tiny_moe.yaml", enough, check_paths=False)
 
 
-def test_missing_files_are_told(dpo_problems_of: Problems) -> None:
+def test_missing_files_are_reported(dpo_problems_of: Problems) -> None:
     problems = dpo_problems_of("data.train.path=no/such.jsonl", "data.validation.path=nor/this.jsonl", check_paths=True)
     assert [problem.split(":")[0] for problem in problems if problem.startswith("data.")] == [
         "data.train.path",

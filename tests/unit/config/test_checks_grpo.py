@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between settings of GRPO: each is broken once and told in exactly one line; what works is let through."""
+"""Rules between settings of GRPO: each is broken once and reported in exactly one line; what works is let through."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from nemo_rl_moe.rl.estimators import ESTIMATORS
 Problems = Callable[..., list[str]]
 NO_TASK = ("env.name=math", "env.reasoning_gym=null")
 EXPERT_PARALLEL = "policy.megatron_cfg.expert_model_parallel_size"
-DRAWN = tuple(f"data.{name}.{value}" for name in ("train", "validation") for value in ("path=null", "num_items=9"))
+SAMPLED = tuple(f"data.{name}.{value}" for name in ("train", "validation") for value in ("path=null", "num_items=9"))
 WEIGHTS = "env.reward_weights"
 CALLABLE = ("env.name=callable", "+env.callable.function=package.module:function")
 LEAVE_ONE_OUT = "grpo.adv_estimator.use_leave_one_out_baseline"
@@ -282,8 +282,8 @@ BROKEN = [
         "data.validation.num_items: null, expected how many prompts to draw, as data.validation.path is null",
     ),
     (
-        (*DRAWN, "data.train.seed=1"),
-        "drawn_prompts_are_held_out",
+        (*SAMPLED, "data.train.seed=1"),
+        "sampled_prompts_are_held_out",
         "data.validation.seed: got 1, which is data.train.seed: validation would draw the training prompts; expected"
         " another seed",
     ),
@@ -421,7 +421,7 @@ def test_every_rule_has_a_broken_example() -> None:
         ("env.rollout=package.module:function", f"{WEIGHTS}={{a: 1.0}}"),
         ("data.train.path=null", "data.train.num_items=100"),
         ("data.validation=null",),
-        DRAWN,
+        SAMPLED,
         ("data.train.path=null", "data.train.num_items=9", "data.train.seed=1"),
         ("grpo.val_temperature=0.0", "grpo.val_num_generations=1"),
         ("grpo.adv_estimator.normalize_over=batch", "grpo.advantage_clip_high=3.0", "grpo.advantage_clip_low=0.0"),
@@ -459,6 +459,6 @@ def test_responses_and_updates_of_a_step() -> None:
     assert (config.responses_per_step, config.updates_per_step) == (384, 3)
 
 
-def test_a_step_of_less_than_one_update_is_told_once(grpo_problems_of: Problems) -> None:
+def test_a_step_of_less_than_one_update_is_reported_once(grpo_problems_of: Problems) -> None:
     (problem,) = grpo_problems_of("grpo.num_prompts_per_step=8", "grpo.max_num_steps=9")
     assert problem.startswith("policy.train_global_batch_size: got 128, expected a divisor of the 64 responses")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between settings of the optimizer: each broken once, told in one line."""
+"""Rules between settings of the optimizer: each broken once, reported in one line."""
 
 from collections.abc import Callable
 

@@ -76,7 +76,7 @@ def lines_about(override: str) -> list[str]:
 # Many more, and several at a time: `test_fuzz_configurations.py`.
 @settings(max_examples=10, deadline=None)
 @given(key=st.sampled_from(KEYS), text=st.text(st.characters(codec="utf-8"), max_size=20))
-def test_any_value_for_any_key_loads_or_is_told(key: str, text: str) -> None:
+def test_any_value_for_any_key_loads_or_is_reported(key: str, text: str) -> None:
     for override in (f"{key}={text}", f"+{key}={text}", text):
         assert all(lines_about(override))
 
@@ -86,7 +86,7 @@ yaml_like = st.text(st.sampled_from("ab:-[]{},\n '\"$#&*!%@|>~?.0\\"), max_size=
 
 @settings(max_examples=100, deadline=None)
 @given(text=yaml_like)
-def test_any_file_is_told(text: str) -> None:
+def test_any_file_is_reported(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "any.yaml"
         path.write_text(text)

@@ -141,7 +141,7 @@ def test_sections_of_grpo_mean_nothing_to_sft(problems_of: Problems) -> None:
         assert problem.startswith(f"{section if section != 'data' else 'data.prompt_key'}: unknown key")
 
 
-def test_a_file_started_with_the_wrong_command_is_told_the_right_one(
+def test_a_file_started_with_the_wrong_command_is_reported_the_right_one(
     problems_of: Problems, grpo_problems_of: Problems
 ) -> None:
     assert problems_of(config="grpo_tiny_moe.yaml") == [
@@ -201,7 +201,9 @@ def test_a_null_section_can_be_filled_key_by_key(grpo_problems_of: Problems) -> 
     assert config.env.callable.function == "a:b"
 
 
-def test_missing_files_are_told(grpo_problems_of: Problems, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_are_reported(
+    grpo_problems_of: Problems, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     problems = grpo_problems_of(check_paths=True)
     assert [problem.split(":")[0] for problem in problems] == [
@@ -209,6 +211,6 @@ def test_missing_files_are_told(grpo_problems_of: Problems, tmp_path: Path, monk
         "data.train.path",
         "data.validation.path",
     ]
-    drawn = ["data.train.path=null", "data.train.num_items=4", "policy.model_name=Qwen/Qwen3-0.6B"]
-    (problem,) = grpo_problems_of(*drawn, check_paths=True)
+    sampled = ["data.train.path=null", "data.train.num_items=4", "policy.model_name=Qwen/Qwen3-0.6B"]
+    (problem,) = grpo_problems_of(*sampled, check_paths=True)
     assert problem.startswith("data.validation.path: ")

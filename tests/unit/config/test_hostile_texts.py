@@ -76,7 +76,7 @@ def in_file(folder: Path, text: str) -> list[str]:
     return [problem.removeprefix(str(path)) for problem in caught.value.problems]
 
 
-def test_numbers_of_yaml_that_nobody_means_are_all_told_with_their_lines(tmp_path: Path) -> None:
+def test_numbers_of_yaml_that_nobody_means_are_all_reported_with_their_lines(tmp_path: Path) -> None:
     text = "defaults: sft_tiny_moe.yaml\ncheckpointing:\n  save_period: 1:30\nsft:\n  seed: 0_17\n  val_period: 007\n"
     assert in_file(tmp_path, text) == [
         ", line 3: YAML reads 1:30 as 90, a number to the base of 60; put a text in quotes, or write 90",
@@ -117,7 +117,7 @@ def test_files_that_many_inherit_from_are_read_once(tmp_path: Path) -> None:
     assert load_config(tmp_path / "0.yaml", check_paths=False) == load_config("sft_tiny_moe.yaml", check_paths=False)
 
 
-def test_a_long_chain_of_files_is_told(tmp_path: Path) -> None:
+def test_a_long_chain_of_files_is_reported(tmp_path: Path) -> None:
     for number in range(300):
         (tmp_path / f"{number}.yaml").write_text(f"defaults: {number + 1}.yaml\n")
     (problem,) = in_file(tmp_path, "defaults: 0.yaml\n")
@@ -129,16 +129,16 @@ def test_an_interpolation_that_braces_tear_apart_gets_a_hint(tmp_path: Path) -> 
     assert problem.endswith('inside of {...} and [...], put "${...}" in quotes')
 
 
-def test_keys_that_name_others_twice_are_told_before_they_are_followed(tmp_path: Path) -> None:
+def test_keys_that_name_others_twice_are_reported_before_they_are_followed(tmp_path: Path) -> None:
     doubling = [f"z{number}: ${{z{number - 1}}}${{z{number - 1}}}" for number in range(1, 26)]
     problems = in_file(tmp_path, "defaults: sft_tiny_moe.yaml\nz0: x\n" + "\n".join(doubling))
-    told = [problem for problem in problems if "names keys that name others, in all more than 1,000" in problem]
+    reported = [problem for problem in problems if "names keys that name others, in all more than 1,000" in problem]
     # 2 + 4 + ... + 2^9 is more.
-    assert [problem.split(":")[0] for problem in told] == [f"z{number}" for number in range(9, 26)]
+    assert [problem.split(":")[0] for problem in reported] == [f"z{number}" for number in range(9, 26)]
 
 
 @pytest.mark.parametrize("num_keys", [1, 3, 40, 3000])
-def test_circles_of_any_length_are_told(num_keys: int) -> None:
+def test_circles_of_any_length_are_reported(num_keys: int) -> None:
     ring = {f"z{n}": f"${{z{(n + 1) % num_keys}}}${{z{(n + 1) % num_keys}}}" for n in range(num_keys)}
     _, problems = resolve(ring)
     assert len(problems) == num_keys
@@ -151,7 +151,7 @@ def test_a_long_unknown_key_of_a_file_is_cut(tmp_path: Path) -> None:
     assert problem.startswith(f"{'k' * 60}... (100,000 characters): unknown key; allowed here: ")
 
 
-def test_a_file_of_unknown_keys_is_told_soon(tmp_path: Path) -> None:
+def test_a_file_of_unknown_keys_is_reported_soon(tmp_path: Path) -> None:
     text = "\n".join(f"unknown_key_{number}: 1" for number in range(3000))
     problems = in_file(tmp_path, f"defaults: sft_tiny_moe.yaml\n{text}\n")
     assert len(problems) == 21

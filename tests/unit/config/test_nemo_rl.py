@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations in NeMo-RL's layout: what is carried over, by which rule; what is told; that the result is valid."""
+"""Configurations in NeMo-RL's layout: what is carried over, by which rule; what is reported; that the result is
+valid."""
 
 from pathlib import Path
 from typing import Any
@@ -259,7 +260,7 @@ def test_pytorch_s_engine_gives_layout_optimizer_and_schedule(tmp_path: Path) ->
     ]
 
 
-def test_what_only_grpo_has_here_is_told_in_sft_and_nothing_else(tmp_path: Path) -> None:
+def test_what_only_grpo_has_here_is_reported_in_sft_and_nothing_else(tmp_path: Path) -> None:
     """`policy.offload_optimizer_for_logprob` is in every file of theirs, false in most."""
     sft = {"max_num_epochs": 1, "val_period": -1, "val_batches": 8, "val_global_batch_size": 32, "seed": 1}
     samples = {"data__train": {"dataset_name": "tulu3_sft_mixture"}}
@@ -325,7 +326,7 @@ def test_arguments_of_the_chat_template_are_carried_over(tmp_path: Path) -> None
         ({"grpo__adv_estimator__reward_weights": [1, 0.5]}, "{reward_1: 1, reward_2: 0.5}"),
     ],
 )
-def test_gdpo_is_told_with_the_weights_to_write(tmp_path: Path, changes: dict[str, Any], weights: str) -> None:
+def test_gdpo_is_reported_with_the_weights_to_write(tmp_path: Path, changes: dict[str, Any], weights: str) -> None:
     translation = grpo(tmp_path, grpo__adv_estimator__name="gdpo", **changes)
     (line,) = (line for line in translation.without if line.startswith("grpo.adv_estimator.name: gdpo: "))
     assert f"env.reward_weights: {weights}; grpo stands there" in line
@@ -395,7 +396,9 @@ def test_what_is_not_theirs_is_one_message(
     assert problem in line
 
 
-def test_what_is_still_wrong_is_told_behind_the_translation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_still_wrong_is_reported_behind_the_translation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, COMMON, GRPO, GENERATION, cluster__gpus_per_node=3)
     assert main(["config", "--from-nemo-rl", str(path)]) == 2
     captured = capsys.readouterr()
@@ -410,7 +413,7 @@ def test_it_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_every_leaf_is_accounted_for(tmp_path: Path) -> None:
-    """A key that the table has not heard of is told too."""
+    """A key that the table has not heard of is reported too."""
     translation = grpo(tmp_path, policy__some_new_key=3, grpo__another={"enabled": True, "x": 1})
     for key in ("policy.some_new_key: 3", "grpo.another.x: 1"):
         assert f"{key}: not a key that this translator knows" in translation.without

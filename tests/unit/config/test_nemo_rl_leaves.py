@@ -16,7 +16,7 @@ from nemo_rl_moe.config.nemo_rl_files import read_theirs
 from nemo_rl_moe.config.nemo_rl_keys import row_of
 from tests.support.nemo_rl_leaves import fates_of, places
 from tests.unit.config.test_nemo_rl import COMMON, GENERATION, GRPO, write
-from tests.unit.config.test_nemo_rl_pictures import PICTURES
+from tests.unit.config.test_nemo_rl_images import IMAGES
 
 NAMES_FILE = Path(__file__).with_name("nemo_rl_key_names.yaml")
 THEIRS = "NEMO_RL_CONFIGS"
@@ -97,7 +97,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "grpo": (COMMON, GRPO, GENERATION),
     "grpo_torch": (COMMON, GRPO, GENERATION, TORCH),
     "grpo_switches": (COMMON, GRPO, GENERATION, SWITCHES),
-    "grpo_pictures": (COMMON, GRPO, GENERATION, PICTURES),
+    "grpo_plots": (COMMON, GRPO, GENERATION, IMAGES),
     "grpo_gym": (COMMON, GRPO, GENERATION, GYM),
 }
 
@@ -146,7 +146,7 @@ def _under(theirs: Any, tree: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("written", "ours", "told"),
+    ("written", "ours", "reported"),
     [
         ({"chat_template": "default"}, None, ""),
         ({"chat_template": "Default"}, None, ""),
@@ -156,7 +156,7 @@ def _under(theirs: Any, tree: Any) -> Any:
         ({}, "not there", ""),
     ],
 )
-def test_chat_templates(tmp_path: Path, written: dict[str, Any], ours: str | None, told: str) -> None:
+def test_chat_templates(tmp_path: Path, written: dict[str, Any], ours: str | None, reported: str) -> None:
     """`default` is the tokenizer's own, and so is no template at all; null passes the contents on."""
     (tmp_path / "mine.jinja").write_text("x")
     path = write(tmp_path, COMMON, GRPO, GENERATION)
@@ -166,21 +166,21 @@ def test_chat_templates(tmp_path: Path, written: dict[str, Any], ours: str | Non
     translation = translate(path)
     assert translation.values.get("policy.tokenizer.chat_template", "not there") == ours
     (lines,) = ([line for line in translation.obstacles if "chat_template" in line],)
-    assert [told in line for line in lines] == ([True] if told else [])
+    assert [reported in line for line in lines] == ([True] if reported else [])
 
 
 def test_samples_that_sft_cannot_read_end_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, COMMON, SFT)
     assert main(["config", "--from-nemo-rl", str(path)]) == 2
-    told = capsys.readouterr()
+    reported = capsys.readouterr()
     for line in (
         "not carried over: data.train.output_key: generated_solution: data.answer_key is no key of sft",
         "not carried over: data.default.prompt_file: prompts/math.txt: data.prompt_template is no key of sft",
         "error: " + f"{path}: translated, but not yet right: data.train.dataset_name: OpenMathInstruct-2:"
         " nvidia/OpenMathInstruct-2; its records are no conversations: write `messages`, or `prompt` and `completion`",
     ):
-        assert line in told.err.splitlines()
-    assert "chat_template: null" in told.out
+        assert line in reported.err.splitlines()
+    assert "chat_template: null" in reported.out
 
 
 def test_the_result_is_checked_as_a_run_is_that_starts(
@@ -192,9 +192,9 @@ def test_the_result_is_checked_as_a_run_is_that_starts(
     template = {"name": "some/model", "chat_template": "mine.jinja"}
     path = write(tmp_path, COMMON, GRPO, GENERATION, data__train=samples, policy__tokenizer=template)
     assert main(["config", "--from-nemo-rl", str(path)]) == 2
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     for key in ("data.train.path: mine.jsonl", "policy.tokenizer.chat_template: mine.jinja"):
-        assert f"translated, but not yet right: {key} not found in the working folder {tmp_path}" in told
+        assert f"translated, but not yet right: {key} not found in the working folder {tmp_path}" in reported
     for name in ("mine.jsonl", "mine.jinja"):
         (tmp_path / name).write_text("x")
     assert main(["config", "--from-nemo-rl", str(path)]) == 0

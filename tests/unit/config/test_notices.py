@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One override each, and the run starts: what that comes to is told in one line."""
+"""One override each, and the run starts: what that comes to is reported in one line."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def test_shipped_configurations_have_none(name: str) -> None:
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_a_short_run_is_told_that_it_only_warms_up(decay: str) -> None:
+def test_a_short_run_is_reported_that_it_only_warms_up(decay: str) -> None:
     assert lines("sft", "sft.max_num_steps=3", f"{STYLE}={decay}", num_steps=3) == [
         "the learning rate is still warming up when the run ends: 3 of the 20 steps of"
         " policy.megatron_cfg.scheduler.lr_warmup_iters, so that it comes to 15% of lr"
@@ -57,13 +57,13 @@ def test_validation_is_switched_off_by_one_override(algorithm: str) -> None:
     ]
 
 
-def test_nothing_is_told_of_validation_that_nothing_asks_for() -> None:
+def test_nothing_is_reported_validation_that_nothing_asks_for() -> None:
     off = ("sft.val_period=0", "sft.val_at_start=false", "sft.val_at_end=false", "checkpointing.metric_name=train:loss")
     assert lines("sft", "data.validation=null", *off) == []
 
 
 @pytest.mark.parametrize(
-    ("overrides", "num_steps", "is_told"),
+    ("overrides", "num_steps", "is_reported"),
     [
         (("checkpointing.save_period=20",), 200, True),
         (("checkpointing.save_period=100",), 200, False),
@@ -77,15 +77,15 @@ def test_nothing_is_told_of_validation_that_nothing_asks_for() -> None:
         (("checkpointing.save_period=20", "checkpointing.enabled=false"), 200, False),
     ],
 )
-def test_checkpoints_without_the_metric_are_told_at_the_start(
-    overrides: tuple[str, ...], num_steps: int, is_told: bool
+def test_checkpoints_without_the_metric_are_reported_at_the_start(
+    overrides: tuple[str, ...], num_steps: int, is_reported: bool
 ) -> None:
     found = lines("sft", *overrides, num_steps=num_steps)
-    assert len(found) == is_told
+    assert len(found) == is_reported
     assert all(line.startswith("checkpointing.save_period: ") and "val:accuracy" in line for line in found)
 
 
-def test_ipo_on_sums_is_told() -> None:
+def test_ipo_on_sums_is_reported() -> None:
     (line,) = lines("dpo", "dpo.preference_loss_type=ipo")
     assert line.startswith("dpo.preference_average_log_probs: false compares sums of log-probabilities")
     assert lines("dpo", "dpo.preference_loss_type=ipo", "dpo.preference_average_log_probs=true") == []
@@ -97,7 +97,7 @@ def test_a_learning_rate_is_one_override(algorithm: str) -> None:
     assert config.policy.megatron_cfg.optimizer.end_lr == 2.0e-9
 
 
-def test_gradients_of_many_microbatches_in_bfloat16_are_told() -> None:
+def test_gradients_of_many_microbatches_in_bfloat16_are_reported() -> None:
     ddp = "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32"
     many = ("policy.precision=bfloat16", "policy.train_global_batch_size=34", "policy.train_micro_batch_size=1")
     ranks = ("cluster.cpu_workers_per_node=2",)
@@ -112,7 +112,7 @@ def test_gradients_of_many_microbatches_in_bfloat16_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "reported"),
     [
         (("policy.generation.top_p=0.9",), "policy.generation.top_p: 0.9: "),
         (("policy.generation.top_k=20",), "policy.generation.top_k: 20: "),
@@ -122,8 +122,8 @@ def test_gradients_of_many_microbatches_in_bfloat16_are_told() -> None:
         ),
     ],
 )
-def test_sampling_from_a_part_of_the_vocabulary_is_told(overrides: tuple[str, ...], told: str) -> None:
+def test_sampling_from_a_part_of_the_vocabulary_is_reported(overrides: tuple[str, ...], reported: str) -> None:
     (line,) = lines("grpo", *overrides)
-    assert line.startswith(f"{told}responses are drawn from the tokens that are kept")
+    assert line.startswith(f"{reported}responses are sampled from the tokens that are kept")
     assert "by 1 / train/sampling_kept_mass, which no ratio, mismatch metric or importance weight sees" in line
     assert lines("grpo") == lines("sft") == []

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.config.renamed_keys import new_key
 
 Problems = Callable[..., list[str]]
 M = "policy.megatron_cfg"
@@ -113,7 +114,7 @@ def test_bad_yaml_in_an_override(problems_of: Problems) -> None:
     assert "\n" not in problem
 
 
-def test_every_problem_is_told_at_once(problems_of: Problems) -> None:
+def test_every_problem_is_reported_at_once(problems_of: Problems) -> None:
     problems = problems_of(
         "sft.max_num_steps=ten",
         f"{M}.track_moe_metric=true",
@@ -164,3 +165,9 @@ def test_configuration_is_frozen() -> None:
     config = load_config("sft_tiny_moe.yaml", check_paths=False)
     with pytest.raises(ValueError, match="frozen"):
         config.sft.seed = 3
+
+
+def test_a_renamed_key_names_the_new_one() -> None:
+    assert new_key("logger.expert_load_pictures.every_steps") == "logger.expert_load_plots.every_steps"  # older name
+    assert new_key("policy.megatron_cfg.routing_tape") == "policy.megatron_cfg.capture_routing"  # older name
+    assert new_key("logger.wandb") is None

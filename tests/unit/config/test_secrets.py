@@ -53,9 +53,9 @@ def test_what_was_printed_does_not_start(capsys: pytest.CaptureFixture[str], tmp
     printed = tmp_path / "printed.yaml"
     printed.write_text(capsys.readouterr().out)
     assert main(["config", "--config", str(printed)]) == 2
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     for key in (f"{VARIABLES}.HF_TOKEN", "logger.mlflow.tracking_uri"):
-        assert f"error: {key}: got ***, which stands in the place of a secret" in told
+        assert f"error: {key}: got ***, which stands in the place of a secret" in reported
     assert main(["config", "--config", str(printed), *OVERRIDES]) == 0
 
 
@@ -105,7 +105,7 @@ def test_no_logger_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "reported"),
     [
         (f"+{VARIABLES}.HF_TOKEN=5551234567", f"{VARIABLES}.HF_TOKEN: got '***' (int), expected text"),
         (f"+{VARIABLES}.HF_TOKEN=[s3cret", f"{VARIABLES}.HF_TOKEN: '***' is not valid YAML"),
@@ -117,10 +117,10 @@ def test_no_logger_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("data.train.path=http://me:s3cret@h/a.jsonl", "http:/me:***@h/a.jsonl not found"),
     ],
 )
-def test_no_message_has_them(capsys: pytest.CaptureFixture[str], override: str, told: str) -> None:
+def test_no_message_has_them(capsys: pytest.CaptureFixture[str], override: str, reported: str) -> None:
     assert main(["sft", "--config", "sft_tiny_moe.yaml", override]) == 2
     lines = capsys.readouterr().err
-    assert told in lines
+    assert reported in lines
     assert "5551234567" not in lines
     assert "s3cret" not in lines
 
@@ -158,7 +158,7 @@ def test_a_translation_from_nemo_rl_copies_none(tmp_path: Path, capsys: pytest.C
     variables = {"HF_TOKEN": SECRETS[0], "NCCL_DEBUG": "INFO"}
     path = write(tmp_path, COMMON, GRPO, GENERATION, policy__megatron_cfg__env_vars=variables)
     assert main(["config", "--from-nemo-rl", str(path)]) == 2
-    told = capsys.readouterr()
-    assert leaked(told.out + told.err) == []
-    assert f"{VARIABLES}.HF_TOKEN: got ***, which stands in the place of a secret" in told.err
-    assert "NCCL_DEBUG: INFO" in told.out
+    reported = capsys.readouterr()
+    assert leaked(reported.out + reported.err) == []
+    assert f"{VARIABLES}.HF_TOKEN: got ***, which stands in the place of a secret" in reported.err
+    assert "NCCL_DEBUG: INFO" in reported.out

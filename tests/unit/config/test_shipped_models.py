@@ -54,4 +54,4 @@ def test_the_wheel_holds_what_the_shipped_configurations_of_text_name() -> None:
         assert sum(path.stat().st_size for path in (ASSETS / model).iterdir()) < 20_000
     named = {read_with_defaults(find_config(name)).get("policy", {}).get("model_name") for name in exemplar_names()}
     assets = {Path(name).name for name in named if isinstance(name, str) and name.startswith("examples/assets/")}
-    assert assets - set(SHIPPED_MODELS) == {"tiny_internvl_moe"}  # pictures: their data are made in a checkout
+    assert assets - set(SHIPPED_MODELS) == {"tiny_internvl_moe"}  # images: their data are made in a checkout

@@ -117,7 +117,7 @@ def test_template_that_is_not_stable_is_an_error(byte_tokenizer):
     with pytest.raises(DataError) as error:
         tokenized({"messages": TURNS}, byte_tokenizer(HEADER_OF_ITS_OWN))
     assert error.value.problems == [
-        "f:1: the tokens of turn 2 cannot be told from the rest: with this chat template it opens with "
+        "f:1: the tokens of turn 2 cannot be distinguished from the rest: with this chat template it opens with "
         "'<|end|>\\n<|start|>model\\n', and the generation prompt with '<|end|>\\n<|start|>assistant\\n'; "
         "set policy.tokenizer.chat_template to a template with {% generation %} tags"
     ]

@@ -132,7 +132,7 @@ def test_every_turn_that_calls_opens_and_closes_its_calls() -> None:
         ),
         *(user("q3"), assistant("b")),
     ]
-    with pytest.raises(RenderError, match="cannot be told from the rest"):
+    with pytest.raises(RenderError, match="cannot be distinguished from the rest"):
         rendered(published, *turns)
     calls, close = ("<|tool▁calls▁begin|>", f"<|tool▁calls▁end|>{END}")
     assert marked(ours, *turns) == (
@@ -245,10 +245,12 @@ def test_any_other_template_stays(changed: str) -> None:
 
 @pytest.mark.parametrize(("chat_template", "setting"), [(None, "never"), ("mine.jinja", "auto")])
 def test_the_key_and_a_template_of_the_users_own_win(chat_template: str | None, setting: str) -> None:
-    told = StringIO()
+    reported = StringIO()
     settings = TokenizerConfig.model_validate(
         {"name": "t", "chat_template": chat_template, "corrected_template": setting}
     )
-    use_corrected_template(tokenizer := tokenizer_of("Mistral"), settings, ConsoleLogger(0, live="never", stream=told))
+    use_corrected_template(
+        tokenizer := tokenizer_of("Mistral"), settings, ConsoleLogger(0, live="never", stream=reported)
+    )
     assert tokenizer.chat_template == PUBLISHED["Mistral"]
-    assert told.getvalue() == ""
+    assert reported.getvalue() == ""

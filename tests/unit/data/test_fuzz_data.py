@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Records and files that nobody has thought of, through `data`: told by line, or shown whole beside all others."""
+"""Records and files that nobody has thought of, through `data`: reported by line, or shown whole beside all others."""
 
 import copy
 import json

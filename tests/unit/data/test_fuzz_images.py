@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Images in records that nobody has thought of, through `data`: told once by file and line, or taken beside others."""
+"""Images in records that nobody has thought of, through `data`: reported once by file and line, or taken beside
+others."""
 
 import base64
 import copy
@@ -54,15 +55,15 @@ def records(question: str, algorithm: str, images: Any) -> list[dict[str, Any]]:
 
 
 def encoded(generator: random.Random, kind: str, mode: str, width: int, height: int) -> bytes:
-    """A picture in some format; another mode where the format has no such pixels."""
+    """An image in some format; another mode where the format has no such pixels."""
     pixels = np.random.default_rng(generator.randrange(100)).integers(0, 256, (height, width, 3), dtype=np.uint8)
     stream = BytesIO()
-    picture = Image.fromarray(pixels)
+    image = Image.fromarray(pixels)
     try:
-        picture.convert(mode).save(stream, kind)
+        image.convert(mode).save(stream, kind)
     except (OSError, ValueError, KeyError):
         stream = BytesIO()
-        picture.save(stream, "PNG")
+        image.save(stream, "PNG")
     return stream.getvalue()
 
 
@@ -73,8 +74,8 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + b"\0" * 30
 
 
-def any_picture(generator: random.Random) -> tuple[bytes, str]:
-    """Bytes of a picture of any kind and size, and what it is."""
+def any_image(generator: random.Random) -> tuple[bytes, str]:
+    """Bytes of an image of any kind and size, and what it is."""
     if generator.random() < 0.1:
         width, height = generator.choice([(60_000, 60_000), (0, 5), (2**31, 1), (300, 300)])
         return bomb(width, height), f"a header of {width} x {height}"
@@ -93,7 +94,7 @@ def data_url(content: bytes, generator: random.Random) -> str:
 
 def odd_value(generator: random.Random, folder: Path) -> tuple[Any, str]:
     """A value where an image is expected, and what it is."""
-    content, what = any_picture(generator)
+    content, what = any_image(generator)
     how = generator.choice(["file", "file", "spoiled file", "spoiled file", "url", "spoiled url", "form", "form"])
     if how.startswith("spoiled"):
         content, change = mutated_bytes(generator, content)
@@ -133,7 +134,7 @@ def spoiled_record(generator: random.Random, algorithm: str, folder: Path) -> tu
         line, what = mutated_json(generator, record)
         return line.replace(b"\n", b" "), what
     if how == "marks":
-        key = generator.choice(["images", "image", "pictures"])
+        key = generator.choice(["images", "image", "photos"])
         marks, images = "<image> " * generator.randrange(5), ["a.png"] * generator.randrange(4)
         record = {**generator.choice(records(marks + question, algorithm, [])), key: images}
         return json.dumps(record).encode(), f"{marks}and {len(images)} images in {key}, question {question!r}"
@@ -141,12 +142,12 @@ def spoiled_record(generator: random.Random, algorithm: str, folder: Path) -> tu
     return line.replace(b"\n", b" "), what
 
 
-def told_once(number: int) -> Callable[[Output], str | None]:
+def reported_once(number: int) -> Callable[[Output], str | None]:
     """Judgement of a refusal: one message, of the file and the line."""
 
     def refusal(output: Output) -> str | None:
         heads = re.findall(r"train\.jsonl:(\d+)(?: \((?:chosen|rejected)\))?: ", output.errors)
-        return None if heads == [str(number)] else f"told of are lines {heads}, expected {number}: {output.errors}"
+        return None if heads == [str(number)] else f"reported for are lines {heads}, expected {number}: {output.errors}"
 
     return refusal
 
@@ -188,7 +189,7 @@ def images(generator: random.Random, folder: Path) -> Case:
         return f"records {sorted(lacking)} are not shown" if lacking else None
 
     what = f"{algorithm}, {model}, {on_bad_line}, line {place + 1}: {what}"
-    return Case(what, run, difference, told_once(place + 1))
+    return Case(what, run, difference, reported_once(place + 1))
 
 
 def test_images(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates that nobody has thought of, through `data`: told in a line, or shown as transformers renders them."""
+"""Chat templates that nobody has thought of, through `data`: reported in a line, or shown as transformers renders
+them."""
 
 import json
 import random

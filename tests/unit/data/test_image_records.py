@@ -88,7 +88,9 @@ def test_a_record_without_images_is_what_it_was() -> None:
 
 
 LLAVA = {"from": "human", "value": "<image>\nhow many?"}
-TOLD = r"^f:1: there are images in image, <image> in the texts, and no images \(data.image_key\); data.image_key=image "
+REPORTED = (
+    r"^f:1: there are images in image, <image> in the texts, and no images \(data.image_key\); data.image_key=image "
+)
 
 
 @pytest.mark.parametrize(
@@ -99,19 +101,19 @@ TOLD = r"^f:1: there are images in image, <image> in the texts, and no images \(
         {"prompt": "<image><image>?", "chosen": "4", "rejected": "5", "image": ["a.jpg", "b.jpg"], "images": None},
     ],
 )
-def test_images_under_another_key_than_the_runs_are_told_of(record: dict[str, object]) -> None:
+def test_images_under_another_key_than_the_runs_are_reported(record: dict[str, object]) -> None:
     parse = parse_preference if "chosen" in record else parse_record
-    with pytest.raises(DataError, match=TOLD):
+    with pytest.raises(DataError, match=REPORTED):
         parse(record, "f:1", "images")
     parse(record, "f:1", None)  # left unread on purpose
     found = parse(record, "f:1", "image")
     assert (found if isinstance(found, Example) else found.chosen).images
 
 
-def test_a_prompt_under_another_key_is_told_of() -> None:
+def test_a_prompt_under_another_key_is_reported() -> None:
     data = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).data
     parse = prompt_parser(data.model_copy(update={"prompt_key": "prompt", "image_key": "images"}), None)
-    with pytest.raises(DataError, match=TOLD):
+    with pytest.raises(DataError, match=REPORTED):
         parse({"prompt": "<image>?", "image": "a.jpg", "answer": "4"}, "f:1")
 
 
@@ -122,7 +124,7 @@ def test_a_prompt_under_another_key_is_told_of() -> None:
         {"image": "a.jpg", "prompt": "no mark", "completion": "<image>"},
         {"image": 7},
         {"image": None},
-        {"picture": "a.jpg"},
+        {"image": "a.jpg"},
         {"image": "a.jpg", "images": "b.jpg"},
     ],
 )
@@ -133,7 +135,7 @@ def test_a_record_with_image_in_it_may_be_one_of_text(changes: dict[str, object]
 def test_a_table_is_read_with_the_columns_that_may_hold_images() -> None:
     assert image_columns(["prompt", "image", "images"], "images") == ["images"]
     assert image_columns(["prompt", "image"], "images") == ["image"]
-    assert image_columns(["prompt", "image", "pictures"], "pictures") == ["pictures"]
+    assert image_columns(["prompt", "image", "images"], "images") == ["images"]
     assert image_columns(["prompt", "image"], None) == []
 
 
@@ -144,7 +146,7 @@ def test_images_of_a_pair_belong_to_the_prompt() -> None:
         assert [image.path for image in example.images] == ["1.png"]
         assert example.messages[0]["content"] == [OPEN, text("?")]
         assert example.first_trained_message == 1
-    # Whole conversations that begin alike; images of their own tell conversations apart.
+    # Whole conversations that begin alike; images of their own distinguish conversations.
     asked = user({"type": "image", "image": "1.png"}, text("?"))
     other = user({"type": "image", "image": "2.png"}, text("?"))
     answers = [{"role": "assistant", "content": "5"}, ANSWER]
@@ -272,7 +274,7 @@ def test_a_bomb_is_not_decoded() -> None:
         reader(None).check(ImageReference(None, bytes(bomb), "image"))
 
 
-def test_what_is_no_file_is_told(tmp_path: Path) -> None:
+def test_what_is_no_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="is no file"):
         reader(tmp_path).check(ImageReference(".", None, "image"))
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Images as tokens of samples: their number and places, the masks around them, and pictures in batches."""
+"""Images as tokens of samples: their number and places, the masks around them, and images in batches."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +23,8 @@ from nemo_rl_moe.distributed.batch import Destination
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.launch.generate import responses
-from nemo_rl_moe.models.images import IS_IMAGE, PICTURE_IDS, PICTURE_SIZES, PIXELS
-from nemo_rl_moe.models.picture_rules import load_picture_rule
+from nemo_rl_moe.models.image_rules import load_image_rule
+from nemo_rl_moe.models.images import IMAGE_IDS, IMAGE_SIZES, IS_IMAGE, PIXELS
 from tests.unit.data.test_prompts import load as load_prompts_of
 from tests.unit.generation.test_generate_all import SAMPLING, Backwards
 
@@ -36,7 +36,7 @@ Kit = tuple[PreTrainedTokenizerBase, ImageTokenizer]
 def kit_of(name: str, folder: Path) -> Kit:
     path = str(ASSETS / name)
     tokenizer = load_tokenizer(path)
-    rule = load_picture_rule(path, AutoConfig.from_pretrained(path))
+    rule = load_image_rule(path, AutoConfig.from_pretrained(path))
     assert rule is not None
     return tokenizer, image_tokenizer(rule, tokenizer, ImageReader(folder, 10_000))
 
@@ -86,18 +86,18 @@ def test_tiles_stand_between_two_tokens(tmp_path: Path, write_jsonl: Callable[..
     assert example.images is not None
     assert example.images.runs == ((1, 16),)
     assert example.images.is_image(len(example)).sum() == 16
-    assert collate([example], 0).columns[PICTURE_SIZES].values.tolist() == [[32, 32]]
+    assert collate([example], 0).columns[IMAGE_SIZES].values.tolist() == [[32, 32]]
     assert tokens.before != tokens.behind
 
 
-def test_batches_carry_pictures(qwen: Kit, tmp_path: Path, write_jsonl: Callable[..., str]) -> None:
+def test_batches_carry_images(qwen: Kit, tmp_path: Path, write_jsonl: Callable[..., str]) -> None:
     draw(tmp_path, "a.png")
     draw(tmp_path, "b.png", 24, 16, seed=1)
     dataset = load(qwen, write_jsonl(asked("a.png"), asked(), asked("b.png", "a.png")))
     batch = collate([dataset[0], dataset[1], dataset[2]], 0)
-    assert batch.columns[PICTURE_SIZES].sizes.tolist() == [1, 0, 2]
-    assert batch.columns[PICTURE_SIZES].values.tolist() == [[32, 32], [16, 24], [32, 32]]
-    first, _, again = batch.columns[PICTURE_IDS].values.tolist()
+    assert batch.columns[IMAGE_SIZES].sizes.tolist() == [1, 0, 2]
+    assert batch.columns[IMAGE_SIZES].values.tolist() == [[32, 32], [16, 24], [32, 32]]
+    first, _, again = batch.columns[IMAGE_IDS].values.tolist()
     assert first == again
     whole = np.asarray(Image.open(tmp_path / "a.png")).reshape(-1)
     pixels = batch.shared[PIXELS].arrays
@@ -116,7 +116,7 @@ def test_both_responses_of_a_pair_see_the_image(qwen: Kit, tmp_path: Path, write
     record = {"prompt": QUESTION, "chosen": "4", "rejected": "5", "images": ["a.png"]}
     (pair,) = load_preferences(write_jsonl(record), "train", qwen[0], 99, images=RecordImages("images", qwen[1]))
     batch = collate_pairs([pair], 0)
-    assert batch.columns[PICTURE_IDS].sizes.tolist() == [1, 1]
+    assert batch.columns[IMAGE_IDS].sizes.tolist() == [1, 1]
     assert batch.group_size == 2
 
 
@@ -129,7 +129,7 @@ def test_a_sample_is_never_cut_within_an_image(qwen: Kit, tmp_path: Path, write_
     for longest in (10, 5):
         kept = load(qwen, path, longest)
         assert [example.sample_id[-1] for example in kept] == ["2"]
-        assert "1 left out: no response, or not all images, before the cut" in kept.report.summary()
+        assert "1 left out: no response, or not all images, before truncation" in kept.report.summary()
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_images_of_a_parquet_file_are_not_decoded_by_datasets(qwen: Kit, tmp_pat
 
 
 @pytest.mark.parametrize("answers", [{"completion": ["4"]}, {"chosen": ["4"], "rejected": ["5"]}])
-def test_a_column_of_images_under_another_name_is_told_of(
+def test_a_column_of_images_under_another_name_is_reported(
     answers: dict[str, list[str]], qwen: Kit, tmp_path: Path
 ) -> None:
     from datasets import Dataset
@@ -230,7 +230,7 @@ def test_prompts_with_other_images_are_other_prompts(
     assert [prompt.sample_id[-1] for prompt in training] == ["1", "2"]
     assert training.report.num_repeated == 1
     inputs = training[0].model_inputs
-    assert list(inputs) == [PIXELS, PICTURE_SIZES, PICTURE_IDS, IS_IMAGE]
+    assert list(inputs) == [PIXELS, IMAGE_SIZES, IMAGE_IDS, IS_IMAGE]
     assert len(inputs[IS_IMAGE].values) == len(training[0].token_ids)
     other = {"question": QUESTION, "answer": "4", "images": [draw(tmp_path, "c.png", seed=9)]}
     copy = {"question": QUESTION, "answer": "4", "images": ["copy.png"]}
@@ -241,10 +241,10 @@ def test_prompts_with_other_images_are_other_prompts(
     assert json.dumps(dict(kept[0].record))
 
 
-def test_images_of_prompts_are_read_when_their_portion_is_asked_for(
+def test_images_of_prompts_are_read_when_their_chunk_is_asked_for(
     qwen: Kit, tmp_path: Path, write_jsonl: Callable[..., str]
 ) -> None:
-    """Of three portions the last one's image is gone: the responses to the others are there."""
+    """Of three chunks the last one's image is gone: the responses to the others are there."""
     names = [draw(tmp_path, f"{number}.png", seed=number) for number in range(3)]
     lines = [{"question": QUESTION, "answer": "4", "images": [name]} for name in names]
     common = {"prompt_key": "question", "max_image_pixels": 10_000, "images": qwen[1]}

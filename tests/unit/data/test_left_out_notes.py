@@ -121,7 +121,7 @@ def test_calls_without_arguments_lack_none(byte_tokenizer, write_jsonl):
     assert notes_of(load_sft_dataset(write_jsonl(calling(call("now"))), "train", tokenizer, 10_000)) == []
 
 
-def test_turns_are_told_apart_where_names_alone_are_shown(byte_tokenizer, write_jsonl):
+def test_turns_are_distinguished_where_names_alone_are_shown(byte_tokenizer, write_jsonl):
     """Turns behind a call whose beginning only stand-ins can find: the earlier turn is rendered in another way."""
     tokenizer = byte_tokenizer(THINKING.replace(SHOWN, "call.function.name"))
     calls = assistant("<think>x</think>", tool_calls=[call(a=1)])

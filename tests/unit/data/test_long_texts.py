@@ -69,12 +69,12 @@ def test_of_a_line_of_a_megabyte_a_hundredth_is_encoded(demo_tokenizer, write_js
     dataset = load_sft_dataset(path, "train", demo_tokenizer, 64)
     assert 64 <= sum(encoded_characters) < MEGABYTE // 100
     assert dataset.report.summary() == (
-        f"{path}: 2 examples, 70 tokens (64 to train on), 1 cut at the maximum length, "
-        "1 left out: no response before the cut"
+        f"{path}: 2 examples, 70 tokens (64 to train on), 1 truncated at the maximum length, "
+        "1 left out: no response before truncation"
     )
 
 
-def test_a_long_key_is_not_told_whole(demo_tokenizer, write_jsonl):
+def test_a_long_key_is_not_reported_whole(demo_tokenizer, write_jsonl):
     with pytest.raises(DataError) as error:
         load_sft_dataset(write_jsonl({"k" * MEGABYTE: 1}), "train", demo_tokenizer, 64)
     assert error.value.problems[0].endswith("kkk... (1,000,000 characters)")

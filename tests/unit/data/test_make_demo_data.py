@@ -17,7 +17,7 @@ from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.prompts import load_prompts
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
-from nemo_rl_moe.rewards.registry import make_scorer
+from nemo_rl_moe.rewards.registry import make_reward_function
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +238,7 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
     prompts = load_prompts(source, data, demo_tokenizer, 33, env)
     assert (len(prompts), prompts.report.num_dropped) == (100, 0)
 
-    environment = make_scorer(env)
+    environment = make_reward_function(env)
     imitated = load_sft_dataset(str(tmp_path / "validation.jsonl"), "train", demo_tokenizer, 64)
     for prompt, example in zip(prompts, imitated, strict=True):
         start = int(example.token_mask.argmax())

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts: read or drawn, tokenized as in supervised fine-tuning, and their order."""
+"""Prompts: read or sampled, tokenized as in supervised fine-tuning, and their order."""
 
 from typing import Any
 
@@ -211,7 +211,7 @@ def test_messages(write_jsonl, byte_tokenizer):
     )
 
 
-def test_drawn_prompts(byte_tokenizer):
+def test_sampled_prompts(byte_tokenizer):
     prompts = load(byte_tokenizer(), None, "reasoning_gym", num_items=60, seed=3)
     assert len(prompts) == len({prompt.text for prompt in prompts}) == 60
     assert prompts[0].sample_id == "basic_arithmetic[seed 3]:0"
@@ -281,7 +281,7 @@ def test_template_goes_around_the_last_turn(demo_tokenizer: Any, write_jsonl: An
     assert first.record["question"] == "1+1="
 
 
-def test_template_goes_around_drawn_prompts_too(byte_tokenizer: Any) -> None:
+def test_template_goes_around_sampled_prompts_too(byte_tokenizer: Any) -> None:
     plain, around = (
         load(byte_tokenizer(), None, "reasoning_gym", num_items=5, prompt_template=template)
         for template in (None, "Think. {prompt} Well?")
@@ -319,7 +319,7 @@ def test_a_text_is_not_the_message_that_says_the_same(byte_tokenizer: Any, write
 
 
 @pytest.mark.parametrize(("env", "kept"), [("math", 1), ("reasoning_gym", 2)])
-def test_what_the_verifier_reads_tells_prompts_apart(
+def test_what_the_verifier_reads_distinguishes_prompts(
     demo_tokenizer: Any, write_jsonl: Any, env: str, kept: int
 ) -> None:
     path = write_jsonl(

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.hf_files import load_hf_config
-from nemo_rl_moe.models.picture_rules import load_picture_rule
+from nemo_rl_moe.models.image_rules import load_image_rule
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 MODELS = ("tiny_internvl_moe", "tiny_qwen3_vl_moe")
@@ -42,7 +42,7 @@ def maker() -> Iterator[ModuleType]:
     del sys.modules[module.__name__]
 
 
-def test_files_are_made_once_and_tell_themselves_from_others(
+def test_files_are_made_once_and_distinguish_themselves_from_others(
     maker: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "shapes"
@@ -71,7 +71,7 @@ def test_sets_share_nothing_and_ask_in_equal_parts(maker: ModuleType) -> None:
     assert kinds == {"how many": 200, "colour of": 100, "which side": 100}
 
 
-def test_answers_are_what_the_pictures_show(maker: ModuleType) -> None:
+def test_answers_are_what_the_images_show(maker: ModuleType) -> None:
     """Counted in the pixels: each shape of the counting tasks fills the middle of its cell of 8 x 8."""
     chance = Random(5)
     grey = np.array((245, 245, 245))
@@ -114,10 +114,10 @@ def test_every_word_of_the_task_is_one_token(maker: ModuleType, model: str) -> N
         assert tokenizer.decode(ids[:-1]) == f"{item.question} {item.answer}"
 
 
-def test_data_and_model_agree_on_the_tokens_of_a_picture() -> None:
+def test_data_and_model_agree_on_the_tokens_of_a_image() -> None:
     folder = str(EXAMPLES / "assets" / "tiny_internvl_moe")
     hf_config = load_hf_config(folder)
-    rule = load_picture_rule(folder, hf_config)
+    rule = load_image_rule(folder, hf_config)
     family = family_of(hf_config)
     assert rule is not None
     assert family.vision is not None

@@ -92,9 +92,9 @@ def problem(tokenizer):
     ],
 )
 def test_one_line(byte_tokenizer, template, line):
-    told = problem(byte_tokenizer(template))
-    assert told.startswith(line)
-    assert len(told) < 500
+    reported = problem(byte_tokenizer(template))
+    assert reported.startswith(line)
+    assert len(reported) < 500
     example = tokenize_example(EXAMPLE, byte_tokenizer(GOOD), 100)
     assert example.num_trained_tokens() == 2
 

@@ -32,7 +32,7 @@ def test_folder_without_a_tokenizer_is_one_line(tmp_path):
     assert "\n" not in problem
 
 
-def test_a_damaged_tokenizer_is_told(repository, tmp_path):
+def test_a_damaged_tokenizer_is_reported(repository, tmp_path):
     """A vocabulary with two tokens exchanged loads, and trains on other texts."""
     whole = (repository / "examples/assets/tiny_qwen3_moe/tokenizer.json").read_text()
     path = tmp_path / "tokenizer.json"

@@ -311,7 +311,7 @@ def test_a_name_that_the_template_does_not_read(tokenizer, write_jsonl):
         (None, "there are tools, but the tokenizer has no chat template; "),
     ],
 )
-def test_what_a_template_leaves_out_is_told(byte_tokenizer, write_jsonl, template, reason):
+def test_what_a_template_leaves_out_is_reported(byte_tokenizer, write_jsonl, template, reason):
     path = write_jsonl(conversation())
     with pytest.raises(DataError) as error:
         load_sft_dataset(path, "train", byte_tokenizer(template), 10_000)

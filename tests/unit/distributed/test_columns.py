@@ -20,7 +20,7 @@ from nemo_rl_moe.distributed.batch import (
 
 
 def batch(**columns: Column) -> TokenBatch:
-    """Four sequences of up to four tokens: as many sequences as columns, so that shapes alone tell nothing."""
+    """Four sequences of up to four tokens: as many sequences as columns, so that shapes alone report nothing."""
     ids = torch.arange(16).view(4, 4)
     mask = torch.ones(4, 4, dtype=torch.bool)
     return TokenBatch(ids, torch.tensor([4, 2, 3, 1]), mask, ("a", "b", "c", "d"), columns)

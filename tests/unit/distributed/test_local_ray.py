@@ -256,7 +256,7 @@ def test_a_worker_outlives_sigterm_and_what_it_starts_does_not() -> None:
     assert done.stdout == f"{-signal.SIGTERM} {-signal.SIGTERM}\n", done.stderr
 
 
-def test_a_servers_last_error_is_told(tmp_path: Path) -> None:
+def test_a_servers_last_error_is_reported(tmp_path: Path) -> None:
     log = tmp_path / "raylet.out"
     assert last_error(log) == ""
     log.write_text("[2026-01-02 03:04:05,678 I 12 34] (raylet) main.cc:1: all is well\nnot a line of the log\n")
@@ -297,7 +297,7 @@ def test_a_program_that_has_succeeded_before_it_ends(servers: Path) -> None:
 
 
 def test_a_server_that_is_stopped_counts_as_dead_after_a_while(servers: Path) -> None:
-    """It stays until the program has told why it ends: Ray would end the program as soon as it is gone."""
+    """It stays until the program has reported why it ends: Ray would end the program as soon as it is gone."""
     waiting = PROGRAM[PROGRAM.index("gone, alive =") : PROGRAM.index("goes_on =")]
     stopping = "local_ray.FROZEN_S = 1.0\nfake.started[victim].suspend()\ntime.sleep(0.3)\nassert fake.failure is None"
     program = PROGRAM.replace("fake.started[victim].kill()", stopping).replace(waiting, "")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The second size of a microbatch: patches of its distinct pictures."""
+"""The second size of a microbatch: patches of its distinct images."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -18,52 +18,52 @@ from nemo_rl_moe.distributed.microbatches import (
     plan_evaluation,
     plan_microbatches,
 )
-from nemo_rl_moe.distributed.patch_limit import Pictures, most_neighbours, of_groups
+from nemo_rl_moe.distributed.patch_limit import Images, most_neighbours, of_groups
 
 SIZES = {number: 1 + 3 * number for number in range(7)}
-"""Patches of each picture that there is."""
+"""Patches of each image that there is."""
 LIMIT = 20
-pictures_of_one = st.sets(st.sampled_from(sorted(SIZES)), max_size=3).map(
+images_of_one = st.sets(st.sampled_from(sorted(SIZES)), max_size=3).map(
     lambda numbers: {number: SIZES[number] for number in numbers}
 )
 
 
-def patches(pictures: Iterable[Mapping[int, int]]) -> int:
-    """Of distinct pictures."""
-    return sum({number: size for own in pictures for number, size in own.items()}.values())
+def patches(images: Iterable[Mapping[int, int]]) -> int:
+    """Of distinct images."""
+    return sum({number: size for own in images for number, size in own.items()}.values())
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.lists(pictures_of_one, max_size=12), st.sampled_from([None, 1, LIMIT]))
-def test_most_neighbours_is_the_definition(pictures: list[Pictures], most: int | None) -> None:
+@given(st.lists(images_of_one, max_size=12), st.sampled_from([None, 1, LIMIT]))
+def test_most_neighbours_is_the_definition(images: list[Images], most: int | None) -> None:
     expected = []
-    for start in range(len(pictures)):
+    for start in range(len(images)):
         end = start + 1
-        while end < len(pictures) and (most is None or _fits(pictures[start : end + 1], most)):
+        while end < len(images) and (most is None or _fits(images[start : end + 1], most)):
             end += 1
         expected.append(end - start)
-    assert most_neighbours(pictures, most) == expected
+    assert most_neighbours(images, most) == expected
 
 
-def _fits(pictures: list[Pictures], most: int) -> bool:
-    """Within the limit, or the same pictures in each item."""
-    return patches(pictures) <= most or all(own == pictures[0] for own in pictures)
+def _fits(images: list[Images], most: int) -> bool:
+    """Within the limit, or the same images in each item."""
+    return patches(images) <= most or all(own == images[0] for own in images)
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.lists(st.tuples(st.integers(1, 20), pictures_of_one), max_size=30))
-def test_first_fit_with_pictures_is_the_definition(items: list[tuple[int, Pictures]]) -> None:
-    sizes, pictures = [size for size, _ in items], [own for _, own in items]
+@given(st.lists(st.tuples(st.integers(1, 20), images_of_one), max_size=30))
+def test_first_fit_with_images_is_the_definition(items: list[tuple[int, Images]]) -> None:
+    sizes, images = [size for size, _ in items], [own for _, own in items]
     expected: list[list[int]] = []
     for item in sorted(range(len(items)), key=lambda index: (-sizes[index], index)):
         for others in expected:
-            together = [pictures[other] for other in [*others, item]]
+            together = [images[other] for other in [*others, item]]
             if sum(sizes[other] for other in others) + sizes[item] <= 20 and _fits(together, LIMIT):
                 others.append(item)
                 break
         else:
             expected.append([item])
-    assert first_fit_decreasing(sizes, 20, pictures, LIMIT) == expected
+    assert first_fit_decreasing(sizes, 20, images, LIMIT) == expected
 
 
 @st.composite
@@ -74,7 +74,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     count = size * group_size * draw(st.integers(1, 2))
     return {
         "lengths": draw(st.lists(st.integers(1, 30), min_size=count, max_size=count)),
-        "pictures": draw(st.lists(pictures_of_one, min_size=count, max_size=count)),
+        "images": draw(st.lists(images_of_one, min_size=count, max_size=count)),
         "num_data_parallel_ranks": ranks,
         "microbatch_multiple": multiple,
         "group_size": group_size,
@@ -89,7 +89,7 @@ def test_no_microbatch_takes_more_than_the_limit_or_one_group_alone(case: dict[s
     size, ranks, multiple = case["global_batch_size"], case["num_data_parallel_ranks"], case["microbatch_multiple"]
     for_evaluation = {name: value for name, value in case.items() if name != "global_batch_size"}
     evaluation = plan_evaluation(**for_evaluation)
-    filled = [*case["pictures"], *(case["pictures"][index] for index in evaluation.fillers)]
+    filled = [*case["images"], *(case["images"][index] for index in evaluation.fillers)]
     for by_rank in (*plan_microbatches(**case).global_batches, evaluation.by_rank):
         assert len(by_rank) == ranks
         (number,) = {len(of_rank) for of_rank in by_rank}
@@ -103,40 +103,40 @@ def test_no_microbatch_takes_more_than_the_limit_or_one_group_alone(case: dict[s
     assert len(plan_microbatches(**case).global_batches) == len(case["lengths"]) // size // case["group_size"]
 
 
-def test_a_filler_has_the_pictures_of_the_sequence_that_it_repeats() -> None:
-    """Three pictures that fill the limit each, of two sequences, two, and the shortest one, which is run twice."""
-    pictures = [{number: LIMIT} for number in (0, 0, 1, 1, 2)]
+def test_a_filler_has_the_images_of_the_sequence_that_it_repeats() -> None:
+    """Three images that fill the limit each, of two sequences, two, and the shortest one, which is run twice."""
+    images = [{number: LIMIT} for number in (0, 0, 1, 1, 2)]
     batching = PackedBatching(60, max_patches=LIMIT)
-    plan = plan_evaluation([5, 5, 4, 4, 3], num_data_parallel_ranks=2, batching=batching, pictures=pictures)
+    plan = plan_evaluation([5, 5, 4, 4, 3], num_data_parallel_ranks=2, batching=batching, images=images)
     assert plan.fillers == (4,)
-    filled = [*pictures, pictures[4]]
+    filled = [*images, images[4]]
     for indices in (indices for of_rank in plan.by_rank for indices in of_rank):
         assert patches(filled[index] for index in indices) == LIMIT
 
 
 @pytest.mark.parametrize("batching", [DynamicBatching(60, 5), PackedBatching(60)])
-def test_without_a_limit_pictures_change_nothing(batching: Batching) -> None:
+def test_without_a_limit_images_change_nothing(batching: Batching) -> None:
     lengths = [(7 * number) % 23 + 1 for number in range(24)]
     common: Any = {"num_data_parallel_ranks": 2, "global_batch_size": 12, "batching": batching}
-    with_pictures = plan_microbatches(lengths, pictures=[SIZES] * 24, **common)
-    assert with_pictures == plan_microbatches(lengths, **common)
+    with_images = plan_microbatches(lengths, images=[SIZES] * 24, **common)
+    assert with_images == plan_microbatches(lengths, **common)
 
 
 @pytest.mark.parametrize("kind", [DynamicBatching, PackedBatching])
-def test_responses_to_one_picture_count_it_once(kind: Any) -> None:
-    """Two groups of eight: each picture fills the limit, and its eight responses run together as without a limit."""
-    pictures = [{1: LIMIT}] * 8 + [{2: LIMIT}] * 8
+def test_responses_to_one_image_count_it_once(kind: Any) -> None:
+    """Two groups of eight: each image fills the limit, and its eight responses run together as without a limit."""
+    images = [{1: LIMIT}] * 8 + [{2: LIMIT}] * 8
     lengths = [5] * 8 + [4] * 8
     (by_rank,) = plan_microbatches(
         lengths,
         num_data_parallel_ranks=1,
         global_batch_size=16,
         batching=kind(1000, max_patches=LIMIT),
-        pictures=pictures,
+        images=images,
     ).global_batches
     assert by_rank == ((tuple(range(8)), tuple(range(8, 16))),)
     alone = kind(1000, max_patches=LIMIT - 1)
     (by_rank,) = plan_microbatches(
-        lengths, num_data_parallel_ranks=1, global_batch_size=16, batching=alone, pictures=pictures
+        lengths, num_data_parallel_ranks=1, global_batch_size=16, batching=alone, images=images
     ).global_batches
-    assert by_rank == ((tuple(range(8)), tuple(range(8, 16))),), "one more of the same picture costs the tower nothing"
+    assert by_rank == ((tuple(range(8)), tuple(range(8, 16))),), "one more of the same image costs the tower nothing"

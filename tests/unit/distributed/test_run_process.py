@@ -28,7 +28,7 @@ run_process.SAME_REQUEST_S = float(sys.argv[1])
 run_process.STUBBORN_S = 1.0
 watch_this_process(lambda: print("go on like this", file=sys.stderr))
 """
-SUDDEN = r"error: the run's main process \(pid \d+\) ended before it could tell why: .*\n"
+SUDDEN = r"error: the run's main process \(pid \d+\) ended before it could say why: .*\n"
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -53,13 +53,13 @@ def test_a_run_that_ends_in_order_leaves_nothing_when_it_has_ended(start: Start,
 @pytest.mark.parametrize(
     ("end", "code"), [("os._exit(1)", 1), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL)]
 )
-def test_a_run_that_ends_without_a_word_is_told_of(start: Start, tmp_path: Path, end: str, code: int) -> None:
+def test_a_run_that_ends_without_a_word_is_reported(start: Start, tmp_path: Path, end: str, code: int) -> None:
     found, errors = end_of(start(f"start_family(); {end}"), tmp_path)
     assert found == code
     assert re.fullmatch(rf"{SUDDEN}go on like this\n", errors)
 
 
-def test_an_end_that_was_told_is_not_told_again(start: Start, tmp_path: Path) -> None:
+def test_an_end_that_was_reported_is_not_reported_again(start: Start, tmp_path: Path) -> None:
     assert end_of(start("start_family(); run_process.leave(1)"), tmp_path) == (1, "go on like this\n")
 
 

@@ -115,7 +115,7 @@ def test_what_nobody_holds_any_more_leaves_the_store() -> None:
     assert len(store._stored) == 1
 
 
-def test_an_array_that_is_lost_is_told() -> None:
+def test_an_array_that_is_lost_is_reported() -> None:
     shelf = Shelf()
     placed = batch_of([[array(0)]]).with_shared_in(ArrayStore(shelf.put))
     shelf.arrays.clear()
@@ -124,8 +124,8 @@ def test_an_array_that_is_lost_is_told() -> None:
 
 
 def test_a_pickled_part_holds_each_array_once() -> None:
-    picture = np.random.default_rng(0).integers(0, 256, 50_000, dtype=np.uint8)
-    batch = batch_of([[picture]] * 16)
+    image = np.random.default_rng(0).integers(0, 256, 50_000, dtype=np.uint8)
+    batch = batch_of([[image]] * 16)
     (shard,) = make_shards(batch, [[range(8), range(8, 16)]], batch)
     assert len(pickle.dumps(shard)) < 70_000
     placed = pickle.dumps(make_shards(batch.with_shared_in(ArrayStore(lambda _: 0)), [[range(16)]], batch))

@@ -68,21 +68,21 @@ def test_an_array_that_is_not_what_was_said_of_it_is_refused(array: np.ndarray) 
 
 def test_a_stored_column_follows_its_sequences() -> None:
     lengths = torch.tensor([3, 1, 2])
-    tape = stored_per_token(
+    capture = stored_per_token(
         [StoredRows.of(rows_of(*range(10 * n, 10 * n + int(lengths[n])))) for n in range(3)], fill=-1
     )
-    assert tape is not None
+    assert capture is not None
     names = ("a", "b", "c")
     batch = TokenBatch(torch.zeros(3, 3, dtype=torch.long), lengths, torch.ones(3, 3, dtype=torch.bool), names)
-    batch = batch.with_stored("tape", tape)
-    assert set(batch.for_model().stored) == {"tape"}
-    assert batch.without_stored("tape").stored == {}
+    batch = batch.with_stored("capture", capture)
+    assert set(batch.for_model().stored) == {"capture"}
+    assert batch.without_stored("capture").stored == {}
     fetched = make_shard(batch, [[2, 2, 0]], batch).microbatches[0].fetched(list)
     assert fetched.stored == {}
-    column = fetched.columns["tape"]
+    column = fetched.columns["capture"]
     assert column.goes_to is Destination.MODEL
     assert column.fill == -1
     assert column.values[..., 0].tolist() == [[20, 21, -1], [20, 21, -1], [0, 1, 2]]
     with_filler = append_fillers(batch, [2]).select([2, 3, 0]).fetched(list)
-    assert with_filler.columns["tape"].values[..., 0].tolist() == [[20, 21, -1], [-1, -1, -1], [0, 1, 2]]
+    assert with_filler.columns["capture"].values[..., 0].tolist() == [[20, 21, -1], [-1, -1, -1], [0, 1, 2]]
     assert stored_per_token([None, None]) is None

@@ -84,14 +84,14 @@ def test_an_error_of_one_request_ends_all() -> None:
 
 def test_responses_come_in_the_order_of_the_prompts() -> None:
     prompts = [Prompt(f"p:{line}", "?", (line,), {}) for line in (10, 20, 30)]
-    told: list[int] = []
+    reported: list[int] = []
     found = [
         (prompt.sample_id, sample, sequence)
         for prompt, sample, sequence in responses(
-            Backwards(), prompts, 2, SAMPLING, seed=3, chunk=4, report_progress=told.append
+            Backwards(), prompts, 2, SAMPLING, seed=3, chunk=4, report_progress=reported.append
         )
     ]
-    assert told == [1, 2, 3, 4, 5, 6]
+    assert reported == [1, 2, 3, 4, 5, 6]
     assert [(name, sample) for name, sample, _ in found] == [(f"p:{line}", n) for line in (10, 20, 30) for n in (0, 1)]
     assert [int(sequence.token_ids[0]) for _, _, sequence in found] == [10, 10, 20, 20, 30, 30]
 

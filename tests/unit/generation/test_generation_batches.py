@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests on their way to the ranks: who shares a batch, which rank gets what, and pictures that travel once."""
+"""Requests on their way to the ranks: who shares a batch, which rank gets what, and images that travel once."""
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -12,14 +12,14 @@ from ray import cloudpickle
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import generate_all, make_trainer_engine
-from nemo_rl_moe.models.images import Picture, image_inputs, pictures_in
+from nemo_rl_moe.models.images import ModelImage, image_inputs, images_in
 
 SAMPLING = SamplingParameters(max_new_tokens=2)
 
 
 def random_inputs(seed: int, height: int = 32) -> dict[str, ModelInput]:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, 32, 3), dtype=np.uint8)
-    return image_inputs([Picture(pixels)], np.array([False, True, True]))
+    return image_inputs([ModelImage(pixels)], np.array([False, True, True]))
 
 
 def request(number: int, model_inputs: Mapping[str, ModelInput], max_new_tokens: int = 2) -> GenerationRequest:
@@ -34,7 +34,7 @@ def test_each_prompt_keeps_its_inputs() -> None:
     assert [share.seeds for share in shares] == [(0, 2), (1,)]
     for share in shares:
         for seed, inputs in zip(share.seeds, share.model_inputs, strict=True):
-            found, expected = ([picture.digest for picture in pictures_in(each)] for each in (inputs, of_prompts[seed]))
+            found, expected = ([image.digest for image in images_in(each)] for each in (inputs, of_prompts[seed]))
             assert found == expected
     assert batch.share(3, 4) == GenerationBatch((), (), SAMPLING)
 
@@ -43,7 +43,7 @@ def test_text_carries_nothing() -> None:
     assert GenerationBatch.of([request(0, {}), request(1, {})]).model_inputs == ()
 
 
-def test_a_picture_travels_once_for_all_responses_to_its_prompt() -> None:
+def test_a_image_travels_once_for_all_responses_to_its_prompt() -> None:
     inputs = random_inputs(0, height=512)
     num_bytes = inputs["pixels"].values[0].nbytes
     batches = [GenerationBatch.of([request(number, inputs) for number in range(count)]) for count in (1, 16)]

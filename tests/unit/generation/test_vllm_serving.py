@@ -87,7 +87,7 @@ class Actors:
     def __init__(self, number: int, num_fatal: int = 0):
         self.stall_timeout_s, self.number, self.num_lost = 60.0, number, 0
         self._fatal = [1] * num_fatal
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.present: list[EngineActor] = []
         self.start()
 
@@ -98,7 +98,7 @@ class Actors:
     def give_up(self, actor: EngineActor, reason: str) -> None:
         self.present.remove(actor)
         self.num_lost += 1
-        self.told.append(f"{actor.name} {reason}")
+        self.reported.append(f"{actor.name} {reason}")
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +166,7 @@ def test_what_a_lost_engine_had_goes_to_the_others() -> None:
 
     found = asyncio.run(all_at_once())
     assert [int(sequence.token_ids[0]) for sequence in found] == [1, 2, LOST, 3, 4, 5]
-    assert actors.told == ["vLLM engine 0 died"]
+    assert actors.reported == ["vLLM engine 0 died"]
 
 
 def test_engines_that_fail_again_and_again_end_all_requests() -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError
-from nemo_rl_moe.launch.convert import Conversion, _check_size, _dtype_of, _policy, _staged, _told_of, convert
+from nemo_rl_moe.launch.convert import Conversion, _check_size, _dtype_of, _policy, _reported_of, _staged, convert
 from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
@@ -26,7 +26,7 @@ def test_any_folder_s_name_is_taken_as_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "stated", "expected", "told"),
+    ("tensors", "stated", "expected", "reported"),
     [
         ({"a": torch.ones(4)}, {"dtype": "float32"}, "float32", ()),
         ({"a": torch.ones(4)}, {"dtype": "bfloat16"}, "float32", ("says bfloat16, and the weights are float32",)),
@@ -41,7 +41,7 @@ def test_number_format_is_that_of_the_files(
     tensors: dict[str, torch.Tensor],
     stated: dict[str, str],
     expected: str,
-    told: tuple[str, ...],
+    reported: tuple[str, ...],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -49,8 +49,8 @@ def test_number_format_is_that_of_the_files(
     console = ConsoleLogger(total_steps=0, live="never")
     assert _dtype_of(stated, SafetensorsFolder(tmp_path), console) == expected
     printed = capsys.readouterr().out
-    assert bool(printed) is bool(told)
-    assert all(words in printed for words in told)
+    assert bool(printed) is bool(reported)
+    assert all(words in printed for words in reported)
 
 
 def test_number_format_that_is_not_written_is_refused(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_failed_write_names_the_output_and_not_the_staging_folder(tmp_path: Pa
 
 def test_the_system_s_refusals_name_the_folder_they_are_about(tmp_path: Path) -> None:
     def read() -> None:
-        with _told_of("--input", tmp_path):
+        with _reported_of("--input", tmp_path):
             (tmp_path / "nothing").read_bytes()
 
     with pytest.raises(ConfigurationError) as caught:

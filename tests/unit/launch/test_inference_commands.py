@@ -60,7 +60,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[GRPOMasterC
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_wrong_words_of_generate_are_told_by_the_option(
+def test_wrong_words_of_generate_are_reported_by_the_option(
     words: list[str], problem: str, capsys: pytest.CaptureFixture[str], started: list[GRPOMasterConfig]
 ) -> None:
     assert cli.main([*GENERATE, *words]) == 2
@@ -97,7 +97,7 @@ def test_wrong_words_of_evaluate(
     assert errors.count("\n") == 1
 
 
-def test_evaluate_wants_prompts_and_a_scorer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_wants_prompts_and_a_reward_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["evaluate"]) == 2
     assert "--config FILE is missing; shipped configurations: grpo_dapo17k.yaml" in capsys.readouterr().err
     data = [f"data.{name}.path=prompts.txt" for name in ("train", "validation")]
@@ -125,7 +125,7 @@ def test_prompts_may_be_called_anything(tmp_path: Path, started: list[GRPOMaster
         assert cli.main([*GENERATE, "--prompts", name]) == 0, name
 
 
-def test_help_tells_the_defaults_that_the_configuration_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_reports_the_defaults_that_the_configuration_has(capsys: pytest.CaptureFixture[str]) -> None:
     config = load_grpo_config("grpo_generate.yaml", ["policy.model_name=x", "data.train.path=y"], check_paths=False)
     with pytest.raises(SystemExit):
         cli.main(["generate", "--help"])
@@ -134,8 +134,8 @@ def test_help_tells_the_defaults_that_the_configuration_has(capsys: pytest.Captu
         value = config
         for part in option.key.split("."):
             value = getattr(value, part)
-        told = option.text.partition("(default: ")[2].rstrip(")")
-        assert told == {"x": "", "y": "", "None": "all"}.get(str(value), str(value)), option.key
+        reported = option.text.partition("(default: ")[2].rstrip(")")
+        assert reported == {"x": "", "y": "", "None": "all"}.get(str(value), str(value)), option.key
     assert "nemo-rl-moe generate --model results/sft_tiny_moe/final --prompts prompts.txt" in printed
     assert EXAMPLES.count("nemo-rl-moe generate") == 4
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Memory at each moment of a run as `plan` tells it, against a device that follows the calls of real runs."""
+"""Memory at each moment of a run as `plan` says, against a device that follows the calls of real runs."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,7 +101,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[list[str]]
         ("grpo_qwen3_30b_a3b.yaml", (*BESIDE, "policy.generation.vllm.gpu_memory_utilization=0.3"), "8xH200"),
     ],
 )
-def test_plan_tells_what_the_order_of_a_run_comes_to(
+def test_plan_reports_what_the_order_of_a_run_comes_to(
     runs: dict[bool, list[list[str]]], recipe: str, overrides: tuple[str, ...], target: str
 ) -> None:
     machines = parse_target(target)

@@ -104,7 +104,7 @@ def test_a_second_run_is_refused_when_it_is_entered(saved: SavedRun) -> None:
         assert second.resume is None
 
 
-def test_a_damaged_checkpoint_is_told_when_the_run_is_entered(saved: SavedRun) -> None:
+def test_a_damaged_checkpoint_is_reported_when_the_run_is_entered(saved: SavedRun) -> None:
     (saved.store.path_of(10) / "state.json").write_text("{}")
     run = TrainingRun(saved.config, RunLaunch("second"), StopSignals())
     with pytest.raises(CheckpointError, match="none of the checkpoints there can be used"), run:
@@ -134,7 +134,7 @@ def test_the_end_of_a_run_warns_of_weights_that_are_left_out(
 
 
 @pytest.mark.parametrize("lost", ["the folder", "its inventory"])
-def test_final_weights_that_vanish_before_they_are_signed_are_told_in_one_line(
+def test_final_weights_that_vanish_before_they_are_signed_are_reported_in_one_line(
     saved: SavedRun, tmp_path: Path, lost: str
 ) -> None:
     class Policy:

@@ -21,10 +21,10 @@ def test_responses_are_named_where_the_run_wrote_some(content: str | None, is_na
 
 
 @pytest.mark.parametrize(("metrics", "expected"), [({"train/refit/logprob_gap": 6.72e-6}, ["6.7e-06 nats"]), ({}, [])])
-def test_the_last_refit_check_is_told_where_there_was_one(
+def test_the_last_refit_check_is_reported_where_there_was_one(
     metrics: dict[str, float], expected: list[str], tmp_path: Path
 ) -> None:
     config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
     lines = summarise(config, RunSummary.of(LoopState(step=3, last_training=metrics), None), tmp_path, weights=None)
-    told = [line for line in lines.splitlines() if line.startswith("  refit check of the last step: ")]
-    assert [" ".join(line.split()[-5:-2]) for line in told] == [f"by {gap}" for gap in expected]
+    reported = [line for line in lines.splitlines() if line.startswith("  refit check of the last step: ")]
+    assert [" ".join(line.split()[-5:-2]) for line in reported] == [f"by {gap}" for gap in expected]

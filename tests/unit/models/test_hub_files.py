@@ -104,7 +104,7 @@ def test_random_weights_need_the_configuration_alone(hub: FakeHub) -> None:
     assert [file.name for file in hub.snapshot.iterdir()] == ["config.json"]
 
 
-def test_fetching_is_told(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fetching_is_reported(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     source, folder = _fetched(policy_of(), ConsoleLogger(total_steps=0, live="never"))
     assert folder == hub.snapshot == source.folder()
     first, last = capsys.readouterr().out.splitlines()
@@ -127,9 +127,9 @@ def test_what_goes_wrong_is_one_line(error: Exception, hub: FakeHub) -> None:
     (line,) = caught.value.problems
     assert line.startswith(f"policy.model_name: got '{NAME}', which is no folder here, and config.json of it cannot be")
     assert str(error) in line
-    told = fetching_problem(HubModel(NAME, COMMIT, ("config.json",)))
-    assert told is not None
-    assert told.startswith(f"{line} (on ")
+    reported = fetching_problem(HubModel(NAME, COMMIT, ("config.json",)))
+    assert reported is not None
+    assert reported.startswith(f"{line} (on ")
 
 
 def test_a_repository_without_safetensors_and_a_damaged_index(hub: FakeHub) -> None:
@@ -162,8 +162,8 @@ def test_the_cache_of_a_machine_without_network(hub: FakeHub, tmp_path: Path, re
     (found,) = in_other_process(tmp_path / "home", repository_root)
     assert json.loads(found) == [str(snapshot), ["config.json", INDEX, *SHARDS]]
     (snapshot / SHARDS[2]).unlink()
-    (told,) = in_other_process(tmp_path / "home", repository_root)
-    assert f"and {SHARDS[2]} of it cannot be had from the hub" in told
+    (reported,) = in_other_process(tmp_path / "home", repository_root)
+    assert f"and {SHARDS[2]} of it cannot be had from the hub" in reported
 
 
 ASK = """
@@ -187,7 +187,7 @@ for come_meanwhile in [None, *sys.argv[2:]]:
 
 
 def in_other_process(home: Path, repository_root: Path, *come_meanwhile: str, **settings: str) -> list[str]:
-    """What a process is told that asks for the model; and again, once a folder `FROM:TO` has been copied."""
+    """What a process is reported that asks for the model; and again, once a folder `FROM:TO` has been copied."""
     environment: dict[str, Any] = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", **settings}
     environment.pop("HF_HUB_CACHE", None)
     done = subprocess.run(
@@ -220,13 +220,13 @@ def test_a_hub_that_is_away_is_not_asked_again_and_again(
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
     in_cache = repository / "snapshots" / COMMIT
-    told, found = in_other_process(tmp_path / "home", repository_root, f"{hub.repository}:{in_cache}", **away)
+    reported, found = in_other_process(tmp_path / "home", repository_root, f"{hub.repository}:{in_cache}", **away)
     expected = (
         f"policy.model_name: got '{NAME}', which is no folder here, and config.json of it cannot be had from the hub"
         f" ({away['HF_ENDPOINT']}: ConnectError: "
     )
-    assert told.startswith(expected), told
-    assert told.endswith("), nor from its cache on this machine; a folder with the model's files will do")
+    assert reported.startswith(expected), reported
+    assert reported.endswith("), nor from its cache on this machine; a folder with the model's files will do")
     assert json.loads(found) == [str(in_cache), ["config.json", INDEX, *SHARDS]]
 
 
@@ -251,8 +251,8 @@ def test_tokenizers_and_data_sets_of_a_hub_that_is_away(
         [sys.executable, "-c", code], cwd=repository_root, env=environment, capture_output=True, text=True, check=True
     )
     assert done.stderr == ""
-    (told,) = done.stdout.splitlines()
-    assert told.startswith(f"{line}cannot be had from the hub ({away['HF_ENDPOINT']}: ConnectError: "), told
+    (reported,) = done.stdout.splitlines()
+    assert reported.startswith(f"{line}cannot be had from the hub ({away['HF_ENDPOINT']}: ConnectError: "), reported
 
 
 @pytest.mark.slow

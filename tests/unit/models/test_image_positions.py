@@ -15,7 +15,7 @@ def positions(rows: list[str], grids: list[tuple[int, int]]) -> list[list[list[i
     return found
 
 
-def test_a_picture_counts_its_rows_and_columns_and_text_goes_on_behind_the_larger_side() -> None:
+def test_a_image_counts_its_rows_and_columns_and_text_goes_on_behind_the_larger_side() -> None:
     (found,) = positions(["ttiiiiiitt"], [(2, 3)])
     assert found == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
@@ -24,7 +24,7 @@ def test_a_picture_counts_its_rows_and_columns_and_text_goes_on_behind_the_large
     ]
 
 
-def test_pictures_of_several_rows_may_touch_each_other_and_begin_a_sequence() -> None:
+def test_images_of_several_rows_may_touch_each_other_and_begin_a_sequence() -> None:
     text, two, one = positions(["tttttt", "iiiiit", "tiiiit"], [(1, 2), (3, 1), (2, 2)])
     assert text == [[0, 1, 2, 3, 4, 5]] * 3
     assert two == [[0, 0, 2, 2, 2, 5], [0, 0, 2, 3, 4, 5], [0, 1, 2, 2, 2, 5]]
@@ -34,6 +34,6 @@ def test_pictures_of_several_rows_may_touch_each_other_and_begin_a_sequence() ->
 @pytest.mark.parametrize(
     ("row", "grids"), [("tiit", [(2, 2)]), ("titiit", [(1, 3)]), ("tiii", [(1, 2)]), ("tii", [(1, 2), (1, 1)])]
 )
-def test_tokens_that_are_not_those_of_the_pictures_are_refused(row: str, grids: list[tuple[int, int]]) -> None:
+def test_tokens_that_are_not_those_of_the_images_are_refused(row: str, grids: list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match="image tokens"):
         positions([row], grids)

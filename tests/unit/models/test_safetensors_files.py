@@ -37,15 +37,15 @@ def shape_and_ranges(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]]]
 
 
 @settings(deadline=None, max_examples=60)
-@given(drawn=shape_and_ranges(), dtype=DTYPES, target_dtype=DTYPES, most_mapped_bytes=st.integers(1, 200))
+@given(sampled=shape_and_ranges(), dtype=DTYPES, target_dtype=DTYPES, most_mapped_bytes=st.integers(1, 200))
 def test_slices_are_those_of_indexing(
-    drawn: tuple[list[int], list[tuple[int, int]]],
+    sampled: tuple[list[int], list[tuple[int, int]]],
     dtype: torch.dtype,
     target_dtype: torch.dtype,
     most_mapped_bytes: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    shape, ranges = drawn
+    shape, ranges = sampled
     folder = tmp_path_factory.mktemp("slices")
     whole = torch.randn(shape).to(dtype)
     save_file({"tensor": whole, "other": torch.zeros(3)}, folder / "model.safetensors")
@@ -152,7 +152,7 @@ def test_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
         writer.write(torch.zeros(1))
 
 
-def test_incomplete_file_is_told_apart(tmp_path: Path) -> None:
+def test_incomplete_file_is_distinguished(tmp_path: Path) -> None:
     writer = SafetensorsWriter(tmp_path, {"model.safetensors": [TensorHeader("tensor", (2,), torch.float32)]})
     writer.write(torch.zeros(1))
     writer.close()

@@ -110,7 +110,7 @@ def test_names_out_of_a_file_stay_on_one_line() -> None:
     assert listed(["a"] * (MOST_LISTED + 2)).endswith("a, a and 2 more")
 
 
-def test_all_damaged_files_are_told_at_once(tmp_path: Path) -> None:
+def test_all_damaged_files_are_reported_at_once(tmp_path: Path) -> None:
     tensors = {f"t{number}": torch.ones(4) for number in range(4)}
     for name, tensor in tensors.items():
         save_file({name: tensor}, tmp_path / f"{name}.safetensors")

@@ -15,16 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from nemo_rl_moe.config.schema_policy import FreezeConfig
 from nemo_rl_moe.models.families import VISION_FAMILIES, decoder_type_of
 from nemo_rl_moe.models.families.vision import VisionFamily
-from nemo_rl_moe.models.picture_patches import PixelRule
+from nemo_rl_moe.models.image_patches import PixelRule
 from tests.support.vision_models import MEAN, MERGE, MODELS, PATCH, SIDE, STD, tiny_vision_config
 
 SIZES = {
-    # Windows of two image tokens: whole ones, and some that are cut by the picture's edge.
+    # Windows of two image tokens: whole ones, and some that are cut by the image's edge.
     "qwen2_5_vl": ([(4, 4)], [(3, 5), (2, 2), (1, 4)]),
     "qwen3_vl_moe": ([(4, 4)], [(3, 5), (2, 2), (1, 4)]),
     "internvl": ([(4, 4)], [(4, 4)] * 3),
 }
-"""Rows and columns of image tokens of pictures that run together."""
+"""Rows and columns of image tokens of images that run together."""
 CASES = [(model_type, sizes) for model_type in MODELS for sizes in SIZES[model_type]]
 ALL_TRAIN = FreezeConfig(vision_tower=False, projector=False, language_model=False)
 
@@ -40,8 +40,8 @@ def tower_of(model_type: str) -> tuple[VisionFamily, Any, torch.nn.Module]:
 
 def run(model_type: str, sizes: list[tuple[int, int]]) -> None:
     family, flat, tower = tower_of(model_type)
-    pictures = [torch.zeros(rows * SIDE, columns * SIDE, 3, dtype=torch.uint8) for rows, columns in sizes]
-    output = family.encode(tower, pictures, flat)
+    images = [torch.zeros(rows * SIDE, columns * SIDE, 3, dtype=torch.uint8) for rows, columns in sizes]
+    output = family.encode(tower, images, flat)
     assert len(output.embeddings) == sum(rows * columns for rows, columns in sizes)
 
 

@@ -5,7 +5,7 @@
 import pytest
 
 from nemo_rl_moe.rewards.interface import Score
-from nemo_rl_moe.rewards.registry import AnswerEnvironment, answer_in
+from nemo_rl_moe.rewards.registry import AnswerReward, answer_in
 
 
 class Listener:
@@ -36,14 +36,14 @@ def test_answer_is_what_follows_the_last_mark(response, mark, answer):
 
 def test_environment_hears_the_answer_and_the_rest_as_it_was(item_of):
     listener = Listener()
-    assert AnswerEnvironment(listener, "=", True).score(item_of("1+1=2", answer="2")) == Score(1.0, True)
+    assert AnswerReward(listener, "=", True).score(item_of("1+1=2", answer="2")) == Score(1.0, True)
     assert listener.heard == [("2", "data.jsonl:1", {"answer": "2"})]
 
 
 def test_truncated_responses(item_of):
     listener = Listener()
-    assert AnswerEnvironment(listener, None, False).score(item_of("2", is_truncated=True)) == Score(0.0, False)
+    assert AnswerReward(listener, None, False).score(item_of("2", is_truncated=True)) == Score(0.0, False)
     assert listener.heard == []
-    assert AnswerEnvironment(listener, None, True).score(item_of("2", is_truncated=True)) == Score(1.0, True)
-    named = AnswerEnvironment(listener, None, False, ("accuracy", "format")).score(item_of("2", is_truncated=True))
+    assert AnswerReward(listener, None, True).score(item_of("2", is_truncated=True)) == Score(1.0, True)
+    named = AnswerReward(listener, None, False, ("accuracy", "format")).score(item_of("2", is_truncated=True))
     assert named == Score.named({"accuracy": 0.0, "format": 0.0}, is_correct=False), "0 of each, and no fault"

@@ -4,7 +4,7 @@
 
 import pytest
 
-from nemo_rl_moe.rewards.exact import ExactEnvironment
+from nemo_rl_moe.rewards.exact import ExactReward
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
 
@@ -24,4 +24,4 @@ from nemo_rl_moe.rewards.interface import Score, ScoringItem
 )
 def test_texts_are_compared(response: str, answer: str, is_right: bool) -> None:
     item = ScoringItem("f:1", "?", response, False, {"answer": answer})
-    assert ExactEnvironment().score(item) == Score(float(is_right), is_right)
+    assert ExactReward().score(item) == Score(float(is_right), is_right)

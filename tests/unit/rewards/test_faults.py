@@ -15,7 +15,7 @@ def test_a_reward_is_left_as_it_is(reward):
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e308, -1000000.5])
-def test_what_is_no_reward_is_told(reward):
+def test_what_is_no_reward_is_reported(reward):
     found = checked_score(Score(reward, is_correct=True))
     assert (found.reward, found.is_correct, found.fault) == (0.0, False, Fault.ERROR)
     assert found.message == f"ValueError: the reward is {reward}, expected a number from -1,000,000 to 1,000,000"
@@ -73,13 +73,13 @@ def test_named_rewards_are_added_up_by_their_weights():
         ),
     ],
 )
-def test_what_is_no_named_reward_is_told(score, weights, problem):
+def test_what_is_no_named_reward_is_reported(score, weights, problem):
     found = checked_score(score, weights)
     assert (found.reward, found.is_correct, found.fault, found.rewards) == (0.0, False, Fault.ERROR, {})
     assert found.message.startswith(f"ValueError: {problem}")
 
 
-def test_the_nearest_name_is_told():
+def test_the_nearest_name_is_reported():
     assert checked_score(Score.named({"formt": 1.0}, is_correct=True), WEIGHTS).message.endswith("did you mean format?")
 
 

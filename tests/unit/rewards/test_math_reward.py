@@ -10,12 +10,12 @@ import math_verify.parser
 import pytest
 
 from nemo_rl_moe.rewards.interface import Score
-from nemo_rl_moe.rewards.math import MathEnvironment
+from nemo_rl_moe.rewards.math import MathReward
 
 
 @pytest.fixture(scope="module")
 def environment():
-    return MathEnvironment()
+    return MathReward()
 
 
 @pytest.mark.parametrize(

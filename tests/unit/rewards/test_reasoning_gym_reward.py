@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of reasoning-gym: verified, drawn, and refused with a hint."""
+"""Tasks of reasoning-gym: verified, sampled, and refused with a hint."""
 
 import pytest
 
 from nemo_rl_moe.config.schema_grpo import ReasoningGymConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score
-from nemo_rl_moe.rewards.reasoning_gym import ReasoningGymEnvironment, draw_items
+from nemo_rl_moe.rewards.reasoning_gym import ReasoningGymReward, draw_items
 
 SUMS = {
     "min_terms": 2,
@@ -25,7 +25,7 @@ def task(name="basic_arithmetic", partial_credit=False, **parameters):
 
 
 def test_only_a_full_score_is_right(item_of):
-    strict, lenient = ReasoningGymEnvironment(task()), ReasoningGymEnvironment(task(partial_credit=True))
+    strict, lenient = ReasoningGymReward(task()), ReasoningGymReward(task(partial_credit=True))
     record = {"question": "228+378=", "answer": "606", "metadata": {}}
     for response in ("606", " 606\n"):
         assert strict.score(item_of(response, **record)) == Score(1.0, True)
@@ -39,7 +39,7 @@ def test_only_a_full_score_is_right(item_of):
 
 def test_verifier_reads_the_metadata(item_of):
     """A task with many right answers: any of them counts, not only the record's."""
-    environment = ReasoningGymEnvironment(task("countdown"))
+    environment = ReasoningGymReward(task("countdown"))
     record = {"question": "", "answer": "1 + 2 * 3", "metadata": {"numbers": [1, 2, 3], "target": 7}}
     assert environment.score(item_of("3 * 2 + 1", **record)).is_correct
     assert not environment.score(item_of("3 + 2 + 1", **record)).is_correct
@@ -47,9 +47,9 @@ def test_verifier_reads_the_metadata(item_of):
         environment.score(item_of("3 * 2 + 1", question="", answer="7"))
 
 
-def test_drawn_items_score_full_with_their_own_answers(item_of):
+def test_sampled_items_score_full_with_their_own_answers(item_of):
     config = task(**SUMS)
-    environment = ReasoningGymEnvironment(config)
+    environment = ReasoningGymReward(config)
     for _, item in draw_items(config, 20, 0).items:
         assert environment.score(item_of(item["answer"], **item)) == Score(1.0, True)
 
@@ -62,19 +62,19 @@ def test_same_seed_same_items_and_other_seeds_share_none():
     assert not set(questions(1)) & set(questions(2)), "the library itself would share 49 of 50"
 
 
-def test_questions_are_drawn_once():
-    drawn = draw_items(task(**SUMS), 60, 0)
-    questions = [item["question"] for _, item in drawn.items]
+def test_questions_are_sampled_once():
+    sampled = draw_items(task(**SUMS), 60, 0)
+    questions = [item["question"] for _, item in sampled.items]
     assert len(questions) == len(set(questions)) == 60
-    assert drawn.num_repeated > 0
-    assert [index for index, _ in drawn.items] == sorted(index for index, _ in drawn.items)
-    assert drawn.items[-1][0] + 1 == 60 + drawn.num_repeated
+    assert sampled.num_repeated > 0
+    assert [index for index, _ in sampled.items] == sorted(index for index, _ in sampled.items)
+    assert sampled.items[-1][0] + 1 == 60 + sampled.num_repeated
 
 
 def test_a_task_with_fewer_questions_than_asked_for_ends():
-    drawn = draw_items(task(**SUMS), 400, 0)
-    assert 0 < len(drawn.items) < 400
-    assert len(drawn.items) + drawn.num_repeated == 4 * 400 + 100
+    sampled = draw_items(task(**SUMS), 400, 0)
+    assert 0 < len(sampled.items) < 400
+    assert len(sampled.items) + sampled.num_repeated == 4 * 400 + 100
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ def test_a_task_with_fewer_questions_than_asked_for_ends():
 )
 def test_what_is_refused(config, problem):
     with pytest.raises(ConfigurationError) as error:
-        ReasoningGymEnvironment(config)
+        ReasoningGymReward(config)
     (message,) = error.value.problems
     assert message.startswith(problem)
 
 
 def test_nearest_parameter_and_every_task_if_none_is_near():
     with pytest.raises(ConfigurationError, match=r"; did you mean min_digits\?$"):
-        ReasoningGymEnvironment(task(min_digit=3))
+        ReasoningGymReward(task(min_digit=3))
     with pytest.raises(ConfigurationError, match=r"; they are: .*, basic_arithmetic, "):
-        ReasoningGymEnvironment(task("qqqq"))
+        ReasoningGymReward(task("qqqq"))

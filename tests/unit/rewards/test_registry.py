@@ -9,8 +9,8 @@ import pytest
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score
-from nemo_rl_moe.rewards.registry import ENVIRONMENTS, make_scorer
-from tests.support.own_parts import NAME
+from nemo_rl_moe.rewards.registry import REWARD_FUNCTIONS, make_reward_function
+from tests.support.custom_parts import NAME
 
 ARITHMETIC = {"task": "basic_arithmetic", "parameters": {}, "partial_credit": False}
 SIGNATURE = f"env.name: {NAME}:Digits(least: int, step: float = 0.25) -> None"
@@ -18,11 +18,11 @@ SIGNATURE = f"env.name: {NAME}:Digits(least: int, step: float = 0.25) -> None"
 
 def test_every_name_of_the_schema_is_registered():
     names, _ = get_args(EnvironmentConfig.model_fields["name"].annotation)
-    assert set(ENVIRONMENTS) == set(get_args(names))
+    assert set(REWARD_FUNCTIONS) == set(get_args(names))
 
 
 def test_one_of_ones_own_is_made_of_its_parameters(env_config, item_of):
-    environment = make_scorer(env_config(f"{NAME}:Digits", parameters={"least": 2}))
+    environment = make_reward_function(env_config(f"{NAME}:Digits", parameters={"least": 2}))
     assert environment.score(item_of("a 12")) == Score(0.5, True)
     assert environment.score(item_of("a 1")) == Score(0.25, False)
 
@@ -32,18 +32,18 @@ def test_one_of_ones_own_is_made_of_its_parameters(env_config, item_of):
     [
         ("math", {}, "is $606$"),
         ("reasoning_gym", {"reasoning_gym": ARITHMETIC}, " 606"),
-        ("callable", {"callable": {"function": "tests.support.broken_environments:score"}}, "1.0"),
+        ("callable", {"callable": {"function": "tests.support.broken_rewards:score"}}, "1.0"),
     ],
 )
 def test_each_scores_the_answer_only(env_config, item_of, name, sections, response):
-    environment = make_scorer(env_config(name, answer_after="</think>", **sections))
+    environment = make_reward_function(env_config(name, answer_after="</think>", **sections))
     record = {"answer": "606", "metadata": {}}
     assert environment.score(item_of(f"raise</think>{response}", **record)) == Score(1.0, True)
     assert environment.score(item_of(response, is_truncated=True, **record)) == Score(0.0, False)
 
 
 def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_number(env_config, item_of):
-    environment = make_scorer(env_config("math", reward_weights={"accuracy": 1.0, "format": 0.5}))
+    environment = make_reward_function(env_config("math", reward_weights={"accuracy": 1.0, "format": 0.5}))
     assert environment.score(item_of("606", is_truncated=True, answer="606")) == Score(0.0, False)
 
 
@@ -75,5 +75,5 @@ def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_
 )
 def test_what_the_driver_finds(env_config, name, sections, problem):
     with pytest.raises(ConfigurationError) as error:
-        make_scorer(env_config(name, **sections))
+        make_reward_function(env_config(name, **sections))
     assert error.value.problems[0].startswith(problem)

@@ -11,7 +11,7 @@ import pytest
 from nemo_rl_moe.config.schema_grpo import CallableConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score
-from nemo_rl_moe.rewards.user_callable import CallableEnvironment
+from nemo_rl_moe.rewards.user_callable import CallableReward
 
 MODULE = """
 import math
@@ -49,7 +49,7 @@ def module(tmp_path, monkeypatch):
 
 
 def environment(function):
-    return CallableEnvironment(CallableConfig(function=function))
+    return CallableReward(CallableConfig(function=function))
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def environment(function):
     ],
 )
 def test_results(module, item_of, result, score):
-    scorer = environment("my_rewards:score")
+    reward_function = environment("my_rewards:score")
     module().result = result
-    assert scorer.score(item_of("606")) == score
+    assert reward_function.score(item_of("606")) == score
 
 
 OTHERS = [None, "1.0", [1.0, True], (1.0,), (1.0, 1), (True, 1.0), (1.0, None), (1.0, True, 2), {}, 1j]
@@ -84,10 +84,10 @@ OTHERS = [None, "1.0", [1.0, True], (1.0,), (1.0, 1), (True, 1.0), (1.0, None), 
 
 @pytest.mark.parametrize("result", [*OTHERS, {1: 1.0}, {"a": "1"}, {"a": {"b": 1.0}}, ({"a": 1.0}, 1.0), ({}, True)])
 def test_other_results_are_errors(module, item_of, result):
-    scorer = environment("my_rewards:score")
+    reward_function = environment("my_rewards:score")
     module().result = result
     with pytest.raises(TypeError, match="expected a number, or a dict of numbers by name, or a pair of either and"):
-        scorer.score(item_of("606"))
+        reward_function.score(item_of("606"))
 
 
 def test_objects_and_members_that_can_be_called(module, item_of):

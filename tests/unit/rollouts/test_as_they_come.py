@@ -51,7 +51,7 @@ class OpenEngine:
 
 
 @dataclass
-class Scorer:
+class RewardFunction:
     """Scores by a function, and notes the thread."""
 
     threads: set[str] = field(default_factory=set)
@@ -64,11 +64,11 @@ class Scorer:
 
 
 def run(
-    environment: Environment, engine: OpenEngine, scorer: Scorer, limits: RolloutLimits | None = None
+    environment: Environment, engine: OpenEngine, reward_function: RewardFunction, limits: RolloutLimits | None = None
 ) -> list[Trajectory]:
     worker = RolloutWorker(
         engine,  # type: ignore[arg-type]
-        scorer,
+        reward_function,
         environment,
         as_numbers,
         from_numbers,
@@ -79,7 +79,7 @@ def run(
 
 
 def test_a_trajectory_goes_on_and_is_scored_while_another_one_is_generated() -> None:
-    engine, scorer = OpenEngine(), Scorer()
+    engine, reward_function = OpenEngine(), RewardFunction()
     done: list[str] = []
 
     async def two_turns(session: Session) -> Trajectory:
@@ -92,16 +92,16 @@ def test_a_trajectory_goes_on_and_is_scored_while_another_one_is_generated() -> 
             engine.gate.set()
         return found
 
-    found = run(RolloutFunction(two_turns, "here:function"), engine, scorer)
+    found = run(RolloutFunction(two_turns, "here:function"), engine, reward_function)
     assert done[-1] == SLOW, "the others were whole before its first sequence was there"
     assert [trajectory.num_turns for trajectory in found] == [2, 2, 2]
     assert [trajectory.sample_id for trajectory in found] == ["train:0", "train:1", "train:2"]
-    assert sorted(scorer.items) == ["train:0", "train:1", "train:2"]
-    assert threading.current_thread().name not in scorer.threads
+    assert sorted(reward_function.items) == ["train:0", "train:1", "train:2"]
+    assert threading.current_thread().name not in reward_function.threads
 
 
-def test_an_error_of_the_engine_or_of_the_scorer_ends_the_run_with_itself() -> None:
-    class Broken(Scorer):
+def test_an_error_of_the_engine_or_of_the_reward_function_ends_the_run_with_itself() -> None:
+    class Broken(RewardFunction):
         def score(self, items: Sequence[ScoringItem]) -> list[Score]:
             raise RuntimeError("the workers are gone")
 
@@ -115,7 +115,7 @@ def test_an_error_of_the_engine_or_of_the_scorer_ends_the_run_with_itself() -> N
     for environment in (SingleTurn(), RolloutFunction(careful, "here:function")):
         engine = OpenEngine(problem=(2, RuntimeError("the engine is gone")))
         with pytest.raises(RuntimeError, match="the engine is gone"):
-            run(environment, engine, Scorer())
+            run(environment, engine, RewardFunction())
         engine = OpenEngine()
         engine.gate.set()
         with pytest.raises(RuntimeError, match="the workers are gone"):
@@ -134,7 +134,7 @@ def test_a_request_to_stop_waits_for_the_engine_and_gives_up_what_hangs() -> Non
         await session.generate()
         return session.finish(Score(1.0, is_correct=True))
 
-    assert len(run(RolloutFunction(opens_late, "here:function"), engine, Scorer(), limits)) == 3
+    assert len(run(RolloutFunction(opens_late, "here:function"), engine, RewardFunction(), limits)) == 3
 
     async def hangs(session: Session) -> Trajectory:
         await session.generate()
@@ -145,7 +145,7 @@ def test_a_request_to_stop_waits_for_the_engine_and_gives_up_what_hangs() -> Non
     engine = OpenEngine()
     engine.gate.set()
     with pytest.raises(RolloutsGivenUpError):
-        run(RolloutFunction(hangs, "here:function"), engine, Scorer(), limits)
+        run(RolloutFunction(hangs, "here:function"), engine, RewardFunction(), limits)
 
 
 def test_time_that_a_tool_hangs_counts_while_others_are_generated() -> None:
@@ -160,5 +160,5 @@ def test_time_that_a_tool_hangs_counts_while_others_are_generated() -> None:
         return session.finish(Score(1.0, is_correct=True))
 
     started = time.monotonic()
-    found = run(RolloutFunction(hangs, "here:function"), engine, Scorer(), RolloutLimits(0.5, "here:function"))
+    found = run(RolloutFunction(hangs, "here:function"), engine, RewardFunction(), RolloutLimits(0.5, "here:function"))
     assert [trajectory.fault for trajectory in found] == [None, Fault.TIMEOUT, None], time.monotonic() - started

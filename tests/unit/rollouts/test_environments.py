@@ -18,7 +18,15 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.environment import RolloutFunction, Session, SingleTurn, make_environment
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, rollout_metrics, training_batch
-from tests.support.grpo_fakes import END_TOKEN, SAMPLING, FakeEngine, FakeScorer, make_worker, prompts, small_config
+from tests.support.grpo_fakes import (
+    END_TOKEN,
+    SAMPLING,
+    FakeEngine,
+    FakeRewardFunction,
+    make_worker,
+    prompts,
+    small_config,
+)
 
 
 async def two_turns(session: Session) -> Trajectory:
@@ -32,7 +40,9 @@ async def two_turns(session: Session) -> Trajectory:
 
 
 def run(function, engine=None, num_prompts=2, generations=2, max_tokens=100):  # type: ignore[no-untyped-def]
-    worker = make_worker(engine or FakeEngine(), FakeScorer(), RolloutFunction(function, "here:function"), max_tokens)
+    worker = make_worker(
+        engine or FakeEngine(), FakeRewardFunction(), RolloutFunction(function, "here:function"), max_tokens
+    )
     return worker.run(prompts(num_prompts), generations, SAMPLING, (3, 1), PhaseClock())
 
 
@@ -79,8 +89,8 @@ def test_turns_draw_other_random_numbers_and_the_same_ones_each_time() -> None:
     assert len({*first, *second}) == 8
     assert seeds() == [first, second]
     single = FakeEngine()
-    make_worker(single, FakeScorer()).run(prompts(2), 2, SAMPLING, (3, 1), PhaseClock())
-    assert single.requests[0].seeds == first, "the first turn is drawn as the only one of a single turn"
+    make_worker(single, FakeRewardFunction()).run(prompts(2), 2, SAMPLING, (3, 1), PhaseClock())
+    assert single.requests[0].seeds == first, "the first turn is sampled as the only one of a single turn"
 
 
 def test_trajectories_of_different_lengths_share_their_calls() -> None:
@@ -202,7 +212,7 @@ def test_an_error_of_the_engine_ends_the_run_with_itself() -> None:
         run(two_turns, Broken())
 
 
-def test_routes_stay_those_with_which_tokens_were_drawn() -> None:
+def test_routes_stay_those_with_which_tokens_were_sampled() -> None:
     """Of a second request those of later tokens are added, and the last token, which no model was fed, has none."""
 
     class Routed(FakeEngine):
@@ -264,7 +274,9 @@ def test_a_rollout_may_give_rewards_by_name() -> None:
         return session.finish(Score.named(rewards, is_correct=right))
 
     weights = {"accuracy": 2.0, "format": 1.0}
-    worker = make_worker(FakeEngine(), FakeScorer(), RolloutFunction(named, "here:named"), reward_weights=weights)
+    worker = make_worker(
+        FakeEngine(), FakeRewardFunction(), RolloutFunction(named, "here:named"), reward_weights=weights
+    )
     first, second = worker.run(prompts(2), 1, SAMPLING, (3, 1), PhaseClock())
     assert (first.reward, first.rewards, first.is_correct) == (2.5, {"accuracy": 1.0, "format": 0.5}, True)
     assert (second.reward, second.rewards, second.fault) == (0.0, {}, Fault.ERROR)
@@ -279,7 +291,7 @@ def messages_of(function, **changes):  # type: ignore[no-untyped-def]
     ("returned", "got"),
     [(None, "None"), (1.0, "an object of type float"), (Score(1.0, True), "an object of type Score")],
 )
-def test_what_a_function_must_return_is_told(returned: object, got: str) -> None:
+def test_what_a_function_must_return_is_reported(returned: object, got: str) -> None:
     async def forgets(session: Session) -> object:
         await session.generate()
         return session.finish(Score(1.0, is_correct=True)) if session.prompt.sample_id == "train:0" else returned

@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""An environment that fails: told at once, and the end of a run where nothing at all is scored."""
+"""An environment that fails: reported at once, and the end of a run where nothing at all is scored."""
 
 from dataclasses import replace
 
 import pytest
 
 from nemo_rl_moe.config.schema_grpo import OnFailure
-from nemo_rl_moe.errors import EXIT_RUN_FAILED, EnvironmentFailedError
+from nemo_rl_moe.errors import EXIT_RUN_FAILED, RewardWorkersFailedError
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rollouts.faults import FaultWatch
@@ -30,7 +30,7 @@ def watch(
     return found, warnings
 
 
-def test_the_first_failure_of_each_kind_is_told_at_once() -> None:
+def test_the_first_failure_of_each_kind_is_reported_at_once() -> None:
     watched, warnings = watch()
     watched.observe([SCORED, SCORED])
     assert warnings == []
@@ -45,15 +45,16 @@ def test_the_first_failure_of_each_kind_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_failure", "told"), [("lowest", "which gets the lowest reward of its group"), ("zero", "which gets reward 0")]
+    ("on_failure", "reported"),
+    [("lowest", "which gets the lowest reward of its group"), ("zero", "which gets reward 0")],
 )
-def test_what_becomes_of_it_is_told(on_failure: OnFailure, told: str) -> None:
+def test_what_becomes_of_it_is_reported(on_failure: OnFailure, reported: str) -> None:
     watched, warnings = watch(on_failure=on_failure)
     watched.observe([SCORED, failed()])
-    assert f"failed to score a response, {told}: ValueError: a nine" in warnings[0]
+    assert f"failed to score a response, {reported}: ValueError: a nine" in warnings[0]
 
 
-def test_the_first_answer_that_does_not_fit_is_told_with_its_numbers() -> None:
+def test_the_first_answer_that_does_not_fit_is_reported_with_its_numbers() -> None:
     watched, warnings = watch()
     long = [
         replace(SCORED, overlong=f"{size} tokens of the environment do not fit", sample_id="p:3") for size in (9, 8)
@@ -68,7 +69,7 @@ def test_the_first_answer_that_does_not_fit_is_told_with_its_numbers() -> None:
 
 def test_a_step_without_any_score_ends_the_run() -> None:
     watched, warnings = watch()
-    with pytest.raises(EnvironmentFailedError) as error:
+    with pytest.raises(RewardWorkersFailedError) as error:
         watched.observe([failed(), failed(sample_id="line 2"), CUT])
     assert str(error.value) == (
         "the environment scored no response of a step or validation: 2 of 3 failed, the first with ValueError: a nine"
@@ -82,11 +83,11 @@ def test_as_many_steps_in_a_row_as_the_key_says() -> None:
     watched, _ = watch(3)
     for step in ([failed()], [failed()], [failed(), SCORED], [failed()], [CUT, CUT], [failed(), CUT]):
         watched.observe(step)
-    with pytest.raises(EnvironmentFailedError, match="3 times in a row"):
+    with pytest.raises(RewardWorkersFailedError, match="3 times in a row"):
         watched.observe([failed()])
 
 
-def test_null_never_ends_a_run_and_tells_once_that_nothing_is_learned() -> None:
+def test_null_never_ends_a_run_and_reports_once_that_nothing_is_learned() -> None:
     watched, warnings = watch(None)
     for _ in range(50):
         watched.observe([failed()])
@@ -102,7 +103,7 @@ def test_what_was_cut_shows_only_where_it_is_scored_that_the_environment_works()
     watch(score_truncated=True)[0].observe([failed(), CUT])
     watch()[0].observe([failed(), replace(CUT, reward=0.5)])
     watch()[0].observe([CUT, CUT])
-    with pytest.raises(EnvironmentFailedError):
+    with pytest.raises(RewardWorkersFailedError):
         watch()[0].observe([failed(), CUT])
 
 
@@ -118,5 +119,5 @@ def test_a_worker_shows_its_trajectories_to_the_watch() -> None:
     worker = replace(make_worker(FakeEngine(), Raises()), watch=watched.observe)
     assert len(worker.run(prompts(2), 2, SAMPLING, (1,), PhaseClock())) == 4
     assert len(warnings) == 2
-    with pytest.raises(EnvironmentFailedError, match="4 of 4 failed"):
+    with pytest.raises(RewardWorkersFailedError, match="4 of 4 failed"):
         worker.run(prompts(2), 2, SAMPLING, (2,), PhaseClock())

@@ -6,12 +6,12 @@ from nemo_rl_moe.algorithms.grpo_batch import make_source
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.source import SynchronousSource
-from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeScorer, make_worker, prompts, small_config
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts, small_config
 
 
 def source_of(loader: PromptLoader) -> SynchronousSource:
     config = small_config("grpo.max_num_epochs=2")
-    return make_source(config, make_worker(FakeEngine(), FakeScorer()), loader, SAMPLING)
+    return make_source(config, make_worker(FakeEngine(), FakeRewardFunction()), loader, SAMPLING)
 
 
 def rounds_of(source: SynchronousSource) -> list[list[str]]:

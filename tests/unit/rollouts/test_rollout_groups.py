@@ -11,7 +11,7 @@ from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rollouts.source import RolloutGroups, SynchronousSource
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker
-from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeScorer, make_worker, prompts, small_config
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts, small_config
 
 DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=4")
 NAMED = (
@@ -20,7 +20,7 @@ NAMED = (
 )
 
 
-class ScorerOfPrompts(FakeScorer):
+class RewardFunctionOfPrompts(FakeRewardFunction):
     """Of the responses to some prompts the first is right; those to all others are worth the same."""
 
     def __init__(self, informative: set[int]):
@@ -43,7 +43,7 @@ def source_of(worker: RolloutWorker, *overrides: str, num_prompts: int = 12) -> 
 def collect(
     informative: set[int], *overrides: str, num_prompts: int = 12, step: int = 0, engine: FakeEngine | None = None
 ) -> tuple[RolloutGroups, SynchronousSource]:
-    worker = make_worker(engine or FakeEngine(), ScorerOfPrompts(informative))
+    worker = make_worker(engine or FakeEngine(), RewardFunctionOfPrompts(informative))
     source = source_of(worker, *overrides, num_prompts=num_prompts)
     return source.next(step, PhaseClock()), source
 
@@ -130,26 +130,27 @@ def test_seeds_depend_on_the_configured_one() -> None:
 
 def test_phases_of_all_rounds_count() -> None:
     engine, clock = FakeEngine(), PhaseClock()
-    groups = source_of(make_worker(engine, ScorerOfPrompts(set())), *DYNAMIC).next(0, clock)
+    groups = source_of(make_worker(engine, RewardFunctionOfPrompts(set())), *DYNAMIC).next(0, clock)
     metrics = clock.metrics()
     generated = metrics["timing/generation/tokens_per_second"] * metrics["timing/generation/seconds"]
     assert round(generated) == sum(found.num_sampled_tokens for found in groups.generated)
 
 
-class ScorerOfTwo(FakeScorer):
-    """Two rewards: to prompts with an even answer, of opposite sign, so that only each apart tells responses apart."""
+class RewardFunctionOfTwo(FakeRewardFunction):
+    """Two rewards: to prompts with an even answer, of opposite sign, so that only each apart distinguishes
+    responses."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         ups = [float(int(item.record["answer"]) % 2 == 0) * index for index, item in enumerate(items)]
         return [Score.named({"up": up, "down": -up, "logged": index}, is_correct=False) for index, up in enumerate(ups)]
 
 
-def test_groups_are_told_apart_by_what_the_estimator_compares() -> None:
+def test_groups_are_distinguished_by_what_the_estimator_compares() -> None:
     """Of the sum no group differs; of each reward those with even answers do; what has no weight counts for neither."""
     found = {}
     for name in ("grpo", "gdpo"):
         weights = {"up": 1.0, "down": 1.0, "logged": 0.0}
-        worker = make_worker(FakeEngine(), ScorerOfTwo(), reward_weights=weights)
+        worker = make_worker(FakeEngine(), RewardFunctionOfTwo(), reward_weights=weights)
         source = source_of(worker, *DYNAMIC, f"grpo.adv_estimator.name={name}", *NAMED)
         groups = source.next(0, PhaseClock())
         found[name] = (trained(groups), groups.num_filled)

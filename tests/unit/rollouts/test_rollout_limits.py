@@ -24,7 +24,7 @@ from nemo_rl_moe.rollouts.limits import (
     RolloutsGivenUpError,
 )
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeScorer, make_worker, prompts
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts
 
 FOR_EVER_S = 3600.0
 TIMEOUT_S = 600.0
@@ -56,7 +56,7 @@ class Rollouts:
         engine: Generates.
         stop: Request to stop.
         timeout_s: Limit of a trajectory.
-        told: All messages and warnings.
+        reported: All messages and warnings.
         ends: Texts with which the process would have been ended.
     """
 
@@ -65,7 +65,7 @@ class Rollouts:
     stop: str | None = None
     timeout_s: float | None = TIMEOUT_S
     clock: MovedClock = field(default_factory=MovedClock)
-    told: list[str] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
 
     def run(self, num_prompts: int = 3) -> list[Trajectory]:
@@ -76,20 +76,20 @@ class Rollouts:
             self.timeout_s,
             "tools:use_tools",
             lambda: self.stop,
-            self.told.append,
-            self.told.append,
+            self.reported.append,
+            self.reported.append,
             self.clock,
             self.ends.append,
         )
-        worker = make_worker(self.engine, FakeScorer(), RolloutFunction(rollout, "tools:use_tools"))
+        worker = make_worker(self.engine, FakeRewardFunction(), RolloutFunction(rollout, "tools:use_tools"))
         return replace(worker, limits=limits).run(prompts(num_prompts), 1, SAMPLING, (3, 1), PhaseClock())
 
 
-def is_struck(session: Session) -> bool:
+def is_faulty(session: Session) -> bool:
     return session.prompt.sample_id == "train:1"
 
 
-def assert_struck_alone(found: list[Trajectory], place: str) -> None:
+def assert_faulty_alone(found: list[Trajectory], place: str) -> None:
     assert [trajectory.fault for trajectory in found] == [None, Fault.TIMEOUT, None]
     assert found[1].fault_message.startswith("took longer than env.rollout_timeout_s=600 (at test_rollout_limits.py:")
     assert found[1].fault_message.endswith(f" in {place})")
@@ -111,7 +111,7 @@ def test_a_tool_that_hangs_costs_its_trajectory_alone() -> None:
 
     async def hangs(session: Session, clock: MovedClock) -> Trajectory:
         await session.generate()
-        if is_struck(session):
+        if is_faulty(session):
             clock.move_soon(TIMEOUT_S + 1)
             try:
                 await look_up_for_ever()
@@ -120,7 +120,7 @@ def test_a_tool_that_hangs_costs_its_trajectory_alone() -> None:
                 raise
         return await two_turns(session)
 
-    assert_struck_alone(Rollouts(hangs).run(), "look_up_for_ever")
+    assert_faulty_alone(Rollouts(hangs).run(), "look_up_for_ever")
     assert cancelled == ["train:1"], "its code hears of it"
 
 
@@ -131,14 +131,14 @@ def test_code_that_blocks_the_thread_of_all_costs_its_trajectory_alone() -> None
 
     async def blocks(session: Session, clock: MovedClock) -> Trajectory:
         await session.generate()
-        if is_struck(session):
+        if is_faulty(session):
             with suppress(Exception):  # as careful code does
                 look_up_synchronously(clock)
         return await two_turns(session)
 
     rollouts = Rollouts(blocks)
-    assert_struck_alone(rollouts.run(), "look_up_synchronously")
-    (blocking,) = [text for text in rollouts.told if "main thread" in text]
+    assert_faulty_alone(rollouts.run(), "look_up_synchronously")
+    (blocking,) = [text for text in rollouts.reported if "main thread" in text]
     assert blocking.startswith("env.rollout: tools:use_tools has kept the run's main thread for 601 s (train:1,")
     assert "asyncio.to_thread" in blocking
     assert "time.sleep(FOR_EVER_S)" in blocking, "its stack"
@@ -153,11 +153,11 @@ def test_a_task_that_a_function_starts_counts_for_it() -> None:
             time.sleep(FOR_EVER_S)
 
         await session.generate()
-        if is_struck(session):
+        if is_faulty(session):
             await asyncio.gather(tool(), asyncio.sleep(0))
         return await two_turns(session)
 
-    assert_struck_alone(Rollouts(blocks_in_a_task).run(), "tool")
+    assert_faulty_alone(Rollouts(blocks_in_a_task).run(), "tool")
 
 
 def test_code_that_cannot_be_cancelled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_code_that_cannot_be_cancelled_is_left_behind(monkeypatch: pytest.Monkey
 
     async def stubborn(session: Session, clock: MovedClock) -> Trajectory:
         await session.generate()
-        if is_struck(session):
+        if is_faulty(session):
             clock.move(TIMEOUT_S + 1)
             while not over.is_set():
                 with suppress(asyncio.CancelledError):
@@ -174,7 +174,7 @@ def test_code_that_cannot_be_cancelled_is_left_behind(monkeypatch: pytest.Monkey
 
     over = threading.Event()
     try:
-        assert_struck_alone(Rollouts(stubborn).run(), "look_up_for_ever")
+        assert_faulty_alone(Rollouts(stubborn).run(), "look_up_for_ever")
     finally:
         over.set()
 
@@ -204,7 +204,7 @@ def test_waits_of_several_turns_add_up() -> None:
     async def waits_twice(session: Session, clock: MovedClock) -> Trajectory:
         for _ in range(2):
             await session.generate()
-            if is_struck(session):
+            if is_faulty(session):
                 clock.move(TIMEOUT_S * 0.6)
         return await two_turns(session)
 
@@ -238,10 +238,10 @@ def test_code_that_does_not_let_itself_be_interrupted_ends_the_process() -> None
     )
 
 
-def test_who_is_waited_for_is_told_again_and_again_but_ever_less_often() -> None:
+def test_who_is_waited_for_is_reported_again_and_again_but_ever_less_often() -> None:
     async def waits(session: Session, clock: MovedClock) -> Trajectory:
         await session.generate()
-        if is_struck(session):
+        if is_faulty(session):
             for _ in range(4):
                 clock.move_soon(QUIET_S + 1)
                 await asyncio.sleep(1.0)
@@ -249,15 +249,15 @@ def test_who_is_waited_for_is_told_again_and_again_but_ever_less_often() -> None
 
     rollouts = Rollouts(waits)
     rollouts.run()
-    assert len(rollouts.told) == 3, rollouts.told  # after 10, 20 and 40 seconds
-    assert rollouts.told[0].startswith(
+    assert len(rollouts.reported) == 3, rollouts.reported  # after 10, 20 and 40 seconds
+    assert rollouts.reported[0].startswith(
         "rollouts: no progress for 11 s; 2 of 3 trajectories have ended or wait for the others; running: train:1,"
         " response 1 of 1 (11 of 600 s, at test_rollout_limits.py:"
     )
-    assert rollouts.told[0].endswith(" in waits)")
+    assert rollouts.reported[0].endswith(" in waits)")
 
 
-def test_short_calls_that_block_are_not_told() -> None:
+def test_short_calls_that_block_are_not_reported() -> None:
     async def blocks_a_little(session: Session, clock: MovedClock) -> Trajectory:
         clock.move(BLOCKED_S - 1)
         time.sleep(2 * limits_module.POLL_S)
@@ -265,14 +265,14 @@ def test_short_calls_that_block_are_not_told() -> None:
 
     rollouts = Rollouts(blocks_a_little)
     rollouts.run(num_prompts=1)
-    assert rollouts.told == []
+    assert rollouts.reported == []
 
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_request_to_stop_gives_up_rollouts_that_make_no_progress(blocks: bool) -> None:
     async def hangs(session: Session, clock: MovedClock) -> Trajectory:
         await session.generate()
-        if is_struck(session):
+        if is_faulty(session):
             rollouts.stop = "SIGTERM"
             clock.move_soon(STOP_GRACE_S + 1)
             if blocks:
@@ -288,7 +288,7 @@ def test_a_request_to_stop_gives_up_rollouts_that_make_no_progress(blocks: bool)
         "SIGTERM: rollouts are given up, as no trajectory has gone on for 10 s; waited for train:1, response 1 of 1"
     )
     assert str(error.value).startswith(expected)
-    assert str(error.value) in rollouts.told
+    assert str(error.value) in rollouts.reported
 
 
 def test_a_request_to_stop_waits_for_rollouts_that_go_on() -> None:

@@ -23,7 +23,7 @@ from tests.support.grpo_fakes import (
     PAD_TOKEN,
     SAMPLING,
     FakeEngine,
-    FakeScorer,
+    FakeRewardFunction,
     make_worker,
     prompts,
     trajectory,
@@ -31,20 +31,20 @@ from tests.support.grpo_fakes import (
 
 
 def test_every_prompt_gets_its_responses_one_after_the_other() -> None:
-    engine, scorer = FakeEngine(), FakeScorer()
+    engine, reward_function = FakeEngine(), FakeRewardFunction()
     asked = prompts(2)
     clock = PhaseClock()
-    rollouts = make_worker(engine, scorer).run(asked, 3, SAMPLING, (1, 2), clock)
+    rollouts = make_worker(engine, reward_function).run(asked, 3, SAMPLING, (1, 2), clock)
     (request,) = engine.requests
     assert request.prompts == (asked[0].token_ids,) * 3 + (asked[1].token_ids,) * 3
     assert request.sampling is SAMPLING
     assert [found.sample_id for found in rollouts] == [asked[0].sample_id] * 3 + [asked[1].sample_id] * 3
     assert len({found.group_id for found in rollouts}) == 2
-    assert [item.sample_id for item in scorer.items] == ["train:0"] * 3 + ["train:1"] * 3
-    assert [item.prompt for item in scorer.items] == ["train 0"] * 3 + ["train 1"] * 3
-    assert [item.record for item in scorer.items] == [{"answer": "0"}] * 3 + [{"answer": "1"}] * 3
-    assert [item.response for item in scorer.items] == [found.response_text for found in rollouts]
-    assert [found.reward for found in rollouts] == [scorer.reward(item) for item in scorer.items]
+    assert [item.sample_id for item in reward_function.items] == ["train:0"] * 3 + ["train:1"] * 3
+    assert [item.prompt for item in reward_function.items] == ["train 0"] * 3 + ["train 1"] * 3
+    assert [item.record for item in reward_function.items] == [{"answer": "0"}] * 3 + [{"answer": "1"}] * 3
+    assert [item.response for item in reward_function.items] == [found.response_text for found in rollouts]
+    assert [found.reward for found in rollouts] == [reward_function.reward(item) for item in reward_function.items]
     metrics = clock.metrics()
     assert metrics.keys() == {
         "timing/generation/seconds",
@@ -58,7 +58,7 @@ def test_every_prompt_gets_its_responses_one_after_the_other() -> None:
 
 def seeds(*key: int, count: int = 4) -> tuple[int, ...]:
     engine = FakeEngine()
-    make_worker(engine, FakeScorer()).run(prompts(count), 1, SAMPLING, key, PhaseClock())
+    make_worker(engine, FakeRewardFunction()).run(prompts(count), 1, SAMPLING, key, PhaseClock())
     return engine.requests[0].seeds
 
 
@@ -80,18 +80,18 @@ def test_the_end_token_is_no_part_of_the_text(token_ids: list[int], text: str) -
         def _respond(self, seed: int):  # type: ignore[no-untyped-def]
             return GeneratedSequence(np.array(token_ids, dtype=np.int64), np.zeros(len(token_ids)), False, 0)
 
-    scorer = FakeScorer(reward=lambda _: 0.0)
-    (found,) = make_worker(FixedEngine(), scorer).run(prompts(1), 1, SAMPLING, (0,), PhaseClock())
-    assert found.response_text == scorer.items[0].response == text
-    assert found.token_ids[found.loss_mask].tolist() == token_ids, "the tokens stay as they were drawn"
+    reward_function = FakeRewardFunction(reward=lambda _: 0.0)
+    (found,) = make_worker(FixedEngine(), reward_function).run(prompts(1), 1, SAMPLING, (0,), PhaseClock())
+    assert found.response_text == reward_function.items[0].response == text
+    assert found.token_ids[found.loss_mask].tolist() == token_ids, "the tokens stay as they were sampled"
 
 
 def test_whether_it_was_cut_off_reaches_the_environment() -> None:
-    scorer = FakeScorer()
-    worker = make_worker(FakeEngine(truncates=True), scorer)
+    reward_function = FakeRewardFunction()
+    worker = make_worker(FakeEngine(truncates=True), reward_function)
     rollouts = worker.run(prompts(8), 1, SAMPLING, (0,), PhaseClock())
     cut = [found.is_truncated for found in rollouts]
-    assert [item.is_truncated for item in scorer.items] == cut
+    assert [item.is_truncated for item in reward_function.items] == cut
     assert {True, False} == set(cut)
 
 

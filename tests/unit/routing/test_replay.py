@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Replayed choices, rows of a tape and the ledger's counts against hand-worked values and brute force."""
+"""Replayed choices, rows of a capture and the agreement statistics's counts against hand-worked values and brute
+force."""
 
 import re
 from pathlib import Path
@@ -12,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl_moe.routing.agreement.statistics import (
+    AgreementStatistics,
     Row,
-    TapeLedger,
     agreement_metrics,
     classify_rows,
     row_anomalies,
     slot_chance,
 )
 from nemo_rl_moe.routing.replay import (
+    ReplayRoutes,
     RoutedTokens,
-    RouterTap,
-    TapeRoutes,
+    RouterHook,
     in_planes,
     margins,
     num_in_common,
@@ -37,8 +38,8 @@ def plain_topk(scores: torch.Tensor, topk: int, *_: object) -> tuple[torch.Tenso
 
 
 def test_rows_that_are_taken() -> None:
-    tape = torch.tensor([[5, 4], [3, 2], [-1, -1], [0, 0], [8, 1]])
-    routes = TapeRoutes.of(tape[:, None], 8)
+    capture = torch.tensor([[5, 4], [3, 2], [-1, -1], [0, 0], [8, 1]])
+    routes = ReplayRoutes.of(capture[:, None], 8)
     assert routes.usable.tolist() == [[True, True, False, False, False]]
     found = replayed(LIVE, routes.by_layer()[0])
     assert found.tolist() == [[5, 4], [2, 3], [4, 5], [6, 7], [1, 0]], "the router's order where the sets are equal"
@@ -49,21 +50,21 @@ def test_rows_that_are_taken() -> None:
 def test_rows_of_many_experts_are_taken_and_compared_as_by_a_walk_over_them(experts: int, data: st.DataObject) -> None:
     """Planes have 8 bits up to 255 experts: no number beyond them may be taken for another one."""
     near = st.sampled_from([-2, -1, 0, 1, 127, 128, 254, 255, 256, 257, experts - 1, experts, 2 * experts])
-    tape = data.draw(st.lists(st.tuples(near, near), min_size=1, max_size=6))
+    capture = data.draw(st.lists(st.tuples(near, near), min_size=1, max_size=6))
     chosen = st.lists(near.filter(lambda expert: 0 <= expert < experts), min_size=2, max_size=2, unique=True)
-    live = data.draw(st.lists(chosen, min_size=len(tape), max_size=len(tape)))
-    routes = TapeRoutes.of(torch.tensor(tape, dtype=torch.int16)[:, None], experts)
+    live = data.draw(st.lists(chosen, min_size=len(capture), max_size=len(capture)))
+    routes = ReplayRoutes.of(torch.tensor(capture, dtype=torch.int16)[:, None], experts)
     found = replayed(torch.tensor(live), routes.by_layer()[0]).tolist()
     planes = in_planes(torch.tensor(live)[:, None], experts)
     assert planes.dtype == routes.planes.dtype
     common = num_in_common(routes.planes, planes)[0].tolist()
-    for row, (on_tape, own) in enumerate(zip(tape, live, strict=True)):
-        usable = len(set(on_tape)) == 2 and all(0 <= expert < experts for expert in on_tape)
+    for row, (captured, own) in enumerate(zip(capture, live, strict=True)):
+        usable = len(set(captured)) == 2 and all(0 <= expert < experts for expert in captured)
         assert bool(routes.usable[0, row]) == usable
-        assert bool(routes.unknown[0, row]) == (on_tape == (-1, -1))
-        assert found[row] == (list(on_tape) if usable and set(on_tape) != set(own) else own)
+        assert bool(routes.unknown[0, row]) == (captured == (-1, -1))
+        assert found[row] == (list(captured) if usable and set(captured) != set(own) else own)
         if usable:
-            assert common[row] == len(set(on_tape) & set(own))
+            assert common[row] == len(set(captured) & set(own))
 
 
 @pytest.mark.parametrize("topk", [1, 2, 4])
@@ -73,7 +74,7 @@ def test_kinds_of_rows_are_those_of_a_walk_over_them(topk: int, data: st.DataObj
     row = st.lists(st.integers(-2, experts), min_size=topk, max_size=topk)
     rows = data.draw(st.lists(row, min_size=1, max_size=8))
     fed = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
-    found = classify_rows(TapeRoutes.of(torch.tensor(rows), experts), torch.tensor(fed))
+    found = classify_rows(ReplayRoutes.of(torch.tensor(rows), experts), torch.tensor(fed))
     for place, (numbers, is_fed) in enumerate(zip(rows, fed, strict=True)):
         kinds = {kind for kind, mask in found.items() if mask[place]} - {Row.EXPECTED}
         in_range = all(0 <= number < experts for number in numbers)
@@ -89,44 +90,44 @@ def test_kinds_of_rows_are_those_of_a_walk_over_them(topk: int, data: st.DataObj
             assert kinds == {Row.ZERO if set(numbers) == {0} else Row.DUPLICATED}
 
 
-def test_a_tap_gathers_the_routers_own_scores_and_their_gradient() -> None:
-    tap = RouterTap()
+def test_a_hook_gathers_the_routers_own_scores_and_their_gradient() -> None:
+    hook = RouterHook()
     scores = torch.tensor([[0.1, 0.4, 0.3, 0.2]], requires_grad=True)
-    values, experts = tap.get_replay_topk(scores, 2, None, None, plain_topk)
+    values, experts = hook.get_replay_topk(scores, 2, None, None, plain_topk)
     assert experts.tolist() == [[1, 2]]
-    assert tap.counted is None
-    (tap.routes,) = TapeRoutes.of(torch.tensor([[[3, 0]]], dtype=torch.int16), 4).by_layer()
-    tap.shows = tap.shows_margin = True
-    values, experts = tap.get_replay_topk(scores, 2, None, None, plain_topk)
+    assert hook.counted is None
+    (hook.routes,) = ReplayRoutes.of(torch.tensor([[[3, 0]]], dtype=torch.int16), 4).by_layer()
+    hook.shows = hook.shows_margin = True
+    values, experts = hook.get_replay_topk(scores, 2, None, None, plain_topk)
     assert experts.tolist() == [[3, 0]]
     values.sum().backward()
     assert scores.grad is not None
     assert scores.grad.tolist() == [[1, 0, 0, 1]]
-    (seen,) = tap.take()
+    (seen,) = hook.take()
     assert seen.live.tolist() == [[1, 2]]
     assert seen.margin is not None
     assert seen.margin.tolist() == pytest.approx([0.1])
-    assert tap.counted is not None
-    assert tap.counted.tolist() == [[1, 2]], "the load that is to be evened out is the router's own"
-    assert tap.take() == []
+    assert hook.counted is not None
+    assert hook.counted.tolist() == [[1, 2]], "the load that is to be evened out is the router's own"
+    assert hook.take() == []
 
 
-def test_a_tap_of_a_router_that_has_groups_asks_what_stood_there_before() -> None:
+def test_a_hook_of_a_router_that_has_groups_asks_what_stood_there_before() -> None:
     class LastExperts:
         def get_replay_topk(self, scores, topk, num_groups, group_topk, default_compute_topk):  # type: ignore[no-untyped-def]
             assert (num_groups, group_topk) == (2, 1)
             return scores[:, -topk:], torch.arange(scores.shape[1])[None, -topk:].expand(len(scores), -1)
 
-    values, experts = RouterTap(LastExperts()).get_replay_topk(torch.arange(8.0).view(2, 4), 2, 2, 1, plain_topk)
+    values, experts = RouterHook(LastExperts()).get_replay_topk(torch.arange(8.0).view(2, 4), 2, 2, 1, plain_topk)
     assert experts.tolist() == [[2, 3], [2, 3]]
     assert values.tolist() == [[2, 3], [6, 7]]
 
 
 def test_routes_of_other_tokens_are_refused() -> None:
-    tap = RouterTap()
-    (tap.routes,) = TapeRoutes.of(torch.zeros(3, 1, 2, dtype=torch.int16), 4).by_layer()
+    hook = RouterHook()
+    (hook.routes,) = ReplayRoutes.of(torch.zeros(3, 1, 2, dtype=torch.int16), 4).by_layer()
     with pytest.raises(ValueError, match=r"got \(3, 2\), expected \(2, 2\)"):
-        tap.get_replay_topk(torch.rand(2, 4), 2, None, None, plain_topk)
+        hook.get_replay_topk(torch.rand(2, 4), 2, None, None, plain_topk)
 
 
 def test_margins_of_routers_that_leave_none_out_are_infinite() -> None:
@@ -134,19 +135,21 @@ def test_margins_of_routers_that_leave_none_out_are_infinite() -> None:
     assert margins(torch.tensor([[3.0, 1.0]]), 2).tolist() == [torch.inf]
 
 
-def ledger_of(tape: torch.Tensor, live: torch.Tensor, fed: torch.Tensor, experts: int = 8) -> TapeLedger:
-    ledger = TapeLedger(2, experts, torch.device("cpu"))
+def statistics_of(
+    capture: torch.Tensor, live: torch.Tensor, fed: torch.Tensor, experts: int = 8
+) -> AgreementStatistics:
+    statistics = AgreementStatistics(2, experts, torch.device("cpu"))
     margin = torch.full((len(live),), 0.02)
-    routes = TapeRoutes.of(tape[:, None], experts)
+    routes = ReplayRoutes.of(capture[:, None], experts)
     seen = RoutedTokens(live, replayed(live, routes.by_layer()[0]), margin)
-    ledger.add(0, torch.tensor([1]), routes, fed, [seen])
-    return ledger
+    statistics.add(0, torch.tensor([1]), routes, fed, [seen])
+    return statistics
 
 
-def test_the_ledger_of_one_layer() -> None:
-    tape = torch.tensor([[1, 0], [2, 4], [-1, -1], [0, 0], [9, 1], [3, 2]], dtype=torch.int16)
+def test_the_statistics_of_one_layer() -> None:
+    capture = torch.tensor([[1, 0], [2, 4], [-1, -1], [0, 0], [9, 1], [3, 2]], dtype=torch.int16)
     live = torch.cat([LIVE, torch.tensor([[2, 3]])])
-    totals = ledger_of(tape, live, torch.tensor([True] * 5 + [False])).reduced()
+    totals = statistics_of(capture, live, torch.tensor([True] * 5 + [False])).reduced()
     assert totals.rows[0].sum() == 0
     counted = {kind: int(totals.rows[1, kind]) for kind in Row}
     assert counted == {
@@ -161,7 +164,7 @@ def test_the_ledger_of_one_layer() -> None:
         Row.LIVE_SAME: 1,
         Row.LIVE_SLOTS: 3,
     }
-    assert totals.tape_experts[1].tolist() == [1, 1, 1, 0, 1, 0, 0, 0]
+    assert totals.captured_experts[1].tolist() == [1, 1, 1, 0, 1, 0, 0, 0]
     assert totals.live_experts[1].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
     assert totals.margins[1, 3].tolist() == [2, 1], "both rows between 0.01 and 0.03, one of which differs"
     metrics = agreement_metrics(totals, (0, 3), per_layer=True)
@@ -176,16 +179,16 @@ def test_the_ledger_of_one_layer() -> None:
 
 
 def test_rows_that_no_router_chooses_are_anomalies() -> None:
-    tape = torch.tensor([[1, 0], [2, 4], [-1, -1], [0, 0], [9, 1], [3, 2], [5, 5]], dtype=torch.int16)
+    capture = torch.tensor([[1, 0], [2, 4], [-1, -1], [0, 0], [9, 1], [3, 2], [5, 5]], dtype=torch.int16)
     live = torch.cat([LIVE, torch.tensor([[2, 3], [2, 3]])])
-    totals = ledger_of(tape, live, torch.tensor([True] * 5 + [False, True])).reduced()
+    totals = statistics_of(capture, live, torch.tensor([True] * 5 + [False, True])).reduced()
     assert [anomaly.text for anomaly in row_anomalies(totals, (0, 3))] == [
         "1 of 6 rows hold expert 0 alone, in layers 3",
         "1 of 6 rows name an expert twice, in layers 3",
         "1 of 6 rows name experts that there are not, in layers 3",
         "1 of 6 rows belong to padding or to the last token of a sequence, in layers 3",
     ]
-    assert row_anomalies(ledger_of(LIVE, LIVE, torch.ones(5, dtype=torch.bool)).reduced(), (0, 3)) == []
+    assert row_anomalies(statistics_of(LIVE, LIVE, torch.ones(5, dtype=torch.bool)).reduced(), (0, 3)) == []
 
 
 def test_agreement_by_chance_is_that_of_shuffled_tokens() -> None:
@@ -194,8 +197,8 @@ def test_agreement_by_chance_is_that_of_shuffled_tokens() -> None:
     popularity = np.arange(1.0, 17.0)
     draws = np.log(popularity) + generator.gumbel(size=(40_000, 16))
     live = torch.from_numpy(np.argsort(-draws, axis=1)[:, :4].copy())
-    tape = live[torch.from_numpy(generator.permutation(len(live)))].to(torch.int16)
-    totals = ledger_of(tape, live, torch.ones(len(live), dtype=torch.bool), 16).reduced()
+    capture = live[torch.from_numpy(generator.permutation(len(live)))].to(torch.int16)
+    totals = statistics_of(capture, live, torch.ones(len(live), dtype=torch.bool), 16).reduced()
     metrics = agreement_metrics(totals, (0, 1), per_layer=False)
     assert metrics["routing/slot_agreement"] == pytest.approx(float(slot_chance(totals)[1]), abs=0.005)
     assert metrics["routing/slot_agreement"] > 0.3, "far above 4 of 16"
@@ -203,20 +206,21 @@ def test_agreement_by_chance_is_that_of_shuffled_tokens() -> None:
 
 
 def test_without_rows_there_are_no_metrics() -> None:
-    empty = TapeLedger(2, 8, torch.device("cpu")).reduced()
+    empty = AgreementStatistics(2, 8, torch.device("cpu")).reduced()
     assert agreement_metrics(empty, (0, 1), per_layer=True) == {}
-    unknown = ledger_of(torch.full((5, 2), -1), LIVE, torch.ones(5, dtype=torch.bool)).reduced()
+    unknown = statistics_of(torch.full((5, 2), -1), LIVE, torch.ones(5, dtype=torch.bool)).reduced()
     assert agreement_metrics(unknown, (0, 1), per_layer=True)["routing/rows_missing_share"] == 1
 
 
 def test_the_page_names_every_metric(repository_root: Path) -> None:
     page = (repository_root / "docs" / "routing-replay.md").read_text()
     named = set(re.findall(r"^\| `(routing/[^`]+)` \|", page, re.MULTILINE))
-    tape = torch.tensor([[1, 0], [2, 4], [4, 5], [6, 7], [0, 1]], dtype=torch.int16)
-    totals = ledger_of(tape, LIVE, torch.ones(5, dtype=torch.bool)).reduced()
+    capture = torch.tensor([[1, 0], [2, 4], [4, 5], [6, 7], [0, 1]], dtype=torch.int16)
+    totals = statistics_of(capture, LIVE, torch.ones(5, dtype=torch.bool)).reduced()
     found = agreement_metrics(totals, (0, 3), per_layer=True)
-    # What the ledger finds is counted where all ranks' parts of it are, and the tape measured where it is handed on.
-    elsewhere = {"routing/anomalies", "routing/tape_bytes"}
+    # What the agreement statistics finds is counted where all ranks' parts of it are, and the capture measured where it
+    # is handed on.
+    elsewhere = {"routing/anomalies", "routing/captured_bytes"}
     assert {re.sub(r"layer_\d+$", "layer_{i}", name) for name in found} | elsewhere == named
     # Those that a healthy step has none of are a list below the table.
     for name in ("rows_missing_in_one_rank", "rank_with_missing_rows", "float32_flips_share"):

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.weight_sync import folder as folder_module
-from nemo_rl_moe.weight_sync import transport_backends as carriers
+from nemo_rl_moe.weight_sync import transport_backends as backends
 from nemo_rl_moe.weight_sync.bucket import BucketLabel, write_bucket
 from nemo_rl_moe.weight_sync.folder import FolderTransfer, FolderTransport, folder_of_one_machine
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
@@ -157,7 +157,7 @@ def test_a_buckets_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         sizes.append((len(content), sum(tensor.nbytes for tensor in content.values())))
         path.touch()
 
-    monkeypatch.setattr(carriers, "write_bucket", record)
+    monkeypatch.setattr(backends, "write_bucket", record)
     spec = FolderTransfer(tmp_path, VERSION, num_senders=1, num_receivers=0, bucket_bytes=100)
     spec.send(
         [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (40, 60, 1, 300, 100, 99, 1, 1)], 0, VERSION
@@ -279,7 +279,7 @@ def test_a_killed_receiver_is_noticed(tmp_path: Path) -> None:
         tmp_path, all_senders(1), [*all_receivers(1), partial(killed_receive, receiver=1)], stall_timeout_s=STALLED_S
     )
     assert found["receiver 1"] is None, "it is dead"
-    # Whoever notices it first tells the other; or both notice it at the same moment.
+    # Whoever notices it first reports the other; or both notice it at the same moment.
     for side in ("sender 0", "receiver 0"):
         assert re.fullmatch(r"WeightSyncError: \w+ 0: waited for 4 s for receivers \[1\] to take .*", found[side])
 
@@ -296,7 +296,7 @@ def robbed_send(spec: FolderTransfer, sender: int) -> None:
     spec.send(tensors(), sender, VERSION)
 
 
-def test_a_lost_bucket_is_told(tmp_path: Path) -> None:
+def test_a_lost_bucket_is_reported(tmp_path: Path) -> None:
     def wait_and_receive(spec: FolderTransfer) -> Any:
         time.sleep(0.3)
         return receive(spec, 0)
@@ -314,7 +314,7 @@ def spoiling_send(spec: FolderTransfer, sender: int, *, spoil: Callable[[Path, F
         if label.number == 1:
             spoil(path, spec)
 
-    original, carriers.write_bucket = carriers.write_bucket, write  # of this process alone
+    original, backends.write_bucket = backends.write_bucket, write  # of this process alone
     quarter = BUCKET_BYTES // 16
     return spec.send([(f"weight {index}", torch.full((quarter,), index + 1.0)) for index in range(12)], sender, VERSION)
 
@@ -405,7 +405,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, FolderTransfer], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_bucket_is_told(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_bucket_is_reported(damage: str, tmp_path: Path) -> None:
     spoil, problem = DAMAGES[damage]
     taken: list[str] = []
 
@@ -431,16 +431,16 @@ def forgetful_send(spec: FolderTransfer, sender: int) -> None:
         content.popitem()
         original(path, label, content)
 
-    original, carriers.write_bucket = carriers.write_bucket, forget
+    original, backends.write_bucket = backends.write_bucket, forget
     spec.send([("one", torch.zeros(3)), ("two", torch.zeros(3))], sender, VERSION)
 
 
-def test_a_missing_tensor_is_told(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_reported(tmp_path: Path) -> None:
     found = transfer(tmp_path, [partial(forgetful_send, sender=0)], all_receivers(1))
     assert "sender 0 has sent {'buckets': 1, 'tensors': 2, 'bytes': 24, 'version': 7}" in found["receiver 0"]
 
 
-def test_another_version_is_told(tmp_path: Path) -> None:
+def test_another_version_is_reported(tmp_path: Path) -> None:
     found = transfer(tmp_path, [*all_senders(1), partial(send, sender=1, version=6)], all_receivers(1))
     reason = "sender 1: it has the weights of version 6, expected 7"
     assert found["sender 1"] == found["receiver 0"] == f"WeightSyncError: {reason}"
@@ -458,7 +458,7 @@ def test_a_name_stands_for_one_tensor(tensors: Any, reason: str, tmp_path: Path)
     assert reason in found["receiver 0"]
 
 
-def test_a_full_folder_is_told(tmp_path: Path) -> None:
+def test_a_full_folder_is_reported(tmp_path: Path) -> None:
     def send_into_full_disk(spec: TransportSpec) -> int:
         import resource
         import signal

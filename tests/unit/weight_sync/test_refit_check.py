@@ -254,13 +254,13 @@ def test_in_sixteen_bits_the_first_refit_is_a_round_trip() -> None:
         ([1.0, 1.0], r"keeps something of earlier weights: .* differ by 0\.99 nats, expected 0\."),
     ],
 )
-def test_a_round_trip_that_does_not_come_back_is_told(arrives: list[float], problem: str) -> None:
+def test_a_round_trip_that_does_not_come_back_is_reported(arrives: list[float], problem: str) -> None:
     engine = Engine(arrives, offset=0.012)
     with pytest.raises(WeightSyncError, match=problem):
         check_of(engine, in_float32=False).after_refit(engine)
 
 
-def test_a_wrong_start_in_sixteen_bits_is_told() -> None:
+def test_a_wrong_start_in_sixteen_bits_is_reported() -> None:
     """It comes back to the bit, and is wrong each time: a router's rows in another order, say."""
     engine = Engine([1.0, 0.6], offset=0.6)
     with pytest.raises(WeightSyncError, match=r"expected a mean 0\.5 nats"):

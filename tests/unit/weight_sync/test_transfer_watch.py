@@ -134,7 +134,7 @@ def test_what_a_receiver_raises_is_no_loss(tmp_path: Path) -> None:
         assert type(error.value) is WeightSyncError
 
 
-def test_a_trainer_that_dies_is_told_as_it_is(tmp_path: Path) -> None:
+def test_a_trainer_that_dies_is_reported_as_it_is(tmp_path: Path) -> None:
     def die(spec: TransportSpec) -> int:
         raise RuntimeError("rank 1 died")
 

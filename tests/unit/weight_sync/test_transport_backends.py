@@ -18,11 +18,17 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.errors import WeightSyncError
-from nemo_rl_moe.weight_sync import transport_backends as carriers
+from nemo_rl_moe.weight_sync import transport_backends as backends
 from nemo_rl_moe.weight_sync.bucket import BucketLabel, tensor_checksum, weighted_sum
 from nemo_rl_moe.weight_sync.folder import FolderTransfer, FolderTransport
 from nemo_rl_moe.weight_sync.transport import NamedTensor
-from nemo_rl_moe.weight_sync.transport_backends import Carrier, CollectiveCarrier, IpcCarrier, packed, read_manifest
+from nemo_rl_moe.weight_sync.transport_backends import (
+    CollectiveTransport,
+    IpcTransport,
+    TransportBackend,
+    packed,
+    read_manifest,
+)
 from tests.unit.weight_sync.test_folder_transport import (
     BUCKET_BYTES,
     VERSION,
@@ -34,8 +40,8 @@ from tests.unit.weight_sync.test_folder_transport import (
 )
 
 
-def gloo(num_receivers: int, receivers: str = "", timeout_s: float = 200.0) -> CollectiveCarrier:
-    return CollectiveCarrier("gloo", f"group {receivers}", num_receivers, timeout_s, address="127.0.0.1")
+def gloo(num_receivers: int, receivers: str = "", timeout_s: float = 200.0) -> CollectiveTransport:
+    return CollectiveTransport("gloo", f"group {receivers}", num_receivers, timeout_s, address="127.0.0.1")
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,8 @@ class HostMemory:
 KEPT: list[shared_memory.SharedMemory] = []
 
 
-def ipc(num_receivers: int, receivers: str = "") -> IpcCarrier:
-    return IpcCarrier(HostMemory())
+def ipc(num_receivers: int, receivers: str = "") -> IpcTransport:
+    return IpcTransport(HostMemory())
 
 
 @pytest.fixture(autouse=True)
@@ -76,14 +82,14 @@ def no_shared_memory_stays() -> Iterator[None]:
 
 def transfers(
     parent: Path,
-    make_carrier: Callable[[int, str], Carrier],
+    make_backend: Callable[[int, str], TransportBackend],
     sender: Callable[..., Any] = send,
     receiver: Callable[..., Any] = receive,
     count: int = 1,
 ) -> dict[str, Any]:
     """Transfers from three senders to two receivers, in the same processes; results of each by its name."""
     with_transport = [
-        FolderTransport(parent, 3, lambda spec: 0, bucket_bytes=BUCKET_BYTES, make_carrier=make_carrier)
+        FolderTransport(parent, 3, lambda spec: 0, bucket_bytes=BUCKET_BYTES, make_backend=make_backend)
         for _ in range(count)
     ]
     for transport in with_transport:
@@ -103,11 +109,11 @@ def _each(function: Callable[..., Any], specs: list[FolderTransfer], rank: int) 
     return [function(spec, rank) for spec in specs]
 
 
-@pytest.mark.parametrize("make_carrier", [gloo, ipc])
+@pytest.mark.parametrize("make_backend", [gloo, ipc])
 def test_every_receiver_gets_the_bits_of_every_sender_again_and_again(
-    make_carrier: Callable[[int, str], Carrier], tmp_path: Path
+    make_backend: Callable[[int, str], TransportBackend], tmp_path: Path
 ) -> None:
-    found = transfers(tmp_path, make_carrier, count=2)
+    found = transfers(tmp_path, make_backend, count=2)
     expected = {name: bits_of(tensor) for sender in range(3) for name, tensor in tensors_of(sender)}
     for receiver in range(2):
         assert found[f"receiver {receiver}"] == [expected, expected]
@@ -118,7 +124,7 @@ def test_every_receiver_gets_the_bits_of_every_sender_again_and_again(
 
 def connections(spec: FolderTransfer, rank: int) -> int:
     receive(spec, rank)
-    return len(carriers._groups)
+    return len(backends._groups)
 
 
 def test_connections_are_kept_as_long_as_the_same_receive(tmp_path: Path) -> None:
@@ -200,8 +206,8 @@ def test_a_process_that_dies_ends_the_transfer(
 
 
 def spoiled_send(spec: FolderTransfer, rank: int) -> int:
-    """Sends what it has not told."""
-    original = carriers.packed
+    """Sends what it has not reported."""
+    original = backends.packed
 
     def spoiled(tensors: Any, device: torch.device) -> Tensor:
         buffer = original(tensors, device)
@@ -209,23 +215,25 @@ def spoiled_send(spec: FolderTransfer, rank: int) -> int:
         buffer[0] ^= 64
         return buffer
 
-    carriers.packed = spoiled  # of this process alone
+    backends.packed = spoiled  # of this process alone
     return send(spec, rank)
 
 
 # Senders wait for the receivers' next step until their time is over.
 @pytest.mark.parametrize(
-    "make_carrier", [pytest.param(partial(gloo, timeout_s=5.0), marks=pytest.mark.slow), ipc], ids=["gloo", "ipc"]
+    "make_backend", [pytest.param(partial(gloo, timeout_s=5.0), marks=pytest.mark.slow), ipc], ids=["gloo", "ipc"]
 )
-def test_bytes_that_change_on_the_way_are_told(make_carrier: Callable[[int, str], Carrier], tmp_path: Path) -> None:
-    found = transfers(tmp_path, make_carrier, spoiled_send)
-    told = found["receiver 0"]
-    assert "is damaged in" in told or "WeightSyncError: receiver 1: " in told, told
+def test_bytes_that_change_on_the_way_are_reported(
+    make_backend: Callable[[int, str], TransportBackend], tmp_path: Path
+) -> None:
+    found = transfers(tmp_path, make_backend, spoiled_send)
+    reported = found["receiver 0"]
+    assert "is damaged in" in reported or "WeightSyncError: receiver 1: " in reported, reported
 
 
-def test_a_bucket_in_the_place_of_another_is_told(tmp_path: Path) -> None:
-    carrier, label = gloo(0), BucketLabel("transfer", VERSION, 0, 3)
-    carrier.write(tmp_path / "bucket", label, {"weight": torch.arange(5.0)})
+def test_a_bucket_in_the_place_of_another_is_reported(tmp_path: Path) -> None:
+    backend, label = gloo(0), BucketLabel("transfer", VERSION, 0, 3)
+    backend.write(tmp_path / "bucket", label, {"weight": torch.arange(5.0)})
     manifest = read_manifest(tmp_path / "bucket", label)
     assert manifest.tensors == [["weight", "float32", [5]]]
     with pytest.raises(WeightSyncError, match=r"bucket is bucket 3 of sender 0, version 7.*; expected bucket 4"):
@@ -244,7 +252,7 @@ def test_tensors_are_packed_where_their_types_may_lie() -> None:
     buffer = packed(list(tensors.values()), torch.device("cpu"))
     assert buffer.tolist()[:3] == [0, 1, 2]
     assert len(buffer) == 16 + 16 + 16
-    manifest = carriers.Manifest([("a", "uint8", [3]), ("b", "float64", [2]), ("c", "float32", [])], {}, {})
+    manifest = backends.Manifest([("a", "uint8", [3]), ("b", "float64", [2]), ("c", "float32", [])], {}, {})
     assert manifest.num_bytes == len(buffer)
     for name, tensor in manifest.cut(buffer).items():
         assert bits_of(tensor) == bits_of(tensors[name])

@@ -21,7 +21,7 @@ from nemo_rl_moe.models.megatron.generation.sampling import Responses, StopCondi
 from nemo_rl_moe.models.megatron.model.parallel_state import parallel_coordinates
 from nemo_rl_moe.models.megatron.training.captured_routes import CapturedRoutes, StagesOfLayers
 from nemo_rl_moe.models.megatron.training.chunked_head import hidden_states_only
-from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
+from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks
 
 # isort: split
 from megatron.core import parallel_state
@@ -156,8 +156,8 @@ class MegatronGenerator:
     Args:
         chunks: Without wrappers; the weights are shared with the trainer.
         tokenizer: For stop strings; otherwise may be None.
-        taps: Hooks on the chunks' routers that capture routed experts; None without.
-        stages: Pipeline stages of the MoE layers, with `taps`.
+        hooks: Hooks on the chunks' routers that capture routed experts; None without.
+        stages: Pipeline stages of the MoE layers, with `hooks`.
     """
 
     def __init__(
@@ -166,11 +166,11 @@ class MegatronGenerator:
         config: TransformerConfig,
         tokenizer: Any,
         device: torch.device,
-        taps: RouterTaps | None = None,
+        hooks: RouterHooks | None = None,
         stages: StagesOfLayers | None = None,
     ):
         self._chunks, self._config, self._device = chunks, config, device
-        self._taps, self._stages = taps, stages
+        self._hooks, self._stages = hooks, stages
         self._tokenizer = tokenizer
         self._coordinates = parallel_coordinates()
         self._passes = ForwardPasses(chunks, config, device)
@@ -199,7 +199,7 @@ class MegatronGenerator:
         check_request(request, self._chunks[0], self._config, max_batch_size)
         stop = StopCondition(request.sampling, self._tokenizer)
         sequences: dict[int, GeneratedSequence] = {}
-        shown = nullcontext() if self._taps is None else self._taps.shown()
+        shown = nullcontext() if self._hooks is None else self._hooks.shown()
         with inference(self._chunks, self._config, self._device, own_forward=self._passes.padded):
             with shown:
                 for batch in _batches(request, max_batch_size):
@@ -230,8 +230,8 @@ class MegatronGenerator:
         cached = self._passes.new_batch(len(batch), len(plan.prompt_tokens), plan.num_pads, inputs_of_rows)
         rows, first_sampled = np.arange(len(batch)), plan.first_sampled.cpu().numpy()
         routes = None
-        if self._taps is not None:
-            routes = CapturedRoutes(self._taps, int(self._config.moe_router_topk), self._device)
+        if self._hooks is not None:
+            routes = CapturedRoutes(self._hooks, int(self._config.moe_router_topk), self._device)
         inputs, last_prompt = plan.prompt_tokens[: plan.prefill].t(), first_sampled.max()
         while True:
             first_slot = cached.num_filled
@@ -259,7 +259,7 @@ class MegatronGenerator:
         self, request: GenerationBatch, batch: Sequence[int], responses: Responses, routes: CapturedRoutes
     ) -> list[StoredRows]:
         """Return routed experts of each sequence's tokens but the last one, which was never an input."""
-        assert self._stages is not None  # there are taps
+        assert self._stages is not None  # there are hooks
         prompts = np.array([len(request.prompts[index]) for index in batch])
         first_slots = prompts.max() - prompts if self._passes.padded else np.zeros_like(prompts)
         num_fed = prompts + responses.lengths - 1

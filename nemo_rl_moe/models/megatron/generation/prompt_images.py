@@ -14,11 +14,11 @@ from torch import Tensor
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.models.families.vision import TowerOutput
 from nemo_rl_moe.models.image_positions import image_positions
-from nemo_rl_moe.models.images import IS_IMAGE, PICTURE_IDS, PICTURE_SIZES, PIXELS, has_its_pixels
+from nemo_rl_moe.models.images import IMAGE_IDS, IMAGE_SIZES, IS_IMAGE, PIXELS, has_its_pixels
 from nemo_rl_moe.models.megatron.model.vision_model import VisionInput
 
 Inputs = Mapping[str, ModelInput]
-_OF_IMAGES = frozenset({PIXELS, PICTURE_SIZES, PICTURE_IDS, IS_IMAGE})
+_OF_IMAGES = frozenset({PIXELS, IMAGE_SIZES, IMAGE_IDS, IS_IMAGE})
 
 
 def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
@@ -35,20 +35,20 @@ def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
     if inputs.keys() != _OF_IMAGES:
         found, expected_names = (", ".join(sorted(names)) for names in (inputs, _OF_IMAGES))
         return f"has the inputs {found}, expected {expected_names}, as image_inputs makes them"
-    is_image, sizes = inputs[IS_IMAGE].values, inputs[PICTURE_SIZES].values
+    is_image, sizes = inputs[IS_IMAGE].values, inputs[IMAGE_SIZES].values
     if len(is_image) > num_tokens:
-        return f"has {num_tokens} tokens, and {IS_IMAGE} tells of {len(is_image)}"
+        return f"has {num_tokens} tokens, and {IS_IMAGE} reports {len(is_image)}"
     if not has_its_pixels(inputs):
-        return f"has {PIXELS} or {PICTURE_IDS} that are not those of its {len(sizes)} {PICTURE_SIZES}"
+        return f"has {PIXELS} or {IMAGE_IDS} that are not those of its {len(sizes)} {IMAGE_SIZES}"
     family, expected = chunk.family, 0
     side = family.pixels_per_token(chunk.hf_config)
     for height, width in sizes.tolist():
         if height % side or width % side or not height * width:
-            return f"has a picture of {height} x {width} pixels, expected multiples of {side}"
+            return f"has an image of {height} x {width} pixels, expected multiples of {side}"
         expected += family.num_image_tokens(chunk.hf_config, height, width)
     marked = int(is_image.sum())
     if marked != expected:
-        return f"has {marked} image tokens, expected {expected}, which is what its {len(sizes)} pictures give"
+        return f"has {marked} image tokens, expected {expected}, which is what its {len(sizes)} images give"
     return None
 
 
@@ -77,16 +77,16 @@ class PromptImages:
         device: torch.device,
     ):
         first = chunks[0]
-        pictures = _PicturesOfPrompts(inputs, first_slots, num_slots, first)
-        self.positions = pictures.positions().to(device) if first.family.has_mrope else None
+        images = _ImagesOfPrompts(inputs, first_slots, num_slots, first)
+        self.positions = images.positions().to(device) if first.family.has_mrope else None
         self._features: TowerOutput | None = None
         self._end = 0
-        if first.pre_process and pictures.sizes:
+        if first.pre_process and images.sizes:
             # What the tower keeps for later must be fit for training.
             with torch.inference_mode(False), torch.no_grad():
-                self._features = first.image_features(pictures.distinct(device))
-            self._numbers = pictures.feature_numbers().to(device)
-            self._end = pictures.end
+                self._features = first.image_features(images.distinct(device))
+            self._numbers = images.feature_numbers().to(device)
+            self._end = images.end
 
     def place(
         self, hidden: Float[Tensor, "columns rows hidden"], first_slot: int
@@ -122,7 +122,7 @@ class PromptImages:
 _WORD = -1
 
 
-class _PicturesOfPrompts:
+class _ImagesOfPrompts:
     """The prompts' images on the host.
 
     Args:
@@ -141,13 +141,13 @@ class _PicturesOfPrompts:
         self._starts = np.array(first_slots)
         self._is_image = np.zeros((len(inputs), num_slots), dtype=np.bool_)
         for row, each in enumerate(inputs):
-            self._digests.append(each[PICTURE_IDS].values.tolist() if each else [])
+            self._digests.append(each[IMAGE_IDS].values.tolist() if each else [])
             if not self._digests[-1]:
                 continue
             mask = each[IS_IMAGE].values
             self._is_image[row, : len(mask)] = mask
-            pictures = zip(self._digests[-1], each[PICTURE_SIZES].values.tolist(), each[PIXELS].values, strict=True)
-            for digest, size, pixels in pictures:
+            images = zip(self._digests[-1], each[IMAGE_SIZES].values.tolist(), each[PIXELS].values, strict=True)
+            for digest, size, pixels in images:
                 if digest not in self.sizes:
                     self.sizes[digest], self._pixels[digest] = (size[0], size[1]), pixels
         rows, columns = self._is_image.nonzero()
@@ -157,8 +157,8 @@ class _PicturesOfPrompts:
         """Return each distinct image once, as columns of a microbatch."""
         return {
             PIXELS: torch.from_numpy(np.concatenate(list(self._pixels.values()))).to(device),
-            PICTURE_SIZES: torch.tensor(list(self.sizes.values())),
-            PICTURE_IDS: torch.tensor(list(self.sizes)),
+            IMAGE_SIZES: torch.tensor(list(self.sizes.values())),
+            IMAGE_IDS: torch.tensor(list(self.sizes)),
         }
 
     def feature_numbers(self) -> Int[Tensor, "slots rows"]:
@@ -166,7 +166,7 @@ class _PicturesOfPrompts:
         family, hf_config = self._chunk.family, self._chunk.hf_config
         counts = [family.num_image_tokens(hf_config, *size) for size in self.sizes.values()]
         ends = dict(zip(self.sizes, accumulate(counts), strict=True))
-        of_picture = {
+        of_image = {
             digest: np.arange(ends[digest] - count, ends[digest])
             for digest, count in zip(self.sizes, counts, strict=True)
         }
@@ -174,7 +174,7 @@ class _PicturesOfPrompts:
         for row, digests in enumerate(self._digests):
             if digests:
                 slots = self._is_image[row].nonzero()[0] + self._starts[row]
-                numbers[slots, row] = np.concatenate([of_picture[digest] for digest in digests])
+                numbers[slots, row] = np.concatenate([of_image[digest] for digest in digests])
         return torch.from_numpy(numbers)
 
     def positions(self) -> Int[Tensor, "3 rows_or_1 slots"]:

@@ -86,7 +86,7 @@ def sample(
     weights = probs if greedy else truncate(probs, parameters.top_k, parameters.top_p)
     token_ids = logits.argmax(-1) if greedy else draw(weights, uniforms)
     kept_mass = probs.new_ones(len(probs)) if weights is probs else weights.sum(-1)
-    # A token that is drawn has a probability above zero: nothing is lost by taking the logarithm last.
+    # A token that is sampled has a probability above zero: nothing is lost by taking the logarithm last.
     return SampledTokens(token_ids, probs.gather(-1, token_ids[:, None])[:, 0].log(), kept_mass)
 
 

@@ -70,7 +70,7 @@ def limit_groups(model: nn.Module) -> None:
     for router in model.modules():
         if not isinstance(router, TopKRouter) or not router.config.moe_router_group_topk:
             continue
-        # The score function tells the two models apart.
+        # The score function distinguishes the two models.
         choice = GroupLimitedChoice(1 if router.config.moe_router_score_function == "softmax" else 2)
         if router.router_replay is None:
             router.router_replay = choice

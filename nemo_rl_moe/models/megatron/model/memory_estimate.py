@@ -13,7 +13,7 @@ from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.megatron.model.gpt_model import padded_vocabulary_size
 from nemo_rl_moe.models.megatron.model.transformer_config import layers_of_chunks, moe_layer_indices
 from nemo_rl_moe.models.megatron.model.vision_model import vision_parameters
-from nemo_rl_moe.models.megatron.training.portioned_step import PORTION_PARAMETERS
+from nemo_rl_moe.models.megatron.training.chunked_step import CHUNK_PARAMETERS
 
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -330,7 +330,7 @@ def _optimizer_memory(chosen: OptimizerConfig, updated: int, weight_bytes: int, 
         copies = 0 if gradient_bytes == _FLOAT32 else updated * _FLOAT32
         return OptimizerMemory(updated * (master + _MOMENTS), 0, copies, 0)
     moments = [_MOMENT_BYTES[name] for name in (chosen.exp_avg_dtype, chosen.exp_avg_sq_dtype)]
-    copied = min(updated, PORTION_PARAMETERS) * _FLOAT32 * sum(each != _FLOAT32 for each in moments)
+    copied = min(updated, CHUNK_PARAMETERS) * _FLOAT32 * sum(each != _FLOAT32 for each in moments)
     return OptimizerMemory(updated * (master + sum(moments)), 0, 0, copied)
 
 

@@ -55,8 +55,8 @@ def read_overrides(values: Mapping[str, Any], of_the_model: Collection[str]) -> 
         try:
             found[name] = _read(value, hints[name])
         except (ValueError, ValidationError) as error:
-            told = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-            problems.append(f"{KEY}.{name}: got {value!r}: {told}")
+            reported = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+            problems.append(f"{KEY}.{name}: got {value!r}: {reported}")
     if problems:
         raise ConfigurationError(problems)
     return found

@@ -272,7 +272,7 @@ def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str
     shared = policy.megatron_cfg.context_parallel_size
     if has_vision and shared > 1:
         return [
-            f"policy.megatron_cfg.context_parallel_size: got {shared}, expected 1 for a vision-language model: pictures"
+            f"policy.megatron_cfg.context_parallel_size: got {shared}, expected 1 for a vision-language model: images"
             " are not cut among ranks"
         ]
     if not has_vision:
@@ -309,7 +309,7 @@ def _problems_with_packed_sinks(policy: PolicyConfig) -> list[str]:
     at all.
     """
     found, first = _transformer_engine_version(), FIRST_ENGINE_WITH_PACKED_SINKS
-    # A release that does not tell its number may be any.
+    # A release that does not report its number may be any.
     is_too_old = use_transformer_engine(policy) and (0, 0) < found < first
     if not policy.sequence_packing.enabled or not is_too_old:
         return []
@@ -383,10 +383,10 @@ def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
     ]
     left, others = layers - sum(given.values()), stages - len(given)
     if left != 0 if not others else left < 1 or left % (others * pieces):
-        told = " and ".join(f"{name} {value}" for name, value in given.items())
+        reported = " and ".join(f"{name} {value}" for name, value in given.items())
         rest = f"the rest cannot be dealt out evenly to {others} other stages (x {pieces} virtual stages)"
         problems.append(
-            f"{key}{told}: the model has {layers} layers, and {rest if others else 'there are no other stages'}"
+            f"{key}{reported}: the model has {layers} layers, and {rest if others else 'there are no other stages'}"
             f"{_uneven_stages(layers, stages, pieces)}"
         )
     return problems

@@ -30,7 +30,7 @@ class ValueHead(torch.nn.Module):
     def __init__(self, config: Any):
         super().__init__()
         self._is_sequence_parallel = bool(config.sequence_parallel)
-        # Starting weights are set by name, later: random numbers that were drawn here would move the run's own.
+        # Starting weights are set by name, later: random numbers that were sampled here would move the run's own.
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden_states: Float[Tensor, "local_columns rows hidden"]) -> Float[Tensor, "rows columns"]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_rl_moe.config.schema_policy import FreezeConfig
 from nemo_rl_moe.models.families import VISION_FAMILIES, family_of
 from nemo_rl_moe.models.families.vision import TowerOutput, VisionFamily
-from nemo_rl_moe.models.images import IS_IMAGE, PICTURE_IDS, PICTURE_SIZES, PIXELS, distinct_pictures
+from nemo_rl_moe.models.images import IMAGE_IDS, IMAGE_SIZES, IS_IMAGE, PIXELS, distinct_images
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.releases import padding_mask_for_stage
 
@@ -137,10 +137,10 @@ class VisionInput:
             In the order of the image tokens; None where there are no images.
         """
         tower, family = self.vision, self.family  # type: ignore[attr-defined]
-        if PICTURE_SIZES not in columns or not len(columns[PICTURE_SIZES]):
+        if IMAGE_SIZES not in columns or not len(columns[IMAGE_SIZES]):
             return None
-        sizes = [(int(height), int(width)) for height, width in columns[PICTURE_SIZES].tolist()]
-        chosen, place = distinct_pictures(columns[PICTURE_IDS].tolist())
+        sizes = [(int(height), int(width)) for height, width in columns[IMAGE_SIZES].tolist()]
+        chosen, place = distinct_images(columns[IMAGE_IDS].tolist())
         pixels = columns[PIXELS]
         output = family.embed(tower, pixels, [sizes[number] for number in chosen], self.hf_config)
         if len(chosen) == len(sizes):
@@ -221,7 +221,7 @@ def add_vision(chunk: GPTModel, hf_config: Any, init_seed: int) -> None:
             chunk.config.kv_channels, base, hf_config.mrope_section, interleaved=hf_config.mrope_interleaved
         )
     if chunk.pre_process:
-        # What is drawn here must not move the run's own random numbers.
+        # What is sampled here must not move the run's own random numbers.
         with torch.random.fork_rng(devices=[]):
             chunk.vision = family.build(hf_config)
             draw_weights(chunk.vision, hf_config, init_seed)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
-from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps, SequenceCut
+from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, SequenceCut
 from nemo_rl_moe.routing.replay import UNKNOWN
 
 # isort: split
@@ -25,22 +25,23 @@ from megatron.core import parallel_state
 class StagesOfLayers:
     """The pipeline stage of each MoE layer, agreed on once by the ranks of each pipeline."""
 
-    def __init__(self, taps: RouterTaps, device: torch.device):
+    def __init__(self, hooks: RouterHooks, device: torch.device):
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = self._group.rank()
-        own = [position for positions in taps.positions for position in positions]
-        stages = torch.zeros(len(taps.layers), dtype=torch.long, device=device)
+        own = [position for positions in hooks.positions for position in positions]
+        stages = torch.zeros(len(hooks.layers), dtype=torch.long, device=device)
         stages[own] = self._rank
         if self._group.size() > 1:
             dist.all_reduce(stages, group=self._group)
         self._layers = [(stages == stage).nonzero()[:, 0].to(device) for stage in range(self._group.size())]
-        # The ranks of one stage that share each layer have all seen the same tokens, or been told: one of them tells.
-        self._tells = parallel_state.get_tensor_and_context_parallel_group().rank() == 0
+        # The ranks of one stage that share each layer have all seen the same tokens, or been reported: one of them
+        # reports.
+        self._reports = parallel_state.get_tensor_and_context_parallel_group().rank() == 0
 
     def gather(self, routes: Int[Tensor, "... moe_layers topk"]) -> None:
         """Fill in, on the last stage's reporting rank, the layers of all stages. Every rank calls it."""
         last = self._group.size() - 1
-        if last == 0 or not self._tells:
+        if last == 0 or not self._reports:
             return
         ranks = dist.get_process_group_ranks(self._group)
         if self._rank < last:
@@ -66,16 +67,16 @@ class CapturedRoutes:
     small models each operation costs its start rather than its tokens.
 
     Args:
-        taps: Taps on this rank's routers, under `shown`.
+        hooks: Hooks on this rank's routers, under `shown`.
     """
 
-    def __init__(self, taps: RouterTaps, topk: int, device: torch.device):
-        self._taps, self._topk, self._device = taps, topk, device
-        self._own = sorted(position for positions in taps.positions for position in positions)
+    def __init__(self, hooks: RouterHooks, topk: int, device: torch.device):
+        self._hooks, self._topk, self._device = hooks, topk, device
+        self._own = sorted(position for positions in hooks.positions for position in positions)
         self._rows_of_slots: list[Int[np.ndarray, " rows"]] = []
-        self._num_kept = 0  # passes whose choice the taps keep
+        self._num_kept = 0  # passes whose choice the hooks keep
         self._brought: list[Int[Tensor, "own_layers tokens topk"]] = []
-        taps.take()
+        hooks.take()
 
     def add(self, num_slots: int, rows: Int[np.ndarray, " rows"]) -> None:
         """Note a forward pass.
@@ -91,7 +92,7 @@ class CapturedRoutes:
             self._bring_together()
 
     def _bring_together(self) -> None:
-        taken = self._taps.take()
+        taken = self._hooks.take()
         chosen = [each.taken for position in self._own for each in taken[position][: self._num_kept]]
         self._num_kept = 0
         if chosen:  # none on a stage without MoE layers
@@ -111,10 +112,10 @@ class CapturedRoutes:
         """
         self._bring_together()
         rows = np.concatenate(self._rows_of_slots)
-        if len(self._own) == len(self._taps.layers):
+        if len(self._own) == len(self._hooks.layers):
             routes = torch.cat(self._brought, 1)
         else:
-            shape = (len(self._taps.layers), len(rows), self._topk)
+            shape = (len(self._hooks.layers), len(rows), self._topk)
             routes = torch.full(shape, UNKNOWN, dtype=torch.int16, device=self._device)
             if self._brought:
                 own = torch.tensor(self._own, dtype=torch.long, device=self._device)

@@ -18,7 +18,7 @@ from nemo_rl_moe.distributed.batch import Axis, GlobalBatchShard, TokenBatch
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
-from nemo_rl_moe.models.megatron.training.router_taps import SequenceCut, cut_of_rank, in_router_order
+from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, cut_of_rank, in_router_order
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
 from nemo_rl_moe.routing.metrics.routing_advantage import (
@@ -39,7 +39,7 @@ ADVANTAGES = "advantages"
 """Column of a batch that is trained by advantages: one for each sequence or each token."""
 
 
-class AdvantageRecorder(StepObserver):
+class ExpertAdvantageRecorder(StepObserver):
     """The counts `n[s,i,e]` of one `train` call: tokens of sequence `s` from which a trained token is predicted, and
     that layer `i` sends to expert `e`."""
 
@@ -54,7 +54,7 @@ class AdvantageRecorder(StepObserver):
         self._own_layers: dict[tuple[int, ...], Tensor] = {}
         positions = {layer: position for position, layer in enumerate(self._layers)}
         for chunk in chunks:
-            # The decoder's own routers, as on a tape.
+            # The decoder's own routers, as on a capture.
             for layer, router in routers_of(chunk.decoder):
                 hook = self._hook(positions[layer.key], layer)  # type: ignore[index]  # Megatron-Core numbers its layers
                 router.register_forward_hook(hook)

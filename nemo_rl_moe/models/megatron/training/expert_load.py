@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def attach_recorder(
+def attach_expert_load_recorder(
     chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device
 ) -> ExpertLoadRecorder | None:
     """Return the recorder of every router call of a model; None for a model without MoE layers."""

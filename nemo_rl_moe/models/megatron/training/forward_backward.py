@@ -24,7 +24,7 @@ from nemo_rl_moe.models.megatron.training.microbatch import (
     pack_microbatch,
     pad_microbatch,
 )
-from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
+from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks
 from nemo_rl_moe.models.megatron.training.step_observer import StepObserver, TrainingForward
 from nemo_rl_moe.models.megatron.training.token_statistics import TokenStatistics
 
@@ -47,7 +47,7 @@ class ForwardBackward:
         packed: Sequences are packed, not padded.
         explicit_mask: The core attention wants its causal mask as a tensor (Megatron's own does).
         temperature: Divides the logits of forward passes without a backward pass; training divides in the model.
-        taps: Hooks on the routers, for batches with captured routes; None without.
+        hooks: Hooks on the routers, for batches with captured routes; None without.
         observers: See every training forward pass.
         counts: Training passes count in the agreement statistics; False for passes beside the step's own.
         pixels_per_token: See `MicrobatchShape`.
@@ -58,7 +58,7 @@ class ForwardBackward:
     explicit_mask: bool
     device: torch.device
     temperature: float = 1.0
-    taps: RouterTaps | None = None
+    hooks: RouterHooks | None = None
     observers: Sequence[StepObserver] = ()
     counts: bool = True
     pixels_per_token: int | None = None
@@ -85,8 +85,8 @@ class ForwardBackward:
         step = partial(self._training_step, shard, loss_function)
         chosen = shard.microbatches[:num_microbatches]
         results = self._run(chunks, chosen, step, first_microbatch=first_microbatch, forward_only=False)
-        if self.taps is not None:
-            self.taps.clear()
+        if self.hooks is not None:
+            self.hooks.clear()
         return results
 
     def evaluate(
@@ -188,8 +188,8 @@ class ForwardBackward:
             output = self._run_model(model, microbatch, number, labels=microbatch.labels)
         for observer in self.observers:
             observer.after_forward(forward, output)
-        if self.taps is not None:
-            self.taps.watch_backward(output, chunk, microbatch)
+        if self.hooks is not None:
+            self.hooks.watch_backward(output, chunk, microbatch)
         entropy, bare.entropy = bare.entropy, None
         values, bare.values = bare.values, None
         if not bare.predicts_tokens:  # then these are the output
@@ -221,12 +221,12 @@ class ForwardBackward:
         if padding_mask is None and needs_padding_mask(self.config):
             padding_mask = torch.zeros_like(microbatch.input_ids, dtype=torch.bool)
         chunk = get_attr_wrapped_model(model, "vp_stage") or 0
-        taps = self.taps
+        hooks = self.hooks
         trains = labels is not None
         with (
             nullcontext()
-            if taps is None
-            else taps.forward(chunk, microbatch, number, trains=trains, counts=trains and self.counts)
+            if hooks is None
+            else hooks.forward(chunk, microbatch, number, trains=trains, counts=trains and self.counts)
         ):
             return self._run_chunk(model, microbatch, labels, padding_mask)
 

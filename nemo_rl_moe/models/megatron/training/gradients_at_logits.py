@@ -3,8 +3,9 @@
 """Gradient of the routers by source in one pass: taken at the logits, while the step's own pass runs.
 
 An auxiliary loss reaches a router's weight in two ways: through the logits of its own layer, and, in layers before it,
-through the hidden states. The second way cannot be told from that of the algorithm's loss without a pass of its own. So
-the parts are exact in the last MoE layer, and elsewhere the policy's part holds what later layers' losses send back.
+through the hidden states. The second way cannot be distinguished from that of the algorithm's loss without a pass of
+its own. So the parts are exact in the last MoE layer, and elsewhere the policy's part holds what later layers' losses
+send back.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,8 +60,8 @@ class GradientsAtLogits(StepObserver):
         self._is_due = self._is_open = False
         self._sums: dict[str, Tensor] = {}
         self._scale: Tensor | None = None
-        self._taps = [
-            _RouterTap(router, partial(self._add, position), lambda: self._is_open)
+        self._hooks = [
+            _RouterHook(router, partial(self._add, position), lambda: self._is_open)
             for position, router in placed_routers(chunks, config)
         ]
 
@@ -85,8 +86,8 @@ class GradientsAtLogits(StepObserver):
         # All microbatches of a pass share it; the next pass writes its own into the same tensor.
         scale = MoEAuxLossAutoScaler.main_loss_backward_scale
         self._scale = None if scale is None else scale.clone()
-        for tap in self._taps:
-            tap.forget()
+        for hook in self._hooks:
+            hook.forget()
 
     def end_step(self) -> StepObservations:
         """Return the metrics of the recorded pass, on rank 0 alone; every rank calls it."""
@@ -114,7 +115,7 @@ class GradientsAtLogits(StepObserver):
 _WHOLE = POLICY + " and all others"
 
 
-class _RouterTap:
+class _RouterHook:
     """Wrappers around one router's methods, which pass on their arguments, to the bit.
 
     Args:

@@ -26,11 +26,11 @@ from nemo_rl_moe.models.megatron.model.vision_model import pixels_per_token_of_p
 from nemo_rl_moe.models.megatron.training.captured_routes import StagesOfLayers, routes_of_microbatch
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward, metrics_to_host
 from nemo_rl_moe.models.megatron.training.optimizer import half_precision_modules
-from nemo_rl_moe.models.megatron.training.router_taps import attach_taps
+from nemo_rl_moe.models.megatron.training.router_hooks import attach_hooks
 from nemo_rl_moe.models.megatron.weights.hf_export import save_weights, tensors_of_this_rank
 from nemo_rl_moe.models.megatron.weights.starting_weights import set_starting_weights
 from nemo_rl_moe.models.model_files import write_model_files
-from nemo_rl_moe.routing.agreement.statistics import LedgerTotals
+from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.transport import TransportSpec
 
@@ -72,19 +72,19 @@ class MegatronModel:
         for chunk in self.chunks:
             chunk.temperature = temperature
         self.modules: Sequence[MegatronModule] = half_precision_modules(self.config, self.chunks)
-        self._taps = attach_taps(self.chunks, self.config, policy, self.device)
+        self._hooks = attach_hooks(self.chunks, self.config, policy, self.device)
         self._forward_backward = ForwardBackward(
             config=self.config,
             packed=policy.sequence_packing.enabled,
             explicit_mask=policy.megatron_cfg.layer_spec == "local",
             device=self.device,
             temperature=temperature,
-            taps=self._taps,
+            hooks=self._hooks,
             pixels_per_token=pixels_per_token_of_positions(hf_config),
         )
-        self._stages = None if self._taps is None else StagesOfLayers(self._taps, self.device)
+        self._stages = None if self._hooks is None else StagesOfLayers(self._hooks, self.device)
         self._generator = MegatronGenerator(
-            self.chunks, self.config, tokenizer, self.device, taps=self._taps, stages=self._stages
+            self.chunks, self.config, tokenizer, self.device, hooks=self._hooks, stages=self._stages
         )
         self.num_updates = 0
 
@@ -130,27 +130,27 @@ class MegatronModel:
         """Compute `logprobs`, and the routed experts of each sequence, microbatch after microbatch; of the
         ranks that report.
 
-        The model has MoE layers, and the configuration asks for a tape.
+        The model has MoE layers, and the configuration asks for a capture.
         """
-        assert self._taps is not None
+        assert self._hooks is not None
         assert self._stages is not None
-        with self._taps.capturing() as captured:
+        with self._hooks.capturing() as captured:
             found = self.logprobs(microbatches)
         routes = [
             rows
             for microbatch, chosen in captured
-            for rows in routes_of_microbatch(microbatch, chosen, self._stages, self._taps.cut)
+            for rows in routes_of_microbatch(microbatch, chosen, self._stages, self._hooks.cut)
         ]
         return found, routes if self.coordinates.reports_loss else []
 
-    def compare_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], LedgerTotals]:
+    def compare_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], AgreementTotals]:
         """Compute `logprobs` with the routers' own experts, and their agreement with the captured routes;
         every rank calls it.
 
-        The model has MoE layers, and the configuration asks for a tape.
+        The model has MoE layers, and the configuration asks for a capture.
         """
-        assert self._taps is not None
-        with self._taps.comparing() as totals:
+        assert self._hooks is not None
+        with self._hooks.comparing() as totals:
             return self.logprobs(microbatches), totals()
 
     def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
@@ -216,7 +216,7 @@ class MegatronModel:
 
     def _evaluation_mode(self) -> None:
         for chunk in self.modules:
-            if chunk.training:  # it takes milliseconds to tell all modules
+            if chunk.training:  # it takes milliseconds to report all modules
                 chunk.eval()
 
     def _series(self, results: Sequence[Any]) -> dict[str, MetricSeries]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_rl_moe.distributed.batch import Axis, Column, Destination, TokenBatch, to_device
 from nemo_rl_moe.distributed.bin_packing import round_up
 from nemo_rl_moe.models.image_positions import image_positions
-from nemo_rl_moe.models.images import IS_IMAGE, ON_HOST, PICTURE_IDS, PICTURE_SIZES, PIXELS, distinct_pixels
+from nemo_rl_moe.models.images import IMAGE_IDS, IMAGE_SIZES, IS_IMAGE, ON_HOST, PIXELS, distinct_pixels
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.context_parallel import ALONE, ContextCut, ContextPlace
 
@@ -263,15 +263,15 @@ def _position_ids(batch: TokenBatch, positions: Tensor, pixels_per_token: int | 
     is_image = torch.zeros(rows, columns, dtype=torch.bool)
     mask = batch.columns[IS_IMAGE].values[:, :columns]
     is_image[: mask.shape[0], : mask.shape[1]] = mask
-    sizes = batch.columns[PICTURE_SIZES].values // pixels_per_token
+    sizes = batch.columns[IMAGE_SIZES].values // pixels_per_token
     return image_positions(is_image, [(int(height), int(width)) for height, width in sizes.tolist()])
 
 
 def _pixels(batch: TokenBatch, device: torch.device) -> dict[str, Tensor]:
-    """Return the pixels of the distinct pictures, where they are at hand."""
+    """Return the pixels of the distinct images, where they are at hand."""
     if PIXELS not in batch.shared:
         return {}
-    ids = batch.columns[PICTURE_IDS].values.tolist()
+    ids = batch.columns[IMAGE_IDS].values.tolist()
     return {PIXELS: to_device(torch.from_numpy(distinct_pixels(batch.shared[PIXELS], ids)), device)}
 
 

@@ -15,13 +15,13 @@ from nemo_rl_moe.models.images import IS_IMAGE
 from nemo_rl_moe.models.megatron.layers.routers import ExpertBias
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.models.megatron.moe_metrics import get_moe_metrics
-from nemo_rl_moe.models.megatron.training.expert_advantages import AdvantageRecorder
-from nemo_rl_moe.models.megatron.training.expert_load import attach_recorder
+from nemo_rl_moe.models.megatron.training.expert_advantages import ExpertAdvantageRecorder
+from nemo_rl_moe.models.megatron.training.expert_load import attach_expert_load_recorder
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
 from nemo_rl_moe.models.megatron.training.gradients_at_logits import GradientsAtLogits
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
-from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps, cut_of_rank, in_router_order
+from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, cut_of_rank, in_router_order
 from nemo_rl_moe.models.megatron.training.step_observer import (
     StepObservations,
     StepObserver,
@@ -65,12 +65,12 @@ def make_observers(
         observers.append(
             GradientsAtLogits(ddp_chunks, config, device, gradients.at_logits_every_n_steps, per_layer=per_layer)
         )
-    if passes.taps is not None:
-        observers.append(RoutingReports(passes.taps, per_layer=per_layer))
+    if passes.hooks is not None:
+        observers.append(RoutingReports(passes.hooks, per_layer=per_layer))
     if megatron.track_moe_metrics:
         observers += [ExpertLoadReports(chunks, passes, megatron, per_layer=per_layer), ExpertBiasReports(expert_bias)]
         if generates is not None and generates.megatron_cfg.experts_by_advantage:
-            observers.append(AdvantageRecorder(chunks, config, device, per_layer=per_layer))
+            observers.append(ExpertAdvantageRecorder(chunks, config, device, per_layer=per_layer))
     return observers
 
 
@@ -86,7 +86,7 @@ class ExpertLoadReports(StepObserver):
     ):
         self._config, self._device = passes.config, passes.device
         self._settings, self._per_layer = settings, per_layer
-        recorder = attach_recorder(chunks, passes.config, passes.device)
+        recorder = attach_expert_load_recorder(chunks, passes.config, passes.device)
         assert recorder is not None  # the model has MoE layers
         self.recorder: ExpertLoadRecorder = recorder
         self._number = self._num_microbatches = 0
@@ -132,16 +132,16 @@ class RoutingReports(StepObserver):
     The hooks themselves belong to the model, which replays and captures routes with them.
     """
 
-    def __init__(self, taps: RouterTaps, *, per_layer: bool):
-        self._taps, self._per_layer = taps, per_layer
+    def __init__(self, hooks: RouterHooks, *, per_layer: bool):
+        self._hooks, self._per_layer = hooks, per_layer
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
         """Clear the counts."""
-        self._taps.start_step(len(shards))
+        self._hooks.start_step(len(shards))
 
     def end_step(self) -> StepObservations:
         """Return the report on rank 0; empty where the batch has no routes."""
-        report = self._taps.report(per_layer=self._per_layer)
+        report = self._hooks.report(per_layer=self._per_layer)
         return StepObservations() if report is None else StepObservations(report.metrics, {ROUTING.name: report})
 
 

@@ -14,8 +14,8 @@ from nemo_rl_moe.models.megatron.cpu import cpu_backend  # before megatron.core
 from nemo_rl_moe.models.megatron.layers.routers import router_state_in_float32
 from nemo_rl_moe.models.megatron.model.transformer_config import DTYPES
 from nemo_rl_moe.models.megatron.model.vision_model import tower_buffers_in_float32
-from nemo_rl_moe.models.megatron.training import portioned_step
-from nemo_rl_moe.models.megatron.training.portioned_step import step_in_portions
+from nemo_rl_moe.models.megatron.training import chunked_step
+from nemo_rl_moe.models.megatron.training.chunked_step import step_in_chunks
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -84,7 +84,7 @@ def build_optimizer(
     _fuse_adam(optimizer)
     if "bfloat16" in (policy.megatron_cfg.optimizer.exp_avg_dtype, policy.megatron_cfg.optimizer.exp_avg_sq_dtype):
         for part in optimizer_parts(optimizer):
-            step_in_portions(part.optimizer, portioned_step.PORTION_PARAMETERS)
+            step_in_chunks(part.optimizer, chunked_step.CHUNK_PARAMETERS)
     if config.bf16:
         config.grad_scale_func = optimizer.scale_loss
     return optimizer

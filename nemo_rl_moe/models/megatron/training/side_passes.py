@@ -25,7 +25,7 @@ def side_pass(chunks: Sequence[DistributedDataParallel], config: TransformerConf
     """While open, a forward and backward pass leaves this rank's own gradients in `main_grad`; later nothing is left.
 
     Gradients are 0 when it opens and when it closes, and those of other ranks do not come to them. The recorder and the
-    taps' counts are not kept from counting: whoever runs a pass controls them.
+    hooks' counts are not kept from counting: whoever runs a pass controls them.
     """
     zero_gradients(chunks)
     with ExitStack() as stack:

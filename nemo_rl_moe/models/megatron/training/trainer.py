@@ -30,7 +30,7 @@ from nemo_rl_moe.models.megatron.training.optimizer import (
 )
 from nemo_rl_moe.models.megatron.training.side_passes import zero_gradients
 from nemo_rl_moe.models.megatron.weights.starting_weights import ReferenceWeights
-from nemo_rl_moe.routing.agreement.statistics import LedgerTotals
+from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 from nemo_rl_moe.runs.folder.artifacts import StepArtifacts
 
 
@@ -173,7 +173,9 @@ class MegatronTrainer(MegatronModel):
         with self._reference.in_place():
             return self.logprobs(microbatches)
 
-    def compare_reference_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], LedgerTotals]:
+    def compare_reference_routes(
+        self, microbatches: Sequence[TokenBatch]
+    ) -> tuple[list[torch.Tensor], AgreementTotals]:
         """`compare_routes` of the weights that the run began with."""
         assert self._reference is not None  # asked for where the run keeps one
         with self._reference.in_place():

@@ -216,7 +216,7 @@ def _compared_while_read(plan: _Plan, folder: Path) -> _Shares:
     assert plan.folder is not None  # all have agreed
     try:
         parts, places = PartsRead.of_folder(folder), places_of(plan.folder)
-    except (OSError, ValueError):  # the search for damage tells of it
+    except (OSError, ValueError):  # the search for damage reports it
         parts, places = None, {}
     listed_places = parts.places() if parts is not None else []
     number_of = {place: number for number, place in enumerate(listed_places)}

@@ -36,7 +36,7 @@ def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf
     with torch.no_grad():
         for piece in parameter_pieces(chunks, config):
             if piece.name.startswith(VISION_PREFIX):
-                continue  # drawn when it was built
+                continue  # sampled when it was built
             piece.local.copy_(piece.slice_of(_full_tensor(piece, config, hf_config, seed)))
 
 
@@ -48,7 +48,7 @@ def _draw_value_heads(chunks: Sequence[GPTModel], config: TransformerConfig, hf_
             piece.local.copy_(_full_tensor(piece, config, hf_config, seed))
 
 
-# What draws the weights that earlier releases drew for every seed; the default of `policy.init_seed`.
+# What draws the weights that earlier releases sampled for every seed; the default of `policy.init_seed`.
 _FIRST_SEED = 1234
 
 
@@ -72,8 +72,8 @@ def _full_tensor(piece: ParameterPiece, config: TransformerConfig, hf_config: An
     if piece.is_vocabulary:
         # Padding depends on the layout, so it is added after the draw.
         shape[0] = hf_config.vocab_size
-    drawn = torch.randn(shape, generator=generator) * (config.init_method_std * scale)
-    return piece.pad_vocabulary(drawn)
+    sampled = torch.randn(shape, generator=generator) * (config.init_method_std * scale)
+    return piece.pad_vocabulary(sampled)
 
 
 def set_starting_weights(

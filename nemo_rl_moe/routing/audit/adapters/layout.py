@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One place where what frameworks write becomes sequences of a tape: padding, joins of prompt and response, rows of
+"""One place where what frameworks write becomes sequences of a capture: padding, joins of prompt and response, rows of
 routes.
 
-Frameworks give what is of a token for the whole sequence or for its response alone; which of both, its length tells.
+Frameworks give what is of a token for the whole sequence or for its response alone; which of both, its length reports.
 What is not known is never filled in: log-probabilities of a prompt are NaN, routes that are missing -1. Rows that a
-framework has filled with zeros stay zeros: they cannot be told from routes.
+framework has filled with zeros stay zeros: they cannot be distinguished from routes.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ import torch
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.audit.adapters.inert_pickle import PickledArray
-from nemo_rl_moe.runs.folder.captured_sequences import EXPERTS, UNKNOWN, TapeSequence
+from nemo_rl_moe.runs.folder.captured_sequences import EXPERTS, UNKNOWN, CapturedSequence
 from nemo_rl_moe.shapes import Bool, Float, Int, Shaped
 
 _MOST_TOKENS = 2**24
@@ -67,8 +67,8 @@ def expert_rows(value: Any, length: int, where: str, *, first: int = 0) -> Int[n
 
 def sequence(
     name: str, where: str, length: int, prompt_length: int | None, reward: Any = None, **columns: Any
-) -> TapeSequence:
-    """Return a sequence of a tape.
+) -> CapturedSequence:
+    """Return a sequence of a capture.
 
     Args:
         prompt_length: Tokens before the response; None: not known, then everything covers the whole sequence.
@@ -104,7 +104,7 @@ def sequence(
     if isinstance(reward, torch.Tensor | np.generic) and np.ndim(reward) == 0:
         reward = reward.item()
     is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
-    return TapeSequence(name, length, found, float(reward) if is_number else None)
+    return CapturedSequence(name, length, found, float(reward) if is_number else None)
 
 
 def _after_prompt(

@@ -16,7 +16,7 @@ from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.audit.adapters.inert_pickle import Inert
 from nemo_rl_moe.routing.audit.adapters.layout import array, padded_column, sequence
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
-from nemo_rl_moe.runs.folder.captured_sequences import TapeSequence
+from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
 _COLUMNS = {
     "rollout_experts": "routed_experts",
@@ -40,7 +40,7 @@ def claims(content: Any) -> bool:
     return isinstance(found, dict) and {"generation_logprobs", "input_lengths"} <= found.keys()
 
 
-def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
+def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
     """Yield the sequences of a file."""
     if not isinstance(content, list):
         yield from _batch(_fields(content), where, 0)
@@ -51,7 +51,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSe
         yield from _batch(line, f"{where}: line {number + 1}", int(line.get("idx", number)))
 
 
-def _batch(batch: Mapping[str, Any], where: str, first: int) -> Iterator[TapeSequence]:
+def _batch(batch: Mapping[str, Any], where: str, first: int) -> Iterator[CapturedSequence]:
     tokens = _one_of(batch, ("input_ids", "token_ids"), where)
     lengths = _one_of(batch, ("input_lengths",), where).reshape(-1)
     if tokens.ndim != 2 or len(lengths) != len(tokens) or (lengths > tokens.shape[1]).any():

@@ -16,7 +16,7 @@ import numpy as np
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.audit.adapters.layout import array, sequence
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
-from nemo_rl_moe.runs.folder.captured_sequences import TapeSequence
+from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
 _FIELDS = ("input_ids", "loss_mask", "advantages", "inference_logprobs", "position_ids")
 _ROUTE_TYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
@@ -32,7 +32,7 @@ def claims(content: Any) -> bool:
     )
 
 
-def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
+def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
     """Yield the sequences of a file."""
     for number, batch in enumerate(content):
         place = f"{where}: micro batch {number}"

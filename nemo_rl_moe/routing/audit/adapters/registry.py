@@ -13,9 +13,9 @@ from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.routing.audit.adapters import nemo_rl, prime_rl, router_logits, sglang, skyrl, slime, verl, vllm
 from nemo_rl_moe.routing.audit.adapters.inert_pickle import read_pickle
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
-from nemo_rl_moe.runs.folder.captured_sequences import TapeSequence
+from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
-_Read = Callable[[Any, str, RouterShape | None], Iterator[TapeSequence]]
+_Read = Callable[[Any, str, RouterShape | None], Iterator[CapturedSequence]]
 
 
 @dataclass(frozen=True)

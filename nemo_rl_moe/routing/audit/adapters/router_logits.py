@@ -18,7 +18,7 @@ import torch
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.audit.adapters.layout import array, padded_column, real_tokens, sequence
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
-from nemo_rl_moe.runs.folder.captured_sequences import TapeSequence
+from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
 _PREFIX = "router_logits."
 
@@ -35,14 +35,14 @@ def _logits(content: Mapping[str, Any]) -> list[Any]:
     return [content[name] for name in sorted(names, key=lambda name: (len(name), name))]
 
 
-def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
+def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
     """Yield the sequences of a file.
 
     Raises:
         DataError: A field does not fit the others, or the model's experts are not those of its largest logits.
     """
     if model is None:
-        raise DataError(f"{where}: router_logits: how many experts a token has is not in it; --model DIR tells")
+        raise DataError(f"{where}: router_logits: how many experts a token has is not in it; --model DIR reports")
     if not model.plain_topk:
         raise DataError(
             f"{where}: router_logits: routers of {model.family} may choose by more than their largest logits"

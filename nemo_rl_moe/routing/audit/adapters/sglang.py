@@ -17,7 +17,7 @@ import numpy as np
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.audit.adapters.layout import array, expert_rows, sequence
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
-from nemo_rl_moe.runs.folder.captured_sequences import TapeSequence
+from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
 
 def claims(content: Any) -> bool:
@@ -26,7 +26,7 @@ def claims(content: Any) -> bool:
     return isinstance(first, dict) and isinstance(first.get("meta_info"), dict)
 
 
-def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
+def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
     """Yield the sequences of a file.
 
     Raises:
@@ -37,15 +37,15 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSe
         if not claims(response):
             raise DataError(f"{place}: meta_info: missing, expected an object")
         meta = response["meta_info"]
-        drawn = [entry[:2] for entry in meta.get("output_token_logprobs") or ()]
-        tokens = response.get("output_ids") or [token for _, token in drawn]
+        sampled = [entry[:2] for entry in meta.get("output_token_logprobs") or ()]
+        tokens = response.get("output_ids") or [token for _, token in sampled]
         prompt = response.get("input_ids") or [entry[1] for entry in meta.get("input_token_logprobs") or ()]
-        num_prompt, num_drawn = (
+        num_prompt, num_sampled = (
             int(meta.get("prompt_tokens", len(prompt))),
             int(meta.get("completion_tokens", len(tokens))),
         )
-        length = num_prompt + num_drawn
-        whole = len(prompt) == num_prompt and len(tokens) == num_drawn
+        length = num_prompt + num_sampled
+        whole = len(prompt) == num_prompt and len(tokens) == num_sampled
         yield sequence(
             str(number),
             place,
@@ -53,7 +53,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSe
             num_prompt,
             token_ids=[*prompt, *tokens] if whole else None,
             rollout_experts=_routes(meta, length, model, f"{place}: meta_info.routed_experts"),
-            rollout_logprobs=[logprob for logprob, _ in drawn] or None,
+            rollout_logprobs=[logprob for logprob, _ in sampled] or None,
         )
 
 
@@ -63,7 +63,7 @@ def _routes(meta: Mapping[str, Any], length: int, model: RouterShape | None, pla
         return None
     if isinstance(value, str):
         if model is None:
-            raise DataError(f"{place}: has no shape; --model DIR (its config.json) tells layers and experts of a token")
+            raise DataError(f"{place}: has no shape; --model DIR (its config.json) says layers and experts of a token")
         try:
             numbers = np.frombuffer(base64.b64decode(value, validate=True), dtype=np.int32)
         except ValueError as error:

@@ -17,7 +17,7 @@ from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.audit.adapters.inert_pickle import Inert, read_pickle
 from nemo_rl_moe.routing.audit.adapters.layout import array, padded_column, real_tokens, sequence, token_rewards
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
-from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, TapeSequence
+from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, CapturedSequence
 
 _COLUMNS = {
     "loss_mask": "loss_mask",
@@ -42,7 +42,7 @@ def claims(content: Any) -> bool:
     )
 
 
-def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
+def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
     """Yield the sequences of a file."""
     state = _state(content)
     batch = content if state is None else {name: _tensor(name, v, where) for name, v in state["batch_dict"].items()}
@@ -66,7 +66,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSe
 
 
 def _tensor(name: str, packed: Any, where: str) -> np.ndarray | None:
-    """Return a tensor of its bytes; None for one that is none, or a list of tensors of pictures."""
+    """Return a tensor of its bytes; None for one that is none, or a list of tensors of images."""
     if not isinstance(packed, Mapping) or "data" not in packed:
         return None
     try:

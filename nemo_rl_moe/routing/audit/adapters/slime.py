@@ -14,7 +14,7 @@ from typing import Any
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.audit.adapters.layout import sequence
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
-from nemo_rl_moe.runs.folder.captured_sequences import TapeSequence
+from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
 _COLUMNS = {
     "loss_mask": ("loss_mask", "loss_masks"),
@@ -30,7 +30,7 @@ def claims(content: Any) -> bool:
     return isinstance(content, dict) and "rollout_id" in content and bool({"samples", "rollout_data"} & content.keys())
 
 
-def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
+def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
     """Yield the sequences of a file."""
     samples = content.get("samples")
     if samples is None:

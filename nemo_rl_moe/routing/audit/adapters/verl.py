@@ -19,7 +19,7 @@ from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.routing.audit.adapters.inert_pickle import Inert, read_pickle
 from nemo_rl_moe.routing.audit.adapters.layout import padded_column, real_tokens, sequence, token_rewards
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
-from nemo_rl_moe.runs.folder.captured_sequences import TapeSequence
+from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
 _COLUMNS = {
     "loss_mask": "response_mask",
@@ -42,7 +42,7 @@ def claims(content: Any) -> bool:
     return isinstance(content, dict) and {"responses", "attention_mask", "input_ids"} <= content.keys()
 
 
-def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
+def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
     """Yield the sequences of a file."""
     if isinstance(content, list):
         raise DataError(f"{where}: holds texts alone, no routes; expected what batch.save_to_disk(FILE) writes")

@@ -18,7 +18,7 @@ import numpy as np
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.audit.adapters.layout import array, sequence
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
-from nemo_rl_moe.runs.folder.captured_sequences import TapeSequence
+from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
 
 def claims(content: Any) -> bool:
@@ -27,7 +27,7 @@ def claims(content: Any) -> bool:
     return isinstance(first, dict) and isinstance(first.get("choices", first.get("outputs")), list)
 
 
-def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSequence]:
+def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
     """Yield the sequences of a file."""
     for number, response in enumerate(content if isinstance(content, list) else [content]):
         place = f"{where}: response {number}"
@@ -37,7 +37,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[TapeSe
             yield _completion(response, choice, f"{number}-{index}", f"{place}: choice {index}")
 
 
-def _completion(response: Mapping[str, Any], choice: Mapping[str, Any], name: str, place: str) -> TapeSequence:
+def _completion(response: Mapping[str, Any], choice: Mapping[str, Any], name: str, place: str) -> CapturedSequence:
     tokens = choice.get("token_ids")
     prompt = choice.get("prompt_token_ids") or response.get("prompt_token_ids")
     if tokens is None or prompt is None:

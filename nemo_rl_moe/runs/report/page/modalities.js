@@ -27,7 +27,7 @@ function modalityTrace(rows, isSmall) {
   return {
     type: "heatmap",
     y: rows.map(({ layer }) => `layer ${layer}`),
-    // What JSON calls null is a gap in the picture.
+    // What JSON calls null is a gap in the image.
     z: rows.map(({ leaning }) => leaning.map((value) => (Number.isNaN(value) ? null : value))),
     text: rows.map(({ total, image }) => total.map((count, expert) => (count ? wholePercent(image[expert] / count) : ""))),
     customdata: rows.map(({ layer, total, image, share }) =>
@@ -67,9 +67,9 @@ function addModalityHeatmap(parent, { run, runNumber }) {
   const made = card(
     HEATMAP_TITLE,
     `${isSmall ? "The number in a cell" : "The number under the pointer"} is the share of the expert's tokens that are ` +
-      "image tokens, pieces of a picture. Red: more than overall, beyond chance, up to an expert that sees nothing " +
+      "image tokens, pieces of an image. Red: more than overall, beyond chance, up to an expert that sees nothing " +
       "else; blue: more text; pale: as overall; empty: no token. None of this is sick. Pale all over: the routers " +
-      "do not tell image from text. Deep colours that stay over the steps: experts that specialise.",
+      "do not distinguish image from text. Deep colours that stay over the steps: experts that specialise.",
     controls.place,
     overall,
     place,
@@ -94,7 +94,7 @@ function addModalityHeatmap(parent, { run, runNumber }) {
 function addNoModalities(parent, { run, runNumber }) {
   const made = card(
     HEATMAP_TITLE,
-    "No step had tokens of both kinds, so there is nothing to compare: give records with pictures and with text.",
+    "No step had tokens of both kinds, so there is nothing to compare: give records with images and with text.",
   );
   made.querySelector("h3").prepend(chip(colorOf(runNumber)), `${run.name}: `);
   parent.append(made);

@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The nemo_rl_moe authors.
 // SPDX-License-Identifier: Apache-2.0
-// How far training agrees with the routes of the rollouts, and what their tapes hold.
+// How far training agrees with the routes of the rollouts, and what their captures hold.
 
 const LEAST_DISAGREEMENT_SHOWN = 0.01;
 const BOTH_SIDES_LIGHT = [
@@ -121,7 +121,7 @@ function numberCell(text) {
   return element("td", { class: "number" }, text === null ? "—" : text);
 }
 
-function ledgerRow(kind) {
+function statisticsRow(kind) {
   const isBad = kind.is_wrong && kind.rows > 0;
   return element(
     "tr",
@@ -135,8 +135,8 @@ function ledgerRow(kind) {
   );
 }
 
-function addLedger(parent, run, runNumber) {
-  const { ledger } = run.routing;
+function addStatistics(parent, run, runNumber) {
+  const { statistics } = run.routing;
   const heads = [
     ["rows", ""],
     ["number", "number"],
@@ -146,14 +146,14 @@ function addLedger(parent, run, runNumber) {
     ["worst step", "number"],
   ];
   const made = card(
-    "Ledger of the tape",
-    `Of ${ledger.num_steps} steps: ${ledger.expected.toLocaleString("en")} rows of tokens that were fed to the ` +
-      "rollout's model, by what the tape has of them. Healthy: all are usable, and none is anything else.",
-    table(heads, ledger.kinds.map(ledgerRow)),
+    "Statistics of the capture",
+    `Of ${statistics.num_steps} steps: ${statistics.expected.toLocaleString("en")} rows of tokens that were fed to the ` +
+      "rollout's model, by what the capture has of them. Healthy: all are usable, and none is anything else.",
+    table(heads, statistics.kinds.map(statisticsRow)),
   );
-  if (ledger.layers.length > 0) {
-    const ofLayers = [["layer", "number"], ["expected", "number"], ...ledger.columns.map((label) => [label, "number"])];
-    const rows = ledger.layers.map((row) =>
+  if (statistics.layers.length > 0) {
+    const ofLayers = [["layer", "number"], ["expected", "number"], ...statistics.columns.map((label) => [label, "number"])];
+    const rows = statistics.layers.map((row) =>
       element("tr", {}, ...row.map((value) => numberCell(value.toLocaleString("en")))),
     );
     made.append(element("p", { class: "caption" }, "The layers that have wrong rows:"), table(ofLayers, rows));
@@ -214,15 +214,15 @@ function addLayerTable(parent, run, runNumber, { title, step, columns, rows }) {
 }
 
 function addRouting(grid, runs) {
-  const withTape = runs.map((run, runNumber) => ({ run, runNumber })).filter(({ run }) => run.routing !== null);
-  if (withTape.length > 0) {
+  const withCapture = runs.map((run, runNumber) => ({ run, runNumber })).filter(({ run }) => run.routing !== null);
+  if (withCapture.length > 0) {
     addGuarded(grid, () => addDisagreement(grid, runs));
-    addGuarded(grid, () => addMargins(grid, withTape));
+    addGuarded(grid, () => addMargins(grid, withCapture));
   }
-  withTape
+  withCapture
     .filter(({ run }) => run.routing.identity !== null)
     .forEach(({ run, runNumber }) => addGuarded(grid, () => addIdentity(grid, run, runNumber)));
-  withTape.forEach(({ run, runNumber }) => addGuarded(grid, () => addLedger(grid, run, runNumber)));
+  withCapture.forEach(({ run, runNumber }) => addGuarded(grid, () => addStatistics(grid, run, runNumber)));
 }
 
 const LEAST_SCORE_SHOWN = 4;
@@ -263,7 +263,7 @@ function addExpertsByAdvantage(parent, { run, runNumber }) {
     const trace = {
       type: "heatmap",
       y: view.layers.map((layer) => `layer ${layer}`),
-      // What JSON calls null is a gap in the picture.
+      // What JSON calls null is a gap in the image.
       z: scores.map((row) => row.map((value) => (Number.isNaN(value) ? null : value))),
       zmin: -span,
       zmax: span,

@@ -37,7 +37,7 @@ function thresholdText({
     parts.push(`more than ${100 * missing}% of the routes of rollouts missing for ${missingSteps} steps`);
   }
   const always = "updates that were left out, routes that cannot be right, and forced routing";
-  return parts.length ? `What is told: ${parts.join(", ")}; ${always}.` : "";
+  return parts.length ? `What is reported: ${parts.join(", ")}; ${always}.` : "";
 }
 
 const FINDINGS_SHOWN = 4;
@@ -181,14 +181,14 @@ function addConfiguration(parent, runs, rows) {
   );
 }
 
-// Pictures that a response was about, each from the page itself.
-function pictureCell(sample, thumbnails) {
-  const pictures = (sample.thumbnails || []).map((name) =>
+// Images that a response was about, each from the page itself.
+function imageCell(sample, thumbnails) {
+  const images = (sample.thumbnails || []).map((name) =>
     Object.hasOwn(thumbnails, name)
-      ? element("img", { class: "thumbnail", alt: "picture", src: `data:image/png;base64,${thumbnails[name]}` })
+      ? element("img", { class: "thumbnail", alt: "image", src: `data:image/png;base64,${thumbnails[name]}` })
       : element("span", { class: "muted" }, "not shown "),
   );
-  return element("td", {}, ...pictures);
+  return element("td", {}, ...images);
 }
 
 function addSamples(parent, runs) {
@@ -196,14 +196,14 @@ function addSamples(parent, runs) {
     if (run.samples.length === 0) {
       continue;
     }
-    const hasPictures = run.samples.some((sample) => sample.thumbnails);
+    const hasImages = run.samples.some((sample) => sample.thumbnails);
     const rows = run.samples.map((sample) =>
       element(
         "tr",
         {},
         element("td", { class: "number" }, sample.step),
         element("td", {}, sample.split === "val" ? "validation" : sample.split),
-        ...(hasPictures ? [pictureCell(sample, run.thumbnails)] : []),
+        ...(hasImages ? [imageCell(sample, run.thumbnails)] : []),
         element("td", {}, element("pre", {}, sample.prompt)),
         element("td", {}, element("pre", {}, sample.response)),
         element("td", { class: "number" }, sample.reward),
@@ -213,7 +213,7 @@ function addSamples(parent, runs) {
     const heads = [
       ["step", "number"],
       ["split", ""],
-      ...(hasPictures ? [["picture", ""]] : []),
+      ...(hasImages ? [["image", ""]] : []),
       ["prompt", ""],
       ["response", ""],
       ["reward", "number"],
@@ -222,11 +222,11 @@ function addSamples(parent, runs) {
     const made = card(
       "Responses",
       "One response each to the first prompts of some steps. Healthy: later ones are right more often." +
-        (hasPictures ? " Pictures are as the model got them, at most 96 pixels long here." : ""),
+        (hasImages ? " Images are as the model got them, at most 96 pixels long here." : ""),
       table(heads, rows),
     );
-    if (hasPictures) {
-      made.classList.add("pictured");
+    if (hasImages) {
+      made.classList.add("with_images");
     }
     made.querySelector("h3").prepend(chip(colorOf(runNumber)), `${run.name}: `);
     parent.append(made);

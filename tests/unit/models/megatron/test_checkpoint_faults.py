@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong on one rank is told by all of them: none waits for it, and training goes on."""
+"""What can go wrong on one rank is reported by all of them: none waits for it, and training goes on."""
 
 import shutil
 from collections.abc import Callable
@@ -55,7 +55,7 @@ OBSTACLES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
 ]
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_by_all_ranks_and_the_next_one_is_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_reported_by_all_ranks_and_the_next_one_is_whole(tmp_path: Path) -> None:
     folders = []
     for number, (put_in_the_way, _) in enumerate(OBSTACLES):
         folders.append(tmp_path / f"step_{number}")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Code planted in a checkpoint's files is never run, and damage is told: one error that names the file."""
+"""Code planted in a checkpoint's files is never run, and damage is reported: one error that names the file."""
 
 import io
 import json
@@ -211,7 +211,7 @@ def test_the_plants_would_have_worked(saved: Path, tmp_path: Path) -> None:
     assert mark.is_dir()
 
 
-def test_damage_is_told(settings: RunSettings, saved: Path, tmp_path: Path) -> None:
+def test_damage_is_reported(settings: RunSettings, saved: Path, tmp_path: Path) -> None:
     copies = broken_copies(saved, tmp_path, DAMAGED)
     (problems,) = run_ranks(problems_of_loading, 1, settings, [str(folder) for folder in copies.values()])
     for (name, folder), problem in zip(copies.items(), problems, strict=True):
@@ -220,7 +220,7 @@ def test_damage_is_told(settings: RunSettings, saved: Path, tmp_path: Path) -> N
         assert "\n" not in problem
 
 
-def test_another_model_is_told(saved: Path) -> None:
+def test_another_model_is_reported(saved: Path) -> None:
     other = RunSettings(tiny_policy(1), model={"hidden_size": 64})
     deeper = RunSettings(tiny_policy(1), model={"num_hidden_layers": 5})
     for settings, word in ((other, "shape"), (deeper, "layers.4")):
@@ -228,7 +228,7 @@ def test_another_model_is_told(saved: Path) -> None:
         assert word in problem, problem
 
 
-def test_an_optimizer_that_was_not_saved_is_told(settings: RunSettings, tmp_path: Path) -> None:
+def test_an_optimizer_that_was_not_saved_is_reported(settings: RunSettings, tmp_path: Path) -> None:
     assert run_ranks(save_once, 1, settings, str(tmp_path), False) == [None]
     ((problem,),) = run_ranks(problems_of_loading, 1, settings, [str(tmp_path)])
     assert "checkpointing.save_optimizer" in problem

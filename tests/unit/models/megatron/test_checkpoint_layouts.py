@@ -177,7 +177,7 @@ def test_every_parameter_has_a_step_count_of_its_own(
         assert num_updates == SAVE_AFTER + 1
 
 
-def test_an_optimizer_that_counts_by_group_is_told_before_its_first_step() -> None:
+def test_an_optimizer_that_counts_by_group_is_reported_before_its_first_step() -> None:
     """As Transformer Engine's and Apex's do, which make the count in their first step."""
     optimizer = torch.optim.SGD([torch.zeros(2)])
     set_num_updates(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=optimizer)]), 7)

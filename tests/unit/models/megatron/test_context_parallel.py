@@ -157,13 +157,13 @@ BALANCING = {
 @pytest.mark.parametrize("packed", [False, True])
 def test_balancing_sees_whole_sequences(name: str, packed: bool) -> None:
     changes = BALANCING[name] | {"sequence_packing__enabled": packed}
-    assert_as_one_rank(shared_run(2, 2, tape=False, **changes), shared_run(1, tape=False, **changes)[0])
+    assert_as_one_rank(shared_run(2, 2, capture=False, **changes), shared_run(1, capture=False, **changes)[0])
 
 
 @pytest.mark.slow
 def test_z_loss_of_ranks_without_padding() -> None:
     """Megatron-Core takes the mean of the ranks' means, which is that of all tokens where they have as many."""
-    changes: Any = {"moe_z_loss_coeff": 1e-2, "lengths": {"shortest": 16, "longest": 16}, "tape": False}
+    changes: Any = {"moe_z_loss_coeff": 1e-2, "lengths": {"shortest": 16, "longest": 16}, "capture": False}
     assert_as_one_rank(shared_run(2, 2, **changes), shared_run(1, **changes)[0])
 
 

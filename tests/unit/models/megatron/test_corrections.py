@@ -112,7 +112,7 @@ def test_expert_gradients_are_reduced_when_experts_are_not_cut_but_matrices_are(
         assert difference(uncured, reference).weights < 5e-6
 
 
-def test_routed_experts_are_told_from_everything_else() -> None:
+def test_routed_experts_are_distinguished_from_everything_else() -> None:
     assert corrections.is_routed_expert("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight")
     assert corrections.is_routed_expert("mlp.experts.linear_fc1_weights")
     assert not corrections.is_routed_expert("decoder.layers.0.mlp.shared_experts.linear_fc1.weight")

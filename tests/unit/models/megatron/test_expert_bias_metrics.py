@@ -111,7 +111,7 @@ def test_under_replay_the_bias_follows_the_load_that_is_asked_for() -> None:
     ((without,),) = run()
     ((live,),) = run(routing_replay="rollout", routing_replay_load="live")
     ((replayed,),) = run(routing_replay="rollout", routing_replay_load="replayed")
-    assert replayed.load[:, NUM_EXPERTS // 2 :].sum() < 0.1 * replayed.load.sum(), "the tape names the first half"
+    assert replayed.load[:, NUM_EXPERTS // 2 :].sum() < 0.1 * replayed.load.sum(), "the capture names the first half"
     for layer in range(NUM_LAYERS):
         np.testing.assert_allclose(without.bias[layer], towards_even(without.load[layer]), rtol=1e-6)
         np.testing.assert_allclose(replayed.bias[layer], towards_even(replayed.load[layer]), rtol=1e-6)

@@ -191,7 +191,7 @@ def test_at_most_one_way_is_on(forced: dict[str, Any]) -> None:
         ("moe_router_force_hot_rank", 0),
     ],
 )
-def test_what_is_forced_is_told(name: str, value: Any) -> None:
+def test_what_is_forced_is_reported(name: str, value: Any) -> None:
     config = build_transformer_config(tiny_policy(1, **{name: value}), tiny_hf_config())
     assert forced_routing_in_force(config) == {name: value}
     assert effective_moe_configuration(config)[name] == value

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Generation for prompts with pictures: transformers' tokens, the trainer's log-probabilities, batches and layouts."""
+"""Generation for prompts with images: transformers' tokens, the trainer's log-probabilities, batches and layouts."""
 
 import dataclasses
 from functools import cache
@@ -26,7 +26,7 @@ from tests.support.vision_models import (
     MODELS,
     Part,
     inputs_of_row,
-    random_picture,
+    random_image,
     transformers_inputs,
     vision_batch,
     write_vision_model,
@@ -37,10 +37,10 @@ GREEDY = SamplingParameters(max_new_tokens=14, temperature=0.0, stop_token_ids=S
 
 
 def rows_of(model_type: str) -> list[list[Part]]:
-    """Prompts with no picture, one, two, and one that others have as well; of other lengths and sizes."""
+    """Prompts with no image, one, two, and one that others have as well; of other lengths and sizes."""
     square = model_type == "internvl"  # one size for all of its tiles
     a, b, c = (
-        random_picture(2, 2, seed) if square else random_picture(*size, seed)
+        random_image(2, 2, seed) if square else random_image(*size, seed)
         for seed, size in enumerate([(2, 2), (3, 2), (1, 4)])
     )
     return [[3, a, 5], [2, b, 3, a, 9], [11], [1, c, 2], [4, a, 1], [2, c, 20]]
@@ -203,12 +203,12 @@ def test_layout_generates_as_one_rank_does(model_type: str, name: str, folders: 
 
 REFUSED = {
     "has 3 image tokens, expected 4": lambda inputs: {**inputs, IS_IMAGE: without_last(inputs[IS_IMAGE])},
-    "has the inputs is_image, expected is_image, picture_ids": lambda inputs: {IS_IMAGE: inputs[IS_IMAGE]},
-    "has pixels or picture_ids that are not those of its 1 picture_sizes": lambda inputs: {
+    "has the inputs is_image, expected is_image, image_ids": lambda inputs: {IS_IMAGE: inputs[IS_IMAGE]},
+    "has pixels or image_ids that are not those of its 1 image_sizes": lambda inputs: {
         **inputs,
         "pixels": dataclasses.replace(inputs["pixels"], values=(inputs["pixels"].values[0][3:],)),
     },
-    "has 13 tokens, and is_image tells of 14": lambda inputs: {
+    "has 13 tokens, and is_image reports 14": lambda inputs: {
         **inputs,
         IS_IMAGE: dataclasses.replace(inputs[IS_IMAGE], values=np.append(inputs[IS_IMAGE].values, False)),
     },
@@ -222,7 +222,7 @@ def without_last(is_image: ModelInput) -> ModelInput:
 
 
 def refuse(policy: PolicyConfig, folder: Path | None) -> None:
-    request = as_request(vision_batch([[2, random_picture(2, 2, 0), 5]]))
+    request = as_request(vision_batch([[2, random_image(2, 2, 0), 5]]))
     assert request.prompts[0].count(IMAGE) == 4
     with parallel_job(policy):
         if folder is None:
@@ -233,7 +233,7 @@ def refuse(policy: PolicyConfig, folder: Path | None) -> None:
         for message, change in REFUSED.items():
             with pytest.raises(ValueError, match=f"prompt 0 {message}"):
                 trainer.generate(dataclasses.replace(request, model_inputs=(change(request.model_inputs[0]),)), None)
-        # The image token itself is a token as any other where no picture is meant.
+        # The image token itself is a token as any other where no image is meant.
         text = dataclasses.replace(request, model_inputs=())
         assert (
             trainer.generate(text, None)[0].token_ids.tolist() != trainer.generate(request, None)[0].token_ids.tolist()

@@ -35,7 +35,7 @@ def test_weights_that_are_not_finite_are_not_trained_on(broken: float) -> None:
 
 
 @pytest.mark.parametrize(("top_p", "expected"), [(0.9, [[0.5], [0.75, 1.0]]), (1.0, [None, None])])
-def test_kept_mass_is_told_of_each_token_where_something_is_cut(
+def test_kept_mass_is_reported_each_token_where_something_is_cut(
     top_p: float, expected: list[list[float] | None]
 ) -> None:
     sampling = SamplingParameters(max_new_tokens=2, top_p=top_p, stop_token_ids=(END,))

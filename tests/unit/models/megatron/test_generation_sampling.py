@@ -61,7 +61,7 @@ def test_frequencies_are_the_probabilities(parameters: SamplingParameters) -> No
     # Top-k and top-p choose among tokens, and change no log-probability.
     everything = (LOGITS[0].double() / parameters.temperature).log_softmax(-1)
     torch.testing.assert_close(logprobs.double(), everything[token_ids], rtol=0, atol=1e-6)
-    # What they kept is how much more often than that each token is drawn.
+    # What they kept is how much more often than that each token is sampled.
     mass = everything.exp()[torch.from_numpy(possible)].sum().item()
     assert kept_mass.tolist() == pytest.approx([mass] * DRAWS, abs=1e-6)
 
@@ -91,7 +91,7 @@ def test_huge_logits() -> None:
     assert logprobs.tolist() == [0.0, 0.0]
 
 
-def test_rare_tokens_of_a_large_vocabulary_are_drawn() -> None:
+def test_rare_tokens_of_a_large_vocabulary_are_sampled() -> None:
     # In float32 the tail would vanish behind the sum before it.
     weights = torch.full((1, 100_001), 1e-9)
     weights[0, 0] = 1.0
@@ -103,16 +103,16 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn() -> None:
 
 @given(probabilities, st.integers(0, 2**53 - 1))
 def test_never_a_token_of_weight_zero(weights: list[int], numerator: int) -> None:
-    drawn = draw(one_row(weights), torch.tensor([numerator / 2**53], dtype=torch.float64)).item()
-    assert weights[int(drawn)] > 0
+    sampled = draw(one_row(weights), torch.tensor([numerator / 2**53], dtype=torch.float64)).item()
+    assert weights[int(sampled)] > 0
 
 
 @given(probabilities)
 def test_extreme_numbers_draw_the_first_and_the_last_possible_token(weights: list[int]) -> None:
     possible = np.flatnonzero(weights)
     uniforms = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    drawn = draw(one_row(weights).expand(2, -1), uniforms)
-    assert drawn.tolist() == [possible[0], possible[-1]]
+    sampled = draw(one_row(weights).expand(2, -1), uniforms)
+    assert sampled.tolist() == [possible[0], possible[-1]]
 
 
 @given(probabilities, ranks, shares)

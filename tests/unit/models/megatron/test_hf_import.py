@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a Hugging Face folder: what does not fit is told by all ranks first, and each reads its own part."""
+"""Reading a Hugging Face folder: what does not fit is reported by all ranks first, and each reads its own part."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.support.family_reference import assert_same_tensors, tensors_in
 from tests.support.gloo_ranks import run_ranks
 from tests.support.hf_folders import DAMAGED, UNFIT, stacked, tiny_tensors, write_folder
 from tests.support.hf_runs import (
-    bytes_told_while_loading,
+    bytes_reported_while_loading,
     last_rows_of_vocabulary,
     load_and_save,
     load_from_each,
@@ -26,7 +26,7 @@ from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
 TIED = {"tie_word_embeddings": True}
 
 
-def test_what_does_not_fit_is_told_by_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_reported_by_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
     spoiled = {**DAMAGED, **UNFIT}
     folders = [tmp_path / str(number) / "folder" for number in range(len(spoiled))]
     for folder, (spoil, _) in zip(folders, spoiled.values(), strict=True):
@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_told_by_all_ranks_and_changes_nothing(tmp_path: Pa
     ("world_size", "sizes"),
     [(1, {}), (2, {}), (2, {"ep": 2}), (2, {"tp": 2, "etp": 2}), (2, {"pp": 2}), (4, {"tp": 2, "ep": 2})],
 )
-def test_damage_of_any_part_is_told_by_name_in_every_layout(
+def test_damage_of_any_part_is_reported_by_name_in_every_layout(
     world_size: int, sizes: dict[str, int], tmp_path: Path
 ) -> None:
     """Tensors that a rank reads whole are compared while it does so, the others before."""
@@ -98,7 +98,7 @@ def test_fault_while_reading_ends_all_ranks(tmp_path: Path) -> None:
 
 def test_ranks_that_want_the_same_say_so_once(tmp_path: Path) -> None:
     write_folder(tiny_tensors(tiny_hf_config()), tmp_path / "whole")
-    for heard, wanted in run_ranks(bytes_told_while_loading, 2, tiny_policy(2), str(tmp_path / "whole")):
+    for heard, wanted in run_ranks(bytes_reported_while_loading, 2, tiny_policy(2), str(tmp_path / "whole")):
         assert wanted < heard < 1.5 * wanted
 
 
@@ -206,7 +206,7 @@ def test_model_of_half_the_bits_keeps_them(sizes: dict[str, int], tmp_path: Path
     assert_same_tensors(target, source)
 
 
-def test_tensors_without_use_are_left_out_and_told(tmp_path: Path) -> None:
+def test_tensors_without_use_are_left_out_and_reported(tmp_path: Path) -> None:
     tensors = tiny_tensors(tiny_hf_config(**TIED))
     more = {"lm_head.weight": torch.ones(64, 32)}
     more |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(4)}

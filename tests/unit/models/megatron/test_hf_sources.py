@@ -50,7 +50,7 @@ def put_together(parts: list[SourcePart], case: Case, hf_config: Any) -> Tensor:
     return case.rule.layout.join(tensors, hf_config)
 
 
-def drawn(*shape: int) -> Tensor:
+def sampled(*shape: int) -> Tensor:
     return torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
 
 
@@ -78,24 +78,24 @@ def cases(draw: st.DrawFn) -> tuple[Case, int, Any]:
         return Rule(found.sources, found.layout, found.alternatives, EXPERT)
 
     if kind == "one":
-        whole = drawn(rows, columns)
+        whole = sampled(rows, columns)
         case = Case(with_expert(rule(source("a"))), {"a": in_file(whole)}, whole, draw(st.sampled_from([0, 1, None])))
     elif kind == "vector":
-        whole = drawn(rows)
+        whole = sampled(rows)
         tensor = stacked_of_experts(whole) if is_stacked else whole
         found = with_expert(rule(Source("a", is_stacked=is_stacked)))
         case = Case(found, {"a": tensor}, whole, draw(st.sampled_from([0, None])))
     elif kind == "gated":
-        gate, up = drawn(rows, columns), -drawn(rows, columns)
+        gate, up = sampled(rows, columns), -sampled(rows, columns)
         found = with_expert(rule(source("gate"), source("up")))
         tensors = {"gate": in_file(gate), "up": in_file(up)}
         case = Case(found, tensors, torch.cat([gate, up]), 0, gated=True)
     elif kind == "halves":
-        whole = drawn(2 * rows, columns)
+        whole = sampled(2 * rows, columns)
         found = with_expert(rule(source("both", half=0), source("both", half=1)))
         case = Case(found, {"both": in_file(whole)}, whole, 0, gated=True)
     elif kind == "interleaved":
-        mixed = drawn(2 * rows, columns)
+        mixed = sampled(2 * rows, columns)
         found = with_expert(rule(source("both"), layout=InterleavedRows()))
         whole = torch.cat([mixed[0::2], mixed[1::2]])
         case = Case(found, {"both": in_file(mixed)}, whole, 0, gated=True)
@@ -104,7 +104,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, int, Any]:
         hf_config.num_key_value_heads, hf_config.num_attention_heads = rows, rows * per_group
         hf_config.head_dim = head_dim
         tensors = {
-            name: drawn(heads * head_dim, columns) + 1000 * number
+            name: sampled(heads * head_dim, columns) + 1000 * number
             for number, (name, heads) in enumerate({"q": rows * per_group, "k": rows, "v": rows}.items())
         }
         layout = QueryGroups()
@@ -112,16 +112,16 @@ def cases(draw: st.DrawFn) -> tuple[Case, int, Any]:
         case = Case(rule("q", "k", "v", layout=layout), tensors, whole, 0)
     else:
         hf_config.vocab_size = vocabulary = draw(st.integers(1, rows))
-        real = drawn(vocabulary, columns)
+        real = sampled(vocabulary, columns)
         whole = torch.nn.functional.pad(real, (0, 0, 0, rows - vocabulary))
         case = Case(rule("embed"), {"embed": real}, whole, 0, name="output_layer.weight")
     return case, shards, hf_config
 
 
 @settings(deadline=None, max_examples=150)
-@given(drawn_case=cases())
-def test_slices_of_tensors_make_the_slice_of_the_parameter(drawn_case: tuple[Case, int, Any]) -> None:
-    case, num_shards, hf_config = drawn_case
+@given(sampled_case=cases())
+def test_slices_of_tensors_make_the_slice_of_the_parameter(sampled_case: tuple[Case, int, Any]) -> None:
+    case, num_shards, hf_config = sampled_case
     elements = 0
     for shard_rank in range(num_shards):
         piece = case.piece(num_shards, shard_rank)
@@ -138,7 +138,7 @@ def test_slices_of_tensors_make_the_slice_of_the_parameter(drawn_case: tuple[Cas
 
 def test_part_of_a_parameter_s_memory_is_seen_as_it_lies_in_the_file() -> None:
     # The second rank of two holds rows 4 to 7 of a vocabulary of 6, and the file has two of them.
-    piece = ParameterPiece("output_layer.weight", drawn(4, 2), 0, 2, 1, False, False)
+    piece = ParameterPiece("output_layer.weight", sampled(4, 2), 0, 2, 1, False, False)
     found = rule("embed")
     (part,) = source_parts(piece, found, found.sources, SimpleNamespace(vocab_size=6), None)
     assert (part.shape, part.ranges, part.local_shape) == ((6, 2), ((4, 6), (0, 2)), (4, 2))
@@ -150,7 +150,7 @@ def test_part_of_a_parameter_s_memory_is_seen_as_it_lies_in_the_file() -> None:
 
 def test_expert_of_a_transposed_stack() -> None:
     # `[experts, inputs, outputs]`; the first of two ranks holds the first 2 of 4 outputs.
-    piece = ParameterPiece("x.mlp.experts.1.linear_fc1.weight", drawn(2, 3), 0, 2, 0, False, True)
+    piece = ParameterPiece("x.mlp.experts.1.linear_fc1.weight", sampled(2, 3), 0, 2, 0, False, True)
     source = Source("stack", is_stacked=True, is_transposed=True)
     found = Rule((source,), Rows(), (), EXPERT)
     (part,) = source_parts(piece, found, found.sources, SimpleNamespace(vocab_size=6), EXPERTS)

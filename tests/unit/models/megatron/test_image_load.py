@@ -36,7 +36,7 @@ PLANS: dict[int, tuple[Any, ...]] = {
 
 
 def batch_with_images() -> TokenBatch:
-    """Eight sequences, some without a picture, with experts that no router would choose."""
+    """Eight sequences, some without an image, with experts that no router would choose."""
     batch = with_image_tokens(tiny_batch(3))
     rows, width = batch.input_ids.shape
     scores = torch.rand(rows, width, NUM_LAYERS, NUM_EXPERTS, generator=torch.Generator().manual_seed(7))

@@ -16,7 +16,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token
 from nemo_rl_moe.generation.interface import GenerationBatch
 from nemo_rl_moe.models.images import IS_IMAGE
-from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
+from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from tests.support.gloo_ranks import run_ranks
@@ -46,7 +46,7 @@ class Answered:
     trained: np.ndarray
     expected: np.ndarray
     is_image: np.ndarray
-    tape: np.ndarray
+    capture: np.ndarray
     routes: np.ndarray
 
 
@@ -62,8 +62,8 @@ def write_model_that_draws(model_type: str, folder: Path) -> None:
 
 
 def by_transformers(model: Any, inputs: Mapping[str, Any], tokens: list[int]) -> np.ndarray:
-    """Log-probabilities of a response. Only its prompt comes with pictures: a token behind them is a word."""
-    model.model.rope_deltas = None  # a prompt without pictures would keep those of the one before
+    """Log-probabilities of a response. Only its prompt comes with images: a token behind them is a word."""
+    model.model.rope_deltas = None  # a prompt without images would keep those of the one before
     with torch.no_grad():
         prompt = model(**inputs, use_cache=True)
         more = model(input_ids=torch.tensor([tokens[:-1]]), past_key_values=prompt.past_key_values)
@@ -73,7 +73,7 @@ def by_transformers(model: Any, inputs: Mapping[str, Any], tokens: list[int]) ->
 
 
 def answered(trainer: MegatronTrainer, model: Any, model_type: str) -> list[Answered]:
-    """Answers to prompts with and without pictures."""
+    """Answers to prompts with and without images."""
     whole = vision_batch(rows_of(model_type))
     request: GenerationBatch = as_request(whole, SAMPLED)
     batches, found = [], []
@@ -127,8 +127,8 @@ def test_an_image_token_that_a_response_samples_is_a_token_as_any_other(
     found: dict[str, list[Answered]], spec: str
 ) -> None:
     sampled = [IMAGE in each.tokens[:-1] for each in found[spec]]
-    with_pictures = [IMAGE in each.prompt for each in found[spec]]
-    assert {pair for pair in zip(sampled, with_pictures, strict=True) if pair[0]} == {(True, True), (True, False)}
+    with_images = [IMAGE in each.prompt for each in found[spec]]
+    assert {pair for pair in zip(sampled, with_images, strict=True) if pair[0]} == {(True, True), (True, False)}
     for each in found[spec]:
         np.testing.assert_array_equal(each.is_image[: len(each.prompt)], np.array(each.prompt) == IMAGE)
         assert not each.is_image[len(each.prompt) :].any()
@@ -137,15 +137,15 @@ def test_an_image_token_that_a_response_samples_is_a_token_as_any_other(
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_tape_has_the_routes_of_image_tokens(found: dict[str, list[Answered]], spec: str) -> None:
+def test_a_capture_has_the_routes_of_image_tokens(found: dict[str, list[Answered]], spec: str) -> None:
     for each in found[spec]:
         num_fed = len(each.prompt) + len(each.tokens) - 1
-        assert (each.tape[:num_fed] >= 0).all()
-        np.testing.assert_array_equal(each.tape[:num_fed], each.routes[:num_fed])
+        assert (each.capture[:num_fed] >= 0).all()
+        np.testing.assert_array_equal(each.capture[:num_fed], each.routes[:num_fed])
     of_images = np.concatenate(
-        [each.tape[: len(each.prompt)][each.is_image[: len(each.prompt)]] for each in found[spec]]
+        [each.capture[: len(each.prompt)][each.is_image[: len(each.prompt)]] for each in found[spec]]
     )
-    assert len(np.unique(of_images.reshape(len(of_images), -1), axis=0)) > 4, "pictures differ"
+    assert len(np.unique(of_images.reshape(len(of_images), -1), axis=0)) > 4, "images differ"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,14 +158,14 @@ class Step:
     usable: float | None
 
 
-def replayed(policy: PolicyConfig, model_type: str, folder: Path, taps: type[RouterTaps] = RouterTaps) -> Step:
+def replayed(policy: PolicyConfig, model_type: str, folder: Path, hooks: type[RouterHooks] = RouterHooks) -> Step:
     """A step with experts that no router would choose, for image tokens too; within a job."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nemo_rl_moe.models.megatron.training.router_taps.RouterTaps", taps)
+        patch.setattr("nemo_rl_moe.models.megatron.training.router_hooks.RouterHooks", hooks)
         trainer = trainer_of(policy, folder)
         batch = mixed_batch(model_type)
-        tape = per_token(random_routes(batch), Destination.MODEL, fill=-1)
-        batch = batch.with_columns(**{ROUTED_EXPERTS: tape})
+        capture = per_token(random_routes(batch), Destination.MODEL, fill=-1)
+        batch = batch.with_columns(**{ROUTED_EXPERTS: capture})
         place = trainer.coordinates
         shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, MICROBATCHES)
         logprobs = logprobs_by_sequence(trainer, shard, batch, MICROBATCHES)
@@ -187,7 +187,7 @@ def policy_of(world_size: int, **changes: Any) -> PolicyConfig:
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_stages_that_recompute_replay_the_routes_of_pictures(model_type: str, tmp_path: Path) -> None:
+def test_stages_that_recompute_replay_the_routes_of_images(model_type: str, tmp_path: Path) -> None:
     alone = [policy_of(1, activation_checkpointing="none", routing_replay=replay) for replay in ("rollout", "none")]
     staged = [policy_of(2, **layout(pp=2), activation_checkpointing=how) for how in ("moe", "full")]
     folder = tmp_path / "model"

@@ -330,25 +330,25 @@ def test_fullest_moment_is_the_largest_of_the_three() -> None:
     assert memory.peak_at_least == memory.always + memory.activations_at_least
 
 
-MEMORY_IS_TOLD = ("sft.yaml", "grpo_qwen3_30b_a3b.yaml", "grpo_dapo17k.yaml")
+MEMORY_IS_REPORTED = ("sft.yaml", "grpo_qwen3_30b_a3b.yaml", "grpo_dapo17k.yaml")
 
 
-def gigabytes_told(name: str) -> list[int]:
+def gigabytes_reported(name: str) -> list[int]:
     """The figures in an exemplar's first comment, without the sizes of the GPUs that it is right for."""
     lines = (EXEMPLARS_FOLDER / name).read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
     return [int(figure) for figure in re.findall(r"(?<!GPUs with )\b(\d+)(?= GB| and \d+ GB)", comment)]
 
 
-@pytest.mark.parametrize("name", MEMORY_IS_TOLD)
-def test_exemplars_tell_their_memory(name: str) -> None:
+@pytest.mark.parametrize("name", MEMORY_IS_REPORTED)
+def test_exemplars_report_their_memory(name: str) -> None:
     """What is always held and the fullest moment, on one machine and on two."""
     found = []
     for num_nodes in (1, 2):
         overrides = [f"policy.model_name={QWEN3_30B_A3B}", f"cluster.num_nodes={num_nodes}"]
         memory = memory_of(load_any_config(name, overrides, check_paths=False))
         found += [round(memory.always / 1e9), round(memory.peak_at_least / 1e9)]
-    assert found == gigabytes_told(name)
+    assert found == gigabytes_reported(name)
     assert found[1] < 96
     assert found[3] < 80
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
-from nemo_rl_moe.models.images import PIXELS, Picture, image_inputs
+from nemo_rl_moe.models.images import PIXELS, ModelImage, image_inputs
 from nemo_rl_moe.models.megatron.training.microbatch import (
     MicrobatchShape,
     ModelMicrobatch,
@@ -100,8 +100,8 @@ def test_columns_follow_their_sequences() -> None:
 
 @pytest.mark.parametrize("make", [pad_microbatch, pack_microbatch])
 def test_what_the_model_reads_goes_to_the_device_once(make: Callable[..., ModelMicrobatch]) -> None:
-    pictures = [Picture(np.full((2, 2, 3), number, np.uint8)) for number in range(2)]
-    inputs = [image_inputs(own, np.array([True, False])) for own in ([pictures[0]], [pictures[1], pictures[0]])]
+    images = [ModelImage(np.full((2, 2, 3), number, np.uint8)) for number in range(2)]
+    inputs = [image_inputs(own, np.array([True, False])) for own in ([images[0]], [images[1], images[0]])]
     batch = TWO.with_columns(advantages=per_sequence(torch.zeros(2))).with_inputs(inputs)
     made = make(batch, MicrobatchShape(1), CPU)
     assert set(made.batch.columns) == {"advantages"}

@@ -40,7 +40,7 @@ def test_fields_reach_the_configuration_last() -> None:
     assert config.barrier_with_L1_time is False
 
 
-def test_fields_that_cannot_be_set_are_all_told_at_once() -> None:
+def test_fields_that_cannot_be_set_are_all_reported_at_once() -> None:
     with pytest.raises(ConfigurationError) as caught:
         overridden(
             attention_backend="flsh",

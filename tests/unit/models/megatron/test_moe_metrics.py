@@ -211,7 +211,7 @@ def accumulate(policy: PolicyConfig) -> dict[str, float]:
     return totals
 
 
-# Without a configuration: what Megatron-Core's tracker and its parallel state tell is enough.
+# Without a configuration: what Megatron-Core's tracker and its parallel state report is enough.
 
 
 def record_and_report_in_any_loop(

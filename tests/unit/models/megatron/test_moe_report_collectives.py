@@ -217,7 +217,7 @@ IN_ORDER = {
     "RoutingReports": ["allreduce_", "allreduce_", "allreduce_"],
     "ExpertLoadReports": ["allreduce_", *SUM_AND_MAXIMUM],
     "ExpertBiasReports": ["allreduce_"],
-    "AdvantageRecorder": ["allreduce_"],
+    "ExpertAdvantageRecorder": ["allreduce_"],
 }
 
 

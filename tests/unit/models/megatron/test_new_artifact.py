@@ -26,7 +26,7 @@ from nemo_rl_moe.runs.loggers.console import Notices
 from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
-from nemo_rl_moe.runs.loggers.step_pictures import StepPictures
+from nemo_rl_moe.runs.loggers.step_plots import StepPlots
 from tests.support.gloo_ranks import run_ranks
 from tests.support.loggers import ListBackend
 from tests.support.tiny_model import parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
@@ -67,7 +67,7 @@ class TokensWriter(StepTableWriter[np.ndarray]):
 
 
 def plot_tokens(step: int, tokens: np.ndarray) -> Mapping[str, bytes]:
-    return {f"pictures/{NAME}": b"step %d: %d tokens" % (step, tokens.sum())}
+    return {f"images/{NAME}": b"step %d: %d tokens" % (step, tokens.sum())}
 
 
 KIND = ArtifactKind(NAME, TokensWriter, plot_tokens)
@@ -115,9 +115,9 @@ def test_it_is_written_and_plotted_and_rewound(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(ARTIFACTS, NAME, KIND)
     backend, notices = ListBackend(), Notices(pytest.fail, pytest.fail)
     # The first plot imports matplotlib, which takes long on a busy machine.
-    patience = Patience(most_pictures_waiting=99, silence_s=200, closing_s=200)
+    patience = Patience(most_plots_waiting=99, silence_s=200, closing_s=200)
     isolated = IsolatedLogger("x", backend.open, notices, patience=patience)
-    loggers = FanOutLogger([], notices, [isolated], closing_s=200, pictures=StepPictures(2, notices))
+    loggers = FanOutLogger([], notices, [isolated], closing_s=200, images=StepPlots(2, notices))
     config = SFTConfig(
         max_num_epochs=1, max_num_steps=3, val_period=0, val_batches=None, val_at_start=False, val_at_end=False, seed=0
     )
@@ -136,7 +136,7 @@ def test_it_is_written_and_plotted_and_rewound(tmp_path: Path, monkeypatch: pyte
     assert found.values["tokens"].tolist() == expected
     assert [step for step, _ in backend.steps] == [1, 2, 3]
     assert [metrics["train/moe/tokens_of_last_update"] for _, metrics in backend.steps] == [of[1] for of in expected]
-    plotted = {step: plots[f"pictures/{NAME}"] for step, plots in backend.pictures.items() if NAME in str(plots)}
+    plotted = {step: plots[f"images/{NAME}"] for step, plots in backend.images.items() if NAME in str(plots)}
     assert plotted == {step: b"step %d: %d tokens" % (step, sum(expected[step - 1])) for step in (1, 2)}
     rewind_run_folder(tmp_path, 2)
     assert read_steps(TABLE, tmp_path).axes[0].tolist() == [1, 2]

@@ -10,8 +10,8 @@ import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import inner_optimizers, optimizer_parts
-from nemo_rl_moe.models.megatron.training import portioned_step
-from nemo_rl_moe.models.megatron.training.portioned_step import step_in_portions
+from nemo_rl_moe.models.megatron.training import chunked_step
+from nemo_rl_moe.models.megatron.training.chunked_step import step_in_chunks
 from tests.support.checkpoint_run import Steps, load_and_train, train_and_save
 from tests.support.fused_adam import FusedAdam, fused_adam
 from tests.support.gloo_ranks import run_ranks
@@ -42,8 +42,8 @@ BFLOAT16 = precision_aware(PLAIN, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bf
 
 
 def train_and_save_fused(job: RunSettings, folder: str) -> tuple[Steps, int]:
-    """Three steps and a checkpoint behind the first, in portions; and the most elements copied at a time."""
-    portioned_step.PORTION_PARAMETERS = 2000
+    """Three steps and a checkpoint behind the first, in chunks; and the most elements copied at a time."""
+    chunked_step.CHUNK_PARAMETERS = 2000
     with fused_adam() as adam:
         return train_and_save(job, folder, 1, 3), adam.most_copied
 
@@ -96,7 +96,7 @@ def test_moments_in_float32_give_the_numbers_of_torch(tmp_path: Path) -> None:
 
 def test_moments_in_bfloat16_resume_to_the_bit(tmp_path: Path) -> None:
     (steps, copied), _ = run_ranks(train_and_save_fused, 2, BFLOAT16, str(tmp_path))
-    assert copied == 2 * 8192  # two moments of the largest tensor, which is a portion by itself
+    assert copied == 2 * 8192  # two moments of the largest tensor, which is a chunk by itself
     resumed, moments, masters = run_ranks(load_into_a_fresh_one, 2, BFLOAT16, str(tmp_path))[0]
     assert resumed == steps[1:]
     assert (moments, masters) == ({"torch.bfloat16"}, {"torch.float32"})
@@ -104,7 +104,7 @@ def test_moments_in_bfloat16_resume_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 7, 8, 100])
-def test_portions_update_as_groups_do(most: int) -> None:
+def test_chunks_update_as_groups_do(most: int) -> None:
     def updated(most_parameters: int | None) -> tuple[list[Any], int]:
         FusedAdam.most_copied = 0
         torch.manual_seed(0)
@@ -117,7 +117,7 @@ def test_portions_update_as_groups_do(most: int) -> None:
             exp_avg_sq_dtype=torch.bfloat16,
         )
         if most_parameters is not None:
-            step_in_portions(adam, most_parameters)
+            step_in_chunks(adam, most_parameters)
         for _ in range(3):
             for tensor in tensors:
                 tensor.decoupled_grad = torch.randn(len(tensor))  # type: ignore[attr-defined]

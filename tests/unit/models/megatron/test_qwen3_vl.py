@@ -21,7 +21,7 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_policy
 from tests.support.vision_models import (
     PATCH,
-    random_picture,
+    random_image,
     tiny_vision_config,
     transformers_inputs,
     vision_batch,
@@ -93,13 +93,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_model_cannot_do_is_told(name: str, tmp_path: Path) -> None:
-    value, told = REFUSED[name]
-    with pytest.raises(ConfigurationError, match=rf"{name.removeprefix('text_config.')}: .*{told}"):
+def test_what_the_model_cannot_do_is_reported(name: str, tmp_path: Path) -> None:
+    value, reported = REFUSED[name]
+    with pytest.raises(ConfigurationError, match=rf"{name.removeprefix('text_config.')}: .*{reported}"):
         read(tmp_path, {name: value})
 
 
-def test_blocks_in_another_order_or_more_of_them_than_layers_are_told(tmp_path: Path) -> None:
+def test_blocks_in_another_order_or_more_of_them_than_layers_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"deepstack_visual_indexes: got \[1, 0\], expected rising"):
         read(tmp_path, {"vision_config.deepstack_visual_indexes": [1, 0]})
     with pytest.raises(ConfigurationError, match="got 3 blocks, expected at most 2, one for each layer"):
@@ -107,7 +107,7 @@ def test_blocks_in_another_order_or_more_of_them_than_layers_are_told(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         (layout(pp=4), "pipeline_model_parallel_size: got 4, which leaves 1 of the model's 4 layers"),
         (layout(pp=2, vpp=2), "virtual_pipeline_model_parallel_size: got 2 on 2 stages, which leaves 1 "),
@@ -117,9 +117,11 @@ def test_blocks_in_another_order_or_more_of_them_than_layers_are_told(tmp_path: 
         ),
     ],
 )
-def test_all_layers_that_the_tower_adds_to_are_beside_it(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_all_layers_that_the_tower_adds_to_are_beside_it(
+    changes: dict[str, Any], reported: str, tmp_path: Path
+) -> None:
     hf_config = read(tmp_path, {})
-    with pytest.raises(ConfigurationError, match=rf"^policy\.megatron_cfg\.{told}.*, expected 2 or more"):
+    with pytest.raises(ConfigurationError, match=rf"^policy\.megatron_cfg\.{reported}.*, expected 2 or more"):
         build_transformer_config(tiny_policy(4, **changes), hf_config)
 
 
@@ -144,7 +146,7 @@ def experts_either_way(folder: Path, width: int) -> dict[str, Any]:
         turned / "model.safetensors",
         metadata={"format": "pt"},
     )
-    batch = vision_batch([[2, random_picture(3, 2, 1), 3, random_picture(1, 4, 2), 5]])
+    batch = vision_batch([[2, random_image(3, 2, 1), 3, random_image(1, 4, 2), 5]])
     theirs: list[Any] = []
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     for module in model.modules():
@@ -189,7 +191,7 @@ def steps_of_the_example() -> list[float]:
     with parallel_job(policy):
         trainer = MegatronTrainer(policy, plain_config(load_hf_config(str(TINY))), None, num_steps=2)
         before = {name: parameter.detach().clone() for name, parameter in trainer.chunks[0].named_parameters()}
-        batch = vision_batch([[2, random_picture(4, 4, seed), 6] for seed in range(4)])
+        batch = vision_batch([[2, random_image(4, 4, seed), 6] for seed in range(4)])
         losses = [trainer.train([shard_of_rank(batch, microbatches=((0, 1), (2, 3)))], sft_loss) for _ in range(2)]
         left = [
             name for name, parameter in trainer.chunks[0].named_parameters() if torch.equal(parameter, before[name])

@@ -17,9 +17,9 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch, per_token, stored_per_token
 from nemo_rl_moe.distributed.stored_rows import StoredRows
-from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
+from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.routing.agreement.statistics import LedgerTotals
+from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
 from tests.support.generation_run import build_trainer, prompts, request_of
@@ -52,7 +52,7 @@ class Trained:
     logprobs: dict[int, np.ndarray]
     own_logprobs: dict[int, np.ndarray]
     own_routes: dict[int, np.ndarray]
-    compared: LedgerTotals
+    compared: AgreementTotals
     loss: float
     grad_norm: float
     counts: list[list[int]]
@@ -202,14 +202,14 @@ def test_layout_replays_as_one_rank_does(world_size: int, changes: dict[str, Any
         np.testing.assert_allclose(found.logprobs[index], values, atol=2e-5)
         np.testing.assert_allclose(found.own_logprobs[index], expected.own_logprobs[index], atol=2e-5)
         np.testing.assert_array_equal(found.own_routes[index], expected.own_routes[index])
-    for name in ("rows", "tape_experts", "live_experts", "tokens"):
+    for name in ("rows", "captured_experts", "live_experts", "tokens"):
         assert getattr(found.compared, name).tolist() == getattr(expected.compared, name).tolist(), name
     for name, value in expected.metrics.items():
         if name.startswith("routing/"):
             assert found.metrics[name] == pytest.approx(value, abs=1e-12), name
 
 
-class _LostInTheBackwardPass(RouterTaps):
+class _LostInTheBackwardPass(RouterHooks):
     """Replays in the forward pass alone, as Megatron-Core's REPLAY_FORWARD does."""
 
     def watch_backward(self, output: Any, chunk: int, microbatch: Any) -> None:
@@ -224,9 +224,9 @@ class _OfTheLastMicrobatch(_LostInTheBackwardPass):
             super()._give(chunk, routes)
 
 
-def train_with_fault(policy: PolicyConfig, fault: type[RouterTaps]) -> Trained:
+def train_with_fault(policy: PolicyConfig, fault: type[RouterHooks]) -> Trained:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nemo_rl_moe.models.megatron.training.router_taps.RouterTaps", fault)
+        patch.setattr("nemo_rl_moe.models.megatron.training.router_hooks.RouterHooks", fault)
         return train(policy, MICROBATCHES)
 
 
@@ -235,7 +235,7 @@ def train_with_fault(policy: PolicyConfig, fault: type[RouterTaps]) -> Trained:
     [(1, {}, _LostInTheBackwardPass), (2, layout(pp=2), _OfTheLastMicrobatch)],
 )
 def test_a_replay_that_recomputation_loses_is_seen_in_the_gradient_alone(
-    world_size: int, changes: dict[str, Any], fault: type[RouterTaps], expected: Trained
+    world_size: int, changes: dict[str, Any], fault: type[RouterHooks], expected: Trained
 ) -> None:
     policy = tiny_grpo_policy(world_size, activation_checkpointing="full", routing_replay="rollout", **changes)
     found = run_ranks(train_with_fault, world_size, policy, fault)[0]
@@ -325,11 +325,11 @@ def generate_and_train(
         input_ids = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
         for index, (token_ids, _) in sequences.items():
             input_ids[index, : len(token_ids)] = torch.tensor(token_ids)
-        tape = stored_per_token([StoredRows.of(sequences[index][1]) for index in range(len(sequences))], fill=-1)
-        assert tape is not None
+        capture = stored_per_token([StoredRows.of(sequences[index][1]) for index in range(len(sequences))], fill=-1)
+        assert capture is not None
         real = torch.arange(input_ids.shape[1]) < lengths[:, None]
         batch = TokenBatch(
-            input_ids, lengths, real, tuple(map(str, range(len(lengths)))), stored={ROUTED_EXPERTS: tape}
+            input_ids, lengths, real, tuple(map(str, range(len(lengths)))), stored={ROUTED_EXPERTS: capture}
         )
         batch = batch.fetched(list)
         shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, ((0, 1, 2), (3, 4, 5)))
@@ -374,7 +374,7 @@ def test_routes_of_generation_are_those_of_training(
         (2, layout(pp=2) | IN_BFLOAT16, ONE_SHARE),
     ],
 )
-def test_a_fault_of_the_tape_is_named(world_size: int, changes: dict[str, Any], shares: Any, fault: Any) -> None:
+def test_a_fault_of_the_capture_is_named(world_size: int, changes: dict[str, Any], shares: Any, fault: Any) -> None:
     """From the passes of a layout, where no rank has all layers or all tokens."""
     policy = tiny_grpo_policy(world_size, **changes)
     metrics, anomalies = run_ranks(generate_and_train, world_size, policy, shares, {}, fault)[0]
@@ -397,9 +397,9 @@ def replay_own_routes(policy: PolicyConfig, model: dict[str, Any]) -> tuple[floa
         dist.all_gather_object(by_rank, dict(zip(places, routes, strict=False)))  # none on ranks that do not report
         found = {index: rows for of_rank in by_rank for index, rows in of_rank.items()}
         if policy.megatron_cfg.routing_replay != "none":  # type: ignore[attr-defined]
-            tape = stored_per_token([StoredRows.of(found[index]) for index in range(len(whole))], fill=-1)
-            assert tape is not None
-            whole = whole.with_stored(ROUTED_EXPERTS, tape).fetched(list)
+            capture = stored_per_token([StoredRows.of(found[index]) for index in range(len(whole))], fill=-1)
+            assert capture is not None
+            whole = whole.with_stored(ROUTED_EXPERTS, capture).fetched(list)
         shard = shard_of_rank(whole, place.data_parallel_rank, place.data_parallel_size)
         result = trainer.train([shard], sft_loss)
         return result.global_loss, result.grad_norm, result.moe_metrics

@@ -54,23 +54,23 @@ def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 def recorded(model: Any) -> list[list[Tensor]]:
     """The experts of each microbatch, by the layers of this stage: a rollout's."""
-    tape: list[list[Tensor]] = []
+    capture: list[list[Tensor]] = []
 
     def forward(batches: Any, model: Any) -> Any:
         output = model(**next(batches), attention_mask=megatron_causal_mask(SEQUENCE))
-        tape.append([indices.clone() for indices in RouterReplay.get_recorded_data()])
+        capture.append([indices.clone() for indices in RouterReplay.get_recorded_data()])
         return output, loss_of
 
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
     run_schedule(model, forward, MICROBATCHES, forward_only=True)
     RouterReplay.clear_global_indices()
-    return tape
+    return capture
 
 
-def replayed(model: Any, tape: list[list[Tensor]], fault: str) -> dict[str, Tensor]:
-    """Gradients of a step that replays the tape, in the passes that checkpointing repeats too."""
+def replayed(model: Any, capture: list[list[Tensor]], fault: str) -> dict[str, Tensor]:
+    """Gradients of a step that replays the capture, in the passes that checkpointing repeats too."""
     first_stage = int(os.environ["RANK"]) == 0
-    order = iter(tape)
+    order = iter(capture)
 
     def forward(batches: Any, model: Any) -> Any:
         targets = next(order)
@@ -91,7 +91,7 @@ def replayed(model: Any, tape: list[list[Tensor]], fault: str) -> dict[str, Tens
     if fault == "queue":  # log-probabilities first, of a microbatch whose targets nobody clears
         with torch.no_grad():
             run_schedule(model, forward, 1, forward_only=True)
-        order = iter(tape)
+        order = iter(capture)
     run_schedule(model, forward, MICROBATCHES, forward_only=False)
     RouterReplay.clear_global_indices()
     RouterReplay.clear_global_router_replay_action()
@@ -132,12 +132,12 @@ def audit_on_two_stages(store: str) -> dict[str, dict[str, Any]]:
         )
         RouterReplay.clear_global_router_replay_instances()
         model = build(config, fast=False)
-        tape = recorded(model)
+        capture = recorded(model)
         for fault in FAULTS:
             with routers_that_do_not_ask(model) if fault == "ignored" else nullcontext():
-                expected = replayed(model, tape, fault)
+                expected = replayed(model, capture, fault)
                 audit = RouterReplayAudit([model])
-                actual = replayed(model, tape, fault)
+                actual = replayed(model, capture, fault)
                 audited = audit.end_step(1)
                 audit.close()
             assert audited.report is not None
@@ -152,7 +152,7 @@ def audit_on_two_stages(store: str) -> dict[str, dict[str, Any]]:
         names: dict[str, Any] = {}
         exec(documented_loop(), names)
         with redirect_stdout(StringIO()) as shown:
-            names["train"]([model], 1, lambda: replayed(model, tape, "layer"))
+            names["train"]([model], 1, lambda: replayed(model, capture, "layer"))
         found["documented"] = {"texts": shown.getvalue().splitlines()}
         with pytest.raises(ValueError) as refused:  # noqa: PT011  (its text is compared)
             RouterReplayAudit([build(replace(config, moe_enable_routing_replay=False), fast=False)])

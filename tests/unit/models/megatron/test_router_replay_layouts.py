@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 WITHOUT_TOKENS = ("a stage without tokens", "a stage without routers")
 FAULTS = ("none", "layer", "token", "sequence")
-Tape = dict[tuple[int, int], torch.Tensor]
+Capture = dict[tuple[int, int], torch.Tensor]
 
 
 def run_schedule(chunks: list[Any], forward: Any, *, forward_only: bool) -> None:
@@ -64,43 +64,43 @@ def given(batch: dict[str, Any], chunk: Any, name: str) -> dict[str, Any]:
     return batch
 
 
-def recorded(chunks: list[Any], name: str) -> Tape:
+def recorded(chunks: list[Any], name: str) -> Capture:
     """The routers' own experts, by microbatch and router."""
-    tape: Tape = {}
+    capture: Capture = {}
 
     def forward(batches: Any, chunk: Any) -> Any:
         batch = next(batches)
         number = batch.pop("number")
         output = chunk(**given(batch, chunk, name), attention_mask=megatron_causal_mask(SEQUENCE))
         for place in instances_of(chunk):
-            tape[number, place] = RouterReplay.global_router_replay_instances[place].recorded_topk_idx.clone()
+            capture[number, place] = RouterReplay.global_router_replay_instances[place].recorded_topk_idx.clone()
         return output, loss_of
 
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
     run_schedule(chunks, forward, forward_only=True)
     RouterReplay.clear_global_indices()
-    return tape
+    return capture
 
 
-def spoiled(tape: Tape, fault: str, first: list[int]) -> Tape:
-    """The tape with a fault; layers change places on the first stage."""
+def spoiled(capture: Capture, fault: str, first: list[int]) -> Capture:
+    """The capture with a fault; layers change places on the first stage."""
     if fault == "layer":
         one, other = first
         swapped = {one: other, other: one}
-        return {(number, place): tape[number, swapped.get(place, place)] for number, place in tape}
+        return {(number, place): capture[number, swapped.get(place, place)] for number, place in capture}
     if fault == "token":
-        return {key: routes.roll(BATCH, 0) for key, routes in tape.items()}
+        return {key: routes.roll(BATCH, 0) for key, routes in capture.items()}
     if fault == "sequence":
-        return {key: routes.view(-1, BATCH, 2).flip(1).reshape(-1, 2) for key, routes in tape.items()}
-    return tape
+        return {key: routes.view(-1, BATCH, 2).flip(1).reshape(-1, 2) for key, routes in capture.items()}
+    return capture
 
 
-def replay(chunks: list[Any], tape: Tape, name: str) -> None:
+def replay(chunks: list[Any], capture: Capture, name: str) -> None:
     def forward(batches: Any, chunk: Any) -> Any:
         batch = next(batches)
         number = batch.pop("number")
         for place in instances_of(chunk):
-            RouterReplay.global_router_replay_instances[place].set_target_indices(tape[number, place])
+            RouterReplay.global_router_replay_instances[place].set_target_indices(capture[number, place])
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         output = chunk(**given(batch, chunk, name), attention_mask=megatron_causal_mask(SEQUENCE))
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
@@ -128,11 +128,11 @@ def audit_on_both(store: str, name: str) -> dict[str, dict[str, Any]]:
         chunks = [
             build(config, fast=False, vp_stage=stage).train() for stage in (range(virtual) if virtual else [None])
         ]
-        tape = recorded(chunks, name)
-        places = sorted({place for _, place in tape})
+        capture = recorded(chunks, name)
+        places = sorted({place for _, place in capture})
         first = places[:2] if rank == 0 or of_layout["tensor"] > 1 else []
         for fault in FAULTS:
-            changed = spoiled(tape, fault, first) if fault != "layer" or first else tape
+            changed = spoiled(capture, fault, first) if fault != "layer" or first else capture
             audit = RouterReplayAudit(chunks)
             replay(chunks, changed, name)
             audited = audit.end_step(1)

@@ -37,7 +37,7 @@ def test_the_same_in_another_folder_is_the_same(folders: list[str]) -> None:
     assert run_ranks(outcome_of_rank, 2, folders, configs, False) == [[], []]
 
 
-def test_other_configurations_and_other_formats_are_told_on_all_ranks(folders: list[str]) -> None:
+def test_other_configurations_and_other_formats_are_reported_on_all_ranks(folders: list[str]) -> None:
     hf, megatron = folders
     assert run_ranks(outcome_of_rank, 2, folders, [{"a": 1}, {"a": 2}], False) == 2 * [
         [

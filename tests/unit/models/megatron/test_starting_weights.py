@@ -15,17 +15,17 @@ pytestmark = pytest.mark.megatron
 
 
 def first_weights(policy: PolicyConfig, seeds: list[int]) -> list[list[float]]:
-    hf_config, drawn = tiny_hf_config(), []
+    hf_config, sampled = tiny_hf_config(), []
     with parallel_job(policy):
         config = build_transformer_config(policy, hf_config)
         chunks = build_model_chunks(policy, config, hf_config)
         for seed in seeds:
             initialize_weights(chunks, config, hf_config, seed)
-            drawn.append(chunks[0].embedding.word_embeddings.weight[0].tolist())
-    return drawn
+            sampled.append(chunks[0].embedding.word_embeddings.weight[0].tolist())
+    return sampled
 
 
 def test_each_seed_draws_weights_of_its_own() -> None:
-    (drawn,) = run_ranks(first_weights, 1, tiny_policy(), [1234, 1, 2, 1])
-    assert drawn[1] == drawn[3]
-    assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
+    (sampled,) = run_ranks(first_weights, 1, tiny_policy(), [1234, 1, 2, 1])
+    assert sampled[1] == sampled[3]
+    assert sampled[0] != sampled[1] != sampled[2] != sampled[0]

@@ -215,7 +215,7 @@ def start_from(policy: PolicyConfig, folder: str) -> tuple[list[str], list[str],
         return left_out, list(without.notices), heads, list(again.notices), list(fresh.notices)
 
 
-def test_what_has_no_place_for_the_head_leaves_it_out_and_tells(tmp_path: Path) -> None:
+def test_what_has_no_place_for_the_head_leaves_it_out_and_reports(tmp_path: Path) -> None:
     ((left_out, without, heads, again, fresh),) = run_ranks(start_from, 1, tiny_policy(1), str(tmp_path))
     assert left_out == ["value_head.weight"]
     assert without == [f"{tmp_path}/megatron: value_head.weight left out: the model has no value head"]

@@ -19,7 +19,7 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import VISION_FAMILIES, decoder_type_of, num_patches_of
 from nemo_rl_moe.models.families.internvl import INTERNVL
 from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
-from nemo_rl_moe.models.images import picture_patches
+from nemo_rl_moe.models.images import image_patches
 from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
@@ -46,7 +46,7 @@ from tests.support.vision_models import (
 )
 
 PACKED = {"sequence_packing__enabled": True}
-# The last microbatch has no picture.
+# The last microbatch has no image.
 MICROBATCHES = ((0, 2), (3, 6), (7, 4), (1, 5))
 # One before a checkpoint and two behind it: the last loss follows the optimizer's state, too.
 STEPS, STEPS_BEFORE = 3, 1
@@ -153,7 +153,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, PACKED | layout(ep=2)),
 ]
 # Each kind of layout once, with the model that it is hardest for: packing and tensor parallelism with positions in
-# three axes, stages with features behind the first layers, and ranks that have other pictures with experts.
+# three axes, stages with features behind the first layers, and ranks that have other images with experts.
 QUICK = {
     "qwen2_5_vl": [PACKED | layout(tp=2)],
     "qwen3_vl_moe": [layout(pp=2)],
@@ -204,8 +204,8 @@ def test_a_limit_of_patches_changes_no_step(reference: Any, world_size: int, pac
     """As many microbatches on each rank, whose towers run no more than the limit; losses and weights stay."""
     model_type, folder, _, one = reference
     batch = mixed_batch(model_type)
-    pictures = picture_patches(batch, num_patches_of(load_hf_config(str(folder))))
-    largest = max(patches for own in pictures for patches in own.values())
+    images = image_patches(batch, num_patches_of(load_hf_config(str(folder))))
+    largest = max(patches for own in images for patches in own.values())
     batching: Any = PackedBatching(300) if packed else DynamicBatching(300, overhead_tokens=1000)
     plans = [
         plan_microbatches(
@@ -213,7 +213,7 @@ def test_a_limit_of_patches_changes_no_step(reference: Any, world_size: int, pac
             num_data_parallel_ranks=world_size,
             global_batch_size=len(batch),
             batching=replace(batching, max_patches=most),
-            pictures=pictures,
+            images=images,
         )
         for most in (None, largest)
     ]
@@ -425,7 +425,7 @@ def test_frozen_parts_stay_as_they_are_and_all_others_train(reference: Any, part
 
 
 @pytest.mark.parametrize(
-    ("parts", "changes", "told"),
+    ("parts", "changes", "reported"),
     [
         (("vision_tower", "projector", "language_model"), {}, "which leaves nothing to train"),
         (("language_model",), layout(pp=2), "pipeline_model_parallel_size 2: nothing would train on the stages"),
@@ -436,11 +436,13 @@ def test_frozen_parts_stay_as_they_are_and_all_others_train(reference: Any, part
         ),
     ],
 )
-def test_parts_that_cannot_be_frozen_so_are_told(parts: tuple[str, ...], changes: dict[str, Any], told: str) -> None:
+def test_parts_that_cannot_be_frozen_so_are_reported(
+    parts: tuple[str, ...], changes: dict[str, Any], reported: str
+) -> None:
     config = tiny_vision_config("internvl")
     flat = INTERNVL.flattened(config, "qwen3_moe")
     policy = policy_of(2, **changes, **{f"freeze__{part}": True for part in parts})
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=reported):
         build_transformer_config(policy, flat)
 
 

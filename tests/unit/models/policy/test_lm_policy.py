@@ -27,7 +27,7 @@ from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.flops import ForwardFlops
 from nemo_rl_moe.models.hf_files import ModelSource
-from nemo_rl_moe.models.images import PICTURE_IDS, PIXELS
+from nemo_rl_moe.models.images import IMAGE_IDS, PIXELS
 from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
 from nemo_rl_moe.models.policy import model_workers
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
@@ -42,7 +42,7 @@ from nemo_rl_moe.models.policy.model_workers import choose_batching
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.grpo_fakes import small_config
 from tests.support.tiny_model import tiny_batch
-from tests.support.vision_models import random_picture, vision_batch
+from tests.support.vision_models import random_image, vision_batch
 
 
 def trained_by(rank: int) -> RankTrainResult:
@@ -137,7 +137,7 @@ class FakeWorkers:
         ]
 
     def _logprobs(self, microbatches: Sequence[TokenBatch], reference: bool) -> list[torch.Tensor]:
-        """A number that tells the token and its place; rubbish on padding."""
+        """A number that reports the token and its place; rubbish on padding."""
         assert all(not batch.columns for batch in microbatches)
         sign = 1.0 if reference else -1.0
         found = []
@@ -197,8 +197,8 @@ def test_how_microbatches_are_cut(override: str, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("limit", ["null", "64"])
-def test_pictures_are_limited_and_lie_in_the_store_once(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six sequences with one of two pictures of 64 patches each: both ranks have as many microbatches."""
+def test_images_are_limited_and_lie_in_the_store_once(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six sequences with one of two images of 64 patches each: both ranks have as many microbatches."""
     budget = f"{{enabled: true, train_mb_tokens: 512, train_mb_patches: {limit}}}"
     config = small_config(f"policy.sequence_packing={budget}")
     policy, workers = make_policy(monkeypatch, config, model="tiny_internvl_moe")
@@ -208,9 +208,9 @@ def test_pictures_are_limited_and_lie_in_the_store_once(limit: str, monkeypatch:
         put.append(array)
         return len(put)
 
-    policy._pictures = ArrayStore(put_down)
-    pictures = [random_picture(4, 4, seed) for seed in (0, 1)]
-    batch = vision_batch([[2, pictures[row // 3], 5] for row in range(6)])
+    policy._images = ArrayStore(put_down)
+    images = [random_image(4, 4, seed) for seed in (0, 1)]
+    batch = vision_batch([[2, images[row // 3], 5] for row in range(6)])
     policy.train(batch, sft_loss)
     policy.start_logprobs(batch)
     (_, of_training), (_, of_logprobs) = workers.calls[-2:]
@@ -218,7 +218,7 @@ def test_pictures_are_limited_and_lie_in_the_store_once(limit: str, monkeypatch:
     for received in (by_worker, [share for (share, *_) in of_logprobs]):
         (number,) = {len(microbatches) for microbatches in received}
         microbatches = [batch for of_worker in received for batch in of_worker]
-        distinct = [len(set(batch.columns[PICTURE_IDS].values.tolist())) for batch in microbatches]
+        distinct = [len(set(batch.columns[IMAGE_IDS].values.tolist())) for batch in microbatches]
         assert sum(len(batch) for batch in microbatches) == 2 * 6, "both stages get them"
         assert (number, max(distinct)) == ((1, 2) if limit == "null" else (1, 1))
         found = [each for batch in microbatches for own in batch.shared[PIXELS].arrays for each in own]
@@ -253,12 +253,12 @@ def test_use_of_gpus(monkeypatch: pytest.MonkeyPatch, precision: str, gpu: str, 
     assert use.memory["max_memory_reserved_gb"].reduce() == 10.0, "the fullest rank, though it reports no loss"
 
 
-def test_the_vision_tower_counts_once_for_each_picture_of_a_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vision_tower_counts_once_for_each_image_of_a_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config("policy.train_micro_batch_size=3")
     policy, _ = make_policy(monkeypatch, config, gpu="NVIDIA H200", model="tiny_internvl_moe")
-    policy._pictures = ArrayStore(lambda array: array)
-    a, b = (random_picture(4, 4, seed) for seed in (0, 1))
-    # Each of two ranks has one microbatch: two pictures, and one.
+    policy._images = ArrayStore(lambda array: array)
+    a, b = (random_image(4, 4, seed) for seed in (0, 1))
+    # Each of two ranks has one microbatch: two images, and one.
     batch = vision_batch([[2, a, 5], [2, b, 5], [2, a, 5], [9], [2, b, 5], [2, b, 2]])
     use, text = policy.train(batch, sft_loss).gpu_use, policy.train(batch.for_loss(), sft_loss).gpu_use
     assert use is not None
@@ -435,7 +435,7 @@ def test_a_policy_of_sft_generates_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         ({2: ["no weights", "no tokenizer"], 3: ["late"]}, ["no weights (on rank 2)", "no tokenizer (on rank 2)"]),
     ],
 )
-def test_problems_of_any_rank_are_told(
+def test_problems_of_any_rank_are_reported(
     problems: dict[int, list[str]], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[FakeWorkers] = []

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from nemo_rl_moe.routing.agreement.rank_rows import rows_by_rank
-from nemo_rl_moe.routing.agreement.report import CheckTotals, tape_report
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly, TapeSample, find_anomalies
-from nemo_rl_moe.routing.agreement.statistics import TapeLedger, TapeReport
-from nemo_rl_moe.routing.replay import RoutedTokens, TapeRoutes
+from nemo_rl_moe.routing.agreement.report import CheckTotals, routing_report
+from nemo_rl_moe.routing.agreement.route_identity import RouteSample, RoutingAnomaly, find_anomalies
+from nemo_rl_moe.routing.agreement.statistics import AgreementStatistics, RoutingReport
+from nemo_rl_moe.routing.replay import ReplayRoutes, RoutedTokens
 
 LAYERS = (1, 2, 3, 5)
 EXACT, BFLOAT16, ROUGH = 0.0, 0.004, 0.1
@@ -31,7 +31,7 @@ def report_of(
     seed: int = 0,
     repeats: bool = False,
     twins: bool = False,
-) -> TapeReport:
+) -> RoutingReport:
     """Report of a step whose routers see tokens of their own, with noise of their own on both sides.
 
     Args:
@@ -58,15 +58,15 @@ def report_of(
     scores = np.exp(logits - logits.max(-1, keepdims=True))
     best = np.sort(scores / scores.sum(-1, keepdims=True))[..., ::-1]
     margins = best[..., topk - 1] - best[..., topk] if topk < experts else np.full(best.shape[:-1], np.inf)
-    ledger = TapeLedger(len(LAYERS), experts, torch.device("cpu"))
+    statistics = AgreementStatistics(len(LAYERS), experts, torch.device("cpu"))
     rows, chosen, margin = (torch.from_numpy(of.reshape(-1, *of.shape[2:]).copy()) for of in (captured, live, margins))
     seen = [RoutedTokens(chosen[:, n], chosen[:, n], margin[:, n].float()) for n in range(len(LAYERS))]
     fed = torch.ones(len(rows), dtype=torch.bool)
-    ledger.add(0, torch.arange(len(LAYERS)), TapeRoutes.of(rows, experts), fed, seen)
-    sample = TapeSample(captured[:2, -48:].astype(np.int32), live[:2, -48:].astype(np.int32))
-    totals = ledger.reduced()
+    statistics.add(0, torch.arange(len(LAYERS)), ReplayRoutes.of(rows, experts), fed, seen)
+    sample = RouteSample(captured[:2, -48:].astype(np.int32), live[:2, -48:].astype(np.int32))
+    totals = statistics.reduced()
     checked = CheckTotals(torch.zeros(3, dtype=torch.long), rows_by_rank(totals.rows, 0), num_ranks=1, is_exact=False)
-    return tape_report(LAYERS, totals, checked, sample, num_experts=experts, per_layer=True)
+    return routing_report(LAYERS, totals, checked, sample, num_experts=experts, per_layer=True)
 
 
 def permuted(ids: np.ndarray, place: int = 2) -> Callable[[Captured], None]:
@@ -152,11 +152,11 @@ def test_a_permuted_layer_is_not_taken_for_another_layer(seed: int) -> None:
     captured = live.copy()
     captured[:, :, 1] = 7 - captured[:, :, 1]
     captured[:, :, 1] = np.where(generator.random((4, 48, 1)) < 0.5, captured[:, :, 1], live[:, :, 3])
-    found = find_anomalies(TapeSample(captured, live), 8, LAYERS)
+    found = find_anomalies(RouteSample(captured, live), 8, LAYERS)
     assert [anomaly for anomaly in found if anomaly.kind == "layer"] == []
 
 
-def test_a_layer_that_agrees_with_nothing_is_told() -> None:
+def test_a_layer_that_agrees_with_nothing_is_reported() -> None:
     def fault(captured: Captured) -> None:
         captured[:, :, 1] = np.random.default_rng(0).random((*captured.shape[:2], 8)).argsort(-1)[..., :2]
 
@@ -182,4 +182,4 @@ def test_rows_that_differ_whatever_their_margin_are_a_metric(noise: float) -> No
 
 def test_anomalies_of_ids_are_plain_data() -> None:
     (found,) = report_of(SHAPES[0], exchanged(0, 1, 8)).anomalies
-    assert isinstance(found, TapeAnomaly)
+    assert isinstance(found, RoutingAnomaly)

@@ -8,26 +8,26 @@ import pytest
 import torch
 
 from nemo_rl_moe.routing.agreement.repeated_rows import RepeatedRows
-from nemo_rl_moe.routing.agreement.replayed_passes import TapePass, join_passes
-from nemo_rl_moe.routing.agreement.statistics import TapeLedger
-from nemo_rl_moe.routing.replay import UNKNOWN, RoutedTokens, TapeRoutes, margins, replayed
+from nemo_rl_moe.routing.agreement.replayed_passes import ReplayedPass, join_passes
+from nemo_rl_moe.routing.agreement.statistics import AgreementStatistics
+from nemo_rl_moe.routing.replay import UNKNOWN, ReplayRoutes, RoutedTokens, margins, replayed
 
 NUM_LAYERS, NUM_EXPERTS, TOPK, ROWS = 3, 8, 2, 4
 LAYERS = torch.tensor([0, 2, 3])
 
 
-def made_pass(number: int, columns: int, *, replays: bool, with_margins: bool) -> TapePass:
+def made_pass(number: int, columns: int, *, replays: bool, with_margins: bool) -> ReplayedPass:
     """Random routes: most are the routers' own, some are another token's, the one before's, or none."""
     generator = torch.Generator().manual_seed(number)
     num_tokens = ROWS * columns
     scores = torch.rand(NUM_LAYERS, num_tokens, NUM_EXPERTS, generator=generator)
     live = scores.topk(TOPK, -1).indices
-    tape = live.clone()
+    capture = live.clone()
     kinds = torch.rand(num_tokens, generator=generator)
-    tape[:, kinds < 0.2] = tape.roll(7, 1)[:, kinds < 0.2]
-    tape[:, kinds > 0.8] = tape.roll(ROWS, 1)[:, kinds > 0.8]
-    tape[:, kinds > 0.95] = UNKNOWN
-    routes = TapeRoutes.of(tape.permute(1, 0, 2), NUM_EXPERTS)
+    capture[:, kinds < 0.2] = capture.roll(7, 1)[:, kinds < 0.2]
+    capture[:, kinds > 0.8] = capture.roll(ROWS, 1)[:, kinds > 0.8]
+    capture[:, kinds > 0.95] = UNKNOWN
+    routes = ReplayRoutes.of(capture.permute(1, 0, 2), NUM_EXPERTS)
     follows = torch.ones(num_tokens, dtype=torch.bool)
     follows[:ROWS] = False
     seen = [
@@ -39,17 +39,24 @@ def made_pass(number: int, columns: int, *, replays: bool, with_margins: bool) -
         for place, (own, of_layer) in enumerate(zip(live, scores, strict=True))
     ]
     fed = torch.rand(num_tokens, generator=generator) < 0.9
-    return TapePass({number: num_tokens}, routes, fed, seen, ROWS, follows)
+    return ReplayedPass({number: num_tokens}, routes, fed, seen, ROWS, follows)
 
 
-def counts(passes: Sequence[TapePass]) -> list[torch.Tensor]:
-    ledger, repeats = TapeLedger(5, NUM_EXPERTS, torch.device("cpu")), RepeatedRows(torch.device("cpu"))
+def counts(passes: Sequence[ReplayedPass]) -> list[torch.Tensor]:
+    statistics, repeats = AgreementStatistics(5, NUM_EXPERTS, torch.device("cpu")), RepeatedRows(torch.device("cpu"))
     for each in passes:
-        live = ledger.add(each.tokens, LAYERS, each.routes, each.fed, each.seen)
+        live = statistics.add(each.tokens, LAYERS, each.routes, each.fed, each.seen)
         assert live is not None
         repeats.add(each.routes, live, each.fed, each.distance, each.follows)
-    marks = [ledger.tokens[number] for number in sorted(ledger.tokens)]
-    return [ledger.rows, ledger.tape_experts, ledger.live_experts, ledger.margins, repeats.counts, *marks]
+    marks = [statistics.tokens[number] for number in sorted(statistics.tokens)]
+    return [
+        statistics.rows,
+        statistics.captured_experts,
+        statistics.live_experts,
+        statistics.margins,
+        repeats.counts,
+        *marks,
+    ]
 
 
 @pytest.mark.parametrize("replays", [False, True])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Planted faults of a tape are found and named; healthy tapes, also noisy and unbalanced ones, have none."""
+"""Planted faults of a capture are found and named; healthy captures, also noisy and unbalanced ones, have none."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,9 @@ import pytest
 from nemo_rl_moe.routing.agreement.route_identity import (
     SHIFTS,
     OneHot,
-    TapeSample,
+    RouteSample,
     find_anomalies,
-    foreign_tape,
+    foreign_capture,
     layer_overlap,
     ownership,
     sequence_overlap,
@@ -35,41 +35,41 @@ def routes_of(seed: int, sequences: int = 6, tokens: int = 48, skew: float = 0.1
 def with_flips(live: Routes, share: float, seed: int = 5) -> Routes:
     """The same with one expert of some rows exchanged, as rounding does it."""
     generator = np.random.default_rng(seed)
-    tape = live.copy()
+    capture = live.copy()
     for place in zip(*np.nonzero(generator.random(live.shape[:-1]) < share), strict=True):
         others = np.setdiff1d(np.arange(EXPERTS), live[place])
-        tape[place][generator.integers(TOPK)] = generator.choice(others)
-    return tape
+        capture[place][generator.integers(TOPK)] = generator.choice(others)
+    return capture
 
 
-def other_layer(tape: Routes) -> Routes:
-    tape[:, :, 2] = tape[:, :, 1]
-    return tape
+def other_layer(capture: Routes) -> Routes:
+    capture[:, :, 2] = capture[:, :, 1]
+    return capture
 
 
-def one_late(tape: Routes) -> Routes:
-    return np.concatenate([np.full_like(tape[:, :1], -1), tape[:, :-1]], axis=1)
+def one_late(capture: Routes) -> Routes:
+    return np.concatenate([np.full_like(capture[:, :1], -1), capture[:, :-1]], axis=1)
 
 
-def one_early_in_one(tape: Routes) -> Routes:
-    tape[3, :-1] = tape[3, 1:].copy()
-    return tape
+def one_early_in_one(capture: Routes) -> Routes:
+    capture[3, :-1] = capture[3, 1:].copy()
+    return capture
 
 
-def swapped(tape: Routes) -> Routes:
-    tape[[0, 4]] = tape[[4, 0]]
-    return tape
+def swapped(capture: Routes) -> Routes:
+    capture[[0, 4]] = capture[[4, 0]]
+    return capture
 
 
-def of_nobody_here(tape: Routes) -> Routes:
-    tape[1] = routes_of(99)[1]
-    return tape
+def of_nobody_here(capture: Routes) -> Routes:
+    capture[1] = routes_of(99)[1]
+    return capture
 
 
-def of_another_step(tape: Routes) -> Routes:
+def of_another_step(capture: Routes) -> Routes:
     """All of them strangers, that begin as the sequences of this step do: the first rows are right."""
     stale = routes_of(77, skew=0.3)
-    stale[:, :8] = tape[:, :8]
+    stale[:, :8] = capture[:, :8]
     return stale
 
 
@@ -91,26 +91,28 @@ FAULTS: dict[str, tuple[Callable[[Routes], Routes], list[str]]] = {
 def test_a_planted_fault_is_named(name: str, flips: float) -> None:
     fault, expected = FAULTS[name]
     live = routes_of(1)
-    found = find_anomalies(TapeSample(fault(with_flips(live, flips)), live), EXPERTS, LAYERS, list("abcdef"))
+    found = find_anomalies(RouteSample(fault(with_flips(live, flips)), live), EXPERTS, LAYERS, list("abcdef"))
     assert [anomaly.text.split(":")[0] for anomaly in found] == expected
 
 
 def test_ownership_is_that_of_a_walk_over_the_rows() -> None:
     live = routes_of(6, sequences=3, tokens=4)
     live[1, :2] = live[0, :2]
-    tape = with_flips(live, 0.5)
-    tape[0, 3, 1] = -1
-    values, rows = ownership(OneHot(TapeSample(tape, live), EXPERTS))
+    capture = with_flips(live, 0.5)
+    capture[0, 3, 1] = -1
+    values, rows = ownership(OneHot(RouteSample(capture, live), EXPERTS))
     for s in range(3):
         preferred = most = 0
         used = set()
         for other in {0, 1, 2} - {s}:
             for t in range(4):
                 for i in range(len(LAYERS)):
-                    of_tape, mine, theirs = (set(routes[t, i].tolist()) for routes in (tape[s], live[s], live[other]))
-                    if -1 in of_tape or mine == theirs:
+                    of_capture, mine, theirs = (
+                        set(routes[t, i].tolist()) for routes in (capture[s], live[s], live[other])
+                    )
+                    if -1 in of_capture or mine == theirs:
                         continue
-                    preferred += len(of_tape & mine) - len(of_tape & theirs)
+                    preferred += len(of_capture & mine) - len(of_capture & theirs)
                     most += TOPK - len(mine & theirs)
                     used.add((t, i))
         assert values[s] == pytest.approx(preferred / most)
@@ -119,25 +121,25 @@ def test_ownership_is_that_of_a_walk_over_the_rows() -> None:
 
 @pytest.mark.parametrize("skew", [0.0, 0.15, 0.6])
 @pytest.mark.parametrize("seed", range(20))
-def test_healthy_tapes_have_no_anomaly(seed: int, skew: float) -> None:
+def test_healthy_captures_have_no_anomaly(seed: int, skew: float) -> None:
     """Also where a quarter of the rows differ, some are unknown, and popular experts make layers agree by chance."""
     live = routes_of(seed, skew=skew)
-    tape = with_flips(live, 0.25, seed)
-    tape[np.random.default_rng(seed).random(tape.shape[:-1]) < 0.2] = -1
-    assert find_anomalies(TapeSample(tape, live), EXPERTS, LAYERS) == []
+    capture = with_flips(live, 0.25, seed)
+    capture[np.random.default_rng(seed).random(capture.shape[:-1]) < 0.2] = -1
+    assert find_anomalies(RouteSample(capture, live), EXPERTS, LAYERS) == []
 
 
 def test_sequences_with_the_same_tokens_are_not_taken_for_each_other() -> None:
     live = routes_of(2)
     live[3] = live[2]
-    assert find_anomalies(TapeSample(live.copy(), live), EXPERTS, LAYERS) == []
+    assert find_anomalies(RouteSample(live.copy(), live), EXPERTS, LAYERS) == []
 
 
 def test_overlaps_are_those_of_a_walk_over_the_rows() -> None:
     live = routes_of(3, sequences=2, tokens=5)
-    tape = with_flips(live, 0.5)
-    tape[0, 1, 2] = -1
-    sample = TapeSample(tape, live)
+    capture = with_flips(live, 0.5)
+    capture[0, 1, 2] = -1
+    sample = RouteSample(capture, live)
 
     def walk(pairs: list[tuple[Routes, Routes]]) -> float:
         known = [(set(a.tolist()), set(b.tolist())) for a, b in pairs if a[0] >= 0]
@@ -145,26 +147,26 @@ def test_overlaps_are_those_of_a_walk_over_the_rows() -> None:
 
     for i in range(len(LAYERS)):
         for j in range(len(LAYERS)):
-            pairs = [(tape[s, t, i], live[s, t, j]) for s in range(2) for t in range(5)]
+            pairs = [(capture[s, t, i], live[s, t, j]) for s in range(2) for t in range(5)]
             # A row that is unknown in its own layer counts for no partner.
             assert layer_overlap(sample, EXPERTS)[i, j] == pytest.approx(walk(pairs))
     for s in range(2):
         for column, shift in enumerate(SHIFTS):
             places = [t for t in range(5) if 0 <= t + shift < 5]
-            pairs = [(tape[s, t, i], live[s, t + shift, i]) for t in places for i in range(len(LAYERS))]
+            pairs = [(capture[s, t, i], live[s, t + shift, i]) for t in places for i in range(len(LAYERS))]
             assert shift_overlap(OneHot(sample, EXPERTS)).share[s, column] == pytest.approx(walk(pairs))
         for other in range(2):
-            pairs = [(tape[s, t, i], live[other, t, i]) for t in range(5) for i in range(len(LAYERS))]
+            pairs = [(capture[s, t, i], live[other, t, i]) for t in range(5) for i in range(len(LAYERS))]
             assert sequence_overlap(OneHot(sample, EXPERTS)).share[s, other] == pytest.approx(walk(pairs))
 
 
 def test_nothing_is_said_of_what_is_not_known() -> None:
     live = routes_of(4)
-    assert find_anomalies(TapeSample(np.full_like(live, -1), live), EXPERTS, LAYERS) == []
+    assert find_anomalies(RouteSample(np.full_like(live, -1), live), EXPERTS, LAYERS) == []
 
 
-def test_a_tape_that_agrees_by_chance_is_of_other_tokens() -> None:
-    (found,) = foreign_tape(0.312)
+def test_a_capture_that_agrees_by_chance_is_of_other_tokens() -> None:
+    (found,) = foreign_capture(0.312)
     assert found.kind == "sequence"
     assert found.text.startswith("the routes are not those of these tokens: beyond chance they agree in 0.312 of the")
-    assert foreign_tape(0.8) == foreign_tape(None) == []
+    assert foreign_capture(0.8) == foreign_capture(None) == []

@@ -29,7 +29,7 @@ from nemo_rl_moe.routing.audit.adapters.registry import ADAPTERS, files_by_step,
 from nemo_rl_moe.routing.audit.adapters.router_shape import read_router_shape
 from nemo_rl_moe.routing.audit.sources import open_source
 from nemo_rl_moe.runs.folder.capture_folder import read_description, read_step, steps_of
-from nemo_rl_moe.runs.folder.captured_sequences import TapeSequence
+from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 from tests.conftest import REPOSITORY_ROOT
 
 EXAMPLES = REPOSITORY_ROOT / "examples" / "audit"
@@ -48,7 +48,7 @@ FOLDERS = {
 """Format of each folder."""
 
 
-def sequences_of(path: Path, *, model: bool = True, training: Path | None = None) -> dict[bytes, TapeSequence]:
+def sequences_of(path: Path, *, model: bool = True, training: Path | None = None) -> dict[bytes, CapturedSequence]:
     shape = read_router_shape(MODEL) if model else None
     source = open_source(path, "auto", shape, training, None)
     assert source.sequences is not None
@@ -87,7 +87,7 @@ def test_every_format_reads_as_the_same_run(folder: str) -> None:
 
 
 @pytest.mark.parametrize(("folder", "name"), [*FOLDERS.items(), ("transformers_torch", "transformers")])
-def test_content_tells_the_format(folder: str, name: str) -> None:
+def test_content_reports_the_format(folder: str, name: str) -> None:
     (files,) = files_by_step(EXAMPLES / folder / ("" if "transf" in folder else "healthy")).values()
     assert [recognised(load(file)) for file in files] == [name] * len(files)
 
@@ -103,7 +103,7 @@ def test_a_healthy_run_has_no_finding(folder: str, capsys: pytest.CaptureFixture
     assert (step["step"], step["num_sequences"], step["num_tokens"]) == (3, 6, 140)
     expected = sequences_of(EXAMPLES / "slime" / "healthy")
     pairs = [(np.sort(expected[key].columns["rollout_experts"][:-1], -1), best[:-1]) for key, best in routers().items()]
-    agree = np.concatenate([(tape == live).all(-1).reshape(-1) for tape, live in pairs]).mean()
+    agree = np.concatenate([(capture == live).all(-1).reshape(-1) for capture, live in pairs]).mean()
     assert step["metrics"]["moe/routing/live_agreement"] == pytest.approx(agree)
     assert step["metrics"]["moe/routing/rows_usable_share"] == 1
 
@@ -203,17 +203,19 @@ def test_routes_that_were_added_to_the_jsonl_of_nemo_rl_are_read(tmp_path: Path)
             np.testing.assert_allclose(found[key].columns[name], values, atol=1e-6)
 
 
-def test_without_a_model_what_is_assumed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_model_what_is_assumed_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(EXAMPLES / "slime" / "healthy")]) == 1
     printed = capsys.readouterr()
-    assert "note: num_experts: 8, the largest number of an expert and 1; --model tells" in printed.out
-    assert "note: layers 0 hold expert 0 alone everywhere: --model tells whether they are dense" in printed.out
+    assert "note: num_experts: 8, the largest number of an expert and 1; --model reports" in printed.out
+    assert "note: layers 0 hold expert 0 alone everywhere: --model says whether they are dense" in printed.out
     assert "134 of 536 rows hold expert 0 alone, in layers 0" in printed.err
 
 
-def test_a_tape_is_written_of_what_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_capture_is_written_of_what_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", str(MODEL), "--training", str(TRAINING), "--json", "-"]
-    assert main(["audit", str(EXAMPLES / "prime_rl" / "healthy"), *arguments, "--write-tape", str(tmp_path / "t")]) == 0
+    assert (
+        main(["audit", str(EXAMPLES / "prime_rl" / "healthy"), *arguments, "--write-capture", str(tmp_path / "t")]) == 0
+    )
     (read,) = json.loads(capsys.readouterr().out)
     assert main(["audit", str(tmp_path / "t"), "--json", "-"]) == 0
     (written,) = json.loads(capsys.readouterr().out)
@@ -288,7 +290,7 @@ def test_tokens_without_routes_in_skyrl_are_unknown() -> None:
         assert (sequence.columns["rollout_experts"][-1] == -1).all()
 
 
-def test_steps_are_told_by_names(tmp_path: Path) -> None:
+def test_steps_are_reported_by_names(tmp_path: Path) -> None:
     names = ["a/step_12/rank_0.bin", "a/step_12/rank_1.bin", "4_0.pt", "7/gen_batch.dp", "eval_4.pt", "x.json"]
     for name in [
         *names,
@@ -376,10 +378,10 @@ VERL: dict[str, Any] = {
             "got 1000000000 tokens of a prompt and 1000000001 in all, expected 1 to 16777216",
         ),
         ({"choices": [{**CHOICE, "token_ids": 3}]}, "no file of vLLM: TypeError"),
-        ({"something": 1}, "is of no format that is known; --format takes auto, tape, transformers"),
+        ({"something": 1}, "is of no format that is known; --format takes auto, capture, transformers"),
     ],
 )
-def test_what_does_not_fit_is_told(
+def test_what_does_not_fit_is_reported(
     content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "3.pt"
@@ -395,13 +397,13 @@ def test_what_does_not_fit_is_told(
     else:
         torch.save(content, path)
     assert main(["audit", str(path)]) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.startswith(f"error: {path}")
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert message in reported
+    assert reported.startswith(f"error: {path}")
+    assert reported.count("\n") == 1
 
 
-def test_micro_batches_whose_routes_do_not_fit_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_micro_batches_whose_routes_do_not_fit_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = load(EXAMPLES / "prime_rl" / "healthy" / "rollouts" / "step_3" / "rank_0.bin")
     routes = next(field for field in content[0] if isinstance(field, list) and isinstance(field[0], bytes))
     routes[0] = routes[0][:-1]
@@ -414,17 +416,17 @@ def test_micro_batches_whose_routes_do_not_fit_are_told(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["verl/healthy", "--format", "slimy"], "--format: got 'slimy', expected one of auto, tape"),
+        (["verl/healthy", "--format", "slimy"], "--format: got 'slimy', expected one of auto, capture"),
         (["verl/healthy", "--format", "slime"], "3.pkl: is no file of slime or miles"),
         (["verl/healthy", "--model", "transformers"], "--model transformers/config.json: no configuration of a model"),
         (["verl/healthy", "--training", "none"], "--training none: there is no such file or folder"),
         (["verl/none"], "verl/none: there is no such file or folder"),
-        (["verl/healthy", "vllm/healthy", "--write-tape", "t"], "--write-tape t: got 2 paths, expected one"),
+        (["verl/healthy", "vllm/healthy", "--write-capture", "t"], "--write-capture t: got 2 paths, expected one"),
         (["verl/healthy", "--steps", "9"], "verl/healthy: holds no step of those chosen"),
-        (["model"], "model: holds neither tape.json nor files of a format that is read"),
+        (["model"], "model: holds neither capture.json nor files of a format that is read"),
     ],
 )
-def test_arguments_that_lead_nowhere_are_told(
+def test_arguments_that_lead_nowhere_are_reported(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(EXAMPLES)
@@ -432,7 +434,7 @@ def test_arguments_that_lead_nowhere_are_told(
     assert message in capsys.readouterr().err
 
 
-def test_sequences_that_training_lacks_are_told(tmp_path: Path) -> None:
+def test_sequences_that_training_lacks_are_reported(tmp_path: Path) -> None:
     lines = (EXAMPLES / "vllm" / "healthy" / "3.jsonl").read_text().splitlines()
     (tmp_path / "3.jsonl").write_text("\n".join(lines[:4]))
     source = open_source(tmp_path, "auto", None, EXAMPLES / "verl" / "healthy", None)
@@ -464,7 +466,7 @@ def test_layers_with_experts(tmp_path: Path, fields: dict[str, Any], layers: tup
     assert (shape.moe_layers, shape.num_experts, shape.topk) == (layers, 16, 4)
 
 
-def test_router_logits_that_do_not_tell_the_experts_are_refused(
+def test_router_logits_that_do_not_report_the_experts_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((MODEL / "config.json").read_text()) | {"model_type": "deepseek_v3"}

@@ -10,35 +10,35 @@ import pytest
 import torch.distributed as dist
 
 from nemo_rl_moe.routing.hooks.routes import anomalies_of, audit_sequences
-from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence
+from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
 from tests.support.gloo_ranks import run_ranks
 
-DESCRIPTION = TapeDescription((0, 1, 2), 8, 2)
+DESCRIPTION = CaptureDescription((0, 1, 2), 8, 2)
 FAULTS = ("none", "layer", "swapped", "lost", "foreign", "repeated")
 
 
-def sequences_of(rank: int, fault: str) -> list[TapeSequence]:
+def sequences_of(rank: int, fault: str) -> list[CapturedSequence]:
     """Twenty sequences of a process, rank 1's with the fault."""
     generator, found = np.random.default_rng(rank), []
     for _ in range(20):
         live = generator.random((50, 3, 8)).argsort(-1)[..., :2].astype(np.int16)
         found.append({"training_experts": live, "rollout_experts": live[:-1].copy()})
-    tapes = [columns["rollout_experts"] for columns in found]
+    captures = [columns["rollout_experts"] for columns in found]
     if rank == 1 and fault == "layer":
-        for tape in tapes:
-            tape[:, 2] = tape[:, 1]
+        for capture in captures:
+            capture[:, 2] = capture[:, 1]
     if rank == 1 and fault == "swapped":
-        tapes[0][:], tapes[1][:] = tapes[1].copy(), tapes[0].copy()
+        captures[0][:], captures[1][:] = captures[1].copy(), captures[0].copy()
     if rank == 1 and fault == "lost":
-        for tape in tapes:
-            tape[:] = -1
+        for capture in captures:
+            capture[:] = -1
     if rank == 1 and fault == "foreign":
-        for tape in tapes:
-            tape[:] = tape[generator.permutation(len(tape))]
+        for capture in captures:
+            capture[:] = capture[generator.permutation(len(capture))]
     if rank == 1 and fault == "repeated":
-        for tape in tapes[:4]:
-            tape[4:40] = tape[4]
-    return [TapeSequence(str(number), 50, columns) for number, columns in enumerate(found)]
+        for capture in captures[:4]:
+            capture[4:40] = capture[4]
+    return [CapturedSequence(str(number), 50, columns) for number, columns in enumerate(found)]
 
 
 def audits_of_both(store: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_numbers_are_those_of_one_process_with_all_sequences(audits: list[dict[s
     ],
 )
 def test_the_process_that_does_not_log_is_looked_at_too(audits: list[dict[str, Any]], fault: str, text: str) -> None:
-    assert any(text in told for told in audits[0][fault]["texts"]), audits[0][fault]["texts"]
+    assert any(text in reported for reported in audits[0][fault]["texts"]), audits[0][fault]["texts"]
 
 
 def test_routes_that_one_process_lacks_are_counted(audits: list[dict[str, Any]]) -> None:

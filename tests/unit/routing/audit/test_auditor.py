@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The audit of tapes with planted faults and without, and its numbers against a walk over all rows."""
+"""The audit of captures with planted faults and without, and its numbers against a walk over all rows."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.routing.audit.auditor import AuditedStep, audit_step
-from nemo_rl_moe.runs.folder.capture_folder import TapeWriter, read_description, read_step, steps_of, writers_of
-from nemo_rl_moe.runs.folder.captured_sequences import TapeDescription, TapeSequence
+from nemo_rl_moe.runs.folder.capture_folder import (
+    CaptureFolderWriter,
+    read_description,
+    read_step,
+    steps_of,
+    writers_of,
+)
+from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
 
 NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
-DESCRIPTION = TapeDescription((0, 2, 3, 5), NUM_EXPERTS, TOPK)
+DESCRIPTION = CaptureDescription((0, 2, 3, 5), NUM_EXPERTS, TOPK)
 Sequences = list[dict[str, np.ndarray]]
 
 
@@ -24,16 +30,16 @@ def healthy(num_sequences: int = 20, seed: int = 5, flips: float = 0.02) -> Sequ
     for _ in range(num_sequences):
         length = int(generator.integers(30, 80))
         live = generator.random((length, NUM_LAYERS, NUM_EXPERTS)).argsort(-1)[..., :TOPK].astype(np.int16)
-        tape = live[..., ::-1].copy()  # the order of the experts says nothing
-        flipped = generator.random(tape.shape[:2]) < flips
-        tape[flipped] = generator.random((int(flipped.sum()), NUM_EXPERTS)).argsort(-1)[:, :TOPK]
+        capture = live[..., ::-1].copy()  # the order of the experts says nothing
+        flipped = generator.random(capture.shape[:2]) < flips
+        capture[flipped] = generator.random((int(flipped.sum()), NUM_EXPERTS)).argsort(-1)[:, :TOPK]
         logprobs = -generator.random(length).astype(np.float32)
         noise, routing = (scale * generator.standard_normal(length).astype(np.float32) for scale in (1e-3, 1e-2))
         found.append(
             {
                 "token_ids": generator.integers(100, size=length),
                 "loss_mask": np.arange(length) >= 10,
-                "rollout_experts": tape[:-1],
+                "rollout_experts": capture[:-1],
                 "training_experts": live,
                 "repeated_experts": live,
                 "rollout_logprobs": logprobs,
@@ -52,8 +58,8 @@ def written(folder: Path, sequences: Sequences, *without: str, step: int = 3) ->
     for name, part in zip(names, (range(half), range(half, len(sequences))), strict=True):
         kept = [{key: values for key, values in sequences[n].items() if key not in without} for n in part]
         rows = zip(part, kept, strict=True)
-        found = [TapeSequence(f"s{n}", len(sequences[n]["token_ids"]), columns, 0.5) for n, columns in rows]
-        TapeWriter(folder, DESCRIPTION, name).write(step, found)
+        found = [CapturedSequence(f"s{n}", len(sequences[n]["token_ids"]), columns, 0.5) for n, columns in rows]
+        CaptureFolderWriter(folder, DESCRIPTION, name).write(step, found)
     return names
 
 
@@ -73,8 +79,8 @@ def test_numbers_are_those_of_a_walk_over_the_rows(tmp_path: Path) -> None:
     rows = same = tokens = differing = 0
     loads = np.zeros((2, NUM_LAYERS, NUM_EXPERTS), dtype=np.int64)
     for columns in sequences:
-        for tape, live in zip(columns["rollout_experts"], columns["training_experts"], strict=False):
-            equal = [set(a.tolist()) == set(b.tolist()) for a, b in zip(tape, live, strict=True)]
+        for capture, live in zip(columns["rollout_experts"], columns["training_experts"], strict=False):
+            equal = [set(a.tolist()) == set(b.tolist()) for a, b in zip(capture, live, strict=True)]
             rows, same = rows + len(equal), same + sum(equal)
             tokens, differing = tokens + 1, differing + (not all(equal))
         for kind, name in enumerate(("rollout_experts", "training_experts")):
@@ -104,8 +110,8 @@ def test_numbers_are_those_of_a_walk_over_the_rows(tmp_path: Path) -> None:
 
 
 def _late(columns: dict[str, np.ndarray]) -> None:
-    tape = columns["rollout_experts"]
-    tape[1:] = tape[:-1].copy()
+    capture = columns["rollout_experts"]
+    capture[1:] = capture[:-1].copy()
 
 
 def _of_the_layer_before(columns: dict[str, np.ndarray]) -> None:
@@ -121,8 +127,8 @@ def _out_of_range(columns: dict[str, np.ndarray]) -> None:
 
 
 def _last_token_credited(columns: dict[str, np.ndarray]) -> None:
-    tape = columns["rollout_experts"]
-    columns["rollout_experts"] = np.concatenate([tape, tape[:1]])
+    capture = columns["rollout_experts"]
+    columns["rollout_experts"] = np.concatenate([capture, capture[:1]])
 
 
 @pytest.mark.parametrize(
@@ -145,13 +151,13 @@ def test_a_planted_fault_is_named(tmp_path: Path, fault: Callable[[dict[str, np.
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_healthy_tapes_have_no_finding(tmp_path: Path, seed: int) -> None:
+def test_healthy_captures_have_no_finding(tmp_path: Path, seed: int) -> None:
     report = audited(tmp_path, healthy(8, seed, flips=0.2)).report
     assert report is not None
     assert report.anomalies == ()
 
 
-def test_a_row_that_stands_again_and_again_is_told(tmp_path: Path) -> None:
+def test_a_row_that_stands_again_and_again_is_reported(tmp_path: Path) -> None:
     sequences = healthy()
     for columns in sequences[:2]:
         columns["rollout_experts"][4:28] = columns["rollout_experts"][4]
@@ -162,12 +168,12 @@ def test_a_row_that_stands_again_and_again_is_told(tmp_path: Path) -> None:
     assert 38 <= int(text.split(" of ")[0]) <= 46
 
 
-def test_the_writer_with_the_routes_of_other_tokens_is_told(tmp_path: Path) -> None:
+def test_the_writer_with_the_routes_of_other_tokens_is_reported(tmp_path: Path) -> None:
     sequences = healthy(40)
     generator = np.random.default_rng(8)
     for columns in sequences[20:]:
-        tape = columns["rollout_experts"]
-        columns["rollout_experts"] = tape[generator.permutation(len(tape))]
+        capture = columns["rollout_experts"]
+        columns["rollout_experts"] = capture[generator.permutation(len(capture))]
     writers = written(tmp_path, sequences)
     report = audit_of(tmp_path).report
     assert report is not None

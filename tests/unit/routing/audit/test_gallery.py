@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The gallery of silent failures: its tape folders are what their script writes, and print what the page shows."""
+"""The gallery of silent failures: its capture folders are what their script writes, and print what the page shows."""
 
 import importlib.util
 import re

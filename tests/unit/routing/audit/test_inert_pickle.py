@@ -54,10 +54,10 @@ def test_hostile_files_are_refused(name: str, form: str, tmp_path: Path, capsys:
     else:
         torch.save({"routed_experts": torch.zeros(2, 3), "more": [{"a": attack}]}, path)
     assert main(["audit", str(path)]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"error: {path}: refused: it names ")
-    assert "allowed are tensors, numpy arrays, containers and classes of" in told
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert reported.startswith(f"error: {path}: refused: it names ")
+    assert "allowed are tensors, numpy arrays, containers and classes of" in reported
+    assert reported.count("\n") == 1
     assert not mark.exists()
 
 
@@ -145,7 +145,7 @@ def test_containers_and_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"PK\x03\x04" + bytes(40), pickle.dumps([1, 2])[:-3]])
-def test_torn_files_are_told(content: bytes) -> None:
+def test_torn_files_are_reported(content: bytes) -> None:
     with pytest.raises(DataError, match="x: cannot be read as a pickle"):
         read_pickle(content, "x")
 

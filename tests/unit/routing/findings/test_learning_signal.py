@@ -20,7 +20,7 @@ def found_in(
     return tracker.findings, begun
 
 
-def test_equal_rewards_are_told_once_an_episode() -> None:
+def test_equal_rewards_are_reported_once_an_episode() -> None:
     (finding,), begun = found_in([SPREAD, EQUAL, EQUAL, SPREAD, EQUAL, EQUAL, EQUAL, EQUAL, SPREAD])
     assert begun == [7]
     assert (finding.kind, finding.layer, finding.first_step, finding.last_step) == ("no_advantages", None, 5, 8)
@@ -35,7 +35,7 @@ def test_responses_that_are_all_cut() -> None:
     (finding,), begun = found_in([nearly, cut, cut, cut, cut])
     assert begun == [4]
     assert (finding.kind, finding.is_over) == ("all_truncated", False)
-    assert finding.text == "every response has been cut at the length limit since step 2"
+    assert finding.text == "every response has been truncated at the length limit since step 2"
 
 
 def test_both_at_the_same_time_are_two() -> None:

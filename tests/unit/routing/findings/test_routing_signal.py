@@ -32,7 +32,7 @@ def found_in(
     ]
 
 
-def test_agreement_that_drops_is_told_after_two_steps() -> None:
+def test_agreement_that_drops_is_reported_after_two_steps() -> None:
     steady = [{LIVE_AGREEMENT: value} for value in (0.96, 0.961, 0.959, 0.96, 0.962)]
     ((step, kind, since, text),) = found_in([*steady, *[{LIVE_AGREEMENT: 0.9}] * 4])
     assert (step, kind, since) == (7, "low_agreement", 6)
@@ -53,7 +53,7 @@ def test_agreement_that_drops_is_told_after_two_steps() -> None:
         ({FROZEN_LAYERS: 4.0}, "frozen_expert_bias", "the expert bias of 4 layers has not moved since step 3"),
     ],
 )
-def test_what_is_wrong_for_two_steps_is_told(sick: dict[str, float], kind: str, words: str) -> None:
+def test_what_is_wrong_for_two_steps_is_reported(sick: dict[str, float], kind: str, words: str) -> None:
     ((step, found, since, text),) = found_in([{}, {}, sick, sick, sick])
     assert (step, found, since) == (4, kind, 3)
     assert words in text
@@ -61,5 +61,5 @@ def test_what_is_wrong_for_two_steps_is_told(sick: dict[str, float], kind: str, 
     assert found_in([sick] * 5, Thresholds(None, None, None, 1)) == []
 
 
-def test_near_ties_in_float32_are_not_told() -> None:
+def test_near_ties_in_float32_are_not_reported() -> None:
     assert found_in([{FLOAT32_FLIPS: 1e-4}] * 5) == []

@@ -34,7 +34,7 @@ def watch(
     return tracker.findings, begun
 
 
-def test_dead_experts_are_told_once_an_episode() -> None:
+def test_dead_experts_are_reported_once_an_episode() -> None:
     dead = [0, 133, 133, 134]
     findings, begun = watch([[EVEN], [dead], [dead], [dead], [dead], [EVEN], [dead], [dead]], DEAD_ONLY)
     assert [len(found) for found in begun] == [0, 0, 0, 1, 0, 0, 0, 0]
@@ -62,7 +62,7 @@ def test_what_comes_back_after_few_quiet_steps_is_the_same_finding() -> None:
 
 
 @pytest.mark.parametrize(("dead_expert_steps", "every"), [(20, 22), (QUIET_STEPS + 20, QUIET_STEPS + 22)])
-def test_an_expert_with_a_token_now_and_then_is_told_once(dead_expert_steps: int, every: int) -> None:
+def test_an_expert_with_a_token_now_and_then_is_reported_once(dead_expert_steps: int, every: int) -> None:
     """However long it takes to find it dead again: those steps are not quiet ones."""
     steps = [[[int(step % every == 0), 133, 133, 134]] for step in range(1, 1001)]
     (finding,), begun = watch(steps, Thresholds(dead_expert_steps, None, None, 20))
@@ -70,7 +70,7 @@ def test_an_expert_with_a_token_now_and_then_is_told_once(dead_expert_steps: int
     assert finding.first_step == 1
 
 
-def test_loads_that_even_out_for_a_step_now_and_then_are_told_once() -> None:
+def test_loads_that_even_out_for_a_step_now_and_then_are_reported_once() -> None:
     steps = [[EVEN if step % 21 == 0 else [250, 50, 50, 50]] for step in range(1, 1001)]
     (finding,), begun = watch(steps, Thresholds(None, 0.5, None, 20))
     assert sum(map(len, begun)) == 1
@@ -110,7 +110,7 @@ def test_steps_without_load_neither_kill_nor_revive() -> None:
     assert findings[0].first_step == 1
 
 
-def test_imbalance_is_told_with_its_layer_and_what_chance_would_be() -> None:
+def test_imbalance_is_reported_with_its_layer_and_what_chance_would_be() -> None:
     uneven = [250, 50, 50, 50]  # deviations 1.5, -0.5, -0.5, -0.5 of the mean: cv = sqrt(3 / 3) = 1
     findings, begun = watch([[EVEN, uneven]] * 3, layers=[1, 7])
     assert [len(found) for found in begun] == [0, 1, 0]
@@ -140,13 +140,13 @@ def test_overload_is_of_the_whole_model() -> None:
     assert (finding.layer, finding.first_step, finding.last_step, finding.is_over) == (None, 3, 4, True)
 
 
-def test_updates_left_out_are_told_at_once() -> None:
+def test_updates_left_out_are_reported_at_once() -> None:
     findings, begun = watch([None] * 3, metrics=[{"train/skipped_updates": value} for value in (0.0, 1.0, 0.0)])
     assert [len(found) for found in begun] == [0, 1, 0]
     assert findings[0].text.startswith("updates have been left out since step 2")
 
 
-def test_updates_left_out_every_other_step_are_told_once() -> None:
+def test_updates_left_out_every_other_step_are_reported_once() -> None:
     metrics = [{"train/skipped_updates": float(step % 2)} for step in range(1000)]
     (finding,), begun = watch([None] * 1000, metrics=metrics)
     assert sum(map(len, begun)) == 1
@@ -185,7 +185,7 @@ def test_random_routing_has_no_finding(
     assert watch(list(counts), Thresholds(1, excess_cv, None, 1), topk=topk)[0] == []
 
 
-def test_a_biased_router_is_told_from_a_random_one() -> None:
+def test_a_biased_router_is_distinguished_from_a_random_one() -> None:
     generator = np.random.default_rng(0)
     shares = np.full((2, 16), 1 / 16)
     shares[1, :4] *= 3
@@ -197,7 +197,7 @@ def test_a_biased_router_is_told_from_a_random_one() -> None:
 SUDDEN = Thresholds(10, None, 1.5, 10, sudden_steps=2)
 
 
-def test_an_expert_that_loses_its_tokens_at_once_is_told_soon() -> None:
+def test_an_expert_that_loses_its_tokens_at_once_is_reported_soon() -> None:
     dead = [0, 133, 133, 134]
     _, begun = watch([[EVEN]] * 5 + [[dead]] * 12, SUDDEN)
     assert [step for step, found in enumerate(begun, 1) if found] == [7]
@@ -217,7 +217,7 @@ def test_an_expert_that_may_be_idle_has_the_usual_time(before: list[list[int]], 
     assert not any(begun)
 
 
-def test_experts_that_never_have_a_token_are_told_soon_where_the_others_have_their_share() -> None:
+def test_experts_that_never_have_a_token_are_reported_soon_where_the_others_have_their_share() -> None:
     dead, half = [0, 133, 133, 134], [200, 0, 200, 0]
     for counts, number in ((dead, 1), (half, 2)):
         _, begun = watch([[counts]] * 12, SUDDEN)
@@ -226,20 +226,20 @@ def test_experts_that_never_have_a_token_are_told_soon_where_the_others_have_the
 
 
 @pytest.mark.parametrize(
-    ("counts", "told"),
+    ("counts", "reported"),
     [
         ([[0, 40, 180, 180]], 10),  # another one has less than half of its share: popularity may differ as much
         ([[0, 1, 1, 2]], None),  # chance
         ([EVEN, [0, 133, 133, 134]], None),  # it has had tokens
     ],
 )
-def test_experts_without_a_token_may_be_unpopular(counts: list[list[int]], told: int | None) -> None:
+def test_experts_without_a_token_may_be_unpopular(counts: list[list[int]], reported: int | None) -> None:
     steps = [[counts[0]], *[[counts[-1]]] * 9]
     _, begun = watch(steps, SUDDEN)
-    assert [step for step, found in enumerate(begun, 1) if found] == ([] if told is None else [told])
+    assert [step for step, found in enumerate(begun, 1) if found] == ([] if reported is None else [reported])
 
 
-def test_overload_that_rises_at_once_is_told_soon() -> None:
+def test_overload_that_rises_at_once_is_reported_soon() -> None:
     factors = [1.1, 1.12, 1.08, 1.1, 1.11, 2.0, 1.1, 2.0, 2.0, 2.0]
     metrics = [{"train/moe/avg_overload_factor": factor} for factor in factors]
     _, begun = watch([None] * len(factors), SUDDEN, metrics=metrics)

@@ -5,24 +5,24 @@
 from collections.abc import Sequence
 from typing import get_args
 
-from nemo_rl_moe.routing.agreement.route_identity import AnomalyKind, TapeAnomaly
+from nemo_rl_moe.routing.agreement.route_identity import AnomalyKind, RoutingAnomaly
 from nemo_rl_moe.routing.findings.tracker import QUIET_STEPS, Finding, FindingTracker, Thresholds
 from nemo_rl_moe.routing.findings.wrong_routes import MISSING_METRIC, WRONG_ROUTES, WrongRoutesKind, wrong_routes
 
 OFF = Thresholds(None, None, None, 1)
-LATE = TapeAnomaly("token", "routes are one token late")
-OF_LAYER_2 = TapeAnomaly("layer", "layer 3 carries layer 2's routes", 3)
-OF_LAYER_4 = TapeAnomaly("layer", "layer 5 carries layer 4's routes", 5)
+LATE = RoutingAnomaly("token", "routes are one token late")
+OF_LAYER_2 = RoutingAnomaly("layer", "layer 3 carries layer 2's routes", 3)
+OF_LAYER_4 = RoutingAnomaly("layer", "layer 5 carries layer 4's routes", 5)
 
 
 def watch(
-    tapes: Sequence[Sequence[TapeAnomaly] | None], *, steps_of_metrics: bool = True
+    captures: Sequence[Sequence[RoutingAnomaly] | None], *, steps_of_metrics: bool = True
 ) -> tuple[list[Finding], list[list[Finding]]]:
-    """All findings at the end, and what the tapes of the steps 1, 2, ... began; None: a step without a tape."""
+    """All findings at the end, and what the captures of the steps 1, 2, ... began; None: a step without a capture."""
     tracker = FindingTracker(OFF, 2)
     begun = []
-    for step, anomalies in enumerate(tapes, start=1):
-        begun.append([] if anomalies is None else tracker.observe_tape(step, anomalies))
+    for step, anomalies in enumerate(captures, start=1):
+        begun.append([] if anomalies is None else tracker.observe_anomalies(step, anomalies))
         if steps_of_metrics:
             assert tracker.observe(step, {"train/loss": 1.0}) == []
     return tracker.findings, begun
@@ -33,7 +33,7 @@ def test_each_kind_of_anomaly_is_a_kind_of_finding() -> None:
     assert set(WRONG_ROUTES.values()) == set(get_args(WrongRoutesKind))
 
 
-def test_an_anomaly_is_told_at_its_first_step_in_its_own_words() -> None:
+def test_an_anomaly_is_reported_at_its_first_step_in_its_own_words() -> None:
     findings, begun = watch([[], [OF_LAYER_2], [OF_LAYER_2], []])
     assert [len(found) for found in begun] == [0, 1, 0, 0]
     (finding,) = findings
@@ -43,7 +43,7 @@ def test_an_anomaly_is_told_at_its_first_step_in_its_own_words() -> None:
 
 
 def test_layers_are_findings_of_their_own_and_other_anomalies_of_a_kind_are_one() -> None:
-    swapped = [TapeAnomaly("sequence", f"sequence {number} is not its own") for number in range(4)]
+    swapped = [RoutingAnomaly("sequence", f"sequence {number} is not its own") for number in range(4)]
     found = list(wrong_routes([OF_LAYER_2, *swapped, OF_LAYER_4]))
     assert [(kind, layer) for kind, layer, _ in found] == [
         ("routes_of_another_layer", 3),
@@ -63,16 +63,16 @@ def test_what_comes_back_is_the_same_episode() -> None:
     assert [finding.first_step for finding in findings] == [1, QUIET_STEPS + 3]
 
 
-def test_neither_a_step_without_a_tape_nor_other_findings_end_it() -> None:
+def test_neither_a_step_without_a_capture_nor_other_findings_end_it() -> None:
     for steps_of_metrics in (True, False):
         (finding,), _ = watch([[LATE], None, None], steps_of_metrics=steps_of_metrics)
         assert not finding.is_over
 
 
-def test_a_tape_ends_no_other_finding() -> None:
+def test_a_capture_ends_no_other_finding() -> None:
     tracker = FindingTracker(OFF, 2)
     tracker.observe(1, {"train/skipped_updates": 1.0})
-    tracker.observe_tape(2, [])
+    tracker.observe_anomalies(2, [])
     (finding,) = tracker.findings
     assert not finding.is_over
 
@@ -87,7 +87,7 @@ def missing(shares: Sequence[float | None], limit: float | None = 0.001, steps: 
     ]
 
 
-def test_missing_routes_are_told_when_they_last() -> None:
+def test_missing_routes_are_reported_when_they_last() -> None:
     begun = missing([0.0, 0.5, 0.0, 0.002, 0.5, 0.25, 0.25])
     assert [len(found) for found in begun] == [0, 0, 0, 0, 0, 1, 0]
     (finding,) = begun[5]

@@ -148,7 +148,7 @@ def generate_and_train(model: PreTrainedModel, **options: Any) -> tuple[Routes, 
         mask[row, :row] = 0
     prompts = prompts * mask
     with record_routes(model.eval()) as rollout:
-        drawn = model.generate(
+        sampled = model.generate(
             prompts,
             attention_mask=mask,
             do_sample=True,
@@ -160,7 +160,7 @@ def generate_and_train(model: PreTrainedModel, **options: Any) -> tuple[Routes, 
     # The longest come last here and are cut, and padding is on the other side.
     batch, real = torch.zeros(6, 52, dtype=torch.long), torch.zeros(6, 52, dtype=torch.long)
     for row in range(6):
-        sequence = drawn[5 - row, 5 - row : 52 - row]
+        sequence = sampled[5 - row, 5 - row : 52 - row]
         batch[row, : len(sequence)], real[row, : len(sequence)] = sequence, 1
     with record_routes(model.train()) as training:
         model(input_ids=batch, attention_mask=real)
@@ -221,26 +221,26 @@ def test_planted_faults_are_found(generated: tuple[Routes, Routes], fault: Any, 
         dataclasses.replace(
             sequence, columns={**sequence.columns, "rollout_experts": fault(sequence.columns["rollout_experts"])}
         )
-        for sequence in training.tape(rollout)
+        for sequence in training.capture(rollout)
     ]
     found = anomalies_of(audit_sequences(training.description, 1, sequences))
     assert any(text in anomaly.text for anomaly in found), found
 
 
-def test_a_tape_is_written(generated: tuple[Routes, Routes], tmp_path: Path) -> None:
+def test_a_capture_is_written(generated: tuple[Routes, Routes], tmp_path: Path) -> None:
     rollout, training = generated
-    training.write_tape(tmp_path, 3, rollout)
+    training.write_capture(tmp_path, 3, rollout)
     description = read_description(tmp_path)
     (rows,) = read_step(description, 3, steps_of(tmp_path)[3])
     assert set(rows.columns) == {"token_ids", "rollout_experts", "training_experts", "margins"}
-    expected = np.concatenate([sequence.columns["training_experts"] for sequence in training.tape(rollout)])
+    expected = np.concatenate([sequence.columns["training_experts"] for sequence in training.capture(rollout)])
     assert np.array_equal(rows.columns["training_experts"], expected)
 
 
-def test_the_writer_of_a_tape_is_the_same_at_every_step(generated: tuple[Routes, Routes], tmp_path: Path) -> None:
+def test_the_writer_of_a_capture_is_the_same_at_every_step(generated: tuple[Routes, Routes], tmp_path: Path) -> None:
     rollout, training = generated
     for step in (1, 2):
-        training.write_tape(tmp_path, step, rollout)
+        training.write_capture(tmp_path, step, rollout)
     assert len(writers_of(tmp_path)) == 1
 
 

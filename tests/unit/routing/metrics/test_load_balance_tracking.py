@@ -199,7 +199,7 @@ def test_a_mask_of_another_size_is_an_error_and_leaves_nothing_behind() -> None:
     model = build(olmoe)
     enable_load_balance_tracking(model)
     cache = model(tokens(1)).past_key_values
-    with pytest.raises(ValueError, match=r"attention_mask of \[2, 10\] cannot tell which of a router's 2 tokens"):
+    with pytest.raises(ValueError, match=r"attention_mask of \[2, 10\] cannot say which of a router's 2 tokens"):
         model(tokens(2, columns=1), attention_mask=torch.ones(2, 10), past_key_values=cache)
     loads_of(model)
     model(tokens(1))

@@ -206,7 +206,7 @@ def test_brief_metrics_are_ten_keys_and_none_where_there_is_nothing_to_compare()
 
 
 def test_brute_force_over_orders_of_a_tiny_layer() -> None:
-    """Corrected squares average to 0 over all orders of the modalities, where none is cut off at 0."""
+    """Corrected squares average to 0 over all orders of the modalities, where none is truncated at 0."""
     routes = random_routes(5, 4, 2, np.random.default_rng(1))
     counts = routes.sum(0)
     squares = [raw_separation(counts, routes[[*order][:2]].sum(0)) for order in permutations(range(5))]

@@ -58,7 +58,7 @@ def test_layers_without_numbers_of_their_own_are_named_by_path() -> None:
     assert list(collect_expert_loads(model)) == ["text.layers.0", "text.layers.1", "vision.layers.0", "vision.layers.1"]
 
 
-def test_a_router_that_tells_no_choice_is_an_error() -> None:
+def test_a_router_that_reports_no_choice_is_an_error() -> None:
     class MuteTopKRouter(ToyTopKRouter):
         def forward(self, choice: Tensor) -> tuple[Tensor, Tensor]:
             return (self.weight * choice,) * 2

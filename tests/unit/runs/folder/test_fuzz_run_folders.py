@@ -18,15 +18,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from nemo_rl_moe.errors import UserError, tell
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.errors import UserError, report_error
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
 from nemo_rl_moe.runs.folder.folder import read_logger_run_ids, read_run_id
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from tests.support.fuzzing import Case, Output, command, fuzz
+from tests.support.made_captures import routing_report
 from tests.support.made_runs import make_run, random_counts
-from tests.support.made_tapes import tape_report
 from tests.support.mutations import mutated_bytes, mutated_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -51,12 +51,14 @@ def whole_run() -> Path:
         for step in range(1, NUM_STEPS + 1)
     }
     samples = [{**SAMPLE, "step": step, "sample_id": f"d:{number}"} for step in (0, 4, 8, 12) for number in range(2)]
-    late = TapeAnomaly("token", "routes are one token late")
-    tapes = {step: tape_report([step, 0], anomalies=[late] * (step % 4 == 1)) for step in metrics}
+    late = RoutingAnomaly("token", "routes are one token late")
+    captures = {step: routing_report([step, 0], anomalies=[late] * (step % 4 == 1)) for step in metrics}
     scores = {step: AdvantageScores((0, 1), torch.randn(2, 4)) for step in metrics}
     counts = random_counts(NUM_STEPS, 2, 4, 50)
     failures = {step: [FailedResponses("train", 3, 8, "ValueError: no (sample d:1)")] for step in range(2, 11)}
-    make_run(folder, metrics, counts, config=CONFIG, samples=samples, tapes=tapes, scores=scores, failures=failures)
+    make_run(
+        folder, metrics, counts, config=CONFIG, samples=samples, captures=captures, scores=scores, failures=failures
+    )
     (folder / "run.json").write_text(json.dumps({"run_id": "abc", "algorithm": "grpo", "created": "2026-01-01"}))
     (folder / "logger_run_ids.json").write_text(json.dumps({"wandb": "abc"}))
     return folder
@@ -170,7 +172,7 @@ def _rewind(folder: Path) -> Callable[[], int]:
             rewind_run_folder(folder, REWIND_TO)
         except UserError as error:
             for problem in error.problems:
-                tell(problem)
+                report_error(problem)
             return error.exit_code
         return 0
 
@@ -246,7 +248,7 @@ def test_run_folders(tmp_path: Path) -> None:
 
 
 def test_samples(tmp_path: Path) -> None:
-    fuzz(samples_of_runs, tmp_path, some_are_refused=False)  # told, and left out
+    fuzz(samples_of_runs, tmp_path, some_are_refused=False)  # reported, and left out
 
 
 def test_loads(tmp_path: Path) -> None:

@@ -27,12 +27,12 @@ def load_of_step(step: int, *, images: bool = True) -> ExpertLoad:
 
 
 def write(folder: Path, steps: range, *, images: bool = True) -> None:
-    told: list[str] = []
-    writer = ExpertLoadWriter(folder, told.append, told.append)
+    reported: list[str] = []
+    writer = ExpertLoadWriter(folder, reported.append, reported.append)
     for step in steps:
         writer.write(step, load_of_step(step, images=images))
     writer.close()
-    assert told == []
+    assert reported == []
 
 
 def test_written_joined_and_cut_back(tmp_path: Path) -> None:

@@ -17,30 +17,30 @@ from tests.support.full_disk import files_no_longer_than, fill
 
 
 @pytest.fixture
-def told() -> list[str]:
+def reported() -> list[str]:
     return []
 
 
-def test_lines_wait_for_space_and_no_half_one_is_left(tmp_path: Path, told: list[str]) -> None:
-    lines = LineFile(tmp_path / "x.jsonl", told.append, told.append)
+def test_lines_wait_for_space_and_no_half_one_is_left(tmp_path: Path, reported: list[str]) -> None:
+    lines = LineFile(tmp_path / "x.jsonl", reported.append, reported.append)
     lines.append(["a" * 9, "b" * 9])
     with files_no_longer_than(25):
         for letter in "cde":
             lines.append([letter * 9])
             assert (tmp_path / "x.jsonl").read_text() == "a" * 9 + "\n" + "b" * 9 + "\n"
-    assert len(told) == 1
-    assert told[0].startswith(
+    assert len(reported) == 1
+    assert reported[0].startswith(
         "x.jsonl cannot be written, its lines are kept until it can be: [Errno 27] File too large"
     )
     lines.append(["f" * 9])
     lines.close()
     assert (tmp_path / "x.jsonl").read_text().split() == [letter * 9 for letter in "abcdef"]
-    assert told[1:] == ["x.jsonl can be written again"]
+    assert reported[1:] == ["x.jsonl can be written again"]
 
 
-def test_what_never_gets_space_is_counted(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_never_gets_space_is_counted(tmp_path: Path, reported: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_file, "_MOST_BYTES_KEPT", 30)
-    lines = LineFile(tmp_path / "x.jsonl", told.append, told.append)
+    lines = LineFile(tmp_path / "x.jsonl", reported.append, reported.append)
     with files_no_longer_than(0):
         for letter in "abcde":
             lines.append([letter * 9])
@@ -49,15 +49,15 @@ def test_what_never_gets_space_is_counted(tmp_path: Path, told: list[str], monke
     with files_no_longer_than(31):
         lines.append(["f" * 9])
         lines.close()
-    assert told[-1] == "x.jsonl lacks 3 lines that could not be written"
+    assert reported[-1] == "x.jsonl lacks 3 lines that could not be written"
 
 
 @pytest.mark.parametrize("with_folder", [False, True])
-def test_a_file_that_somebody_removes_is_begun_anew(tmp_path: Path, told: list[str], with_folder: bool) -> None:
+def test_a_file_that_somebody_removes_is_begun_anew(tmp_path: Path, reported: list[str], with_folder: bool) -> None:
     """A run that goes on in another folder than that of its checkpoints has nobody else who would make it again."""
     path = tmp_path / "run" / "x.jsonl"
     path.parent.mkdir()
-    lines = LineFile(path, told.append, told.append)
+    lines = LineFile(path, reported.append, reported.append)
     lines.append(["a"])
     path.unlink()
     if with_folder:
@@ -67,13 +67,13 @@ def test_a_file_that_somebody_removes_is_begun_anew(tmp_path: Path, told: list[s
     lines.append(["c"])
     lines.close()
     assert path.read_text().split() == ["b", "c"]
-    assert told == [f"{path} was removed; it is begun anew, and lacks the lines before"]
+    assert reported == [f"{path} was removed; it is begun anew, and lacks the lines before"]
 
 
-def test_lines_wait_for_a_disk_that_is_gone(tmp_path: Path, told: list[str]) -> None:
+def test_lines_wait_for_a_disk_that_is_gone(tmp_path: Path, reported: list[str]) -> None:
     path = tmp_path / "disk" / "run" / "x.jsonl"
     path.parent.mkdir(parents=True)
-    lines = LineFile(path, told.append, told.append)
+    lines = LineFile(path, reported.append, reported.append)
     lines.append(["a"])
     path.parent.parent.rename(tmp_path / "away")
     lines.append(["b"])
@@ -83,12 +83,12 @@ def test_lines_wait_for_a_disk_that_is_gone(tmp_path: Path, told: list[str]) -> 
     assert path.read_text().split() == ["a", "b"]
 
 
-def test_flushing_tells_whether_the_disk_has_all(
-    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+def test_flushing_reports_whether_the_disk_has_all(
+    tmp_path: Path, reported: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
-    lines = LineFile(tmp_path / "x.jsonl", told.append, told.append)
+    lines = LineFile(tmp_path / "x.jsonl", reported.append, reported.append)
     lines.append(["a"])
     assert lines.flush_to_disk()
     assert synced == [(tmp_path / "x.jsonl").stat().st_ino]
@@ -115,15 +115,15 @@ def broken_disk(descriptor: int) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_metrics_on_a_file_system_that_fills_up(small_disk: Path, told: list[str]) -> None:
-    logger = JsonlLogger(small_disk, told.append, told.append)
+def test_metrics_on_a_file_system_that_fills_up(small_disk: Path, reported: list[str]) -> None:
+    logger = JsonlLogger(small_disk, reported.append, reported.append)
     logger.log_step(1, {"train/loss": 1.0})
     filler = fill(small_disk)
     for step in range(2, 200):
         logger.log_step(step, {"train/loss": 1.0})
         assert (small_disk / "metrics.jsonl").read_bytes().endswith(b"}\n")
-    assert len(told) == 1
-    assert "No space left on device" in told[0]
+    assert len(reported) == 1
+    assert "No space left on device" in reported[0]
     assert len(read_metrics(small_disk / "metrics.jsonl")) < 199
     filler.unlink()
     logger.log_step(200, {"train/loss": 1.0})

@@ -76,3 +76,10 @@ def test_a_broken_line_that_is_not_the_last_names_file_and_line(tmp_path: Path, 
     path.write_text(f"{good}\n{bad}\n{good}\n")
     with pytest.raises(DataError, match=r"metrics\.jsonl:2: not a step record"):
         read_metrics(path)
+
+
+def test_metrics_of_older_runs_have_their_names_of_today(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "time": 1.0, "metrics": {"train/moe/routing/tape_bytes": 5}}\n')  # older name
+    (record,) = read_metrics(path)
+    assert record.metrics == {"train/moe/routing/captured_bytes": 5.0}

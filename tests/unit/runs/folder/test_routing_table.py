@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run keeps of the tapes of its rollouts: read back number for number, rewound with the run."""
+"""What a run keeps of the captures of its rollouts: read back number for number, rewound with the run."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.agreement.row_kinds import Row
 from nemo_rl_moe.runs.folder.routing import (
     ANOMALIES_FILE_NAME,
@@ -23,12 +23,12 @@ from nemo_rl_moe.runs.folder.routing import (
 )
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from tests.support.full_disk import files_no_longer_than
-from tests.support.made_tapes import tape_report
+from tests.support.made_captures import routing_report
 
-LATE = TapeAnomaly("token", "routes are one token late")
-OF_LAYER_2 = TapeAnomaly("layer", "layer 3 carries layer 2's routes", 3)
+LATE = RoutingAnomaly("token", "routes are one token late")
+OF_LAYER_2 = RoutingAnomaly("layer", "layer 3 carries layer 2's routes", 3)
 # Of 39 rows in each layer: 4 and 8 differ, 3 are missing in the second layer, and 2 hold expert 0 alone.
-REPORT = tape_report([4, 8], missing=[0, 3], zero=[0, 2], layers=[1, 3])
+REPORT = routing_report([4, 8], missing=[0, 3], zero=[0, 2], layers=[1, 3])
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_numbers_are_read_back(writer: RoutingWriter, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_routing(tmp_path)
     writer.write(1, REPORT)
-    writer.write(2, tape_report([0, 39], layers=[1, 3], replays=True))
+    writer.write(2, routing_report([0, 39], layers=[1, 3], replays=True))
     found = read_routing(tmp_path)
     assert (found.steps.tolist(), found.layers.tolist()) == ([1, 2], [1, 3])
     np.testing.assert_array_equal(found.rows[0], REPORT.totals.rows)
@@ -59,7 +59,7 @@ def test_numbers_are_read_back(writer: RoutingWriter, tmp_path: Path) -> None:
 
 
 def test_a_layer_without_usable_rows_has_no_chance_of_agreement(writer: RoutingWriter, tmp_path: Path) -> None:
-    writer.write(1, tape_report([0, 0], missing=[0, 39]))
+    writer.write(1, routing_report([0, 0], missing=[0, 39]))
     chance = read_routing(tmp_path).slot_chance[0]
     assert 0 < chance[0] < 1
     assert np.isnan(chance[1])
@@ -82,10 +82,10 @@ def test_anomalies_are_kept_with_their_step_and_a_healthy_run_has_no_file(
     writer.write(1, REPORT)
     assert not path.exists()
     assert AnomaliesTail(tmp_path).read().records == []
-    writer.write(2, tape_report([0], anomalies=[LATE, OF_LAYER_2]))
+    writer.write(2, routing_report([0], anomalies=[LATE, OF_LAYER_2]))
     tail = AnomaliesTail(tmp_path)
     assert anomalies_by_step(tail.read().records) == {2: [LATE, OF_LAYER_2]}
-    writer.write(4, tape_report([0], anomalies=[LATE]))
+    writer.write(4, routing_report([0], anomalies=[LATE]))
     assert anomalies_by_step(tail.read().records) == {4: [LATE]}
     writer.close()
 
@@ -110,13 +110,13 @@ def test_damaged_lines_of_anomalies_are_counted(tmp_path: Path, line: str) -> No
 
 def test_table_and_anomalies_are_rewound_and_go_on(writer: RoutingWriter, tmp_path: Path) -> None:
     for step in range(1, 7):
-        writer.write(step, tape_report([step], anomalies=[LATE] if step in (3, 5) else []))
+        writer.write(step, routing_report([step], anomalies=[LATE] if step in (3, 5) else []))
     writer.close()
     rewind_run_folder(tmp_path, 3)
     assert read_routing(tmp_path).steps.tolist() == [1, 2, 3]
     assert list(anomalies_by_step(AnomaliesTail(tmp_path).read().records)) == [3]
     again = RoutingWriter(tmp_path, pytest.fail)
-    again.write(4, tape_report([9], anomalies=[OF_LAYER_2]))
+    again.write(4, routing_report([9], anomalies=[OF_LAYER_2]))
     again.close()
     found = read_routing(tmp_path)
     assert found.rows[:, 0, Row.LIVE_SAME].tolist() == [38, 37, 36, 30]
@@ -127,9 +127,9 @@ def test_a_full_disk_costs_neither(tmp_path: Path) -> None:
     warnings: list[str] = []
     writer = RoutingWriter(tmp_path, warnings.append)
     with files_no_longer_than(50):
-        writer.write(1, tape_report([1], anomalies=[LATE]))
+        writer.write(1, routing_report([1], anomalies=[LATE]))
     assert [warning.split(" cannot")[0] for warning in warnings] == [FOLDER_NAME, ANOMALIES_FILE_NAME]
-    writer.write(2, tape_report([2], anomalies=[LATE]))
+    writer.write(2, routing_report([2], anomalies=[LATE]))
     writer.close()
     assert read_routing(tmp_path).steps.tolist() == [1, 2]
     assert list(anomalies_by_step(AnomaliesTail(tmp_path).read().records)) == [1, 2]

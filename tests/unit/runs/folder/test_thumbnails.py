@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Thumbnails of samples: small, few, each picture once, cut back with the samples, and nothing else is read as one."""
+"""Thumbnails of samples: small, few, each model image once, cut back with the samples, and nothing else is read as
+one."""
 
 import json
 import shutil
@@ -14,14 +15,14 @@ import PIL.Image
 import pytest
 
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.models.images import Picture, image_inputs
+from nemo_rl_moe.models.images import ModelImage, image_inputs
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.runs.folder import thumbnails
-from nemo_rl_moe.runs.folder.samples import PROMPTS_OF_A_STEP, SampleLog, is_pictured, read_samples
+from nemo_rl_moe.runs.folder.samples import PROMPTS_OF_A_STEP, SampleLog, has_images, read_samples
 from nemo_rl_moe.runs.folder.thumbnails import (
+    IMAGES_OF_A_SAMPLE,
     LONGEST_SIDE,
     MOST_BYTES,
-    PICTURES_OF_A_SAMPLE,
     ThumbnailWriter,
     read_thumbnail,
     thumbnail_of,
@@ -32,12 +33,12 @@ from tests.support.full_disk import fill
 from tests.support.grpo_fakes import trajectory
 
 
-def noise(height: int, width: int, seed: int = 0) -> Picture:
-    return Picture(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+def noise(height: int, width: int, seed: int = 0) -> ModelImage:
+    return ModelImage(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def shown(sample_id: str, pictures: Sequence[Picture]) -> Trajectory:
-    return replace(trajectory(sample_id=sample_id), model_inputs=image_inputs(pictures, np.zeros(3, np.bool_)))
+def shown(sample_id: str, model_images: Sequence[ModelImage]) -> Trajectory:
+    return replace(trajectory(sample_id=sample_id), model_inputs=image_inputs(model_images, np.zeros(3, np.bool_)))
 
 
 def sample_log(folder: Path, num_to_save: int | None = None) -> SampleLog:
@@ -51,27 +52,27 @@ def names_in(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("size", "expected"), [((8, 4), (8, 4)), ((480, 960), (48, 96)), ((2000, 2), (96, 1)), ((96, 96), (96, 96))]
 )
-def test_pictures_are_made_small_and_never_larger(size: tuple[int, int], expected: tuple[int, int]) -> None:
+def test_images_are_made_small_and_never_larger(size: tuple[int, int], expected: tuple[int, int]) -> None:
     content = thumbnail_of(noise(*size).pixels)
     with PIL.Image.open(BytesIO(content)) as image:
         assert (image.height, image.width, image.format, image.mode) == (*expected, "PNG", "RGB")
     assert len(content) < MOST_BYTES / 2, "even of noise, which no compression helps"
 
 
-def test_a_small_picture_keeps_its_pixels() -> None:
-    picture = noise(8, 4)
-    with PIL.Image.open(BytesIO(thumbnail_of(picture.pixels))) as image:
-        np.testing.assert_array_equal(np.asarray(image), picture.pixels)
+def test_a_small_image_keeps_its_pixels() -> None:
+    model_image = noise(8, 4)
+    with PIL.Image.open(BytesIO(thumbnail_of(model_image.pixels))) as image:
+        np.testing.assert_array_equal(np.asarray(image), model_image.pixels)
 
 
-def test_pictures_come_back_where_the_runs_folder_was_deleted(tmp_path: Path) -> None:
+def test_images_come_back_where_the_runs_folder_was_deleted(tmp_path: Path) -> None:
     run_folder = tmp_path / "exp_001"
     run_folder.mkdir()
-    log, picture = sample_log(run_folder), noise(4, 4)
-    log.write(1, "val", [shown("s", [picture])])
+    log, model_image = sample_log(run_folder), noise(4, 4)
+    log.write(1, "val", [shown("s", [model_image])])
     shutil.rmtree(run_folder)
-    log.write(2, "val", [shown("s", [picture])])
-    assert names_in(run_folder) == {f"{picture.digest:016x}"}
+    log.write(2, "val", [shown("s", [model_image])])
+    assert names_in(run_folder) == {f"{model_image.digest:016x}"}
 
 
 def test_samples_name_the_files_of_the_first_prompts_alone(tmp_path: Path) -> None:
@@ -81,26 +82,26 @@ def test_samples_name_the_files_of_the_first_prompts_alone(tmp_path: Path) -> No
     log.write(1, "val", [shown("other", [own[0], *own[3:8]]), trajectory(sample_id="text")])
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     named = [line.get("thumbnails") for line in lines]
-    name_of = [f"{picture.digest:016x}" for picture in own]
+    name_of = [f"{model_image.digest:016x}" for model_image in own]
     first = [value for name in name_of[:PROMPTS_OF_A_STEP] for value in ([name], None)]
     assert named == [*first, *[None] * 6, [name_of[0], *name_of[3:6]], None]
-    assert PICTURES_OF_A_SAMPLE == 4
+    assert IMAGES_OF_A_SAMPLE == 4
     assert names_in(tmp_path) == set(name_of[:PROMPTS_OF_A_STEP])
     assert [one.get("thumbnails") for one in read_samples(tmp_path, [])][:2] == [[name_of[0], *name_of[3:6]], None]
 
 
-def test_what_is_not_saved_has_no_picture(tmp_path: Path) -> None:
+def test_what_is_not_saved_has_no_image(tmp_path: Path) -> None:
     sample_log(tmp_path, num_to_save=1).write(1, "train", [shown(f"s{n}", [noise(4, 4, n)]) for n in range(3)])
     assert len(names_in(tmp_path)) == 1
     sample_log(tmp_path, num_to_save=0).write(1, "train", [shown("s", [noise(4, 4, 9)])])
     assert len(names_in(tmp_path)) == 1
 
 
-def test_long_runs_keep_pictures_of_ever_fewer_steps_and_of_all_validations(tmp_path: Path) -> None:
-    kept = [step for step in range(1, 20_001) if is_pictured(step)]
+def test_long_runs_keep_images_of_ever_fewer_steps_and_of_all_validations(tmp_path: Path) -> None:
+    kept = [step for step in range(1, 20_001) if has_images(step)]
     assert kept[:23] == [*range(1, 20), 20, 30, 40, 50]
     assert kept[36:42] == [190, 200, 300, 400, 500, 600]
-    assert len(kept) * PROMPTS_OF_A_STEP * PICTURES_OF_A_SAMPLE < thumbnails.MOST_THUMBNAILS
+    assert len(kept) * PROMPTS_OF_A_STEP * IMAGES_OF_A_SAMPLE < thumbnails.MOST_THUMBNAILS
     log = sample_log(tmp_path)
     with log:
         for step in range(1, 46):
@@ -118,34 +119,32 @@ def test_text_leaves_no_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
 
 
-def test_a_run_has_a_limit_and_the_pictures_it_has_are_named_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_has_a_limit_and_the_images_it_has_are_named_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thumbnails, "MOST_THUMBNAILS", 2)
     first, second, third = (noise(4, 4, seed) for seed in range(3))
     assert len(ThumbnailWriter(tmp_path, pytest.fail).write([first])) == 1
-    told: list[str] = []
-    later = ThumbnailWriter(tmp_path, told.append)  # of a run that goes on
+    reported: list[str] = []
+    later = ThumbnailWriter(tmp_path, reported.append)  # of a run that goes on
     for _ in range(2):
         assert later.write([second, third, first]) == [f"{one.digest:016x}" for one in (second, first)]
-    assert told == [f"{tmp_path / 'thumbnails'} holds 2 pictures; samples with others go without"]
-    assert names_in(tmp_path) == {f"{picture.digest:016x}" for picture in (first, second)}
+    assert reported == [f"{tmp_path / 'thumbnails'} holds 2 model images; samples with others go without"]
+    assert names_in(tmp_path) == {f"{model_image.digest:016x}" for model_image in (first, second)}
 
 
-def test_a_full_disk_is_told_once_and_samples_go_without(small_disk: Path) -> None:
-    told: list[str] = []
-    writer = ThumbnailWriter(small_disk, told.append)
+def test_a_full_disk_is_reported_once_and_samples_go_without(small_disk: Path) -> None:
+    reported: list[str] = []
+    writer = ThumbnailWriter(small_disk, reported.append)
     room = fill(small_disk)
-    pictures = [noise(96, 96, seed) for seed in range(3)]
-    assert writer.write(pictures) == []
-    assert writer.write(pictures) == []
-    (line,) = told
-    assert line.startswith(f"{small_disk / 'thumbnails'} cannot be written, samples go without pictures: ")
+    model_images = [noise(96, 96, seed) for seed in range(3)]
+    assert writer.write(model_images) == []
+    assert writer.write(model_images) == []
+    (line,) = reported
+    assert line.startswith(f"{small_disk / 'thumbnails'} cannot be written, samples go without model images: ")
     room.unlink()
-    assert len(writer.write(pictures)) == 3
+    assert len(writer.write(model_images)) == 3
 
 
-def test_a_rewind_takes_the_pictures_of_later_steps_with_it(tmp_path: Path) -> None:
+def test_a_rewind_takes_the_images_of_later_steps_with_it(tmp_path: Path) -> None:
     log = sample_log(tmp_path)
     kept, both, later = (noise(4, 4, seed) for seed in range(3))
     with log:

@@ -20,7 +20,7 @@ from tests.support.loggers import settings_for
 
 
 def metrics_of(step: int, attempt: int) -> dict[str, float]:
-    """The metrics of a step; `train/attempt` tells which attempt has logged it."""
+    """The metrics of a step; `train/attempt` says which attempt has logged it."""
     metrics = {"train/loss": 1 / 2**step, "train/attempt": float(attempt)}
     return metrics | ({"val/loss": 1 / 4**step} if step % 2 == 0 else {})
 

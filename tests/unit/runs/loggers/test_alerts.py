@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Findings told while a run goes on: each episode once, after a resume too, and a healthy run has none."""
+"""Findings reported while a run goes on: each episode once, after a resume too, and a healthy run has none."""
 
 import io
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ import pytest
 
 from nemo_rl_moe.config.files import find_config, read_with_defaults
 from nemo_rl_moe.config.schema_run import AlertsConfig
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
-from nemo_rl_moe.routing.agreement.statistics import TapeReport
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
+from nemo_rl_moe.routing.agreement.statistics import RoutingReport
 from nemo_rl_moe.routing.findings.tracker import Finding
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
@@ -24,14 +24,14 @@ from nemo_rl_moe.runs.loggers.factory import LoggerResume, build_loggers
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.runs.loggers.wandb_files import wandb_files, wandb_records
 from tests.support.loggers import load_of, settings_for
-from tests.support.made_runs import tape_metrics
-from tests.support.made_tapes import tape_report
+from tests.support.made_captures import routing_report
+from tests.support.made_runs import routing_report_metrics
 
 TOPK = 2
 HEALTHY = load_of([100, 100, 101, 99], [101, 98, 100, 101])
 # Dead for so many steps; its cv is 0.67, below the threshold of 1.
 SICK = load_of([100, 100, 101, 99], [133, 133, 134, 0])
-TOLD = "warning: step {}: layer 2: 1 of 4 experts dead since step {}; beyond sampling noise"
+REPORTED = "warning: step {}: layer 2: 1 of 4 experts dead since step {}; beyond sampling noise"
 
 
 def shipped_alerts(name: str = "sft.yaml") -> AlertsConfig:
@@ -57,10 +57,10 @@ def log_run(
     return [line for line in stream.getvalue().splitlines() if line.startswith("warning")]
 
 
-def test_each_episode_is_told_once_on_the_console_and_by_wandb(tmp_path: Path) -> None:
+def test_each_episode_is_reported_once_on_the_console_and_by_wandb(tmp_path: Path) -> None:
     sick = {*range(5, 11), *range(15, 20), *range(121, 130)}
     loads = {step: SICK if step in sick else HEALTHY for step in range(1, 130)}
-    assert log_run(tmp_path, loads, "wandb") == [TOLD.format(7, 5), TOLD.format(123, 121)]
+    assert log_run(tmp_path, loads, "wandb") == [REPORTED.format(7, 5), REPORTED.format(123, 121)]
     (file,) = wandb_files(tmp_path / "wandb")
     first, second = wandb_records(file, "alert")
     assert (first.title, first.level) == ("dead experts at step 7", "WARN")
@@ -75,34 +75,35 @@ def test_a_healthy_run_is_silent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("begins", "resumed_after", "told_again"),
+    ("begins", "resumed_after", "reported_again"),
     [
-        (2, 10, []),  # told before the checkpoint
-        (9, 10, [TOLD.format(11, 9)]),  # begun before it, told after it: what was told since then was cut off
-        (12, 10, [TOLD.format(14, 12)]),
+        (2, 10, []),  # reported before the checkpoint
+        # begun before it, reported after it: what was reported since then was cut off
+        (9, 10, [REPORTED.format(11, 9)]),
+        (12, 10, [REPORTED.format(14, 12)]),
     ],
 )
-def test_what_went_on_at_the_checkpoint_is_not_told_again(
-    begins: int, resumed_after: int, told_again: list[str], tmp_path: Path
+def test_what_went_on_at_the_checkpoint_is_not_reported_again(
+    begins: int, resumed_after: int, reported_again: list[str], tmp_path: Path
 ) -> None:
     loads = {step: SICK if step >= begins else HEALTHY for step in range(1, 21)}
-    assert log_run(tmp_path, loads) == [TOLD.format(begins + 2, begins)]
+    assert log_run(tmp_path, loads) == [REPORTED.format(begins + 2, begins)]
     rest = {step: load for step, load in loads.items() if step > resumed_after}
-    assert log_run(tmp_path, rest, resumed_after=resumed_after) == told_again
+    assert log_run(tmp_path, rest, resumed_after=resumed_after) == reported_again
 
 
-def test_an_episode_that_comes_back_after_the_checkpoint_is_not_told_again(tmp_path: Path) -> None:
+def test_an_episode_that_comes_back_after_the_checkpoint_is_not_reported_again(tmp_path: Path) -> None:
     quiet_from = 130
     loads = {step: SICK if quiet_from - 9 <= step < quiet_from else HEALTHY for step in range(1, quiet_from + 60)}
-    assert log_run(tmp_path, loads) == [TOLD.format(quiet_from - 7, quiet_from - 9)]
+    assert log_run(tmp_path, loads) == [REPORTED.format(quiet_from - 7, quiet_from - 9)]
     last = max(loads)
     assert log_run(tmp_path, dict.fromkeys(range(last + 1, last + 9), SICK), resumed_after=last) == []
 
 
-def test_an_expert_of_few_tokens_that_was_dead_at_the_checkpoint_is_not_told_again(tmp_path: Path) -> None:
+def test_an_expert_of_few_tokens_that_was_dead_at_the_checkpoint_is_not_reported_again(tmp_path: Path) -> None:
     """It has been dead for longer than the thresholds ask, as chance was to be ruled out."""
     few = load_of([1, 1, 1, 1], [1, 2, 1, 0])
-    assert log_run(tmp_path, dict.fromkeys(range(1, 41), few)) == [TOLD.format(23, 1)]
+    assert log_run(tmp_path, dict.fromkeys(range(1, 41), few)) == [REPORTED.format(23, 1)]
     assert log_run(tmp_path, dict.fromkeys(range(41, 81), few), resumed_after=40) == []
 
 
@@ -122,14 +123,14 @@ def test_steps_long_past_are_not_read_again(tmp_path: Path) -> None:
     assert log_run(tmp_path, dict.fromkeys(range(251, 256), SICK), resumed_after=250) == []
 
 
-LATE = TapeAnomaly("token", "routes are one token late")
-LATE_TOLD = "warning: step {}: routes are one token late; since step {}"
+LATE = RoutingAnomaly("token", "routes are one token late")
+LATE_REPORTED = "warning: step {}: routes are one token late; since step {}"
 
 
-def log_tapes(
-    run_folder: Path, tapes: Mapping[int, TapeReport], *enabled: str, resumed_after: int | None = None
+def log_captures(
+    run_folder: Path, captures: Mapping[int, RoutingReport], *enabled: str, resumed_after: int | None = None
 ) -> str:
-    """Logs steps as a GRPO run does, of the last one the tape alone; returns what the console shows."""
+    """Logs steps as a GRPO run does, of the last one the capture alone; returns what the console shows."""
     resume = None
     if resumed_after is not None:
         rewind_run_folder(run_folder, resumed_after)
@@ -138,54 +139,54 @@ def log_tapes(
     settings = settings_for(run_folder.parent, *enabled, alerts=True)
     with build_loggers(settings, run_folder, ConsoleLogger(99, stream=stream), resume) as loggers:
         writer = RoutingWriter(run_folder, pytest.fail)
-        for step, report in tapes.items():
+        for step, report in captures.items():
             writer.write(step, report)
             loggers.log_artifact(step, ROUTING.name, report)
-            if step < max(tapes):
-                loggers.log_step(step, {"train/loss": 1.0, **tape_metrics(report)})
+            if step < max(captures):
+                loggers.log_step(step, {"train/loss": 1.0, **routing_report_metrics(report)})
         writer.close()
     return "\n".join(line for line in stream.getvalue().splitlines() if line.startswith("warning"))
 
 
-def test_wrong_routes_are_told_before_the_step_ends(tmp_path: Path) -> None:
+def test_wrong_routes_are_reported_before_the_step_ends(tmp_path: Path) -> None:
     """A run that replays them ends by them: their step has no metrics."""
-    wrong = tape_report([0], anomalies=[LATE])
-    assert log_tapes(tmp_path, {1: tape_report([0]), 2: wrong}, "wandb") == LATE_TOLD.format(2, 2)
+    wrong = routing_report([0], anomalies=[LATE])
+    assert log_captures(tmp_path, {1: routing_report([0]), 2: wrong}, "wandb") == LATE_REPORTED.format(2, 2)
     (file,) = wandb_files(tmp_path / "wandb")
     (alert,) = wandb_records(file, "alert")
     assert (alert.title, alert.level) == ("routes of another token at step 2", "WARN")
     assert alert.text == "routes are one token late; since step 2"
 
 
-@pytest.mark.parametrize(("begins", "told_again"), [(2, ""), (8, LATE_TOLD.format(8, 8))])
-def test_wrong_routes_from_before_the_checkpoint_are_not_told_again(
-    begins: int, told_again: str, tmp_path: Path
+@pytest.mark.parametrize(("begins", "reported_again"), [(2, ""), (8, LATE_REPORTED.format(8, 8))])
+def test_wrong_routes_from_before_the_checkpoint_are_not_reported_again(
+    begins: int, reported_again: str, tmp_path: Path
 ) -> None:
-    tapes = {step: tape_report([0], anomalies=[LATE] * (step in (begins, begins + 1))) for step in range(1, 12)}
-    assert log_tapes(tmp_path, tapes) == LATE_TOLD.format(begins, begins)
-    rest = {step: report for step, report in tapes.items() if step > 6}
-    assert log_tapes(tmp_path, rest, resumed_after=6) == told_again
+    captures = {step: routing_report([0], anomalies=[LATE] * (step in (begins, begins + 1))) for step in range(1, 12)}
+    assert log_captures(tmp_path, captures) == LATE_REPORTED.format(begins, begins)
+    rest = {step: report for step, report in captures.items() if step > 6}
+    assert log_captures(tmp_path, rest, resumed_after=6) == reported_again
 
 
-def test_missing_routes_are_told_when_they_last(tmp_path: Path) -> None:
-    told = log_tapes(tmp_path, {step: tape_report([0], missing=[13 * (step > 2)]) for step in range(1, 8)})
-    assert told.startswith(
+def test_missing_routes_are_reported_when_they_last(tmp_path: Path) -> None:
+    reported = log_captures(tmp_path, {step: routing_report([0], missing=[13 * (step > 2)]) for step in range(1, 8)})
+    assert reported.startswith(
         "warning: step 5: 33.3% of the routes of rollouts are missing, and some have been since step 3: "
     )
-    assert "\n" not in told
+    assert "\n" not in reported
 
 
 def test_a_validation_between_the_steps_ends_no_episode() -> None:
     watch = AlertWatch(settings_for(Path()).alerts, TOPK)
-    told: list[str] = []
+    reported: list[str] = []
     for step in range(8):
-        told += [alert.line for alert in watch.observe(step, {"val/loss": 1.0})]
-        told += [
+        reported += [alert.line for alert in watch.observe(step, {"val/loss": 1.0})]
+        reported += [
             alert.line
             for alert in watch.observe(step, {"train/loss": 1.0}, SICK.layers, SICK.counts.numpy())
             if step > 0
         ]
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_layers_with_the_same_finding_share_a_line() -> None:
@@ -218,13 +219,13 @@ def test_the_shipped_thresholds_pass_over_a_router_that_evens_out_and_find_a_hot
     """As the demo does: its first five steps send nothing to a quarter of the experts of a layer."""
     evening_out, hot = AlertWatch(shipped_alerts(name), TOPK), AlertWatch(shipped_alerts(name), TOPK)
     random = np.random.default_rng(0)
-    told: list[str] = []
+    reported: list[str] = []
     for step in range(1, 41):
         share = np.ones(8) if step > 6 else np.array([0, 0, 1, 1, 1, 2, 6, 8.0])
         counts = random.multinomial(6000, share / share.sum(), size=4)
         overload = {"train/moe/avg_overload_factor": 1.05 if step > 6 else 1.7}
         assert evening_out.observe(step, overload, range(4), counts) == []
         counts = random.multinomial(6000, np.repeat([0, 0.25], 4), size=4)
-        told += [a.title for a in hot.observe(step, {"train/moe/avg_overload_factor": 2.0}, range(4), counts)]
-    kinds = [title.rpartition(" at step ")[0] for title in told]
+        reported += [a.title for a in hot.observe(step, {"train/moe/avg_overload_factor": 2.0}, range(4), counts)]
+    kinds = [title.rpartition(" at step ")[0] for title in reported]
     assert kinds == ["dead experts", "imbalance", "overload"]

@@ -50,7 +50,7 @@ def test_plain_line_a_step() -> None:
     assert stream.getvalue() == f"step 11/200  {line}\nstep 12/200  {line}  eta 1:03\n"
 
 
-def test_a_step_tells_of_its_refit() -> None:
+def test_a_step_reports_of_its_refit() -> None:
     refit = {"timing/refit/seconds": 0.234, "train/refit/logprob_gap": 2.4e-6, "train/refit/checks_failed": 0.0}
     metrics = {"train/loss": 0.5, "train/refit/bytes": 7e6, **refit}
     expected = "step 1/2  loss 0.5000  refit_seconds 0.23  refit_gap 2.4e-06  refit_checks_failed 0"

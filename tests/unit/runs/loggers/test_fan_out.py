@@ -15,7 +15,7 @@ from tests.support.full_disk import files_no_longer_than
 
 
 class Recorder:
-    """Keeps what it is given; fails where it is told to."""
+    """Keeps what it is given; fails where it is reported to."""
 
     def __init__(self, name: str = "x", fail_in: str = "", error: BaseException | None = None):
         self.name = name
@@ -50,8 +50,8 @@ def drive(broken_in: str) -> tuple[Recorder, Recorder, list[str]]:
 
 
 def test_steps_are_on_the_disk_when_every_file_has_them(tmp_path: Path) -> None:
-    told: list[str] = []
-    metrics = JsonlLogger(tmp_path, told.append, told.append)
+    reported: list[str] = []
+    metrics = JsonlLogger(tmp_path, reported.append, reported.append)
     logger = FanOutLogger([metrics, Recorder()], Notices(pytest.fail, pytest.fail))
     logger.log_step(1, {"train/loss": 1.0})
     assert logger.flush_to_disk()
@@ -105,14 +105,14 @@ def test_an_interrupt_is_not_swallowed() -> None:
 @pytest.mark.parametrize(
     ("error", "outcome"), [(RuntimeError("x"), "failed"), (KeyboardInterrupt(), "killed"), (SystemExit(143), "killed")]
 )
-def test_leaving_the_context_closes_and_tells_how_the_run_ended(error: BaseException, outcome: str) -> None:
+def test_leaving_the_context_closes_and_reports_how_the_run_ended(error: BaseException, outcome: str) -> None:
     recorder = Recorder()
     with pytest.raises(type(error)), FanOutLogger([recorder], Notices(print, print)):
         raise error
     assert recorder.calls[-1] == ("close", outcome)
 
 
-def test_a_metric_that_is_no_number_is_left_out_for_all_and_told_once() -> None:
+def test_a_metric_that_is_no_number_is_left_out_for_all_and_reported_once() -> None:
     warnings: list[str] = []
     recorder = Recorder()
     logger = FanOutLogger([recorder], Notices(pytest.fail, warnings.append))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures on their way to the backends: drawn once, out of the caller's way, and lost before any metric is."""
+"""Plots on their way to the backends: drawn once, out of the caller's way, and lost before any metric is."""
 
 import threading
 import time
@@ -12,13 +12,13 @@ from nemo_rl_moe.runs.loggers import artifacts
 from nemo_rl_moe.runs.loggers.console import Notices
 from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger, Patience
-from nemo_rl_moe.runs.loggers.step_pictures import StepPictures
+from nemo_rl_moe.runs.loggers.step_plots import StepPlots
 from tests.support.loggers import ListBackend, load_of
 
 LOAD = load_of([3, 1], [0, 4])
 DRAWING_S = 0.05
-PATIENT = Patience(most_pictures_waiting=99)
-FAILS = "logger x does not take the pictures of step {}: OSError: no space; its metrics go on"
+PATIENT = Patience(most_plots_waiting=99)
+FAILS = "logger x does not take the plots of step {}: OSError: no space; its metrics go on"
 
 
 @pytest.fixture
@@ -34,16 +34,16 @@ def drawn_in(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     def draw(step: int, layers: object, counts: object) -> dict[str, bytes]:
         threads.append(threading.current_thread())
         time.sleep(DRAWING_S)
-        return {"pictures/a": b"%d" % step}
+        return {"plots/a": b"%d" % step}
 
-    monkeypatch.setattr(artifacts, "expert_load_pictures", draw)
+    monkeypatch.setattr(artifacts, "expert_load_plots", draw)
     return threads
 
 
 def fan_out(backends: list[ListBackend], warnings: list[str], every: int | None, patience: Patience) -> FanOutLogger:
     notices = Notices(pytest.fail, warnings.append)
     isolated = [IsolatedLogger("x", backend.open, notices, patience=patience) for backend in backends]
-    return FanOutLogger([], notices, isolated, pictures=StepPictures(every, notices))
+    return FanOutLogger([], notices, isolated, plots=StepPlots(every, notices))
 
 
 def log(loggers: FanOutLogger, steps: range) -> None:
@@ -61,9 +61,9 @@ def test_each_is_drawn_once_for_all_backends_and_not_by_the_caller(
     log(loggers, range(1, 8))
     loggers.close()
     for backend in backends:
-        steps = [("pictures", 1), *(("step", i) for i in (1, 2)), ("pictures", 3), *(("step", i) for i in (3, 4, 5))]
-        assert backend.calls == [*steps, ("pictures", 6), ("step", 6), ("step", 7)]
-        assert backend.pictures == {step: {"pictures/a": b"%d" % step} for step in (1, 3, 6)}
+        steps = [("plots", 1), *(("step", i) for i in (1, 2)), ("plots", 3), *(("step", i) for i in (3, 4, 5))]
+        assert backend.calls == [*steps, ("plots", 6), ("step", 6), ("step", 7)]
+        assert backend.plots == {step: {"plots/a": b"%d" % step} for step in (1, 3, 6)}
     assert len(drawn_in) == 3
     assert threading.current_thread() not in drawn_in
     assert warnings == []
@@ -75,10 +75,10 @@ def test_never_means_never(every: int | None, warnings: list[str], drawn_in: lis
     loggers = fan_out([backend], warnings, every, Patience())
     log(loggers, range(1, 60))
     loggers.close()
-    assert (backend.asked_for_pictures_at, drawn_in) == ([], [])
+    assert (backend.asked_for_plots_at, drawn_in) == ([], [])
 
 
-def test_a_slow_backend_loses_pictures_and_no_step(
+def test_a_slow_backend_loses_plots_and_no_step(
     warnings: list[str], gate: threading.Event, drawn_in: list[threading.Thread]
 ) -> None:
     backend = ListBackend(gate)
@@ -90,39 +90,39 @@ def test_a_slow_backend_loses_pictures_and_no_step(
     gate.set()
     loggers.close()
     assert [step for kind, step in backend.calls if kind == "step"] == list(range(1, 42))
-    assert [step for kind, step in backend.calls if kind == "pictures"] == [1, 2, 4, 6, 8]
-    assert warnings == ["logger x: 16 steps' pictures were dropped while it was silent"]
+    assert [step for kind, step in backend.calls if kind == "plots"] == [1, 2, 4, 6, 8]
+    assert warnings == ["logger x: 16 steps' plots were dropped while it was silent"]
 
 
-def test_a_backend_that_takes_no_pictures_is_told_once_and_keeps_its_metrics(
+def test_a_backend_that_takes_no_plots_is_reported_once_and_keeps_its_metrics(
     warnings: list[str], drawn_in: list[threading.Thread]
 ) -> None:
-    backend = ListBackend(no_pictures_at=range(3, 99))
+    backend = ListBackend(no_plots_at=range(3, 99))
     loggers = fan_out([backend], warnings, 1, PATIENT)
     log(loggers, range(1, 12))
     loggers.close()
     assert [step for kind, step in backend.calls if kind == "step"] == list(range(1, 12))
-    assert backend.asked_for_pictures_at == [1, 2, 3, 4, 5], "after three failures in a row it is not asked again"
+    assert backend.asked_for_plots_at == [1, 2, 3, 4, 5], "after three failures in a row it is not asked again"
     assert len(drawn_in) == 5
     assert warnings == [FAILS.format(3)]
 
 
-def test_passing_failures_of_a_backend_do_not_end_its_pictures(
+def test_passing_failures_of_a_backend_do_not_end_its_plots(
     warnings: list[str], drawn_in: list[threading.Thread]
 ) -> None:
-    backend = ListBackend(no_pictures_at=(2, 3, 5, 6))
+    backend = ListBackend(no_plots_at=(2, 3, 5, 6))
     loggers = fan_out([backend], warnings, 1, PATIENT)
     log(loggers, range(1, 9))
     loggers.close()
-    assert sorted(backend.pictures) == [1, 4, 7, 8]
+    assert sorted(backend.plots) == [1, 4, 7, 8]
     assert warnings == [FAILS.format(2)]
 
 
-def test_drawing_that_fails_is_told_once_for_all_backends(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_that_fails_is_reported_once(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(step: int, layers: object, counts: object) -> dict[str, bytes]:
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr(artifacts, "expert_load_pictures", draw)
+    monkeypatch.setattr(artifacts, "expert_load_plots", draw)
     backends = [ListBackend(), ListBackend()]
     loggers = fan_out(backends, warnings, 2, PATIENT)
     log(loggers, range(1, 6))

@@ -12,10 +12,10 @@ import pytest
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
-from nemo_rl_moe.runs.loggers.factory import build_loggers, find_own_backends
+from nemo_rl_moe.runs.loggers.factory import build_loggers, find_custom_backends
+from tests.support.custom_parts import NAME
 from tests.support.logged_metrics import read_jsonl, read_tensorboard
 from tests.support.loggers import settings_for
-from tests.support.own_parts import NAME
 
 
 def test_only_console_and_jsonl_by_default_and_nothing_heavy_is_imported(tmp_path: Path) -> None:
@@ -39,8 +39,8 @@ def test_a_logger_of_ones_own_gets_the_steps_behind_a_thread_of_its_own(tmp_path
         loggers.log_step(1, {"train/loss": 1.0})
     lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert lines == [{"sections": ["policy"]}, {"step": 1, "keys": ["train/loss"]}]
-    told = stream.getvalue()
-    assert f"warning: logger {NAME}:raising could not start and is left out from here on: KeyError" in told
+    reported = stream.getvalue()
+    assert f"warning: logger {NAME}:raising could not start and is left out from here on: KeyError" in reported
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_logger_of_ones_own_gets_the_steps_behind_a_thread_of_its_own(tmp_path
 )
 def test_a_logger_of_ones_own_that_is_not_there_is_one_line(tmp_path: Path, name: str, problem: str) -> None:
     with pytest.raises(ConfigurationError) as error:
-        find_own_backends(settings_for(tmp_path, backends=[name]))
+        find_custom_backends(settings_for(tmp_path, backends=[name]))
     (line,) = error.value.problems
     assert line.startswith(f"logger.backends: {name}")
     assert problem in line
@@ -61,7 +61,7 @@ def test_a_logger_of_ones_own_that_is_not_there_is_one_line(tmp_path: Path, name
 
 def test_a_logger_named_twice_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=f"logger.backends: got {NAME}:LinesLogger twice"):
-        find_own_backends(settings_for(tmp_path, backends=[f"{NAME}:LinesLogger"] * 2))
+        find_custom_backends(settings_for(tmp_path, backends=[f"{NAME}:LinesLogger"] * 2))
 
 
 def test_backend_that_cannot_start_warns_once_on_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_later_files_of_a_wandb_run_replace_the_steps_from_their_first_one_on(tm
         for step in steps:
             logger.log_step(step, {"train/attempt": float(attempt)})
         logger.close("failed")
-        while int(time.time()) == began:  # W&B tells attempts apart by the second in which they begin
+        while int(time.time()) == began:  # W&B distinguishes attempts by the second in which they begin
             time.sleep(0.02)
     attempts = [1, 1, 1, 1, 2, 2, 2]
     assert read_wandb_offline(tmp_path / "wandb") == {"train/attempt": [(i, a) for i, a in enumerate(attempts, 1)]}
@@ -171,14 +171,14 @@ def test_tensorboard_knows_what_it_would_show(resumed_after: int, last_step: int
     assert TensorBoardLogger(tmp_path, resumed_after).last_step == last_step
 
 
-def test_a_step_of_which_tensorboard_has_the_picture_alone_is_sent_again(tmp_path: Path) -> None:
-    """As a kill leaves it between the pictures and the metrics, which `metrics.jsonl` has before both."""
+def test_a_step_of_which_tensorboard_has_the_plot_alone_is_sent_again(tmp_path: Path) -> None:
+    """As a kill leaves it between the plots and the metrics, which `metrics.jsonl` has before both."""
     png = BytesIO()
     PIL.Image.new("RGB", (2, 2)).save(png, "png")
     backend, lines = TensorBoardLogger(tmp_path), JsonlLogger(tmp_path, pytest.fail, pytest.fail)
     log_steps(lines, (1, 2))
     log_steps(backend, (1,))
-    backend.log_pictures(2, {"pictures/a": png.getvalue()})
+    backend.log_plots(2, {"plots/a": png.getvalue()})
     for logger in (lines, backend):
         logger.close()
     console = ConsoleLogger(3, stream=io.StringIO())
@@ -202,7 +202,7 @@ def test_a_torn_event_is_passed_over(tmp_path: Path) -> None:
     assert read_tensorboard(tmp_path / "tensorboard") == {"train/loss": wanted}
 
 
-def test_mlflow_tells_how_the_run_ended_and_that_it_goes_on(tmp_path: Path, empty_mlflow_store: Path) -> None:
+def test_mlflow_reports_how_the_run_ended_and_that_it_goes_on(tmp_path: Path, empty_mlflow_store: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     shutil.copy(empty_mlflow_store, tmp_path)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of the expert load: what is drawn is compared with the load matrix, pixel by pixel."""
+"""The plots of the expert load: what is drawn is compared with the load matrix, pixel by pixel."""
 
 import itertools
 from io import BytesIO
@@ -22,7 +22,7 @@ from nemo_rl_moe.runs.loggers.expert_load_plots import (
     cell_colors,
     draw_heatmap,
     draw_sorted_load,
-    expert_load_pictures,
+    expert_load_plots,
 )
 
 # Two layers of four experts: fair, half, twice, dead; and one expert with everything.
@@ -155,7 +155,7 @@ def test_layers_without_load_have_no_place_in_the_sorted_load() -> None:
         np.testing.assert_allclose(np.asarray(line.get_ydata())[1:3], 1.0, atol=0.2)
     for band in axes.collections:
         np.testing.assert_allclose(np.asarray(band.get_paths()[0].vertices)[:, 1], 1.0)
-    unused = expert_load_pictures(3, LAYERS, np.zeros_like(COUNTS))
+    unused = expert_load_plots(3, LAYERS, np.zeros_like(COUNTS))
     assert len(unused) == 2
 
 

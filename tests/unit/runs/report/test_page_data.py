@@ -87,7 +87,7 @@ def test_metrics_of_charts_keep_more_points_than_others() -> None:
     assert (values.min(), values.max()) == (np.float32(noise[0].min()), np.float32(noise[0].max()))
 
 
-def test_numbers_that_are_none_are_told_as_such(tmp_path: Path) -> None:
+def test_numbers_that_are_none_are_reported_as_such(tmp_path: Path) -> None:
     values = {1: math.nan, 2: math.inf, 3: -math.inf, 4: 1e300, 5: 0.5}
     folder = make_run(tmp_path / "run", {step: {"train/loss": value} for step, value in values.items()})
     data = page_data([read_run(folder)], 10**6)
@@ -137,7 +137,7 @@ def test_what_is_drawn_of_the_loads_is_right(tmp_path: Path) -> None:
     np.testing.assert_allclose(unpacked(load["outliers"]["experts"][0]["values"], blobs), np.full(20, 3.0))
 
 
-def test_names_of_runs_are_told_apart(tmp_path: Path) -> None:
+def test_names_of_runs_are_distinguished(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / number / "logs" / "exp_001", {1: {"train/loss": 1.0}}) for number in "ab"]
     document = document_of(page_data([read_run(folder) for folder in [*folders, folders[0]]], 10**6))
     assert [run["name"] for run in document["runs"]] == ["a/logs/exp_001 (1)", "b/logs/exp_001", "a/logs/exp_001 (2)"]

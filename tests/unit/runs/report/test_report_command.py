@@ -144,7 +144,7 @@ def test_wrong_input_ends_with_one_line_and_code_2(
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_without_plotly_the_user_is_told_how_to_get_it(
+def test_without_plotly_the_user_learns_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
@@ -154,14 +154,14 @@ def test_without_plotly_the_user_is_told_how_to_get_it(
     assert not (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_page_above_the_limit_is_told(
+def test_a_page_above_the_limit_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "MOST_BYTES", 500_000)
     output = make_run(tmp_path / "run", {1: {"train/loss": 1.0}}) / "report.html"
     assert cli.main(["report", str(output.parent)]) == 0
-    told = capsys.readouterr().out.splitlines()[1]
-    assert told == f"{output}: above the 0.5 MB that reports are to stay below; name fewer runs"
+    reported = capsys.readouterr().out.splitlines()[1]
+    assert reported == f"{output}: above the 0.5 MB that reports are to stay below; name fewer runs"
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])

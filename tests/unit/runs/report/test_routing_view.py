@@ -13,15 +13,15 @@ from nemo_rl_moe.runs.folder.run_data import Series, read_run
 from nemo_rl_moe.runs.report.charts import charts_of
 from nemo_rl_moe.runs.report.page_data import page_data
 from nemo_rl_moe.runs.report.routing_view import layer_tables
+from tests.support.made_captures import routing_report
 from tests.support.made_runs import make_run
-from tests.support.made_tapes import tape_report
 from tests.unit.runs.report.packed_arrays import unpacked
 
 # 39 rows in each of two layers; in the third step, 9 of the second layer are missing and 3 hold expert 0 alone.
-TAPES = {
-    1: tape_report([0, 3], layers=[1, 3]),
-    2: tape_report([0, 13], layers=[1, 3], margins=(0.02, 0.5)),
-    3: tape_report([3, 0], layers=[1, 3], missing=[0, 9], zero=[0, 3]),
+CAPTURES = {
+    1: routing_report([0, 3], layers=[1, 3]),
+    2: routing_report([0, 13], layers=[1, 3], margins=(0.02, 0.5)),
+    3: routing_report([3, 0], layers=[1, 3], missing=[0, 9], zero=[0, 3]),
 }
 
 
@@ -31,7 +31,7 @@ def loss_of(steps: Iterable[int]) -> dict[int, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict[str, str]]:  # type: ignore[type-arg]
-    folder = make_run(tmp_path_factory.mktemp("runs") / "run", loss_of(TAPES), tapes=TAPES)
+    folder = make_run(tmp_path_factory.mktemp("runs") / "run", loss_of(CAPTURES), captures=CAPTURES)
     data = page_data([read_run(folder)], 10**6)
     return json.loads(data.text), dict(data.blobs)
 
@@ -57,33 +57,33 @@ def test_rows_by_router_margin_of_a_step_and_of_all(document) -> None:  # type: 
     assert margins["of_all"] == of_steps.astype(int).sum(0).tolist()
 
 
-def test_the_ledger_names_layers_with_wrong_rows(document) -> None:  # type: ignore[no-untyped-def]
-    ledger = document[0]["runs"][0]["routing"]["ledger"]
-    assert (ledger["num_steps"], ledger["expected"]) == (3, 3 * 78)
-    kinds = {kind["label"]: kind for kind in ledger["kinds"]}
+def test_the_statistics_names_layers_with_wrong_rows(document) -> None:  # type: ignore[no-untyped-def]
+    statistics = document[0]["runs"][0]["routing"]["statistics"]
+    assert (statistics["num_steps"], statistics["expected"]) == (3, 3 * 78)
+    kinds = {kind["label"]: kind for kind in statistics["kinds"]}
     missing = kinds["missing"]
     assert (missing["rows"], missing["num_steps"], missing["first_step"], missing["worst_step"]) == (9, 1, 3, 3)
     assert missing["worst_share"] == pytest.approx(9 / 78)
     assert missing["share"] == pytest.approx(9 / 234)
     assert kinds["usable"]["rows"] == 234 - 12
     assert (kinds["an expert twice"]["rows"], kinds["an expert twice"]["first_step"]) == (0, None)
-    assert ledger["columns"] == ["missing", "expert 0 alone"]
-    assert ledger["layers"] == [[3, 117, 9, 3]]
+    assert statistics["columns"] == ["missing", "expert 0 alone"]
+    assert statistics["layers"] == [[3, 117, 9, 3]]
 
 
 def test_long_runs_show_the_worst_of_each_stretch(tmp_path: Path) -> None:
-    tapes = {step: tape_report([13 * (step == 500), 0]) for step in (*range(1, 40), 500, *range(501, 540))}
-    folder = make_run(tmp_path / "run", loss_of(tapes), tapes=tapes)
+    captures = {step: routing_report([13 * (step == 500), 0]) for step in (*range(1, 40), 500, *range(501, 540))}
+    folder = make_run(tmp_path / "run", loss_of(captures), captures=captures)
     data = page_data([read_run(folder)], 3_000)
     routing = json.loads(data.text)["runs"][0]["routing"]
     differing = unpacked(routing["by_layer"]["differing"], dict(data.blobs))
-    assert len(differing) < len(tapes)
+    assert len(differing) < len(captures)
     assert differing.max() == pytest.approx(13 / 39)
 
 
 def test_a_layer_that_no_step_knows_is_a_gap(tmp_path: Path) -> None:
-    tapes = {1: tape_report([0, 0], missing=[0, 39])}
-    data = page_data([read_run(make_run(tmp_path / "run", {1: {"train/loss": 1.0}}, tapes=tapes))], 10**6)
+    captures = {1: routing_report([0, 0], missing=[0, 39])}
+    data = page_data([read_run(make_run(tmp_path / "run", {1: {"train/loss": 1.0}}, captures=captures))], 10**6)
     routing = json.loads(data.text)["runs"][0]["routing"]
     differing = unpacked(routing["by_layer"]["differing"], dict(data.blobs))
     np.testing.assert_array_equal(differing, [[0, np.nan]])

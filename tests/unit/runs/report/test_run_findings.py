@@ -60,7 +60,7 @@ def test_forced_routing_is_a_finding_whatever_the_numbers_are(tmp_path: Path) ->
     assert finding.text.startswith("forced routing: moe_router_force_hot_rank is 0;")
 
 
-def test_episodes_are_told_of_in_one_line() -> None:
+def test_episodes_are_reported_in_one_line() -> None:
     def finding(layer: int | None, first: int, last: int, is_over: bool) -> Finding:
         return Finding("imbalance" if layer is not None else "overload", layer, first, last, is_over, "")
 

@@ -88,9 +88,9 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["watch", "--help"])
     assert ended.value.code == 0
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     for words in ("RUN_DIR", "--once", "--interval SECONDS", "Ctrl-C", "yellow or x a dead", "examples:"):
-        assert words in told
+        assert words in reported
 
 
 @pytest.mark.parametrize("command", [["watch", "--once"], ["report"]])

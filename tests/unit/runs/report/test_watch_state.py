@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from nemo_rl_moe.routing.agreement.route_identity import TapeAnomaly
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.runs.folder.routing import RoutingWriter
@@ -18,8 +18,8 @@ from nemo_rl_moe.runs.folder.run_data import read_run
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.runs.report.run_findings import episodes_of, findings_of
 from nemo_rl_moe.runs.report.watch_state import RunWatcher
-from tests.support.made_runs import make_run, random_counts, tape_metrics
-from tests.support.made_tapes import tape_report
+from tests.support.made_captures import routing_report
+from tests.support.made_runs import make_run, random_counts, routing_report_metrics
 
 ALERTS = {"dead_expert_steps": 3, "excess_cv": 0.5, "overload_factor": 1.5, "sustained_steps": 2}
 CONFIG = {"sft": {"max_num_steps": 30}, "logger": {"alerts": ALERTS}}
@@ -141,26 +141,28 @@ def test_what_cannot_be_read_is_noted(tmp_path: Path) -> None:
     assert "steps-00000002-00000002.parquet: cannot be read" in load
 
 
-LATE = TapeAnomaly("token", "routes are one token late")
+LATE = RoutingAnomaly("token", "routes are one token late")
 
 
-def write_tape_step(folder: Path, step: int, anomalies: Sequence[TapeAnomaly] = (), *, ends: bool = False) -> None:
-    """As a GRPO run does: the tape first; a run that ends by it has no record of the step."""
-    report = tape_report([step, 0], anomalies=anomalies)
+def write_capture_step(
+    folder: Path, step: int, anomalies: Sequence[RoutingAnomaly] = (), *, ends: bool = False
+) -> None:
+    """As a GRPO run does: the capture first; a run that ends by it has no record of the step."""
+    report = routing_report([step, 0], anomalies=anomalies)
     writer = RoutingWriter(folder, print)
     writer.write(step, report)
     writer.close()
     if not ends:
-        write_step(folder, step, {"train/loss": 1.0, **tape_metrics(report)})
+        write_step(folder, step, {"train/loss": 1.0, **routing_report_metrics(report)})
 
 
 @pytest.mark.parametrize("steps_at_a_time", [1, 4])
 @pytest.mark.parametrize("ends", [False, True])
-def test_the_tape_is_taken_as_the_report_takes_it(tmp_path: Path, steps_at_a_time: int, ends: bool) -> None:
+def test_the_capture_is_taken_as_the_report_takes_it(tmp_path: Path, steps_at_a_time: int, ends: bool) -> None:
     folder = make_run(tmp_path / "run", {}, config=CONFIG)
     watcher = RunWatcher(folder)
     for step in range(1, 9):
-        write_tape_step(folder, step, [LATE] * (step in (3, 8)), ends=ends and step == 8)
+        write_capture_step(folder, step, [LATE] * (step in (3, 8)), ends=ends and step == 8)
         if step % steps_at_a_time == 0:
             run = watcher.look()
     expected = findings_of(read_run(folder))
@@ -175,13 +177,13 @@ def test_the_tape_is_taken_as_the_report_takes_it(tmp_path: Path, steps_at_a_tim
 
 def test_anomalies_that_are_seen_before_their_step_are_counted_once(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", {}, config=CONFIG)
-    write_tape_step(folder, 1)
+    write_capture_step(folder, 1)
     watcher = RunWatcher(folder)
     watcher.look()
-    report = tape_report([0], anomalies=[LATE])
+    report = routing_report([0], anomalies=[LATE])
     RoutingWriter(folder, print).write(2, report)
     assert [episode.latest.is_over for episode in watcher.look().episodes] == [False]
-    write_step(folder, 2, {"train/loss": 1.0, **tape_metrics(report)})
+    write_step(folder, 2, {"train/loss": 1.0, **routing_report_metrics(report)})
     run = watcher.look()
     assert (run.num_wrong_steps, [episode.latest.is_over for episode in run.episodes]) == (1, [False])
 
@@ -189,7 +191,7 @@ def test_anomalies_that_are_seen_before_their_step_are_counted_once(tmp_path: Pa
 def test_a_run_that_goes_on_behind_wrong_routes_forgets_them(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", {}, config=CONFIG)
     for step in range(1, 4):
-        write_tape_step(folder, step, [LATE] * (step == 3), ends=step == 3)
+        write_capture_step(folder, step, [LATE] * (step == 3), ends=step == 3)
     watcher = RunWatcher(folder)
     assert len(watcher.look().episodes) == 1
     rewind_run_folder(folder, 2)

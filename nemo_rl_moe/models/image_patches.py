@@ -1,0 +1,95 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs of a vision tower from the bytes of images: normalised, in patches (Qwen's towers) or as tiles.
+
+They equal those of transformers' image processors of Pillow and NumPy to the last bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from nemo_rl_moe.models.images import ModelImage
+
+
+@dataclass(frozen=True)
+class PixelRule:
+    """Rule by which bytes become numbers, `(byte * scale - mean) / std`, and the patches that they form.
+
+    Attributes:
+        mean: Of red, green and blue.
+        std: As `mean`.
+        scale: Usually 1 / 255.
+        patch_size: Side in pixels.
+        merge_size: Side, in patches, of the block that becomes one image token; unused for tiles.
+        frames: Number of equal frames that a video tower takes for an image.
+    """
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    scale: float
+    patch_size: int
+    merge_size: int
+    frames: int
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers of one patch."""
+        return 3 * self.frames * self.patch_size**2
+
+    def normalised(self, pixels: UInt8[Tensor, "... 3"]) -> Float[Tensor, "... 3"]:
+        """Normalise pixels to float32; scaled in float64 before rounding, as NumPy does it."""
+        scaled = (pixels.double() * self.scale).float()
+        mean, std = _filled(self.mean, scaled), _filled(self.std, scaled)
+        return (scaled - mean) / std
+
+
+def _filled(values: tuple[float, ...], like: Tensor) -> Float[Tensor, " colours"]:
+    """Make numbers on another tensor's device without a synchronizing copy from the host."""
+    return torch.stack([like.new_full((), value) for value in values])
+
+
+def merged_patches(
+    images: Sequence[UInt8[Tensor, "height width 3"]], rule: PixelRule
+) -> tuple[Float[Tensor, "patches dim"], Int[Tensor, "images 3"]]:
+    """Return the patches of images in order.
+
+    An image's patches come block by block, row by row, and within a block of `merge_size` times `merge_size` row by
+    row: a block becomes one token. A patch is `[3, frames, patch_size, patch_size]`, flat.
+
+    Args:
+        images: Their sides are multiples of `patch_size * merge_size`; may be empty.
+
+    Returns:
+        The patches in float32, and for each image 1 and its sides in patches, on the CPU.
+    """
+    patch, merge = rule.patch_size, rule.merge_size
+    flat, grids = [], []
+    for image in images:
+        height, width, _ = image.shape
+        grids.append((1, height // patch, width // patch))
+        numbers = rule.normalised(image).view(
+            height // (patch * merge), merge, patch, width // (patch * merge), merge, patch, 3
+        )
+        # Blocks down and across, patches of a block down and across, colour, pixels down and across.
+        numbers = numbers.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)
+        flat.append(numbers.expand(*numbers.shape[:5], rule.frames, patch, patch).reshape(-1, rule.patch_dim))
+    grid = torch.tensor(grids, dtype=torch.long).view(-1, 3)
+    return torch.cat(flat) if flat else torch.zeros(0, rule.patch_dim), grid
+
+
+def tiles(images: Sequence[UInt8[Tensor, "height width 3"]], rule: PixelRule) -> Float[Tensor, "tiles 3 height width"]:
+    """Return tiles in float32, channel by channel.
+
+    Args:
+        images: At least one; all of one size.
+    """
+    return rule.normalised(torch.stack(list(images))).permute(0, 3, 1, 2).contiguous()
+
+
+def as_tensors(images: Sequence[ModelImage]) -> list[UInt8[Tensor, "height width 3"]]:
+    """Return the images as tensors, without a copy."""
+    return [torch.from_numpy(image.pixels) for image in images]

@@ -1,0 +1,421 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on the routers of a rank's chunks: they replay a microbatch's capture, in whatever layout, and show what is
+chosen.
+
+Every chunk's routers get the routes of the microbatch that runs through it before its forward pass, and once more when
+its backward pass begins: under activation checkpointing that one runs the routers again, by then long after the forward
+passes of other microbatches.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from nemo_rl_moe.config.schema_grpo import generating
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
+from nemo_rl_moe.models.megatron.training.route_checks import RouteChecks, computes_in_float32
+from nemo_rl_moe.models.megatron.training.route_probe import RouteProbe
+from nemo_rl_moe.routing.agreement.replayed_passes import MOST_ENTRIES, ReplayedPass, join_passes
+from nemo_rl_moe.routing.agreement.report import routing_report
+from nemo_rl_moe.routing.agreement.statistics import AgreementStatistics, AgreementTotals, RoutingReport, Row
+from nemo_rl_moe.routing.replay import (
+    ROUTED_EXPERTS,
+    UNKNOWN,
+    LayerRoutes,
+    ReplayRoutes,
+    RoutedTokens,
+    RouterHook,
+    experts_as_map,
+)
+from nemo_rl_moe.routing.routers import routers_of
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+CountedLoad = Literal["live", "replayed"]
+
+
+class SequenceCut(NamedTuple):
+    """Block of a microbatch's columns that a rank's routers see: one of `size` under sequence parallelism."""
+
+    rank: int
+    size: int
+
+
+def cut_of_rank(config: TransformerConfig) -> SequenceCut:
+    """This rank's block of columns."""
+    if not config.sequence_parallel:
+        return SequenceCut(0, 1)
+    return SequenceCut(
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+
+@dataclass(frozen=True)
+class ChunkRoutes:
+    """Capture of one microbatch for the routers of a chunk."""
+
+    rows: ReplayRoutes
+
+    @cached_property
+    def by_layer(self) -> list[LayerRoutes]:
+        """For each router, where they are replayed."""
+        return self.rows.by_layer()
+
+
+class RouterHooks:
+    """Hooks on all routers of this rank.
+
+    Args:
+        replays: Have the routers take the experts of a microbatch's capture; False: only compare with them.
+        counted_load: Experts that auxiliary losses and the expert bias count where a capture is replayed: those that
+            the router would choose, which these losses and the bias are to even out, or those that it took.
+        in_float32: The passes that make the captures and those that train compute in float32, without dropout.
+
+    Attributes:
+        statistics: Counts of what the captures of the training passes hold, and of how far the routers agree.
+        probe: Sample of a step's capture, for the identity of its rows.
+        checks: Counts of what else can be wrong with it.
+        layers: Global indices of the MoE layers of the whole model.
+        positions: Of the MoE layers of each chunk, in the order of `layers`.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[GPTModel],
+        config: TransformerConfig,
+        device: torch.device,
+        *,
+        replays: bool = False,
+        counted_load: CountedLoad = "live",
+        in_float32: bool = False,
+    ):
+        self.layers = tuple(moe_layer_indices(config))
+        self.statistics = AgreementStatistics(len(self.layers), config.num_moe_experts, device)
+        self._config = config
+        self._replays = replays
+        self._counts_statistics = config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
+        of_layer = {layer: position for position, layer in enumerate(self.layers)}
+        self.probe = RouteProbe(len(self.layers), int(config.moe_router_topk), device)
+        self.checks = RouteChecks(device, in_float32=in_float32)
+        self._probed: set[int] = set()
+        self._captured: dict[int, tuple[ModelMicrobatch, Tensor]] | None = None
+        self._compared: AgreementStatistics | None = None
+        self._waiting: list[ReplayedPass] = []
+        self._waiting_of: tuple[int, ModelMicrobatch]  # the chunk of those that wait, and the first one's microbatch
+        self._last_routes: tuple[ModelMicrobatch, int, ChunkRoutes] | None = None
+        self._pipeline = parallel_state.get_pipeline_model_parallel_group()
+        self._hooks: list[dict[int, RouterHook]] = []
+        for chunk in chunks:
+            hooks = {}
+            # The decoder's own routers: those of multi-token prediction have no place on a capture.
+            for layer, router in routers_of(chunk.decoder):
+                slot: Any = getattr(router, "router_replay", None)
+                hook = RouterHook(slot, counts_replayed=counted_load == "replayed")
+                router.router_replay = hook  # type: ignore[assignment]
+                if replays:  # what does not train counts nothing
+                    _count_as_reported(router, hook)
+                hooks[of_layer[_layer_of(layer.key)]] = hook
+            self._hooks.append(hooks)
+        self._layers = [torch.tensor(list(hooks), dtype=torch.long, device=device) for hooks in self._hooks]
+
+    @property
+    def positions(self) -> list[list[int]]:
+        """Return the positions of the MoE layers of each chunk, in the order of `layers`."""
+        return [sorted(hooks) for hooks in self._hooks]
+
+    @contextmanager
+    def forward(
+        self, chunk: int, microbatch: ModelMicrobatch, number: int, *, trains: bool, counts: bool
+    ) -> Iterator[None]:
+        """While open, the forward pass of a chunk over one microbatch, with the routes of its capture.
+
+        A pass that trains replays them where the configuration says so. Others replay the capture that they are given.
+
+        Args:
+            number: Number of the microbatch in the step, the same on all pipeline stages.
+            trains: A backward pass follows.
+            counts: Add it to the step's agreement statistics.
+        """
+        routes = self._routes(chunk, microbatch)
+        statistics = self.statistics if counts else self._compared
+        counts = statistics is not None and routes is not None and self._counts_statistics
+        self._give(chunk, routes if (self._replays if trains else self._compared is None) else None)
+        for hook in self._hooks[chunk].values():
+            # Of a comparison nobody reads the margins.
+            hook.shows, hook.shows_margin = (
+                counts or self._captured is not None,
+                counts and statistics is self.statistics,
+            )
+        try:
+            yield
+            if self._captured is not None:
+                self._capture(chunk, microbatch, self._captured)
+            elif counts:
+                assert routes is not None
+                assert statistics is not None
+                layers, cut = self._layers[chunk], self.cut
+                # A router runs once in a forward pass.
+                seen = [hook.take()[0] for hook in self._hooks[chunk].values()]
+                fed = fed_tokens(microbatch, cut)
+                if statistics is self.statistics:
+                    rows, follows = microbatch.input_ids.shape[0], following_tokens(microbatch, cut)
+                    self._wait(
+                        chunk, microbatch, ReplayedPass({number: len(fed)}, routes.rows, fed, seen, rows, follows)
+                    )
+                else:
+                    statistics.add(number, layers, routes.rows, fed, seen)
+        finally:
+            _hide(self._hooks[chunk].values())
+            self._give(chunk, None)
+
+    def _wait(self, chunk: int, microbatch: ModelMicrobatch, found: ReplayedPass) -> None:
+        """Keep a pass until it is counted, with others of the chunk where they are small."""
+        if self._waiting:
+            first = self._waiting[0]
+            entries = found.num_entries + sum(each.num_entries for each in self._waiting)
+            if chunk != self._waiting_of[0] or found.distance != first.distance or entries > MOST_ENTRIES:
+                self._count_waiting()
+        if not self._waiting:
+            self._waiting_of = (chunk, microbatch)
+        self._waiting.append(found)
+        if found.num_entries > MOST_ENTRIES:
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        """Add the passes that wait to statistics, checks and probe."""
+        if not self._waiting:
+            return
+        first_tokens = len(self._waiting[0].fed)
+        found, (chunk, microbatch) = join_passes(self._waiting), self._waiting_of
+        self._waiting.clear()
+        layers = self._layers[chunk]
+        live = self.statistics.add(found.tokens, layers, found.routes, found.fed, found.seen)
+        if live is None:  # a stage without MoE layers
+            return
+        self.checks.add(found.routes, live, found.fed, found.distance, found.follows)
+        if chunk not in self._probed:
+            first = slice(first_tokens)
+            planes = found.routes.planes[..., first]
+            self.probe.add(layers, planes, live[..., first], microbatch, self.cut.rank * first_tokens)
+        self._probed.add(chunk)
+
+    def watch_backward(self, output: Tensor, chunk: int, microbatch: ModelMicrobatch) -> None:
+        """Give the routes again when the backward pass of this forward begins. `output` is what the chunk returned."""
+        routes = self._routes(chunk, microbatch) if self._replays else None
+        if routes is not None and output.requires_grad:
+            output.register_hook(lambda _: self._give(chunk, routes))
+
+    def start_step(self, num_updates: int = 1) -> None:
+        """Empty statistics, probe and check, for a step of so many updates."""
+        self._waiting.clear()
+        self.statistics.clear()
+        self.checks.start(num_updates)
+        self.probe.clear()
+        self._probed.clear()
+
+    def report(self, *, per_layer: bool) -> RoutingReport | None:
+        """Return the content of the step's capture and its anomalies, on rank 0 alone; every rank calls it."""
+        self._count_waiting()
+        totals, sample = self.statistics.reduced(self._pipeline), self.probe.reduced()
+        checked = self.checks.reduced(self.statistics.rows)
+        if dist.get_rank() > 0 or not totals.rows[:, Row.EXPECTED].any():  # once is enough
+            return None
+        return routing_report(
+            self.layers,
+            totals,
+            checked,
+            sample,
+            self.probe.names,
+            num_experts=self._config.num_moe_experts,
+            per_layer=per_layer,
+        )
+
+    def clear(self) -> None:
+        """Take all routes away; after the last backward pass, so that what follows chooses for itself."""
+        self._last_routes = None
+        for chunk in range(len(self._hooks)):
+            self._give(chunk, None)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While open, every forward pass leaves its choice to be taken."""
+        hooks = [hook for of_chunk in self._hooks for hook in of_chunk.values()]
+        for hook in hooks:
+            hook.shows = True
+        try:
+            yield
+        finally:
+            _hide(hooks)
+
+    def take(self) -> dict[int, list[RoutedTokens]]:
+        """Return the choices of the routers since this was last called, by position of the MoE layer, under `shown`."""
+        return {position: hook.take() for hooks in self._hooks for position, hook in hooks.items()}
+
+    @contextmanager
+    def capturing(self) -> Iterator[list[tuple[ModelMicrobatch, Int[Tensor, "tokens moe_layers topk"]]]]:
+        """While open, forward passes leave what they choose in the list, a pair for each microbatch in their order."""
+        pairs: list[tuple[ModelMicrobatch, Tensor]] = []
+        self._captured = {}
+        try:
+            yield pairs
+            pairs += self._captured.values()
+        finally:
+            self._captured = None
+
+    @contextmanager
+    def comparing(self) -> Iterator[Callable[[], AgreementTotals]]:
+        """While open, forward passes without a backward pass replay no capture, and are compared with it.
+
+        Yields:
+            The counts so far, over all ranks; every rank calls it.
+        """
+        statistics = AgreementStatistics(len(self.layers), self._config.num_moe_experts, self.statistics.rows.device)
+        self._compared = statistics
+        try:
+            yield lambda: statistics.reduced(self._pipeline)
+        finally:
+            self._compared = None
+
+    def _capture(
+        self, chunk: int, microbatch: ModelMicrobatch, captured: dict[int, tuple[ModelMicrobatch, Tensor]]
+    ) -> None:
+        if id(microbatch) not in captured:  # also on a stage without MoE layers, which takes part in what follows
+            shape = (microbatch.input_ids.numel() // self.cut.size, len(self.layers), int(self._config.moe_router_topk))
+            routes = torch.full(shape, UNKNOWN, dtype=torch.int16, device=microbatch.input_ids.device)
+            captured[id(microbatch)] = (microbatch, routes)
+        for position, hook in self._hooks[chunk].items():
+            (seen,) = hook.take()
+            captured[id(microbatch)][1][:, position] = seen.taken.to(torch.int16)
+
+    def _routes(self, chunk: int, microbatch: ModelMicrobatch) -> "ChunkRoutes | None":
+        """Return the rows of the capture for the routers of a chunk; those asked for last are prepared once."""
+        values = microbatch.model_columns.get(ROUTED_EXPERTS)
+        if values is None:
+            return None
+        if self._last_routes is None or self._last_routes[0] is not microbatch or self._last_routes[1] != chunk:
+            of_chunk = in_router_order(values, self.cut).index_select(1, self._layers[chunk])
+            rows = ReplayRoutes.of(of_chunk, int(self._config.num_moe_experts))
+            self._last_routes = (microbatch, chunk, ChunkRoutes(rows))
+        return self._last_routes[2]
+
+    @property
+    def cut(self) -> SequenceCut:
+        """This rank's block of columns."""
+        return cut_of_rank(self._config)
+
+    def _give(self, chunk: int, routes: "ChunkRoutes | None") -> None:
+        hooks = self._hooks[chunk].values()
+        for hook, of_layer in zip(hooks, [None] * len(hooks) if routes is None else routes.by_layer, strict=True):
+            hook.routes = of_layer
+
+
+def _hide(hooks: Iterable[RouterHook]) -> None:
+    for hook in hooks:
+        hook.shows = hook.shows_margin = False
+        hook.take()
+
+
+def attach_hooks(
+    chunks: Sequence[GPTModel], config: TransformerConfig, policy: PolicyConfig, device: torch.device
+) -> RouterHooks | None:
+    """Return the hooks as a policy's configuration asks for them; None where it has no capture, or the model no MoE
+    layers.
+
+    A fused router does not ask its slot, so that there is nothing to compare.
+    """
+    generates = generating(policy)
+    if generates is None or not moe_layer_indices(config) or config.moe_router_fusion:
+        return None
+    chosen = generates.megatron_cfg
+    if not chosen.capture_routing and chosen.routing_replay == "none":
+        return None
+    return RouterHooks(
+        chunks,
+        config,
+        device,
+        replays=chosen.routing_replay != "none",
+        counted_load=chosen.routing_replay_load,
+        in_float32=computes_in_float32(policy, config),
+    )
+
+
+def in_router_order(values: Int[Tensor, "rows columns ..."], cut: SequenceCut) -> Int[Tensor, "tokens ..."]:
+    """Return the values of the tokens that a rank's routers see, in their order: all rows of a column, then the next
+    column.
+    """
+    by_column = values.transpose(0, 1)
+    if cut.size > 1:
+        by_column = by_column.chunk(cut.size)[cut.rank]
+    return by_column.flatten(0, 1)
+
+
+def fed_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
+    """Return True for the tokens that an engine has fed to its model: all but padding and the last one of each
+    sequence.
+    """
+    batch = microbatch.batch
+    fed = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) < (batch.lengths - 1)[:, None]
+    return in_router_order(microbatch.at_tokens(fed, fed, False), cut)
+
+
+def following_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
+    """Return True for the tokens whose predecessor in the same sequence a rank's routers see too: as many places
+    before as the microbatch has rows. Where chunks of context parallelism begin it may lie on another rank."""
+    after_another = microbatch.offsets > 0
+    if microbatch.context is not None:
+        after_another[:, 1:] &= microbatch.context.held.diff() == 1
+    follows = in_router_order(after_another, cut)
+    follows[: microbatch.input_ids.shape[0]] = False
+    return follows
+
+
+def _layer_of(key: int | str) -> int:
+    assert isinstance(key, int)  # Megatron-Core numbers its layers
+    return key
+
+
+def _count_as_reported(router: Any, hook: RouterHook) -> None:
+    """Have auxiliary losses and the expert bias of a stock router count the experts that its hook names under replay.
+
+    By itself Megatron-Core counts the live choice in auxiliary losses, and the replayed one in the expert bias.
+    """
+    apply_bias = router._apply_expert_bias
+
+    def count_for_bias(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        counted = routing_map if hook.counted is None else experts_as_map(hook.counted, routing_map.shape[-1])
+        apply_bias(counted, padding_mask=padding_mask)
+
+    router._apply_expert_bias = count_for_bias
+    for name in ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss"):
+        setattr(router, name, partial(_with_counted_load, getattr(router, name), hook))
+
+
+def _with_counted_load(
+    apply_loss: Callable[..., Tensor],
+    hook: RouterHook,
+    probs: Tensor,
+    scores: Tensor,
+    routing_map: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Return an auxiliary loss of a router; Megatron-Core has left padding out of the map."""
+    if hook.counted is not None:
+        of_tokens = experts_as_map(hook.counted, routing_map.shape[-1])
+        routing_map = (of_tokens & (routing_map != 0).any(-1, keepdim=True)).to(routing_map.dtype)
+    return apply_loss(probs, scores, routing_map, *args, **kwargs)

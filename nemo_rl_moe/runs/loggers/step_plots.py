@@ -1,0 +1,54 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Plots of a run's steps: when they are due, and drawn once for all backends, in the thread of one of them."""
+
+import threading
+from collections.abc import Mapping
+
+from nemo_rl_moe.runs.loggers.console import Notices, quiet, reason_of
+from nemo_rl_moe.runs.loggers.interface import DrawPlots
+
+
+def is_plot_step(step: int, every_steps: int | None) -> bool:
+    """Return True for steps with plots: the first one and each multiple of `every_steps`; None or 0: never."""
+    return bool(every_steps) and (step == 1 or step % (every_steps or 1) == 0)
+
+
+class StepPlots:
+    """Plots of the steps at which they are due, drawn once for all backends.
+
+    Survives a matplotlib that cannot draw, for example without fonts: it warns once, and metrics go on.
+    """
+
+    def __init__(self, every_steps: int | None, notices: Notices):
+        self._every_steps = every_steps
+        self._notices = notices
+        # Several backends may ask at once; matplotlib is not thread-safe.
+        self._lock = threading.Lock()
+        self._has_failed = False
+
+    def of_step(self, step: int, what: str, plots: DrawPlots) -> DrawPlots | None:
+        """Return a function that draws plots of a step, once whoever asks; None where none is due."""
+        if not is_plot_step(step, self._every_steps):
+            return None
+        drawn: Mapping[str, bytes] | None = None
+
+        def draw() -> Mapping[str, bytes]:
+            nonlocal drawn
+            with self._lock:
+                if drawn is None:
+                    drawn = self._draw(f"the {what} of step {step}", plots)
+            return drawn
+
+        return draw
+
+    def _draw(self, what: str, plots: DrawPlots) -> Mapping[str, bytes]:
+        try:
+            # At its first import, matplotlib logs lines about folders and fonts.
+            with quiet("matplotlib"):
+                return plots()
+        except Exception as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self._notices.warn(f"{what} cannot be drawn: {reason_of(error)}; metrics go on")
+            return {}

@@ -1,0 +1,92 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Estimators and objectives of the user's own."""
+
+import pytest
+import torch
+
+from nemo_rl_moe.algorithms.custom_estimator import KEY as ESTIMATOR
+from nemo_rl_moe.algorithms.custom_estimator import check_estimator
+from nemo_rl_moe.algorithms.losses.custom_objective import KEY as OBJECTIVE
+from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.errors import ConfigurationError
+from tests.support.custom_parts import NAME
+from tests.support.estimators import advantages_of_rewards
+from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
+
+
+def config_with(estimator: str) -> GRPOMasterConfig:
+    settings = [f"{ESTIMATOR}={estimator}", "grpo.num_prompts_per_step=16", "grpo.num_generations_per_prompt=8"]
+    return load_grpo_config("grpo_tiny_moe.yaml", settings, check_paths=False)
+
+
+def test_advantages_are_those_of_the_function() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.5], [2.0, 2.0, 2.0]])
+    found = advantages_of_rewards(rewards, config_with(f"{NAME}:from_median").grpo.adv_estimator)
+    assert found.tolist() == [[0.5, -0.5, 0.0], [0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("corrected", ["none", "truncated"])
+def test_twice_the_loss_is_twice_the_loss_with_all_that_is_around_it(corrected: str) -> None:
+    """Without a clip, that of REINFORCE on policy; corrections, penalty and metrics stay as they are."""
+    changes = {"importance_sampling_correction": corrected, "ratio_clip_min": 1.0, "ratio_clip_max": 1e6}
+    clipped, own = (
+        PolicyGradientLoss(config_of(objective=objective, ratio_clip_c=None, **changes), on_policy=False)
+        for objective in ("clipped", f"{NAME}:doubled")
+    )
+    inputs = random_inputs(seed=3)
+    inputs.logprobs.requires_grad_()
+    expected, found = clipped(inputs), own(inputs)
+    torch.testing.assert_close(found.loss, 2 * expected.loss)
+    assert found.metrics.keys() == expected.metrics.keys()
+    gradients = [torch.autograd.grad(outputs.loss, inputs.logprobs)[0] for outputs in (expected, found)]
+    torch.testing.assert_close(gradients[1], 2 * gradients[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (f"{NAME}:form_median", f"{NAME}:form_median: {NAME} has no form_median; did you mean from_median?"),
+        (f"{NAME}:NOT_CALLABLE", f"{NAME}:NOT_CALLABLE is 3 (int), expected a function"),
+        (f"{NAME}:one_for_each_group", "returned shape [16], expected a tensor of shape [16, 8]: one advantage for"),
+        (f"{NAME}:divided_by_the_spread", "returned NaN or infinity, expected finite advantages"),
+        (f"{NAME}:raising", "raised, on rewards of 0 and 1: KeyError: 'no such key'"),
+        (f"{NAME}:two_arguments", "cannot be called with the EstimatorInputs: missing a required argument: 'config'"),
+    ],
+)
+def test_an_estimator_that_cannot_be_used_is_one_line(name: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        check_estimator(config_with(name))
+    (line,) = error.value.problems
+    assert line.startswith(f"{ESTIMATOR}: {name}")
+    assert problem in line
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("no_such_module:doubled", "there is no module no_such_module, neither installed nor in the working folder"),
+        (f"{NAME}:mean_loss", "returned shape [], expected a tensor of shape [2, 3]: the loss of each token"),
+        (f"{NAME}:detached", "returned a loss without a gradient, expected one that depends on logprobs or ratio"),
+        (f"{NAME}:raising", "raised, on three tokens: KeyError: 'no such key'"),
+        (f"{NAME}:leaving", "raised, on three tokens: SystemExit: 3"),
+        (f"{NAME}:without_numbers", "returned, on three tokens, a loss or a gradient of it that is NaN or infinite"),
+        (f"{NAME}:two_arguments", "cannot be called with the ObjectiveInputs: missing a required argument: 'config'"),
+    ],
+)
+def test_an_objective_that_cannot_be_used_is_one_line(name: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        check_objective(config_of(objective=name))
+    (line,) = error.value.problems
+    assert line.startswith(f"{OBJECTIVE}: {name}")
+    assert problem in line
+
+
+def test_what_can_be_used_passes() -> None:
+    check_estimator(config_with(f"{NAME}:from_median"))
+    check_estimator(config_with("grpo"))
+    check_objective(config_of(objective=f"{NAME}:doubled"))
+    check_objective(config_of())

@@ -1,0 +1,153 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What real passes report beside the agreement statistics: rows of one rank, rows that repeat, float32, a bias that
+stands still."""
+
+from dataclasses import replace
+from importlib import import_module
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token
+from nemo_rl_moe.models.megatron.training.context_parallel import ContextPlace
+from nemo_rl_moe.models.megatron.training.microbatch import MicrobatchShape, pack_microbatch, pad_microbatch
+from nemo_rl_moe.models.megatron.training.router_hooks import (
+    SequenceCut,
+    fed_tokens,
+    following_tokens,
+    in_router_order,
+)
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+from nemo_rl_moe.runs.folder.artifacts import ROUTING
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import (
+    MICROBATCHES,
+    layout,
+    parallel_job,
+    shard_of_rank,
+    tiny_batch,
+    tiny_grpo_policy,
+    tiny_hf_config,
+)
+
+CPU = torch.device("cpu")
+PACKED = {"sequence_packing__enabled": True}
+
+
+@pytest.mark.parametrize("make", [pad_microbatch, pack_microbatch])
+@pytest.mark.parametrize(("size", "context"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)])
+def test_the_token_before_is_that_of_the_same_sequence(make: Any, size: int, context: int) -> None:
+    batch = tiny_batch(3).select([0, 3, 5])
+    numbers = 1 + torch.arange(batch.input_ids.numel()).view(batch.input_ids.shape)
+    # Tokens that say which they are, so that the one before is known by its number.
+    batch = TokenBatch(numbers, batch.lengths, batch.token_mask, batch.sample_ids)
+    last_tokens = batch.input_ids.gather(1, batch.lengths[:, None] - 1)[:, 0].tolist()
+    real = batch.input_ids[torch.arange(batch.input_ids.shape[1]) < batch.lengths[:, None]].tolist()
+    of_sequences = {
+        int(batch.input_ids[row, column]): int(batch.input_ids[row, column - 1])
+        for row in range(3)
+        for column in range(1, int(batch.lengths[row]))
+    }
+    found_fed: list[int] = []
+    for context_rank, rank in product(range(context), range(size)):
+        place = ContextPlace(context_rank, context)
+        microbatch = make(batch, MicrobatchShape(size * place.sequence_multiple, place=place), CPU)
+        cut, rows = SequenceCut(rank, size), microbatch.input_ids.shape[0]
+        tokens, follows = in_router_order(microbatch.input_ids, cut), following_tokens(microbatch, cut).tolist()
+        found_fed += tokens[fed_tokens(microbatch, cut)].tolist()
+        for place_of_token, token in enumerate(tokens.tolist()):
+            # Where chunks meet the rank may see the one before as well, but not as many places before as it has rows.
+            before = tokens[place_of_token - rows] if place_of_token >= rows else None
+            if token in of_sequences:
+                assert follows[place_of_token] == (before == of_sequences[token])
+            elif token in numbers[:, 0].tolist():
+                assert not follows[place_of_token]
+    assert sorted(found_fed) == sorted(set(real) - set(last_tokens))
+
+
+def trained(policy: PolicyConfig, fault: str) -> tuple[dict[str, float], list[str]]:
+    """Metrics and anomalies of a step that replays what its own weights have chosen before, with a fault."""
+    with parallel_job(policy):
+        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        place = trainer.coordinates
+        shard = shard_of_rank(tiny_batch(3), place.data_parallel_rank, place.data_parallel_size, MICROBATCHES)
+        _, routes = trainer.logprobs_and_routes(shard.microbatches)
+        taken = iter(routes)
+        microbatches = [
+            _with_capture(batch, taken, lost=fault == "rank" and place.data_parallel_rank == 1)
+            for batch in shard.microbatches
+        ]
+        if fault == "weights":
+            with torch.no_grad():
+                for name, parameter in trainer.chunks[0].named_parameters():
+                    if "router" in name:
+                        parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        shard = replace(shard, microbatches=tuple(microbatches))
+        result = trainer.train([shard] if fault != "updates" else [shard, shard], sft_loss)
+        report = ROUTING.of(result.artifacts)
+        return result.moe_metrics, [] if report is None else [anomaly.text for anomaly in report.anomalies]
+
+
+def _with_capture(batch: TokenBatch, routes: Any, *, lost: bool) -> TokenBatch:
+    capture = torch.full((*batch.input_ids.shape, 4, 2), -1, dtype=torch.int16)
+    for row in range(len(batch)):
+        rows = torch.from_numpy(next(routes))
+        if not lost:
+            capture[row, : len(rows)] = rows
+    return batch.with_columns(**{ROUTED_EXPERTS: per_token(capture, Destination.MODEL, fill=-1)})
+
+
+def test_a_healthy_step_has_none_of_their_metrics() -> None:
+    metrics, anomalies = run_ranks(trained, 2, tiny_grpo_policy(2), "none")[0]
+    assert metrics["routing/live_agreement"] == 1
+    assert anomalies == []
+    absent = {"float32_flips_share", "rows_missing_in_one_rank", "rank_with_missing_rows"}
+    assert not {f"routing/{name}" for name in absent} & metrics.keys()
+    assert "expert_bias_frozen_layers" not in metrics
+
+
+@pytest.mark.parametrize("changes", [{}, PACKED])
+def test_the_rank_that_lacks_its_rows_is_named(changes: dict[str, Any]) -> None:
+    """Missing rows are no anomaly, as an engine may have been lost: that they are one rank's is a metric."""
+    metrics, anomalies = run_ranks(trained, 2, tiny_grpo_policy(2, **changes), "rank")[0]
+    assert metrics["routing/rows_missing_in_one_rank"] == 1
+    assert metrics["routing/rank_with_missing_rows"] == 1
+    assert anomalies == []
+
+
+def test_routers_of_other_weights_are_seen_in_float32_alone() -> None:
+    (found,) = run_ranks(trained, 1, tiny_grpo_policy(1), "weights")
+    agreement = found[0]["routing/live_agreement"]
+    assert found[0]["routing/float32_flips_share"] == pytest.approx(1 - agreement)
+    assert 0.5 < agreement < 0.98
+    (found,) = run_ranks(trained, 1, tiny_grpo_policy(1), "updates")
+    assert found[0]["routing/live_agreement"] < 1, "weights have moved between the updates of the step"
+    assert "routing/float32_flips_share" not in found[0]
+
+
+def biased(policy: PolicyConfig, frozen: bool) -> dict[str, float]:
+    """Metrics of a step of a model with an expert bias; frozen: one that Megatron-Core does not update."""
+    module: Any = import_module("megatron.core.distributed.finalize_model_grads")
+    with parallel_job(policy), pytest.MonkeyPatch.context() as patch:
+        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        if frozen:
+            patch.setattr(module, "_update_router_expert_bias", lambda *args, **kwargs: None)
+        place = trainer.coordinates
+        shard = shard_of_rank(tiny_batch(3), place.data_parallel_rank, place.data_parallel_size, MICROBATCHES)
+        return trainer.train([shard], sft_loss).moe_metrics
+
+
+@pytest.mark.parametrize(("world_size", "changes"), [(1, {}), (2, layout(pp=2))])
+def test_an_expert_bias_that_stands_still_is_counted(world_size: int, changes: dict[str, Any]) -> None:
+    with_bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    policy = tiny_grpo_policy(world_size, **with_bias, **changes)
+    assert run_ranks(biased, world_size, policy, True)[0]["expert_bias_frozen_layers"] == 4
+    assert "expert_bias_frozen_layers" not in run_ranks(biased, world_size, policy, False)[0]
+    by_choice = tiny_grpo_policy(world_size, **with_bias, moe_router_bias_update_rate=0.0, **changes)
+    assert "expert_bias_frozen_layers" not in run_ranks(biased, world_size, by_choice, False)[0]

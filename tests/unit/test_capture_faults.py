@@ -1,0 +1,53 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The scorecard through files: faults planted into capture folders are found by the audit, and nothing before them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter
+from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
+
+NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
+
+
+@pytest.fixture(scope="module")
+def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight healthy steps of sixteen sequences, in which one row in a hundred differs."""
+    folder = tmp_path_factory.mktemp("capture")
+    writer = CaptureFolderWriter(folder, CaptureDescription(tuple(range(NUM_LAYERS)), NUM_EXPERTS, TOPK))
+    generator = np.random.default_rng(4)
+    for step in range(1, 9):
+        sequences = []
+        for number in range(16):
+            live = generator.random((60, NUM_LAYERS, NUM_EXPERTS)).argsort(-1)[..., :TOPK].astype(np.int16)
+            rollout = live[:-1].copy()
+            differs = generator.random(rollout.shape[:2]) < 0.01
+            rollout[differs] = generator.random((int(differs.sum()), NUM_EXPERTS)).argsort(-1)[:, :TOPK]
+            columns = {"rollout_experts": rollout, "training_experts": live}
+            sequences.append(CapturedSequence(f"s{number}", 60, columns))
+        writer.write(step, sequences)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "steps"),
+    [("token_shift", "routes are one token late", 1), ("dropped_rank", "the writer rank-1 has lacked 100%", 2)],
+)
+def test_a_planted_fault_is_found_in_files(
+    fault: str,
+    text: str,
+    steps: int,
+    capture: Path,
+    tmp_path: Path,
+    repository_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(repository_root / "benchmarks"))
+    from capture_faults import score_of_files
+
+    found = score_of_files(capture, fault, 6, tmp_path / "faulty")
+    assert found.reported.startswith(text)
+    assert (found.steps, found.false_alarms) == (steps, ())
