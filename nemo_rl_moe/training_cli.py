@@ -55,7 +55,7 @@ it starts workers, and starts nothing. Shown are
 in the order of the data, not shuffled; and the numbers of samples and tokens, the longest, and what was left out: lines
 of the data, and parts of conversations that the chat template does not show, such as thinking of earlier turns. In a
 terminal the three kinds of tokens have colours; elsewhere, and where NO_COLOR is set, what is trained on stands in
-[[ ]] and what was truncated off in {{ }}. Control characters of the data are written out.
+[[ ]] and what was truncated in {{ }}. Control characters of the data are written out.
 
 examples:
   nemo-rl-moe data --config sft_tiny_moe.yaml

@@ -181,7 +181,7 @@ def test_samples_are_saved_and_shown(run: FinishedRun) -> None:
     assert [counts["val", step] for step in range(NUM_STEPS + 1)] == [12, 0, 12, 12]
     trained = [sample for sample in samples if sample["split"] == "train"]
     assert [sample["weight_version"] for sample in trained] == [step for step in range(NUM_STEPS) for _ in range(16)]
-    shown = re.findall(r"^  (?:right|wrong|cut off) +(\S+)  ->  ", run.output, flags=re.MULTILINE)
+    shown = re.findall(r"^  (?:right|wrong|truncated) +(\S+)  ->  ", run.output, flags=re.MULTILINE)
     assert len(shown) == 15
     assert shown[:5] == shown[5:10] == shown[10:]
 

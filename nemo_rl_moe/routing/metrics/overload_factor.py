@@ -63,7 +63,7 @@ def rank_loads(
 
 def overload_factors(
     loads_DMLR: Num[Tensor, "slices *events ranks"], *, of_nothing: float = 1.0
-) -> Float[Tensor, "slices *events"]:
+) -> Float[Tensor, " slices *events"]:
     """Return the highest load over mean load; `of_nothing` where a slice routed nothing.
 
     Counts are integers, so balanced loads give exactly 1, all tokens on one rank exactly R, and one rank exactly 1.

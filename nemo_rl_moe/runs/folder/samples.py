@@ -142,11 +142,11 @@ def _record(step: int, split: str, trajectory: SavedTrajectory, thumbnails: Sequ
 
 
 def _shown(trajectory: SavedTrajectory) -> str:
-    """Return one line: `  right   228+378=  ->  <think></think>606`."""
-    verdict = "right" if trajectory.is_correct else "cut off" if trajectory.is_truncated else "wrong"
+    """Return one line: `  right      228+378=  ->  <think></think>606`."""
+    verdict = "right" if trajectory.is_correct else "truncated" if trajectory.is_truncated else "wrong"
     if trajectory.fault is not None:
         verdict = "failed"
-    return f"  {verdict:8}{_on_one_line(trajectory.prompt_text)}  ->  {_on_one_line(trajectory.response_text)}"
+    return f"  {verdict:11}{_on_one_line(trajectory.prompt_text)}  ->  {_on_one_line(trajectory.response_text)}"
 
 
 def _on_one_line(text: str) -> str:
@@ -254,7 +254,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _verdict(record: dict[str, Any]) -> str:
     if record.get("fault"):
         return str(record["fault"])[:LONGEST_TEXT]
-    return "right" if record.get("is_correct") else "cut off" if record.get("is_truncated") else "wrong"
+    return "right" if record.get("is_correct") else "truncated" if record.get("is_truncated") else "wrong"
 
 
 def _short(text: Any, length: int = LONGEST_TEXT) -> str:

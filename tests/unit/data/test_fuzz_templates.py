@@ -171,7 +171,7 @@ def chat_templates(generator: random.Random, folder: Path) -> Case:
         if list(folder.rglob("planted")) or Path("planted").exists():
             return "the template has run a program"
         # The clock's, or what transformers renders without limits: Jinja computes constants that are never shown.
-        if "strftime" in template or "10 **" in template or "cut off\n" in output.printed:
+        if "strftime" in template or "10 **" in template or "truncated\n" in output.printed:
             return None
         tokenizer = load_tokenizer(str(tokenizer_folder()), str(path))
         heads = [*NEWS.finditer(output.printed)]

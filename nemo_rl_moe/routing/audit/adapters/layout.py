@@ -156,6 +156,6 @@ def padded_column(
     return np.concatenate([before, values], axis=1)
 
 
-def token_rewards(value: Float[np.ndarray, "tokens"] | None) -> float | None:
+def token_rewards(value: Float[np.ndarray, " tokens"] | None) -> float | None:
     """Return the reward of a sequence, of what each token earned; NaN, where nothing is known, counts nothing."""
     return None if value is None else float(np.nansum(value))
