@@ -33,6 +33,8 @@ from nemo_rl_moe.runs.folder.captured_sequences import (
 
 FORMAT, VERSION = "routing-capture", 1
 DESCRIPTION_FILE = "capture.json"
+_OLD_FORMAT, _OLD_DESCRIPTION_FILE = "routing-tape", "tape.json"  # older name
+CAPTURE_FOLDERS = ("capture", "tape")  # older name last
 CAPTURE_FOLDER = "capture"
 """Folder of captured routes in a run's folder."""
 _TOKEN_TYPES: Mapping[str, pa.DataType] = {name: pa.from_numpy_dtype(kind) for name, kind in TOKEN_TYPES.items()}
