@@ -38,8 +38,6 @@ from nemo_rl_moe.models.hf_files import (
 )
 from nemo_rl_moe.models.image_rules import ImageRule, load_image_rule
 from nemo_rl_moe.models.model_files import collect_model_files
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 from nemo_rl_moe.models.position_limit import too_long_sequences
 from nemo_rl_moe.runs.folder.expert_load import FOLDER_NAME
 from nemo_rl_moe.runs.folder.samples import SAMPLES_FILE_NAME
@@ -50,9 +48,12 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from transformers import PreTrainedTokenizerBase
 
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+    from nemo_rl_moe.models.policy.model_workers import ModelWorkers
+
 
 Samples = TypeVar("Samples", TokenizedDataset, PreferenceDataset)
-Workers = TypeVar("Workers", bound=ModelWorkers)
+Workers = TypeVar("Workers", bound="ModelWorkers")
 Opened = TypeVar("Opened")
 
 
@@ -220,12 +221,14 @@ def running_policy(
     seed: int,
     num_steps: int | None,
     keep_reference: bool = False,
-) -> Iterator[MegatronPolicy]:
+) -> Iterator["MegatronPolicy"]:
     """Start the workers, for forward passes alone where there are no optimizer steps; stop them whatever happens.
 
     Raises:
         ConfigurationError: The model's weights cannot be used.
     """
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy  # with Megatron-Core, which takes seconds
+
     if model.source.hub is not None and not cluster.is_local:
         with console.phase(f"fetching {model.source.hub.name} on every machine that lacks it"):
             fetch_on_machines(cluster, model.source.hub)
@@ -343,7 +346,7 @@ class ModelRun:
         assert self._cluster is not None
         return self._cluster
 
-    def start_policy(self) -> MegatronPolicy:
+    def start_policy(self) -> "MegatronPolicy":
         """Start Ray and the workers, for forward passes alone.
 
         Raises:
@@ -362,11 +365,11 @@ class ModelRun:
         return place
 
     @property
-    def _started(self) -> MegatronPolicy:
+    def _started(self) -> "MegatronPolicy":
         assert self._policy is not None  # start_policy comes first
         return self._policy
 
-    def _start_workers(self, *, seed: int, num_steps: int | None, keep_reference: bool) -> MegatronPolicy:
+    def _start_workers(self, *, seed: int, num_steps: int | None, keep_reference: bool) -> "MegatronPolicy":
         assert self._model is not None  # prepare_model comes first
         assert self._early_cluster is not None
         self._templates = None  # the data are read

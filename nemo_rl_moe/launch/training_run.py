@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.algorithms.step_recorder import RecordSinks, RunSummary, StepRecorder
 from nemo_rl_moe.checkpoints.best_metric import choice_in_force
@@ -50,8 +50,6 @@ from nemo_rl_moe.launch.start import RunLaunch
 from nemo_rl_moe.models.image_rules import image_problem
 from nemo_rl_moe.models.interfaces import Head
 from nemo_rl_moe.models.model_files import left_out_line, write_model_files
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, TrainableModel
-from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 from nemo_rl_moe.models.safetensors_folder import one_line
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.runs.folder.failures import FailureWriter
@@ -63,6 +61,10 @@ from nemo_rl_moe.runs.loggers.factory import LoggerResume, build_loggers, find_c
 from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.runs.report.run_findings import scoring_lines
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, TrainableModel
+    from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 
 FINAL_RUN_FILE = "training_run.json"
 """Beside the final weights: which training they are the end of."""
@@ -156,17 +158,19 @@ class TrainingRun(ModelRun):
             )
         return model
 
-    def start_role(self, role: str, model: PreparedModel) -> ModelWorkers:
+    def start_role(self, role: str, model: PreparedModel) -> "ModelWorkers":
         """Start the workers of a role beside the policy, after those of the policy.
 
         Raises:
             ConfigurationError: There is no room for them, or the model's weights cannot be used.
         """
+        from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # with Megatron-Core, which takes seconds
+
         return self.use(running_role(role, self.config, self.cluster, self.console, model, ModelWorkers))
 
     def start_trainable_role(
         self, role: str, model: PreparedModel, heads: Collection[Head] = (Head.LOGPROBS,)
-    ) -> TrainableModel:
+    ) -> "TrainableModel":
         """Start the workers of a role that is trained beside the policy, after those of the policy, before
         `restore`.
 
@@ -180,6 +184,8 @@ class TrainingRun(ModelRun):
         Raises:
             ConfigurationError: There is no room for the workers, or the model's weights cannot be used.
         """
+        from nemo_rl_moe.models.policy.lm_policy import TrainableModel  # with Megatron-Core, which takes seconds
+
         make = partial(
             TrainableModel,
             model_files=model.files,
@@ -241,7 +247,7 @@ class TrainingRun(ModelRun):
         """From the number of steps that are done to that of the whole run."""
         return range(self.resume.step if self.resume is not None else 0, self.num_steps)
 
-    def start_policy(self) -> MegatronPolicy:
+    def start_policy(self) -> "MegatronPolicy":
         """Start Ray and the workers of the policy.
 
         Raises:
