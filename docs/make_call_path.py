@@ -171,10 +171,8 @@ def main() -> None:
     num_frames, num_files = len(stacks[TO_ENGINE]), len({file for stack in stacks.values() for _, file in stack})
     print("`python docs/make_call_path.py` runs one step of the tiny recipe and counts:\n")
     print(f"- {num_frames} frames from `train_grpo` to a request at the engine,")
-    print(
-        f"- {num_files} files on the way of one trajectory: to the engine, through generation on rank 0, and through the"
-    )
-    print("  update to the loss and `optimizer.step` there.\n")
+    print(f"- {num_files} files on the way of one trajectory: to the engine, through generation on rank 0, and through")
+    print("  the update to the loss and `optimizer.step` there.\n")
     print("\n".join(as_table(stacks)))
 
 
