@@ -25,7 +25,7 @@ from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.data.template_process import TemplateProcess, template_process
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.cluster import RayCluster
-from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.errors import ConfigurationError, UserError, report_problems
 from nemo_rl_moe.launch.early_start import EarlyCluster
 from nemo_rl_moe.models.hf_files import (
     HubModel,
@@ -316,6 +316,8 @@ class ModelRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if isinstance(error, UserError) and self._early_cluster is not None and self._early_cluster.is_starting:
+            report_problems(error)  # the user need not wait for Ray, which cannot be stopped before it has started
         self._opened.__exit__(kind, error, traceback)
 
     def use(self, context: AbstractContextManager[Opened]) -> Opened:

@@ -96,7 +96,7 @@ class TrainingRun(ModelRun):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._opened.__exit__(kind, error, traceback)
+        super().__exit__(kind, error, traceback)
         if isinstance(error, TrainingDivergedError) and self._folder is not None:
             raise TrainingDivergedError(f"{error}{_all_samples(error, self._folder)}", error.sample_ids) from None
         if error is None and self._ending is not None:

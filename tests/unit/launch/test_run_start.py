@@ -102,7 +102,7 @@ def test_a_second_run_is_refused_when_it_is_entered(saved: SavedRun) -> None:
         pass
     assert not folder.exists()
     with second:
-        assert second.resume is None
+        assert second.saved.resume is None
 
 
 def test_a_damaged_checkpoint_is_reported_when_the_run_is_entered(saved: SavedRun) -> None:
@@ -125,7 +125,7 @@ def test_the_end_of_a_run_warns_of_weights_that_are_left_out(
 
     policy: Any = Policy()
     with prepared(saved.config, num_steps=10) as run:
-        run._trained, run._folder = {"policy": policy}, tmp_path
+        run.saved.models, run._folder = {"policy": policy}, tmp_path
         run.end(RunSummary.of(LoopState(step=10), None))
         assert run.is_complete
     assert (
@@ -146,7 +146,7 @@ def test_final_weights_that_vanish_before_they_are_signed_are_reported_in_one_li
 
     policy: Any = Policy()
     with prepared(saved.config, num_steps=10) as run:
-        run._trained, run._folder = {"policy": policy}, tmp_path
+        run.saved.models, run._folder = {"policy": policy}, tmp_path
         with pytest.raises(CheckpointError, match=r"final: cannot be written: .*No such file or directory"):
             run.end(RunSummary.of(LoopState(step=10), None))
 
