@@ -72,14 +72,14 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import TokenBatch, make_shard, per_sequence, per_token, stored_per_token
-from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.distributed.worker_process import keep_freed_memory
 from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.interfaces import RouteComparison, TrainResult
 from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses
-from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer, RankTrainResult
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.models.rank_results import RankTrainResult
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 from nemo_rl_moe.runs.folder.step_tables import MAX_DELAY_S
 from nemo_rl_moe.runs.loggers.artifacts import ArtifactTables
@@ -159,7 +159,7 @@ class LocalPolicy:
     def logprobs_and_routes(self, batch: TokenBatch) -> tuple[torch.Tensor, Any]:
         """Compute log-probabilities, and the experts that the routers chose."""
         found, routes = self._trainer.logprobs_and_routes(self._microbatches(batch, self._batch_size))
-        return _in_one(batch, found), stored_per_token([StoredRows.of(rows) for rows in routes], fill=UNKNOWN)
+        return _in_one(batch, found), stored_per_token(routes, fill=UNKNOWN)
 
     def compare_routes(self, batch: TokenBatch, *, one_at_a_time: bool = False) -> RouteComparison:
         """Return the experts that routers choose against those of the batch's capture."""

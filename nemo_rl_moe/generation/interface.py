@@ -4,14 +4,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 
 from nemo_rl_moe.distributed.batch import Axis, ModelInput
 from nemo_rl_moe.distributed.shared_arrays import ArrayStore, SharedArray, SharedColumn
-from nemo_rl_moe.distributed.stored_rows import Fetch, StoredRows, put_together
+from nemo_rl_moe.distributed.stored_rows import Fetch, RowStore, StoredRows
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 TokenIds = tuple[int, ...]
@@ -148,21 +148,19 @@ class GeneratedSequence:
     kept_mass: Float[np.ndarray, " tokens"] | None = None
 
 
-def store_routes(
-    sequences: Sequence[GeneratedSequence], put: Callable[[Shaped[np.ndarray, "rows ..."]], Any]
-) -> list[GeneratedSequence]:
-    """Return the sequences whose routed experts lie in a store, as one array, instead of travelling with them.
+def store_routes(sequences: Sequence[GeneratedSequence], store: RowStore) -> list[GeneratedSequence]:
+    """Return the sequences whose routed experts lie in a store instead of travelling with them.
 
     Args:
         sequences: All with routed experts at hand, or all without.
-        put: Puts an array into the store; returns its handle.
+        store: Takes the rows.
     """
     at_hand = [
         sequence.routed_experts.pieces[0].source for sequence in sequences if sequence.routed_experts is not None
     ]
     if len(at_hand) < len(sequences):
         return list(sequences)
-    pairs = zip(sequences, put_together(at_hand, put), strict=True)
+    pairs = zip(sequences, store.keep(at_hand), strict=True)
     return [replace(sequence, routed_experts=rows) for sequence, rows in pairs]
 
 

@@ -121,7 +121,7 @@ def observe(policy: Any, lengths: Mapping[str, int], capture: bool) -> Observed:
             ]
             rows = (row for values in found for row in values)
             own = {index: row[: int(first.lengths[index])].numpy() for index, row in zip(mine, rows, strict=False)}
-            routes = dict(zip(mine, of_sequences, strict=False))
+            routes = dict(zip(mine, (rows.pieces[0].source for rows in of_sequences), strict=False))
             _, totals = trainer.compare_routes(shard(first).microbatches)
             compared = {
                 name: getattr(totals, name).tolist() for name in ("rows", "captured_experts", "live_experts", "tokens")

@@ -20,7 +20,7 @@ from jaxtyping import Float, Shaped
 
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.distributed.node_tools import folder_of_this_process
-from nemo_rl_moe.distributed.stored_rows import StoredRows
+from nemo_rl_moe.distributed.stored_rows import RowStore, StoredRows
 from nemo_rl_moe.distributed.worker_process import outlive_requests_to_stop
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, store_routes
 from nemo_rl_moe.generation.vllm import releases
@@ -215,7 +215,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             replace(sequence, routed_experts=StoredRows.of(routes[output.request_id]))
             for output, sequence in zip(outputs, found, strict=True)
         ]
-        return store_routes(found, self._store)
+        return store_routes(found, RowStore(put=self._store))
 
     def _store(self, array: Shaped[np.ndarray, "rows ..."]) -> Any:
         """Put an array into Ray's object store, and hold it there until the next generation.

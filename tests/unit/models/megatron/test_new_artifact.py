@@ -19,7 +19,8 @@ from nemo_rl_moe.config.schema import SFTConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
 from nemo_rl_moe.models.interfaces import LossFunction, TrainResult
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
-from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer, RankTrainResult
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.models.rank_results import RankTrainResult
 from nemo_rl_moe.runs.folder.step_tables import StepTable, StepTableWriter, read_steps
 from nemo_rl_moe.runs.loggers.artifacts import ARTIFACTS, ArtifactKind, ArtifactTables
 from nemo_rl_moe.runs.loggers.console import Notices
