@@ -30,7 +30,6 @@ class WeightSource(Protocol):
         """Return a transfer of the weights as they are now.
 
         Args:
-            altered: Of others, of which every tensor differs.
             then: Called when all ranks have been asked to send: what it asks of them, they do next.
         """
         ...

@@ -28,14 +28,6 @@ class SliceReader:
 
     Files are mapped into memory, where every page that was read counts as this process's until the file is closed. So
     one file is open at a time, and reopened after every 64 MiB. Callers should go file by file.
-
-    Args:
-        most_mapped_bytes: Bytes after which a file is reopened.
-        parts: Receives checksums of tensors that are read whole.
-        compared: Those tensors, with their places. They are read once, without a map, as the checksum needs them.
-
-    Attributes:
-        bytes_read: Bytes of the slices so far.
     """
 
     def __init__(
@@ -66,10 +58,6 @@ class SliceReader:
 
     def read_into(self, target: Tensor, name: str, ranges: Sequence[tuple[int, int]]) -> None:
         """Copy a slice, cast to the target's type.
-
-        Args:
-            target: Of the slice's shape, with any strides on any device.
-            ranges: First index and the one after the last, for each dimension.
 
         Raises:
             OSError: The file cannot be read any more.
@@ -134,11 +122,7 @@ def _fill(target: Tensor, reader: HashingReader) -> None:
 
 
 def places_of(folder: SafetensorsFolder) -> dict[str, Place]:
-    """Return the file, first byte and number of bytes of each tensor of a folder from the files' headers.
-
-    Raises:
-        OSError: A file cannot be read any more.
-    """
+    """Return the file, first byte and number of bytes of each tensor of a folder from the files' headers."""
     places: dict[str, Place] = {}
     for file_name in sorted({tensor.file for tensor in folder.tensors.values()}):
         with (folder.folder / file_name).open("rb") as file:
@@ -204,14 +188,7 @@ def index_of(files: Mapping[str, Sequence[TensorHeader]]) -> dict[str, Any]:
 
 
 class SafetensorsWriter:
-    """Write tensors one after another, in the planned order.
-
-    Args:
-        files: Tensors of each file, with larger types first so that all are aligned.
-
-    Attributes:
-        parts: Header and tensors of each complete file, with their checksums.
-    """
+    """Write tensors one after another, in the planned order."""
 
     def __init__(self, folder: Path, files: Mapping[str, Sequence[TensorHeader]]):
         self._folder = folder
@@ -222,11 +199,7 @@ class SafetensorsWriter:
         self.parts: dict[str, list[Part]] = {}
 
     def write(self, numbers: Tensor) -> None:
-        """Write the next tensor on the host, or a part of it whose other parts follow.
-
-        Raises:
-            OSError: The disk did not take them.
-        """
+        """Write the next tensor on the host, or a part of it whose other parts follow."""
         if self._stream is None:
             self._begin_file()
         assert self._stream is not None  # just opened

@@ -70,9 +70,6 @@ class FolderTransfer:
 
         Returns:
             Bytes sent.
-
-        Raises:
-            WeightSyncError: See `TransportSpec.send`, or the folder is full.
         """
         with self._reporting(f"sender {sender}"):
             if version != self.version:

@@ -100,7 +100,6 @@ class Finding:
     """Result of a check.
 
     Attributes:
-        gap: Of the copy of the weights that differs most.
         weights: Comparison of each copy's fingerprints; empty where the engine gives none.
     """
 

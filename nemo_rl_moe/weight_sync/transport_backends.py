@@ -89,7 +89,6 @@ class CollectiveTransport:
     Attributes:
         backend: `nccl`, between GPUs; `gloo`, on hosts.
         group: Name of the connections; a new one for other processes or after a failed transfer.
-        timeout_s: Of a broadcast.
         address: Address whose interface gloo takes, such as loopback on one machine; None: of the host's name.
     """
 

@@ -65,7 +65,6 @@ class EngineActors:
     """The actors that are there.
 
     Args:
-        settings: Of each engine.
         number: Engines that there are to be.
         start_timeout_s: Seconds until they are to be ready.
         stall_timeout_s: Seconds without an answer after which one is given up.
@@ -73,7 +72,6 @@ class EngineActors:
         warn: Receives a line on an engine that was given up.
 
     Attributes:
-        present: Those that are there, by number.
         num_started: Actors started so far.
         num_lost: Actors given up so far.
     """

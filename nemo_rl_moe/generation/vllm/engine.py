@@ -39,7 +39,6 @@ class VllmEngine:
     started anew at once and get the weights that the policy has.
 
     Args:
-        settings: Of each engine.
         num_engines: Engines, which share the requests.
         start_timeout_s: Seconds until they are to be ready.
         stall_timeout_s: Seconds without a step after which an engine that generates is given up.

@@ -65,7 +65,6 @@ def image_runs(
     """Return each image of a prompt with its first image token and the number of them.
 
     Args:
-        settings: Of the model.
         token_ids: The prompt's, with as many image tokens for each image as the trainer takes.
         inputs: The prompt's, as `models.images.image_inputs` makes them; none is text.
 

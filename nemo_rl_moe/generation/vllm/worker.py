@@ -41,7 +41,6 @@ class VllmSettings:
         dtype: Number format of the weights, such as `float32`.
         max_tokens: Most tokens of a sequence.
         max_sequences: Most sequences that are generated at a time; None: vLLM's default.
-        seed: Of the weights that the engine starts with.
         on_gpus: False: on a CPU.
         tensor_parallel_size: Ranks of this engine.
         expert_parallel: Experts are divided among these ranks, not cut.
@@ -74,7 +73,6 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
     """One engine.
 
     Args:
-        settings: Of the engine.
         search_path: The driver's `sys.path`; Ray passes on only some of it.
     """
 

@@ -45,11 +45,7 @@ ROUTER_FIELDS: Mapping[str, str | None] = {
 
 
 def decoder_fields(hf_config: Any) -> dict[str, Any]:
-    """Map Hugging Face fields to TransformerConfig fields, except the router's.
-
-    Raises:
-        ConfigurationError: The scaling of positions is not supported, or heads share keys.
-    """
+    """Map Hugging Face fields to TransformerConfig fields, except the router's."""
     heads, dense_layers = hf_config.num_attention_heads, hf_config.first_k_dense_replace
     rotated, head_dim = hf_config.qk_rope_head_dim, getattr(hf_config, "head_dim", None)
     if head_dim not in (None, rotated):
@@ -99,11 +95,7 @@ def _balancing_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def group_fields(hf_config: Any) -> dict[str, int | None]:
-    """Return the groups of experts, where a token may not use all of them.
-
-    Raises:
-        ConfigurationError: The groups have too few experts.
-    """
+    """Return the groups of experts, where a token may not use all of them."""
     groups, usable = hf_config.n_group, hf_config.topk_group
     limited = groups is not None and usable is not None and usable < groups
     if limited and usable * hf_config.n_routed_experts // groups < hf_config.num_experts_per_tok:
@@ -118,11 +110,7 @@ def group_fields(hf_config: Any) -> dict[str, int | None]:
 
 
 def rotary_fields(hf_config: Any) -> dict[str, Any]:
-    """Return rotary positions, plain or scaled by YaRN (Peng et al. 2023), with their factor of the scores.
-
-    Raises:
-        ConfigurationError: Another scaling, or unrounded limits.
-    """
+    """Return rotary positions, plain or scaled by YaRN (Peng et al. 2023), with their factor of the scores."""
     base = {"rotary_base": rotary_base(hf_config), "rotary_percent": 1.0}
     rope = hf_config.rope_parameters
     kind = rope.get("rope_type", "default")
@@ -244,11 +232,7 @@ EXPERT_BIAS = {f"{decoder.LAYER}mlp.router.expert_bias": rule(f"{decoder.HF_LAYE
 
 
 def deepseek_v3_fields(hf_config: Any) -> dict[str, Any]:
-    """Map Hugging Face fields to TransformerConfig fields.
-
-    Raises:
-        ConfigurationError: See `decoder_fields`; or a token has one expert.
-    """
+    """Map Hugging Face fields to TransformerConfig fields."""
     if hf_config.num_experts_per_tok < 2:
         # transformers makes its weight 1, and Megatron-Core takes the score.
         raise ConfigurationError(

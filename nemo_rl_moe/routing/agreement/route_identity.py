@@ -32,12 +32,7 @@ than 0.8, rows of another layer, token or sequence with their right partner in m
 
 @dataclass(frozen=True)
 class RouteSample:
-    """Routes of a few sequences, in windows of successive tokens; `UNKNOWN` (-1) in rows that are not known.
-
-    Attributes:
-        capture: As the capture has them.
-        live: As the routers that train would choose.
-    """
+    """Routes of a few sequences, in windows of successive tokens; `UNKNOWN` (-1) in rows that are not known."""
 
     capture: Int[np.ndarray, "sequences tokens layers topk"]
     live: Int[np.ndarray, "sequences tokens layers topk"]

@@ -33,17 +33,6 @@ def sink_attention(
 
     These are the learnt sinks of Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks
     (arXiv:2309.17453), as in gpt-oss: each query's weights add up to less than 1.
-
-    Args:
-        query: `[queries, batch, heads, dim]`, the last positions of the keys.
-        key: `[keys, batch, groups, dim]`, heads a multiple of groups.
-        value: As `key`.
-        sinks: `[heads]`, the additional scores, which are not scaled.
-        scale: Factor of the other scores; None means `dim ** -0.5`.
-        window: Number of keys that a query sees, its own included; None: all up to its own.
-
-    Returns:
-        `[queries, batch, heads * dim]`.
     """
     queries, batch, heads, dim = query.shape
     scale = dim**-0.5 if scale is None else scale
@@ -66,13 +55,6 @@ class SinkAttention(SDPAttention):
     Attributes:
         softmax_offset: `[heads of this rank]`, the sinks, under Megatron-Core's name; None without.
         window: Number of keys that a query of this layer sees, its own included; None: all up to its own.
-
-    Args:
-        layer_number: Counted from 1 over the whole model.
-        **others: See `SDPAttention`.
-
-    Raises:
-        ValueError: Another `attn_mask_type`.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, **others: Any):

@@ -27,17 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def group_limited_topk(
     scores: Tensor, topk: int, num_groups: int, group_topk: int, best_of_group: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute group-limited top-k (DeepSeek-V2 and V3): the best groups of experts, then their best experts.
-
-    Args:
-        scores: Selection scores, `[tokens, experts]`.
-        topk: Experts of each token.
-        group_topk: Groups of each token.
-        best_of_group: Number of a group's best experts whose sum ranks it.
-
-    Returns:
-        Scores and indices of the chosen experts, both `[tokens, topk]`, the best first.
-    """
+    """Compute group-limited top-k (DeepSeek-V2 and V3): the best groups of experts, then their best experts."""
     of_groups = scores.unflatten(1, (num_groups, -1))
     group_scores = of_groups.topk(best_of_group, dim=-1).values.sum(-1)
     usable = torch.zeros_like(group_scores, dtype=torch.bool)
@@ -59,9 +49,7 @@ class GroupLimitedChoice:
         group_topk: int,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the top experts of each token, in place of `RouterReplay`'s: `[tokens, experts]` to twice `[tokens,
-        topk]`.
-        """
+        """Return the top experts of each token, in place of `RouterReplay`'s: twice `[tokens, topk]`."""
         return group_limited_topk(scores, topk, num_groups, group_topk, self._best_of_group)
 
 

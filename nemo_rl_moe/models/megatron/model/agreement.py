@@ -24,9 +24,6 @@ def union_of_ranks(mine: Mapping[str, Any]) -> dict[str, Any]:
 
     The ranks take turns, and each adds what is new: ranks that hold the same model would fill the memory of all, if
     each sent its names to each.
-
-    Args:
-        mine: This rank's entries; for equal names the lowest rank's wins.
     """
     union: dict[str, Any] = {}
     for rank in range(dist.get_world_size()):
@@ -77,11 +74,6 @@ class DamageSearch:
 
     Each side finds in memory what the other has read: the disk is read once. A rank must ask for the damage before it
     uses what it has read. A folder without `files.json` has none.
-
-    Args:
-        folder: Each rank compares its share of the bytes.
-        in_parts: See `find_damage`.
-        left_out: See `find_damage`; equal on every rank.
     """
 
     def __init__(self, folder: Path, *, in_parts: bool | None = None, left_out: Container[tuple[str, int, int]] = ()):
@@ -108,9 +100,6 @@ class DamageSearch:
 
 def agree_on_model(config_json: Mapping[str, Any], folder: Path, *, with_weights: bool) -> None:
     """Check that all ranks have found the same model. Every rank calls it before the first step that depends on it.
-
-    Args:
-        with_weights: Whether weights are going to be read from it.
 
     Raises:
         ConfigurationError: A rank has found another model than rank 0; raised on every rank.

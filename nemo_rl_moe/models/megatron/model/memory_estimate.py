@@ -68,11 +68,7 @@ def whole_model_parameters(config: TransformerConfig, hf_config: Any) -> int:
 
 
 def parameters_of_layers(config: TransformerConfig, hf_config: Any, tensor: int) -> int:
-    """Count the parameters of all layers on each of `tensor` tensor-parallel ranks, which also split the experts.
-
-    Args:
-        config: Its own layout does not matter.
-    """
+    """Count the parameters of all layers on each of `tensor` tensor-parallel ranks, which also split the experts."""
     cut = _Cut(tensor=tensor, expert_tensor=tensor)
     return sum(_layer(config, hf_config, index, cut, False).total for index in range(config.num_layers))
 
@@ -94,12 +90,7 @@ def rank_parameters(
     routers_frozen: bool = False,
     freeze: FreezeConfig | None = None,
 ) -> Parameters:
-    """Count the parameters of each rank of a pipeline stage, which is equal on all of its ranks.
-
-    Args:
-        routers_frozen: Whether the routers' weights are frozen.
-        freeze: Frozen parts; None: none.
-    """
+    """Count the parameters of each rank of a pipeline stage, which is equal on all of its ranks."""
     cut = _Cut(
         config.tensor_model_parallel_size, config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1
     )
@@ -147,9 +138,7 @@ def _layer(config: TransformerConfig, hf_config: Any, index: int, cut: _Cut, rou
 
 
 def _attention(config: TransformerConfig, tensor: int) -> int:
-    """Return the query, key, value and output matrices, and the layer's two norms; of latent attention, those of
-    latents too.
-    """
+    """Return the query, key, value and output matrices and norms, of latent attention its latents' too."""
     if config.multi_latent_attention:
         return _latent_attention(config, tensor)
     queries = config.num_attention_heads * config.kv_channels
@@ -159,9 +148,7 @@ def _attention(config: TransformerConfig, tensor: int) -> int:
 
 
 def _query_and_key_norms(config: TransformerConfig, hf_config: Any) -> int:
-    """Return the weights of the norms of queries and keys, whole on every rank: of one head, or in some families of
-    all heads.
-    """
+    """Return the weights of the query and key norms, whole on every rank."""
     if not config.qk_layernorm or config.multi_latent_attention:
         return 0
     of_all_heads = family_of(hf_config).normalizes_all_heads
@@ -193,9 +180,7 @@ def _latent_attention(config: TransformerConfig, tensor: int) -> int:
 
 
 def _shared_experts(config: TransformerConfig, tensor: int) -> int:
-    """Return the parameters of an MoE layer that all tokens pass besides its router: shared experts, latent
-    projections.
-    """
+    """Count what all tokens pass besides the router: shared experts, latent projections."""
     projections = 2 * config.hidden_size * (config.moe_latent_size or 0)
     if config.moe_shared_expert_intermediate_size is None:
         return int(projections)
@@ -223,8 +208,6 @@ class OptimizerMemory:
         state: On the device: Adam's two moments and, unless the weights are float32, a float32 master copy; with
             updates on the host, also float32 gradients of the rest.
         on_the_host: Masters, moments and float32 gradients of the parameters that are updated on the host.
-        float32_gradients: Copies of gradients of other types, while the optimizer steps.
-        float32_moments: Copies of moments of other types, of a chunk of the parameters, while it steps.
     """
 
     state: int
@@ -238,7 +221,6 @@ class WorkerMemory:
     """Bytes of one worker, by arithmetic.
 
     Attributes:
-        weights: Parameters in the run's number format.
         gradients: Megatron-Core's buffers: float32 where they are reduced in it, else as the weights.
         optimizer: Sharded over (expert-)data-parallel and context-parallel ranks by the distributed optimizer.
         activations_at_least: A lower bound of what one microbatch keeps for the backward pass: the input of every layer
@@ -246,8 +228,6 @@ class WorkerMemory:
         tower_activations: The same bound for the vision tower with the maximum number of patches, which few
             microbatches
             have: it is in no sum.
-        key_value_cache: Of generation.
-        reference_weights: The reference model, on the host.
         is_moved: Gradients are freed and the optimizer's state moves to the host during generation.
     """
 
@@ -314,13 +294,7 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
 
 
 def _optimizer_memory(chosen: OptimizerConfig, updated: int, weight_bytes: int, gradient_bytes: int) -> OptimizerMemory:
-    """Estimate the memory of the optimizer.
-
-    Args:
-        updated: Parameters that this rank updates.
-        weight_bytes: Of one weight.
-        gradient_bytes: Of one gradient in its buffer.
-    """
+    """Estimate the memory of the optimizer."""
     if chosen.optimizer_cpu_offload:
         on_the_host = round(updated * chosen.optimizer_offload_fraction)
         each = _MASTER_AND_MOMENTS + _FLOAT32  # float32 gradients stay beside them
@@ -388,9 +362,7 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
 
 
 def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
-    """Return the bytes on ranks of the first stage, each of which runs the whole tower; nothing is kept where it is
-    frozen.
-    """
+    """Return the bytes on first-stage ranks, each of which runs the whole tower; 0 where it is frozen."""
     vision = family_of(hf_config).vision
     if vision is None or stage > 0 or config.policy.freeze.vision_tower:
         return 0

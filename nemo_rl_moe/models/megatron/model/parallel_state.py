@@ -82,14 +82,7 @@ def _is_loopback(address: str) -> bool:
 
 @dataclass(frozen=True)
 class ParallelCoordinates:
-    """Coordinates of this rank in the parallel layout.
-
-    Attributes:
-        data_parallel_rank: Index of this rank's share of the batch.
-        pipeline_rank: Without virtual stages.
-        is_last_stage: True where the loss is computed.
-        context_rank: Rank among those that share each sequence.
-    """
+    """Coordinates of this rank in the parallel layout."""
 
     data_parallel_rank: int
     data_parallel_size: int
@@ -105,13 +98,7 @@ class ParallelCoordinates:
 
 
 def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: int, local_rank: int, seed: int) -> None:
-    """Join the process group and split it into tensor, context, expert, data and pipeline groups.
-
-    Args:
-        rank: Global rank; the environment holds MASTER_ADDR and MASTER_PORT.
-        local_rank: Rank on this node; the CUDA device.
-        seed: Of dropout and the like, different for each pipeline stage and tensor rank as in Megatron.
-    """
+    """Join the process group and split it into tensor, context, expert, data and pipeline groups."""
     if not cpu_backend.ACTIVE:
         torch.cuda.set_device(local_rank)
     minutes = megatron.distributed_timeout_minutes

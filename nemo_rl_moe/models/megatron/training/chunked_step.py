@@ -12,13 +12,10 @@ CHUNK_PARAMETERS = 2**28
 
 
 def step_in_chunks(adam: Any, most_parameters: int) -> None:
-    """Have Transformer Engine's Adam update so many parameters at a time, with the same result.
+    """Have Transformer Engine's Adam update at most so many parameters at a time, with the same result.
 
     It makes float32 copies of moments in other formats, of a whole group at once: for the experts' group that is more
     than bfloat16 moments save.
-
-    Args:
-        most_parameters: Most parameters of a chunk; a tensor of more is one by itself.
     """
     step_of_groups = adam.step
 

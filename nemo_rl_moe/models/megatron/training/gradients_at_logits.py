@@ -40,9 +40,6 @@ class GradientsAtLogits(StepObserver):
 
     Args:
         every: Measures in each so many `train` calls.
-
-    Attributes:
-        sources: Names of the parts.
     """
 
     def __init__(
@@ -116,13 +113,7 @@ _WHOLE = POLICY + " and all others"
 
 
 class _RouterHook:
-    """Wrappers around one router's methods, which pass on their arguments, to the bit.
-
-    Args:
-        router: A router of Megatron-Core, or one derived from it.
-        add: Called with a source, its gradient of the logits, and the input that they are made of.
-        is_open: True while a pass is recorded.
-    """
+    """Wrappers around one router's methods, which pass on their arguments, to the bit."""
 
     def __init__(self, router: Any, add: Callable[[str, Tensor, Tensor], None], is_open: Callable[[], bool]):
         self._add, self._is_open = add, is_open

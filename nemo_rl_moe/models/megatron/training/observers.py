@@ -48,10 +48,6 @@ def make_observers(
 
     Their order is that of their collectives, the same on every rank. Passes that an observer runs itself must not be
     seen by those behind it: exact router gradients come first.
-
-    Args:
-        chunks: This rank's bare model chunks.
-        ddp_chunks: These chunks, wrapped.
     """
     megatron, config, device = policy.megatron_cfg, passes.config, passes.device
     if not moe_layer_indices(config):
@@ -75,11 +71,7 @@ def make_observers(
 
 
 class ExpertLoadReports(StepObserver):
-    """Load of every expert, overload factors and auxiliary losses, of training forward passes alone.
-
-    Attributes:
-        recorder: Counts of this rank's routers.
-    """
+    """Load of every expert, overload factors and auxiliary losses, of training forward passes alone."""
 
     def __init__(
         self, chunks: Sequence[GPTModel], passes: ForwardBackward, settings: MegatronConfig, *, per_layer: bool

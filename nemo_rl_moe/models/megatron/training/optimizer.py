@@ -65,11 +65,7 @@ def wrap_data_parallel(
 def build_optimizer(
     policy: PolicyConfig, config: TransformerConfig, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Return the Adam with float32 master weights where training is in bfloat16; weight decay on matrices only.
-
-    Raises:
-        ConfigurationError: Megatron-Core refuses the settings here, for want of a newer Transformer Engine for one.
-    """
+    """Build Adam with float32 master weights for bfloat16 training; weight decay on matrices only."""
     try:
         optimizer_config = _optimizer_config(policy, config)
     except (AssertionError, RuntimeError, ValueError) as error:
@@ -134,16 +130,9 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def step_if_finite(optimizer: MegatronOptimizer, *, may_update: bool) -> tuple[float, bool]:
-    """Take one optimizer step, unless the loss or the gradient is NaN or infinite. All ranks come to the
-    same decision.
+    """Take one optimizer step unless `may_update` is false or the gradient is not finite; return its norm and whether.
 
     Clipping multiplies by the norm's inverse, so a gradient with one NaN would make every weight NaN.
-
-    Args:
-        may_update: The loss is finite, and of some target; the same on every rank.
-
-    Returns:
-        The gradient's norm before clipping, the same on every rank, and whether the weights were changed.
     """
     assert isinstance(optimizer, ChainedOptimizer)  # measures the norm over all ranks, then clips, then updates
     norm = math.nan
@@ -172,10 +161,6 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer, num_step
     It stands at the tick that the first step trains at. With a warm-up of `w` steps, that is tick 1: step `k` of the
     warm-up trains at `lr * k / w`, and at tick 0 the first one would train at 0. Without a warm-up it is tick 0, at
     `lr`. A run that is shorter than its warm-up sees the beginning of it, whatever the decay.
-
-    Args:
-        optimizer: The optimizer whose groups it sets; weight decay too acts only through it.
-        num_steps: Optimizer steps of the whole run; where the decay ends unless the user says otherwise.
     """
     chosen, rates = policy.megatron_cfg.scheduler, policy.megatron_cfg.optimizer
     # Megatron-Core wants a warm-up to end before the decay does.

@@ -56,9 +56,7 @@ class RouteChecks:
 
 
 def computes_in_float32(policy: PolicyConfig, config: TransformerConfig) -> bool:
-    """Return True where the passes that make captures and those that train are known to compute alike: in float32, no
-    dropout.
-    """
+    """Return whether captures and training passes are known to compute alike: in float32, without dropout."""
     generates = generating(policy)
     if generates is None or config.attention_dropout or config.hidden_dropout:
         return False

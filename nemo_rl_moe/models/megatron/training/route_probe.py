@@ -50,13 +50,7 @@ class RouteProbe:
         microbatch: ModelMicrobatch,
         first_token: int,
     ) -> None:
-        """Add some layers of a step's first microbatch.
-
-        Args:
-            routes: Captured routes, in the order of the routers' tokens, `in_planes`.
-            live: The routers' own choices.
-            first_token: Number of this rank's first token among those of the microbatch, under sequence parallelism.
-        """
+        """Add some layers of a step's first microbatch."""
         if not self._samples:
             return
         lengths = microbatch.batch.lengths[:NUM_SEQUENCES]

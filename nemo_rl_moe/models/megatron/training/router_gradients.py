@@ -36,11 +36,6 @@ class RouterGradients(StepObserver):
     Each part is what the optimizer would get of that source alone for the microbatches that are looked at, brought to
     the size of a whole global batch: the parts add up to the gradient of a pass with all sources over the same
     microbatches, and, over all microbatches of the global batch, to that of the step itself.
-
-    Args:
-        passes: Runs the step's passes, without observers.
-        every: Measures in each so many `train` calls, the first global batch alone.
-        num_microbatches: First microbatches of a global batch to look at; None: all.
     """
 
     def __init__(
@@ -118,9 +113,7 @@ def placed_routers(chunks: Sequence[DistributedDataParallel], config: Transforme
 
 
 def sources_of(config: TransformerConfig) -> tuple[str, ...]:
-    """Return the sources that a model's routers have: the algorithm's loss, and the auxiliary losses that are
-    enabled.
-    """
+    """Return the sources of a router's gradient: the algorithm's loss and the enabled auxiliary losses."""
     names = auxiliary_loss_names(config)
     balancing = [AUXILIARY] if any(name != Z_LOSS for name in names) else []
     return (POLICY, *balancing, *([Z] if Z_LOSS in names else []))

@@ -49,14 +49,6 @@ def save_weights(
     The folder appears complete or not at all, replacing an older one; until then all goes to `FOLDER.incomplete`. All
     ranks must share the file system.
 
-    Args:
-        write_beside: Writes the small files (configuration, tokenizer) into a folder; runs on rank 0.
-        max_shard_bytes: Size limit of a file with several tensors.
-        progress: Called with the share of finished tensors of this rank's pipeline stage.
-
-    Returns:
-        Parameters left out because the family has no tensor for them; equal on every rank.
-
     Raises:
         CheckpointError: A rank could not write its part; nothing of it remains. Raised on every rank.
     """

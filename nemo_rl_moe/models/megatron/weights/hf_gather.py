@@ -94,11 +94,7 @@ def _replicas(is_expert: bool) -> tuple[int, int]:
 def plan_deliveries(
     chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
 ) -> tuple[list[Delivery], list[str]]:
-    """List the tensors that this rank has a part of, in the order in which all ranks gather them.
-
-    Returns:
-        The deliveries, and the parameters that the family has no tensor for.
-    """
+    """List the tensors that this rank has a part of, in the order in which all ranks gather them."""
     items: dict[str, list[tuple[ParameterPiece, Rule]]] = {}
     headers: dict[str, tuple[TensorHeader, bool]] = {}
     without_rule = []
@@ -141,9 +137,6 @@ def gather_tensors(delivery: Delivery, hf_config: Any, failure: SharedFailure) -
     """Yield the tensor on the host of the gathering rank, a stacked one expert by expert; elsewhere nothing.
 
     Every rank must run through all deliveries in order, each to its end.
-
-    Args:
-        failure: Catches errors; nothing more is yielded then, and the caller checks it at the end.
     """
     if not delivery.takes_part:
         return
@@ -246,7 +239,5 @@ def _joined(piece: ParameterPiece, shards: Tensor) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the view a tensor as bytes, for collectives, which do not know every type; copies where it is not
-    contiguous.
-    """
+    """View a tensor as bytes for collectives, which do not know every type."""
     return tensor.contiguous().view(-1).view(torch.uint8)

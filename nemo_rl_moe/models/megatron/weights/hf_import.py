@@ -45,9 +45,7 @@ class LeftOut:
 
 
 def unused_patterns(hf_config: Any) -> dict[str, str]:
-    """Return the regular expressions of the tensors that such a model's files may hold and it does not use, each with
-    why.
-    """
+    """Return regular expressions of tensors that such a model does not use, each with the reason."""
     family = family_of(hf_config)
     output = family.rules.find("output_layer.weight")
     if output is None or not hf_config.tie_word_embeddings:
@@ -59,15 +57,7 @@ def unused_patterns(hf_config: Any) -> dict[str, str]:
 def sort_out(
     folder: SafetensorsFolder, wanted: Mapping[str, tuple[int, ...]], unused: Mapping[str, str]
 ) -> tuple[list[str], list[LeftOut]]:
-    """Compare a folder's tensors with those that the ranks of a job need.
-
-    Args:
-        wanted: Shape of each tensor that any rank needs.
-        unused: Regular expressions of tensors to ignore, each with the reason.
-
-    Returns:
-        Problems, a line for each kind; and what will be left out.
-    """
+    """Compare a folder's tensors with those that the ranks need; return problems, and what is left out."""
     problems = []
     missing = sorted(wanted.keys() - folder.tensors.keys())
     if missing:
@@ -125,13 +115,7 @@ class _Reading:
 
 @dataclass
 class _Plan:
-    """Reads planned by one rank.
-
-    Attributes:
-        folder: None where it cannot be read.
-        problems: Reasons why the weights cannot be read, a line each.
-        readings: By file.
-    """
+    """Reads planned by one rank."""
 
     folder: SafetensorsFolder | None = None
     problems: list[str] = field(default_factory=list)
@@ -153,13 +137,6 @@ def load_weights(
     """Fill every parameter. Every rank calls it; nothing is read before all ranks know that all can be read.
 
     An expert bias without a tensor in the folder stays zero, and a value head unchanged.
-
-    Args:
-        folder: Holds safetensors files, reachable for every rank.
-        progress: Called with the share that this rank has read.
-
-    Returns:
-        What of the folder was left out, a line for each reason; equal on every rank.
 
     Raises:
         ConfigurationError: The folder is damaged, lacks a tensor, or holds one too many, of another shape or of an
@@ -194,13 +171,7 @@ def _raise_damage(lines: Sequence[str], folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Shares:
-    """Tensors that a rank compares with their checksums while it reads them.
-
-    Attributes:
-        parts: Receives the checksums; None where the folder has none.
-        mine: This rank's tensors, with their places.
-        of_all: Places of the tensors of all ranks.
-    """
+    """Tensors that a rank compares with their checksums while it reads them."""
 
     parts: PartsRead | None
     mine: Mapping[str, Place]
@@ -208,11 +179,7 @@ class _Shares:
 
 
 def _compared_while_read(plan: _Plan, folder: Path) -> _Shares:
-    """Distribute the comparison of tensors that ranks read whole; each rank says in a bit a part which it
-    reads.
-
-    Other tensors, slices of which go to several ranks, are compared separately.
-    """
+    """Distribute the comparison of tensors that ranks read whole; slices are compared separately."""
     assert plan.folder is not None  # all have agreed
     try:
         parts, places = PartsRead.of_folder(folder), places_of(plan.folder)

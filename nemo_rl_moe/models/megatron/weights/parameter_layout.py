@@ -23,10 +23,7 @@ class ParameterPiece:
 
     Attributes:
         name: Canonical name, see `families/rules.py`: global layer and expert numbers, no wrapper prefixes.
-        local: View of the local data.
         shard_dimension: Dimension that tensor parallelism splits; None: whole.
-        num_shards: Tensor-parallel (for experts: expert-tensor-parallel) ranks.
-        shard_rank: This rank among them.
         gated: The dimension holds two halves (gate, up) that are each split.
     """
 
