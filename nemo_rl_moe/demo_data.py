@@ -82,11 +82,7 @@ class Problems:
 
 
 def draw_problems(parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> Problems:
-    """Sample the sets one after the other without repeats between sets.
-
-    Args:
-        progress: Called with the number of training sums so far.
-    """
+    """Sample the sets one after the other without repeats between sets."""
     seen: set[tuple[str, ...]] = set()
 
     def draw(name: str, size: int) -> Iterator[Problem]:
@@ -138,9 +134,6 @@ def work_out(left: str, right: str, slip: tuple[int, int] = (0, 0)) -> tuple[str
 
     Args:
         slip: A column, counted from the right, and the error of its sum.
-
-    Returns:
-        The columns from the right, each after the first with its carry in, and the answer.
     """
     steps, carry, answer = [], 0, 0
     for column, (a, b) in enumerate(zip(reversed(left), reversed(right), strict=True)):

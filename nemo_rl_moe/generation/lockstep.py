@@ -33,9 +33,6 @@ class Lockstep(Generic[Request, Result]):
 
     Who runs the tasks that wait here knows when all of them do, and calls `answer_all`.
 
-    Args:
-        answers: Answers many requests; yields the index and the result of each as it is ready.
-
     Attributes:
         most_at_a_time: Most requests of one call of `answers`; None: all.
     """
@@ -75,11 +72,7 @@ class Lockstep(Generic[Request, Result]):
 
 
 class LockstepEngine(Lockstep[GenerationRequest, GeneratedSequence]):
-    """A `GenerationEngine` that answers requests in batches, and runs the trainer's own weights.
-
-    Args:
-        answers: Answers many requests; yields the index and the sequence of each as it is ready.
-    """
+    """A `GenerationEngine` that answers requests in batches, and runs the trainer's own weights."""
 
     shares_weights: bool = True
 

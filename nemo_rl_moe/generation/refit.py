@@ -15,11 +15,7 @@ from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 
 class WeightSource(Protocol):
-    """A policy whose weights can be sent.
-
-    Attributes:
-        weight_version: Optimizer steps that changed the weights.
-    """
+    """A policy whose weights can be sent."""
 
     @property
     def weight_version(self) -> int: ...
@@ -27,11 +23,7 @@ class WeightSource(Protocol):
     def weight_transport(
         self, *, altered: bool = False, then: Callable[[], object] = ...
     ) -> AbstractContextManager[WeightTransport]:
-        """Return a transfer of the weights as they are now.
-
-        Args:
-            then: Called when all ranks have been asked to send: what it asks of them, they do next.
-        """
+        """Return a transfer of the weights as they are now."""
         ...
 
 
@@ -49,14 +41,8 @@ def refit(
     """Send the policy's weights to an engine; once more, through a new transfer, where a copy is lost meanwhile.
 
     Args:
-        engine: Gets them, and replaces the copies that were lost before it does.
-        policy: Has them.
-        altered: Send others in their place, of which every tensor differs.
         then: Called when the policy's ranks have been asked to send, in each transfer: what it asks of them, they do
             when they have sent, while the engine still loads.
-
-    Returns:
-        Bytes sent by all ranks.
 
     Raises:
         WeightSyncError: Some did not arrive; the engine must not be used further.
@@ -79,7 +65,6 @@ class ActorReceivers:
     Args:
         calls: Calls that receive and return what went wrong or None, each with the name of its actor.
         ask: Asks the actor of a name anything that it answers while it receives; a frozen one does not.
-        end: Kills the actor of a name.
         patience_s: Seconds without an answer after which an actor counts as frozen.
     """
 

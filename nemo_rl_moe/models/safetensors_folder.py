@@ -128,7 +128,7 @@ class SafetensorsFolder:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor from the folder's index, which may name only files beside it; empty without one."""
+    """Return the file of each tensor from the index, which may name only files beside it; empty without one."""
     path = folder / INDEX_FILE
     try:
         if not path.is_symlink() and not path.exists():

@@ -25,19 +25,12 @@ class FingerprintingEngine(Protocol):
     """A generation engine that can say which weights it stores."""
 
     def weight_fingerprints(self, number_format: str) -> Sequence[Fingerprints]:
-        """Return the fingerprints of the stored tensors of each copy of the weights, `[copy][name]`.
-
-        Tensors in an engine's private layout that it cannot map back are left out.
-        """
+        """Return the fingerprints of the stored tensors of each copy of the weights, `[copy][name]`."""
         ...
 
 
 def fingerprint(tensor: Tensor, number_format: str) -> str:
-    """Return a tensor's shape and the checksum of its values.
-
-    Args:
-        number_format: Format to round to first, such as `bfloat16`.
-    """
+    """Return a tensor's shape and the checksum of its values."""
     dtype: torch.dtype = getattr(torch, number_format)
     values = (tensor.detach().to(dtype) + 0.0).cpu().contiguous()  # a zero has no sign
     shape = "x".join(map(str, values.shape))
@@ -56,13 +49,7 @@ def common_format(trainers: str, engines: str) -> str:
 
 @dataclass(frozen=True)
 class WeightComparison:
-    """Comparison of an engine's fingerprints with the trainer's.
-
-    Attributes:
-        different: Tensors that differ, in the trainer's order.
-        num_compared: Tensors that both sides have.
-        num_tensors: Tensors of the trainer.
-    """
+    """Comparison of an engine's fingerprints with the trainer's."""
 
     different: Sequence[str]
     num_compared: int

@@ -48,10 +48,6 @@ class FolderTransfer:
 
     Attributes:
         folder: Of this transfer alone, empty at the start, reachable for all processes.
-        version: Optimizer steps of the weights.
-        num_senders: Trainer ranks.
-        num_receivers: Engine workers.
-        bucket_bytes: Maximum size of a bucket of several tensors.
         max_unacknowledged: Maximum number of a sender's buckets in the folder at a time.
         stall_timeout_s: Seconds without progress after which a process gives up: a killed peer leaves no trace.
     """
@@ -66,25 +62,14 @@ class FolderTransfer:
     backend: TransportBackend = FileTransport()  # noqa: RUF009  (it cannot change)
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
-        """Send this rank's tensors, and return when every receiver has taken them.
-
-        Returns:
-            Bytes sent.
-        """
+        """Send this rank's tensors, and return the bytes when every receiver has taken them."""
         with self._reporting(f"sender {sender}"):
             if version != self.version:
                 raise WeightSyncError(f"it has the weights of version {version}, expected {self.version}")
             return _Sender(self, sender).send(tensors)
 
     def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
-        """Pass the tensors of all senders to a loader in order of arrival.
-
-        Returns:
-            Bytes received.
-
-        Raises:
-            WeightSyncError: See `TransportSpec.receive`, or a bucket is damaged or another one.
-        """
+        """Pass the tensors of all senders to a loader in order of arrival; return the bytes."""
         with self._reporting(f"receiver {receiver}"):
             arrivals = _Receiver(self, receiver)
             tensors = arrivals.tensors()
@@ -98,11 +83,7 @@ class FolderTransfer:
         return BucketLabel(self.folder.name, self.version, sender, bucket)
 
     def queue(self, name: str, after: int) -> int:
-        """Take the first free place for a bucket in the order of all buckets.
-
-        Args:
-            after: Number of places that are taken.
-        """
+        """Take the first free place for a bucket in the order of all buckets."""
         with tempfile.NamedTemporaryFile("w", dir=self.folder, encoding="utf-8") as file:
             file.write(name)
             file.flush()
@@ -125,11 +106,7 @@ class FolderTransfer:
             pass
 
     def names(self) -> set[str]:
-        """List the files of the transfer.
-
-        Raises:
-            WeightSyncError: The transfer has ended; gives the reason.
-        """
+        """List the files of the transfer."""
         try:
             names = {path.name for path in self.folder.iterdir()}
             reason = (self.folder / _FAILED).read_text(encoding="utf-8") if _FAILED in names else None
@@ -144,11 +121,7 @@ class FolderTransfer:
         return [each for each in range(self.num_receivers) if _taken_name(name, each) not in names]
 
     def place(self, name: str, write: Callable[[Path], object]) -> None:
-        """Write a file that appears complete or not at all.
-
-        Raises:
-            WeightSyncError: The folder cannot be written to.
-        """
+        """Write a file that appears complete or not at all."""
         staging = self.folder / f"{name}.incomplete"
         try:
             write(staging)
@@ -186,11 +159,7 @@ class _Stall:
         self._since, self._pause = time.monotonic(), _SHORTEST_PAUSE_S
 
     def pause(self, waits_for: str) -> None:
-        """Wait a moment.
-
-        Raises:
-            WeightSyncError: It has waited too long.
-        """
+        """Wait a moment."""
         if time.monotonic() - self._since > self._timeout_s:
             raise WeightSyncError(f"waited for {self._timeout_s:g} s for {waits_for}")
         time.sleep(self._pause)
@@ -380,14 +349,6 @@ class FolderTransport:
     """A `WeightTransport` through a folder that exists while this is open.
 
     A killed driver leaves its folder behind; the next transport on the same machine removes it.
-
-    Args:
-        parent: Parent of the folder, reachable for all processes.
-        num_senders: Trainer ranks.
-        send: Makes all ranks send by a specification; returns the bytes of all.
-        bucket_bytes: Maximum size of a bucket of several tensors.
-        max_unacknowledged: Maximum number of a sender's buckets in the folder at a time.
-        stall_timeout_s: Seconds without progress after which a process gives up on the others.
     """
 
     def __init__(
@@ -443,11 +404,7 @@ class FolderTransport:
         return self._transfer
 
     def send(self) -> int:
-        """Make all trainer ranks send; the receivers have been started.
-
-        Raises:
-            WeightSyncError: Not every tensor was sent and taken.
-        """
+        """Make all trainer ranks send; the receivers have been started."""
         if self._transfer is None:
             raise RuntimeError("a transport is opened before anything is sent")
         try:
@@ -464,8 +421,7 @@ class FolderTransport:
 
 
 def folder_of_one_machine(num_senders: int) -> Path:
-    """Choose shared memory where it holds twice the buckets under way, otherwise the folder of temporary
-    files.
+    """Choose shared memory where it holds twice the buckets under way, else the temporary folder.
 
     Containers have 64 MiB of shared memory by default.
     """

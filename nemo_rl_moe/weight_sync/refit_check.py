@@ -51,23 +51,13 @@ class ScoringEngine(Protocol):
     """A generation engine that can be checked."""
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Inputs) -> Sequence[Scores]:
-        """Score each token after the first given those before it, by each copy of the weights:
-        `[copy][sequence]`.
-
-        Args:
-            temperature: Divides the logits before the softmax over all of them.
-            model_inputs: Images of each sequence; absent where all sequences are text.
-        """
+        """Score each token after the first given those before it, by each copy of the weights: `[copy][sequence]`."""
         ...
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Difference up to which scores count as equal, in nats.
-
-    Attributes:
-        of_the_mean: Bounds the mean difference over all tokens; False: the largest.
-    """
+    """Difference up to which scores count as equal, in nats."""
 
     nats: float
     of_the_mean: bool
@@ -86,8 +76,6 @@ class Gap:
 
     Attributes:
         largest: Of one token; infinite where a score is not finite.
-        mean: Over all tokens.
-        copy: Copy of the weights that has it.
     """
 
     largest: float
@@ -97,11 +85,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check.
-
-    Attributes:
-        weights: Comparison of each copy's fingerprints; empty where the engine gives none.
-    """
+    """Result of a check."""
 
     gap: Gap
     weights: Sequence[WeightComparison] = ()
@@ -121,11 +105,7 @@ def gap_between(found: Scores, expected: Scores, copy: int = 0) -> Gap:
 
 
 def coarse_bound(noise: float) -> Bound:
-    """Return the bound in 16 bits.
-
-    Args:
-        noise: Largest mean difference after a right refit so far, in nats.
-    """
+    """Return the bound in 16 bits."""
     nats = float(np.clip(COARSE_FACTOR * noise, SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND))
     return Bound(nats, of_the_mean=True)
 
@@ -141,17 +121,12 @@ class RefitCheck:
     """The check of one run.
 
     Attributes:
-        sequences: Tokens to score.
         start_trainer: Starts scoring with the trainer's present weights; returns a function that waits for scores.
         refit: Sends the trainer's weights; with True, weights that differ from them in every tensor.
-        explain: Names the tensors that disagree in a copy, after a failed check.
         in_float32: Whether engine and trainer hold the weights in float32.
-        bound_nats: Configured bound of the largest difference; None: chosen here.
         refits_again: Send the weights once more before giving up.
-        model_inputs: Images of each sequence; empty for a model of text.
         start_fingerprints: Starts the fingerprints of the trainer's weights; returns a function that waits for them.
             None: the engine gives none.
-        number_format: Of the fingerprints.
 
     Attributes that change:
         share_compared: Share of the trainer's tensors whose fingerprints were compared last; None: none were.
@@ -208,11 +183,7 @@ class RefitCheck:
         return found.gap
 
     def _examine(self, engine: ScoringEngine) -> "Finding":
-        """Compare every copy of the weights with the trainer's.
-
-        Raises:
-            GenerationError: Engines keep dying, also the replacement.
-        """
+        """Compare every copy of the weights with the trainer's."""
         if self._expected is None:
             self.begin()
         assert self._expected is not None  # begun
@@ -293,14 +264,10 @@ def first_disagreement(
     expected: Mapping[str, Float[np.ndarray, "tokens features"]],
     tolerance: float,
 ) -> tuple[str, Int[np.ndarray, " tokens"]] | None:
-    """Find the first module, in the order of a forward pass, whose output differs from the reference's.
+    """Find the first module, in forward order, whose output differs from the reference's, and the tokens that do.
 
     Args:
-        expected: The reference's, in the order in which they ran.
         tolerance: Largest difference, as a share of the root mean square of the reference's output.
-
-    Returns:
-        Its name and the tokens that differ; None where all agree.
     """
     for name, output in expected.items():
         theirs = found.get(name)

@@ -87,7 +87,6 @@ class CollectiveTransport:
     one order in which they became ready; two that waited in broadcasts of different senders would deadlock.
 
     Attributes:
-        backend: `nccl`, between GPUs; `gloo`, on hosts.
         group: Name of the connections; a new one for other processes or after a failed transfer.
         address: Address whose interface gloo takes, such as loopback on one machine; None: of the host's name.
     """
@@ -223,9 +222,7 @@ class IpcTransport:
         return tensor.detach().to(self.memory.device()).contiguous()
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> object:
-        """Write names, types, shapes, checksums and the handle; the buffer must live until all have taken
-        it.
-        """
+        """Write names, types, shapes, checksums and handle; the buffer must live until all have taken it."""
         buffer = packed(list(tensors.values()), self.memory.device())
         write_manifest(path, label, tensors, self.memory.shared(buffer))
         return buffer
@@ -259,12 +256,7 @@ def _padded(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of a bucket whose bytes travel beside it.
-
-    Attributes:
-        tensors: Name, type and shape of each, in the order of the bytes.
-        handle: Of the memory; empty where there is none.
-    """
+    """Content of a bucket whose bytes travel beside it."""
 
     tensors: Sequence[tuple[str, str, Sequence[int]]]
     checksums: Mapping[str, str]
@@ -300,11 +292,7 @@ def write_manifest(
 
 
 def read_manifest(path: Path, label: BucketLabel) -> Manifest:
-    """Read what a bucket holds.
-
-    Raises:
-        WeightSyncError: The file cannot be read, or belongs to another bucket.
-    """
+    """Read what a bucket holds."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         found = BucketLabel(**content.pop("label"))
@@ -321,13 +309,7 @@ TransportBackendFactory = Callable[[int, str], TransportBackend]
 
 
 def make_backend(way: str, group: str, num_receivers: int, address: str | None) -> TransportBackend:
-    """Make the transport that `policy.generation.weight_transport` names.
-
-    Args:
-        Args:
-            group: Name of a collective's connections.
-        address: Address whose interface gloo takes; None: of the host's name.
-    """
+    """Make the transport that `policy.generation.weight_transport` names."""
     if way == "cuda_ipc":
         return IpcTransport()
     if way in ("gloo", "nccl"):

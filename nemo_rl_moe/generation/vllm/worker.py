@@ -39,15 +39,10 @@ class VllmSettings:
         model_files: The model's folder, file name to content, without weights: all of them come from the trainer.
         decodes_text: Load the tokenizer of these files, for stop strings.
         dtype: Number format of the weights, such as `float32`.
-        max_tokens: Most tokens of a sequence.
-        max_sequences: Most sequences that are generated at a time; None: vLLM's default.
-        on_gpus: False: on a CPU.
-        tensor_parallel_size: Ranks of this engine.
         expert_parallel: Experts are divided among these ranks, not cut.
         gpu_memory_utilization: Share of a GPU's memory that weights and key-value cache may take.
         cpu_cache_gib: Gibibytes of the key-value cache on a CPU.
         num_threads: Threads of one engine on a CPU.
-        gpus: GPUs of its machine that an engine uses, by number; empty on a CPU, and where Ray has chosen them.
         captures_routes: Sequences get their routed experts. On GPUs no graphs are captured then.
         image_settings: Of a model of images and text; None: it takes text alone.
     """
@@ -70,11 +65,7 @@ class VllmSettings:
 
 
 class VllmWorker:  # pragma: no cover  (runs in another process)
-    """One engine.
-
-    Args:
-        search_path: The driver's `sys.path`; Ray passes on only some of it.
-    """
+    """One engine."""
 
     def __init__(self, settings: VllmSettings, search_path: Sequence[str]):
         outlive_requests_to_stop()
@@ -216,10 +207,9 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return store_routes(found, self._store)
 
     def _store(self, array: Shaped[np.ndarray, "rows ..."]) -> Any:
-        """Put an array into Ray's object store, and hold it there until the next generation.
+        """Put an array into Ray's object store, and hold it until the next generation.
 
-        Survives a handle that is lost on its way: of what a streaming task yields Ray now and then frees the objects
-        that it holds before the driver has them in its name (3 of 8,420 in a trial).
+        A streaming task's own objects are now and then freed before the driver names them (3 of 8,420 in a trial).
         """
         self._stored.append(ray.put(array))
         return self._stored[-1]
@@ -279,9 +269,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             self._engine.wake_up(tags=[part])
 
     def asleep(self) -> list[str]:
-        """Return the parts that sleep by vLLM's own account: while there are any, it takes requests and answers
-        none.
-        """
+        """Return the parts that sleep by vLLM's own account: it would take requests and answer none."""
         return releases.sleeping_parts(self._engine)
 
 

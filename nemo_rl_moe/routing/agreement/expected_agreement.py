@@ -49,7 +49,7 @@ def unexplained_disagreement(totals: AgreementTotals, layers: Sequence[int]) -> 
 
 
 def _ties_alone(totals: AgreementTotals) -> Bool[np.ndarray, " layers"]:
-    """Return True for layers that differ where margins are narrowest alone: of experts with equal scores either is
+    """Return True for layers that differ only where margins are narrowest: of experts with equal scores either is
     right.
     """
     margins = totals.margins.numpy()

@@ -38,13 +38,7 @@ _WANTED = {
 
 @dataclass(frozen=True)
 class AuditedRun:
-    """A run that was audited.
-
-    Attributes:
-        steps: In their order; at least one.
-        notices: What had to be assumed, each in a line.
-        writers: Writers of its files, in order.
-    """
+    """A run that was audited."""
 
     path: Path
     description: CaptureDescription
@@ -100,9 +94,6 @@ def sides_of(run: AuditedRun, name: str = "") -> list[RunData]:
 
     The rollout has its load, and all about its routes: agreement statistics, how far training agrees, what is wrong.
     Training has its load, the mismatch and the noise floor.
-
-    Args:
-        name: Put before the names of the sides, where several runs are looked at.
     """
     keys = {key for step in run.steps for key in step.metrics}
     rollout: dict[str, Series] = {}

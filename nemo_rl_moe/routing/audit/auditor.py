@@ -34,17 +34,7 @@ _OF_TOKENS = (*LOGPROBS, "advantages")
 
 @dataclass(frozen=True)
 class AuditedStep:
-    """Audit of one step.
-
-    Attributes:
-        metrics: Names as a run of this project logs them, without `train/`.
-        report: Report of the rollout's routes; None without any.
-        rollout_load: Assignments of each layer's experts in the rollout; None without routes.
-        training_load: Assignments in training.
-        layer_overlap: Of a sample, the share of the rollout's experts in one layer that training would choose in
-            another; None where one of the two is missing.
-        columns: Columns that all its sequences have.
-    """
+    """Audit of one step."""
 
     step: int
     num_sequences: int
@@ -60,10 +50,9 @@ class AuditedStep:
 def audit_step(
     description: CaptureDescription, step: int, parts: Iterable[CapturedRows], writers: Sequence[str] = ()
 ) -> AuditedStep:
-    """Audit of one step.
+    """Audit one step, whose sequences come a few at a time.
 
     Args:
-        parts: Its sequences, a few at a time.
         writers: Writers of all rows, in order; without them, rows of one writer are not compared with those of others.
     """
     audit = _StepAudit(description, writers)

@@ -67,9 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     """Audit each run, and print the findings.
 
-    Args:
-        more: Paths that follow an option.
-
     Raises:
         DataError: Nothing can be read there, or a file cannot be read.
         RoutesAuditError: Routes cannot be right.

@@ -40,11 +40,7 @@ _OF_SAME = (
 
 @dataclass(frozen=True)
 class LoadDistance:
-    """Distance of the loads of one side.
-
-    Attributes:
-        mean: Mean over the layers, beyond sampling noise.
-    """
+    """Distance of the loads of one side."""
 
     mean: float
     highest: float
@@ -53,14 +49,7 @@ class LoadDistance:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of two runs.
-
-    Attributes:
-        means: Key to the mean over the steps of each, of metrics that both have.
-        distances: Distance of the loads of each side that both have.
-        same: Side to the audits of sequences that both have, step by step.
-        note: Why sequences were not compared; empty where they were.
-    """
+    """Differences of two runs."""
 
     run: AuditedRun
     other: AuditedRun

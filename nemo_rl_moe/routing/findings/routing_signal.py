@@ -28,12 +28,7 @@ router that computes in bfloat16 it is some 1e-3."""
 
 
 class RoutingSignal:
-    """Streaks of steps whose routing cannot be right, fed step by step.
-
-    Args:
-        num_steps: Steps in a row that make a streak; None: no streak is reported.
-        rank_names: Names of data-parallel ranks; by default their numbers.
-    """
+    """Streaks of steps whose routing cannot be right, fed step by step."""
 
     def __init__(self, num_steps: int | None, rank_names: Sequence[str] = ()):
         self._num_steps, self._rank_names = num_steps, rank_names
@@ -41,14 +36,7 @@ class RoutingSignal:
         self._since: dict[RoutingKind, tuple[int, int]] = {}
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[RoutingKind, int, str]]:
-        """Return the streaks that are long enough with the next step.
-
-        Args:
-            metrics: A step that lacks a condition's keys ends its streak.
-
-        Yields:
-            The condition, the first step of its streak, and the description, with `{}` for that step.
-        """
+        """Yield condition, first step and description (`{}` for that step) of each streak that is long enough now."""
         if self._num_steps is None:
             return
         texts = self._conditions(metrics)

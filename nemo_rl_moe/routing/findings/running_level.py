@@ -16,9 +16,6 @@ class RunningLevel:
     """Median of the last values and their own spread; what has left the level is not part of it.
 
     A value that stays outside for longer than the window is the new level.
-
-    Args:
-        least: Smallest distance from the median that counts, whatever the spread.
     """
 
     def __init__(self, least: float):

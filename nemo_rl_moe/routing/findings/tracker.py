@@ -1,11 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of sick routing, wrong routes, failing reward functions and idle steps, in words: for alerts, the report and
-`watch`.
+"""Findings of sick routing, wrong routes, failing rewards and idle steps, in words: for alerts, report, `watch`.
 
-A finding is an episode: it begins when a condition has held for enough steps in a row, and is over at the first step
-at which it does not hold. A condition that returns soon continues the same episode. Chance is not a finding: a router
-that sends tokens to experts at random, layer by layer, has none.
+A finding is an episode: it begins when a condition has held for enough steps in a row, and is over at the first step at
+which it does not hold. A condition that returns soon continues the same episode. Chance is not a finding: a router that
+sends tokens to experts at random, layer by layer, has none.
 """
 
 import math
@@ -81,12 +80,7 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Finding:
-    """One episode.
-
-    Attributes:
-        layer: Index of the layer in the whole model; None: the whole model.
-        is_over: Whether it has ended; one that returns within `QUIET_STEPS` goes on again.
-    """
+    """One episode."""
 
     kind: FindingKind
     layer: int | None
@@ -102,9 +96,7 @@ class Finding:
 
 
 def likewise(others: Sequence[Finding]) -> str:
-    """Return the end of a line about one finding that names further layers with the same one; empty where there are
-    none.
-    """
+    """Return the end of a finding's line that names further layers with the same one."""
     if not others:
         return ""
     named = [str(finding.layer) for finding in others[:_MOST_LAYERS_NAMED]]
@@ -117,7 +109,6 @@ class FindingTracker:
 
     Args:
         topk: Experts that each token is routed to; None where that is not known: no imbalance is found then.
-        rank_names: Names of data-parallel ranks; by default their numbers.
     """
 
     def __init__(self, thresholds: Thresholds, topk: int | None, rank_names: Sequence[str] = ()):
@@ -144,14 +135,7 @@ class FindingTracker:
         counts: Int[np.ndarray, "layers experts"] | None = None,
         failed: Sequence[FailedResponses] = (),
     ) -> list[Finding]:
-        """Return findings that begin with the next step, except those of its captured routes.
-
-        Args:
-            metrics: Complete key to value, `train/moe/...`.
-            layers: Index of each MoE layer in the whole model.
-            counts: Assignments of each expert; None where they are not known.
-            failed: Responses of the step and its validation that could not be scored.
-        """
+        """Return findings that begin with the next step, except those of its captured routes."""
         found = list(self._of_step(step, metrics, layers, counts))
         for kind, since, text in self._rewards.observe(step, metrics, failed):
             found.append(Finding(kind, None, since, step, False, text))
@@ -327,11 +311,7 @@ class _IdleExperts:
         self._total += counts
 
     def longer_than(self, num_steps: int, share: float = 1.0) -> Bool[np.ndarray, "layers experts"]:
-        """Return experts that have been dead for at least so many steps, and for longer than chance explains.
-
-        Args:
-            share: Fraction of a fair share that an expert would get.
-        """
+        """Return experts that have been dead for at least so many steps, and for longer than chance explains."""
         # By chance an expert misses all of its expected tokens with probability exp(-expected), in its layer some
         # expert with at most E times that.
         beyond_chance = share * self._expected > math.log(max(self.shape[1], 1) / CHANCE)

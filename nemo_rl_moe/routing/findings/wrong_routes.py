@@ -34,11 +34,7 @@ _MOST_TEXTS = 2
 
 
 def wrong_routes(anomalies: Sequence[RoutingAnomaly]) -> Iterator[tuple[WrongRoutesKind, int | None, str]]:
-    """Return findings of one step, one for each kind and layer that has an anomaly.
-
-    Yields:
-        The kind; the layer, None where it is several or all; and the description.
-    """
+    """Yield kind, layer (None: several or all) and description of each kind and layer that has an anomaly."""
     found: dict[tuple[WrongRoutesKind, int | None], list[str]] = {}
     for anomaly in anomalies:
         found.setdefault((WRONG_ROUTES[anomaly.kind], anomaly.layer), []).append(anomaly.text)

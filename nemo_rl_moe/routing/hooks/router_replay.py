@@ -60,7 +60,6 @@ class RouterReplayAudit:
     """Hooks on the model chunks of one rank, and the counts of one step.
 
     Args:
-        chunks: The rank's model chunks, with `moe_enable_routing_replay`; wrapped or not.
         unfed: From the arguments of a chunk's forward, by name, to the tokens of which the rollout has no routes, such
             as padding and the last one of each sequence, whatever their targets hold. Without it all tokens count.
 
@@ -135,13 +134,7 @@ class RouterReplayAudit:
         return by_column.reshape(-1)
 
     def add(self, number: int, seen: Mapping[int, "_Seen"], fed: Bool[Tensor, " tokens"], num_sequences: int) -> None:
-        """Add one forward pass of a chunk.
-
-        Args:
-            number: Number of the pass in the step, the same on all stages.
-            seen: Routes of each layer under replay, by its index; empty without replay.
-            fed: Tokens that count.
-        """
+        """Add one forward pass of a chunk."""
         if not self._counts:
             return
         layers = sorted(seen)
@@ -298,8 +291,7 @@ class _ChunkWatcher(ForwardWatcher):
         super().leave_model()
 
     def _size_of_pass(self) -> tuple[int, int]:
-        """Return the rows that this rank's routers see, and sequences; a stage behind the first one may be given no
-        tokens.
+        """Return the rows that this rank's routers see, and sequences.
 
         Stages share the marks of all tokens, those without a router too.
         """
@@ -363,9 +355,7 @@ def _is_replaying(replay: Any) -> bool:
 
 
 def _decoder_routers(chunk: nn.Module) -> list[tuple[RouterLayer, Any]]:
-    """Return the routers of the decoder's layers; those that predict further tokens (MTP) are no layers of a rollout's
-    routes.
-    """
+    """Return the routers of the decoder's layers, without those that predict further tokens (MTP)."""
     return [
         (RouterLayer(module.layer_number - 1, RouterKind.MEGATRON, int(module.num_experts), int(module.topk)), module)
         for name, module in chunk.named_modules()
@@ -405,9 +395,7 @@ def _not_taken(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAn
 
 
 def _other_recomputed(recomputed: Int[Tensor, "layers 2"], layers: Sequence[int]) -> list[RoutingAnomaly]:
-    """Return the layers whose repeated pass took other experts than the first one: its gradient is of another
-    function.
-    """
+    """Report layers whose recomputed pass took other experts: its gradient is of another function."""
     return [
         RoutingAnomaly(
             "rows", f"the repeated forward of layer {layer} took other experts in {wrong:,} of {rows:,} rows", layer

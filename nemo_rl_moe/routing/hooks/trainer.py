@@ -70,11 +70,7 @@ class RoutingCallback(TrainerCallback):
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **more: Any) -> None:
-        """Put the hooks on the model.
-
-        Raises:
-            ValueError: It has no MoE layer whose router is known, or layers with different numbers of experts.
-        """
+        """Put the hooks on the model."""
         recorder = RouteRecorder(model, self._wants)  # first: it may refuse the model
         enable_load_balance_tracking(model)
         self._model, self._recorder = model, recorder
@@ -148,9 +144,7 @@ class RoutingCallback(TrainerCallback):
 
 
 def _matrix(loads: dict[int, LayerLoad] | dict[str, LayerLoad]) -> tuple[tuple[int, ...], Any]:
-    """Return the indices of the layers, and their counts as one matrix; None where layers have different numbers of
-    experts.
-    """
+    """Return the layers and their counts as one matrix; None where numbers of experts differ."""
     indices = indices_of_layers(loads)
     counts = [loads[key]["expert_load"] for key in indices]  # type: ignore[index]
     alike = len({len(row) for row in counts}) == 1

@@ -31,10 +31,6 @@ def gradient_metrics(
     With parts `g_p`, whose sum is the gradient `g`: `norm_{p}` is `|g_p|`; `share_{p}` is `<g_p, g> / <g, g>`, what the
     part contributes along the gradient (shares add up to 1; one that pulls against the others is negative); and
     `cosine_policy_{p}` is `<g_policy, g_p> / (|g_policy| |g_p|)`. A share or cosine of a gradient that is 0 is absent.
-
-    Args:
-        products: `<g_p, g_q>` of each layer.
-        names: Names of the parts; the first one is `POLICY`.
     """
     return _named("router_gradient", products.sum(0), products, names, layers if per_layer else ())
 

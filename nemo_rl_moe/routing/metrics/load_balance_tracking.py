@@ -32,11 +32,7 @@ class ForwardWatcher:
         self._attention_mask: Tensor | None = None
 
     def enter_model(self, arguments: Mapping[str, Any]) -> None:
-        """Note the start of the model's forward.
-
-        Args:
-            arguments: Arguments of the call, by the names of the parameters.
-        """
+        """Note the start of the model's forward."""
         self._gradients_at_entry = torch.is_grad_enabled()
         mask = arguments.get("attention_mask")
         # Masks of more dimensions say who sees whom, not what is padding.
@@ -108,11 +104,7 @@ class LoadCounter(ForwardWatcher):
 
 
 def watch_model(model: nn.Module, routers: Sequence[tuple[RouterLayer, nn.Module]], watcher: ForwardWatcher) -> None:
-    """Put the hooks on the model and its routers.
-
-    Args:
-        model: What the training loop calls, or a part of it through which each forward pass goes.
-    """
+    """Put the hooks on the model and its routers."""
     parameters = list(inspect.signature(model.forward).parameters)
 
     def enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watcher: ForwardWatcher) -> None:

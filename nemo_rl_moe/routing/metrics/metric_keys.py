@@ -31,9 +31,7 @@ def natural_order(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def number_in_name(name: str) -> int | None:
-    """Return the layer's number in a module path: the first component that is a number, else the first number; or
-    None.
-    """
+    """Return the number in a module path: the first component that is one, else the first digits; or None."""
     component = next((part for part in name.split(".") if part.isdecimal()), None)
     if component is not None:
         return int(component)

@@ -26,11 +26,7 @@ TABLE = StepTable(FOLDER_NAME, ("step", "layer", "expert"), {"score": pa.float32
 
 @dataclass(frozen=True)
 class AdvantageHistory:
-    """Scores of every expert over the steps of a run.
-
-    Attributes:
-        scores: NaN where an expert has none.
-    """
+    """Scores of every expert over the steps of a run."""
 
     steps: Int[np.ndarray, " steps"]
     layers: Int[np.ndarray, " layers"]

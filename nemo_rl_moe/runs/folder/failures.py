@@ -36,11 +36,7 @@ class ScoredTrajectory(Protocol):
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """One line of `environment_failures.jsonl`.
-
-    Attributes:
-        step: The step; of a validation, the step that it followed.
-    """
+    """One line of `environment_failures.jsonl`."""
 
     step: int
     failed: FailedResponses

@@ -29,12 +29,7 @@ _LAST_SECOND = 253_402_300_799  # of the year 9999
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Record of one step: one line of the file.
-
-    Attributes:
-        time: Unix seconds when the line was written.
-        metrics: Complete key to value; NaN and infinities are floats again.
-    """
+    """Record of one step: one line of the file."""
 
     step: int
     time: float
@@ -105,7 +100,7 @@ class MetricsTail(LineTail[StepRecord]):
 
 
 def parse_record(line: bytes, place: str) -> StepRecord:
-    """Step record in one line of the file.
+    """Parse one line of the file.
 
     Raises:
         DataError: It is not a step record.

@@ -56,8 +56,6 @@ class RoutingHistory:
     """Content of a run's captures over its steps.
 
     Attributes:
-        rows: Rows by kind, in the order of `Row`.
-        slots: Single experts of usable rows.
         slot_chance: Share of these on which capture and router agree by chance; NaN without usable rows.
         margins: Usable rows by class of the router's margin: all, and those that differ.
         layer_overlap: Of a sample, the share of the capture's experts in one layer that routers of another would choose

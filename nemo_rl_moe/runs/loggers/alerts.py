@@ -27,12 +27,7 @@ _MOST_LINES = 20
 
 @dataclass(frozen=True)
 class Alert:
-    """Alert about the findings of one kind that begin at one step.
-
-    Attributes:
-        title: Short, and different at each step: W&B sends at most one mail a minute with the same title.
-        text: A line for each finding.
-    """
+    """Alert about the findings of one kind that begin at one step."""
 
     line: str
     title: str
@@ -40,11 +35,7 @@ class Alert:
 
 
 class AlertWatch:
-    """Watch over the steps of a run.
-
-    Args:
-        topk: Experts that each token is routed to; None where that is not known.
-    """
+    """Watch over the steps of a run."""
 
     def __init__(self, settings: AlertsConfig, topk: int | None):
         thresholds = Thresholds(**{field.name: getattr(settings, field.name) for field in fields(Thresholds)})
@@ -68,8 +59,7 @@ class AlertWatch:
         counts: Int[np.ndarray, "layers experts"] | None = None,
         failed: Sequence[FailedResponses] = (),
     ) -> list[Alert]:
-        """Return the alerts that begin with the next step; without training metrics, as of a validation, those of
-        failures.
+        """Return the alerts that begin with this step; without training metrics those of failures alone.
 
         Without counts, those that `observe_load` was given for this step are used.
         """

@@ -40,7 +40,6 @@ class ArtifactKind(Generic[Artifact]):
     """One kind of artifact.
 
     Attributes:
-        name: Its name in `TrainResult.artifacts`; in snake case, and shown with spaces.
         plot: Draws it at a step, as PNG files by the keys under which they are logged. Runs in the thread of a logger,
             takes seconds, and must not change the artifact.
         alerts: Shows it to the watch, before the metrics of the step.
@@ -104,11 +103,7 @@ class ArtifactTables:
         }
 
     def write(self, step: int, name: str, artifact: Any) -> None:
-        """Add the artifact of a step; steps ascend.
-
-        Raises:
-            KeyError: No kind of this name is registered.
-        """
+        """Add the artifact of a step; steps ascend."""
         self._writers[name].write(step, artifact)
 
     def flush(self) -> None:

@@ -44,9 +44,8 @@ _STEPS_REMEMBERED = 20
 
 
 def train_line(step: int, total_steps: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:
-    """Return the format, for example, `step 12/200  loss 1.2345  grad_norm 0.93  lr 3.0e-03  9,812 tok/s  eta 1:03`.
-
-    Empty when the step holds no training metrics.
+    """Return a line such as `step 12/200  loss 1.2345  lr 3.0e-03  9,812 tok/s  eta 1:03`; empty without training
+    metrics.
     """
     if not any(key.startswith("train/") for key in metrics):
         return ""
@@ -82,11 +81,7 @@ class TimeLeft:
         self._seen: deque[tuple[int, float]] = deque(maxlen=_STEPS_REMEMBERED + 1)
 
     def update(self, step: int, now: float) -> float | None:
-        """Return the seconds left after a step has ended; None while only one step is known.
-
-        Args:
-            now: Seconds on any clock that only goes forward.
-        """
+        """Return the seconds left after a step has ended; None while only one step is known."""
         self._seen.append((step, now))
         first_step, first_time = self._seen[0]
         if step <= first_step:
@@ -110,12 +105,6 @@ class ConsoleLogger:
     In a terminal the current step is one line that renews itself at the bottom; validation results, messages and the
     last step stay above it. Elsewhere every step is a line of its own, never wrapped. Text is shown as it is: no
     markup, no control characters.
-
-    Args:
-        total_steps: The step at which training will end; 0 while that is not known (`begin` sets it).
-        live: `auto` shows the live line in a terminal; `always` and `never` decide it whatever the stream is.
-        stream: Where to write; None means standard output.
-        clock: Seconds on a clock that only goes forward.
     """
 
     name = "console"
@@ -178,11 +167,7 @@ class ConsoleLogger:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[Callable[[float], None]]:
-        """Phase of a run that takes long, shown with its duration at the end.
-
-        Yields:
-            A function that shows which share of it is done, from 0 to 1.
-        """
+        """Show a long phase with its duration at the end; yields a function that takes the share done, from 0 to 1."""
         started = last_shown = self._clock()
         spinner = Spinner("dots", Text(f"{printable(text)} ..."))
 

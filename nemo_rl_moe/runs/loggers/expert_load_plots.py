@@ -73,9 +73,7 @@ def expert_load_plots(step: int, layers: Sequence[int], counts: Int[np.ndarray, 
 
 
 def cell_colors(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, "layers experts rgb"]:
-    """Return the RGB colour of each cell, 0 to 1: half of the fair share is as blue as twice is red, 1 is white, dead
-    is black.
-    """
+    """Return each cell's RGB: half of the fair share as blue as twice is red, 1 white, dead black."""
     log_utilization = np.log2(np.clip(utilization(counts), 2.0**-MOST_DOUBLINGS, 2.0**MOST_DOUBLINGS))
     places = (log_utilization + MOST_DOUBLINGS) / (2 * MOST_DOUBLINGS)
     colors: Float[np.ndarray, "layers experts rgb"] = _colormap()(places)[..., :3]
@@ -202,9 +200,7 @@ def _draw_bands(axes: "Axes", ranks: Int[np.ndarray, " experts"], loads: Float[n
 
 
 def _by_chance(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, " experts"]:
-    """Return the sorted utilization of random routing at the median load of the layers, with Poisson approximated as
-    normal.
-    """
+    """Return the sorted utilization of random routing at the layers' median load (Poisson, taken as normal)."""
     num_experts = counts.shape[1]
     deviation = math.sqrt(num_experts / float(np.median(counts.sum(-1)))) if len(counts) else 0.0
     normal = NormalDist()

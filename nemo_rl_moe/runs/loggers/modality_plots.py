@@ -30,9 +30,7 @@ def modality_plots(
     image_counts: Int[np.ndarray, "layers experts"],
     topk: int | None,
 ) -> dict[str, bytes]:
-    """Return the plot as a PNG file, by the key under which it is logged; none of a step with tokens of one kind
-    alone.
-    """
+    """Plot a step as a PNG file, by its key; none of a step with tokens of one kind alone."""
     if image_counts.sum() in (0, counts.sum()):
         return {}
     return {MODALITY_KEY: as_png(draw_modalities(step, layers, counts, image_counts, topk))}

@@ -27,9 +27,7 @@ def routing_plots(step: int, layers: Sequence[int], rows: Int[np.ndarray, "layer
 
 
 def draw_agreement(step: int, layers: Sequence[int], rows: Int[np.ndarray, "layers kinds"]) -> "Figure":
-    """Return the agreement of each layer: with the experts that it took, and with those that it would choose by
-    itself.
-    """
+    """Plot the agreement of each layer with the experts that it took, and that it would choose."""
     figure = new_figure((1000, 560))
     axes = axes_at(figure, 80, TOP, 880, 560 - TOP - BOTTOM)
     known = np.flatnonzero(rows[:, Row.USABLE])

@@ -18,13 +18,10 @@ from nemo_rl_moe.runs.folder.metrics import RunOutcome
 class TensorBoardLogger:
     """Writes scalars to `<run folder>/tensorboard/events.out.tfevents.*`, on disk before `log_step` returns.
 
-    Scalars are float32, as TensorBoard's own; NaN and infinities are kept, and shown by TensorBoard as such. Survives
-    a full disk: an event that it does not take raises, and leaves nothing half written.
+    Scalars are float32, as TensorBoard's own; NaN and infinities are kept, and shown by TensorBoard as such. Survives a
+    full disk: an event that it does not take raises, and leaves nothing half written.
 
     A resumed run gets a further file, whose first event makes TensorBoard forget the steps after `resumed_after`.
-
-    Args:
-        resumed_after: Step of the checkpoint from which the run resumes; None for a new run.
     """
 
     name = "tensorboard"
@@ -102,9 +99,7 @@ def _seconds_in_names(folder: Path) -> list[int]:
 
 
 def _last_step(folder: Path) -> int:
-    """Return the last step that TensorBoard shows of a folder; -1 for none. A torn last event, which a kill leaves, is
-    skipped.
-    """
+    """Return the last step that TensorBoard shows of a folder, -1 for none; a torn last event is skipped."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto import event_pb2
 

@@ -12,7 +12,6 @@ class Line:
 
     Attributes:
         pattern: A metric's key; `*` stands for anything, and where the label is None for no key of a single layer.
-        label: Name in the legend; None: the part of the key that matches the `*`.
     """
 
     pattern: str
@@ -26,7 +25,6 @@ class Chart:
     Attributes:
         section: Heading above it.
         reference: Value of a horizontal line to compare with, and its name.
-        from_zero: Whether the axis begins at 0.
     """
 
     section: str

@@ -82,9 +82,7 @@ _TRAINING_CHARTS = (
 
 
 def charts_of(keys: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the charts that have any of these metrics, as the page's script reads them; a line is a `key` and a
-    `label`.
-    """
+    """Return the charts that have any of these metrics, as the page's script reads them."""
     in_order = sorted(keys)
     found = []
     for chart in (*REWARD_CHARTS, *_TRAINING_CHARTS, *ROUTING_CHARTS, *MODALITY_CHARTS):

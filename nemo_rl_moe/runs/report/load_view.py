@@ -28,10 +28,6 @@ def load_view(
 ) -> dict[str, Any]:
     """Return the data of the charts about the expert load, but for the loads themselves.
 
-    Args:
-        topk: Experts that each token is routed to; None where that is not known: the spread then includes chance.
-        own_size: The run's own expert-parallel size.
-
     Returns:
         `layers`, `num_experts`, `num_steps`; `by_layer`: spread and dead experts of layers x steps, of each stretch of
         steps the highest; `outliers`: utilization over time of the most and the least loaded experts; `what_if`:

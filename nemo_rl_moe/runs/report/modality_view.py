@@ -25,9 +25,6 @@ def modality_view(
 ) -> dict[str, Any] | None:
     """Return the data of the cards about image tokens and text tokens.
 
-    Args:
-        topk: Experts that each token is routed to; None where that is not known: chance is then taken for larger.
-
     Returns:
         `layers`; `num_experts`; `num_steps`, those with tokens of both kinds; `steps`, `counts`, `image_counts` and
         `specialization` of single ones, NaN where an expert has no token; `by_layer`: separation of layers x steps, of
@@ -72,9 +69,7 @@ def layer_table(
     image_counts: Int[np.ndarray, "layers experts"],
     topk: int | None,
 ) -> dict[str, Any]:
-    """Return the table of the layers at one step: `title`, `step`, `columns`, and `rows`, None where there is no
-    number.
-    """
+    """Return a step's table of layers: `title`, `step`, `columns`, and `rows`."""
     text_counts = counts - image_counts
     columns = [
         modality_separation(counts, image_counts, topk),

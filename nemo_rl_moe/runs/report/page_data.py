@@ -60,12 +60,7 @@ class PageWords:
 
 @dataclass(frozen=True)
 class PageData:
-    """Data of a page.
-
-    Attributes:
-        text: The JSON document.
-        blobs: Packed arrays by the name that the document gives them.
-    """
+    """Data of a page."""
 
     title: str
     text: str
@@ -74,11 +69,7 @@ class PageData:
 
 
 def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = None) -> PageData:
-    """Return the data of the page, with as much detail as fits.
-
-    Args:
-        budget: Bytes that the document and its arrays may take together, as far as that is possible.
-    """
+    """Return the data of the page, with as much detail as fits."""
     words = words or PageWords("Runs compared" if len(runs) > 1 else "Report of a run", _WITHOUT_LOAD)
     names = _names(runs)
     keys = sorted({key for run in runs for key in run.metrics})
@@ -131,13 +122,7 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
 
 
 def configuration_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return the settings of the runs side by side: first those of the configuration, then those in force in the
-    routers.
-
-    Returns:
-        For each setting its `key`, the `values` of all runs as text (None: the run lacks it), and whether they
-        `differ`.
-    """
+    """Return all settings with the `values` of each run as text, and whether they `differ`; routers' settings last."""
     columns = [
         _as_texts(run.config) | {f"in force: {key}": value for key, value in _as_texts(run.moe_configuration).items()}
         for run in runs

@@ -39,20 +39,14 @@ class Episodes:
 
 
 def thresholds_of(config: Mapping[str, Any]) -> Thresholds:
-    """Return the thresholds in `logger.alerts` of a resolved configuration; keys that an older run lacks have shipped
-    values.
-    """
+    """Return `logger.alerts` of a resolved configuration; keys that an older run lacks have shipped values."""
     shipped = read_with_defaults(find_config(_BASE_CONFIGURATION))
     alerts = {**_alerts(shipped), **_alerts(config)}
     return Thresholds(**{field.name: alerts[field.name] for field in fields(Thresholds)})
 
 
 def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Finding]:
-    """Return the findings of a run so far, in the order in which they began.
-
-    Args:
-        thresholds: None: those of its own configuration.
-    """
+    """Return the findings of a run so far, in the order in which they began."""
     tracker = FindingTracker(thresholds or thresholds_of(run.config), run.topk, run.rank_names)
     metrics: dict[int, dict[str, float]] = {}
     for key in (*_METRICS, *filter(is_reward_metric, run.metrics)):
@@ -72,10 +66,7 @@ def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Find
 
 
 def scoring_lines(run_folder: Path) -> list[str]:
-    """Return lines for the end of a run: responses that could not be scored, and rewards that teach nothing.
-
-    Files that cannot be read have been reported, or will be by the report.
-    """
+    """Return lines for the end of a run: responses that could not be scored, and rewards that teach nothing."""
     try:
         failures, history = FailuresTail(run_folder).read().records, read_history(run_folder / METRICS_FILE_NAME)
     except (OSError, DataError):

@@ -17,12 +17,7 @@ MOST_IMAGES = 48
 def embedded_thumbnails(
     run_folder: Path, samples: Sequence[Mapping[str, Any]], most: int, budget: int, notes: list[str]
 ) -> dict[str, str]:
-    """Return the PNG files in base64 by the name that samples give them; each once, in the order of the samples.
-
-    Args:
-        budget: Characters that they may take together.
-        notes: Receives a line about those that cannot be read, and one about those that are too many.
-    """
+    """Return the PNG files in base64 by name, within `budget` characters; `notes` gets a line on those left out."""
     names = dict.fromkeys(name for sample in samples for name in sample.get("thumbnails", ()))
     found: dict[str, str] = {}
     problems: list[str] = []

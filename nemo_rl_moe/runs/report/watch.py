@@ -47,12 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Show a run until Ctrl-C, or once.
-
-    Raises:
-        ConfigurationError: More than one run is named.
-        DataError: The folder is not a run's.
-    """
+    """Show a run until Ctrl-C, or once."""
     if more:
         raise ConfigurationError(f"watch: takes one RUN_DIR, got also {printable(' '.join(more))!r}")
     try:

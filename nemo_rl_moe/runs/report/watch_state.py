@@ -45,11 +45,7 @@ class WatchedRun:
 
     Attributes:
         described: The run without its history.
-        step: Last step; None where nothing has been written yet.
-        tokens_per_second: Speed of the last step's training; None where that is not known.
         routing: `ROUTING_METRICS` of the last step with captured routes.
-        num_wrong_steps: Steps whose captured routes cannot be right.
-        notes: One line for each file that cannot be read.
     """
 
     described: RunData
@@ -82,11 +78,7 @@ class RunWatcher:
         self._begin()
 
     def look(self) -> WatchedRun:
-        """Return the state of the run after reading the new records.
-
-        Raises:
-            DataError: The metrics or the anomalies cannot be read.
-        """
+        """Return the state of the run after reading the new records."""
         # A run writes a step's anomalies and failures before its metrics.
         new, wrong, failed = self._metrics.read(), self._anomalies.read(), self._failures.read()
         if new.begins_anew or wrong.begins_anew or failed.begins_anew:

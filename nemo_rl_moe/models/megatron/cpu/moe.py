@@ -35,7 +35,7 @@ class IndexTopKRouter(TopKRouter):
     last_topk_indices: Tensor | None = None
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return probabilities and expert indices of each token, both `[sequence * batch, k]`; padding is routed too."""
+        """Return probabilities and expert indices, both `[sequence * batch, k]`; padding is routed too."""
         logits = self.gating(input).view(-1, self.num_experts)
         probs, indices = self._choose(logits)
         # Not when a checkpointed segment runs without gradients: its second pass counts.

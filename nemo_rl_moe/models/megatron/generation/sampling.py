@@ -31,7 +31,7 @@ def uniform_numbers(seed: int, count: int) -> Float[np.ndarray, " count"]:
 def truncate(
     probs: Float[Tensor, "rows vocabulary"], top_k: int | None, top_p: float
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Zero what top-k leaves out, then what top-p leaves out of the rest, without normalising; ties keep the lower id."""
+    """Zero what top-k leaves out, then what top-p leaves out of the rest, not normalised; ties keep the lower id."""
     vocabulary = probs.shape[-1]
     if (top_k is None or top_k >= vocabulary) and top_p >= 1:
         return probs

@@ -29,7 +29,7 @@ class EngineMemory:
         return max(0, int(total * utilization) - self.weights)
 
     def fits_from(self, held_beside: int, utilization: float) -> float:
-        """Return the bytes of the smallest device that holds the engine's share and other content; infinite for none."""
+        """Return the bytes of the smallest device that holds the share and other content; infinite for none."""
         rest = 1 - utilization
         beside = 0.0 if held_beside == 0 else float("inf") if rest == 0 else held_beside / rest
         return max(beside, self.weights / utilization)

@@ -22,7 +22,7 @@ HAS_MOE_METRICS_TRACKER: bool = tuple(int(part) for part in MEGATRON_VERSION.spl
 
 
 def recorded_auxiliary_losses() -> dict[str, Tensor]:
-    """Return the auxiliary losses that routers recorded since the last clear: name to a value for each decoder layer."""
+    """Return the losses that routers recorded since the last clear: name to a value for each decoder layer."""
     if HAS_MOE_METRICS_TRACKER:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 

@@ -194,7 +194,7 @@ def add_vision(chunk: GPTModel, hf_config: Any, init_seed: int) -> None:
 
 
 def draw_weights(tower: torch.nn.Module, hf_config: Any, seed: int) -> None:
-    """Fill tower and projector with random weights by transformers' rule, from the seed and each module's name alone."""
+    """Fill tower and projector with random weights by transformers' rule, from seed and module names alone."""
     from transformers import PreTrainedModel
 
     owners: dict[str, Any] = {}

@@ -48,7 +48,7 @@ def place_of_rank() -> ContextPlace:
 
 
 def zigzag_columns(segments: Sequence[int], num_ranks: int) -> Int[Tensor, "ranks local_columns"]:
-    """Return the columns that each rank holds of a row; each segment (a row, or a packed sequence) is split by itself."""
+    """Return the columns that each rank holds; each segment (a row, or a packed sequence) is split by itself."""
     num_chunks = 2 * num_ranks
     if wrong := [length for length in segments if length % num_chunks]:
         raise ValueError(f"a segment of {wrong[0]} columns cannot be cut into {num_chunks} equal chunks")

@@ -53,14 +53,7 @@ class RefusedError(pickle.UnpicklingError):
 
 
 class Inert:
-    """Stand-in for an object of a framework.
-
-    Attributes:
-        path: Name of its class, such as `verl.protocol.DataProto`.
-        args: Arguments of its constructor in the file.
-        state: State that the file gives it; None without any.
-        items: Items that the file gives it as a mapping.
-    """
+    """Stand-in for an object of a framework."""
 
     path = ""
 
@@ -193,11 +186,7 @@ _KINDS: Mapping[str, Any] = {"numpy.ndarray": PickledArray, "numpy.dtype": _Pick
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Unpickler whose names lead into this module.
-
-    Args:
-        storages: Content of a tensor's storage by its key; None where the file can hold no tensors.
-    """
+    """Unpickler whose names lead into this module."""
 
     def __init__(self, content: bytes, storages: Callable[[str], bytes] | None):
         super().__init__(io.BytesIO(content))
