@@ -30,8 +30,6 @@ _DECODER_LAYER = re.compile(r"(^model|layers\.\d+)$")
 
 @runtime_checkable
 class InspectableEngine(Protocol):
-    """A generation engine whose modules' outputs can be read."""
-
     ranks_per_engine: int
 
     def module_outputs(self, copy: int, token_ids: Sequence[int]) -> Outputs:

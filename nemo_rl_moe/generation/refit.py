@@ -15,24 +15,16 @@ from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 
 class WeightSource(Protocol):
-    """A policy whose weights can be sent."""
-
     @property
     def weight_version(self) -> int: ...
 
     def weight_transport(
         self, *, altered: bool = False, then: Callable[[], object] = ...
-    ) -> AbstractContextManager[WeightTransport]:
-        """Return a transfer of the weights as they are now."""
-        ...
+    ) -> AbstractContextManager[WeightTransport]: ...
 
 
 class WeightTarget(Protocol):
-    """An engine that keeps a copy of the weights."""
-
-    def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """As of `GenerationEngine`."""
-        ...
+    def update_weights(self, transport: WeightTransport, version: int) -> None: ...
 
 
 def refit(
@@ -81,7 +73,6 @@ class ActorReceivers:
         self._questions: dict[str, tuple[Any, float]] = {}
 
     def find_lost(self, patience_s: float | None = None) -> str | None:
-        """As of `Receivers`."""
         patience = self._patience_s if patience_s is None else patience_s
         for call in _ready(list(self._pending)):
             name = self._pending.pop(call)
@@ -99,7 +90,6 @@ class ActorReceivers:
         return None
 
     def have_ended(self) -> bool:
-        """As of `Receivers`."""
         return not self._pending
 
     def wait(self) -> None:

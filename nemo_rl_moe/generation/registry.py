@@ -51,6 +51,5 @@ class EngineSetup:
 
 
 def make_engine(setup: EngineSetup) -> GenerationEngine:
-    """Start the engine that the configuration names."""
     engine: GenerationEngine = setup.config.policy.generation.engine.factory()(setup)
     return engine

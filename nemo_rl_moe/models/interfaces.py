@@ -188,11 +188,11 @@ class PolicyInterface(Protocol):
     """The model that an algorithm trains."""
 
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
-        """Return one optimizer step for each global batch in `batch`."""
+        """Take one optimizer step for each global batch in `batch`."""
         ...
 
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
-        """Return the forward passes only; nothing of the model changes."""
+        """Run forward passes only; nothing of the model changes."""
         ...
 
     def logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:

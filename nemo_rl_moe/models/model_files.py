@@ -93,7 +93,6 @@ def _as_json(content: Mapping[str, Any]) -> bytes:
 
 
 def write_model_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write what `collect_model_files` has collected."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

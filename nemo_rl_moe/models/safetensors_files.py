@@ -53,7 +53,6 @@ class SliceReader:
         self._close()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's type in its file."""
         return TYPES[self._folder.tensors[name].dtype]
 
     def read_into(self, target: Tensor, name: str, ranges: Sequence[tuple[int, int]]) -> None:
@@ -175,7 +174,6 @@ def file_names(count: int) -> list[str]:
 
 
 def index_of(files: Mapping[str, Sequence[TensorHeader]]) -> dict[str, Any]:
-    """Return the index of several files."""
     tensors = [tensor for held in files.values() for tensor in held]
     file_of = {tensor.name: name for name, held in files.items() for tensor in held}
     return {
@@ -199,7 +197,6 @@ class SafetensorsWriter:
         self.parts: dict[str, list[Part]] = {}
 
     def write(self, numbers: Tensor) -> None:
-        """Write the next tensor on the host, or a part of it whose other parts follow."""
         if self._stream is None:
             self._begin_file()
         assert self._stream is not None  # just opened
@@ -217,7 +214,6 @@ class SafetensorsWriter:
 
     @property
     def is_complete(self) -> bool:
-        """True once all files are written."""
         return not self._files
 
     def _begin_file(self) -> None:

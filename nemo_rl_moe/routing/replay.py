@@ -189,7 +189,7 @@ def margins(
     topk: int,
     highest: tuple[Float[Tensor, "tokens topk"], Int[Tensor, "tokens topk"]] | None = None,
 ) -> Float[Tensor, " tokens"]:
-    """Return the score of the last expert chosen less that of the first one left out; infinite where none is left out."""
+    """Return the score of the last expert chosen less that of the first one left out; infinite where there is none."""
     scores = scores.float()
     if highest is not None:  # cheaper than to look for them again
         values, experts = highest

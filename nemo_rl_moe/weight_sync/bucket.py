@@ -28,8 +28,6 @@ _WORDS_AT_A_TIME = 2**24
 
 @dataclass(frozen=True)
 class BucketLabel:
-    """Identity of a bucket."""
-
     transfer: str
     version: int
     sender: int

@@ -22,15 +22,12 @@ _MOST_NAMED = 4
 
 @runtime_checkable
 class FingerprintingEngine(Protocol):
-    """A generation engine that can say which weights it stores."""
-
     def weight_fingerprints(self, number_format: str) -> Sequence[Fingerprints]:
         """Return the fingerprints of the stored tensors of each copy of the weights, `[copy][name]`."""
         ...
 
 
 def fingerprint(tensor: Tensor, number_format: str) -> str:
-    """Return a tensor's shape and the checksum of its values."""
     dtype: torch.dtype = getattr(torch, number_format)
     values = (tensor.detach().to(dtype) + 0.0).cpu().contiguous()  # a zero has no sign
     shape = "x".join(map(str, values.shape))
@@ -49,8 +46,6 @@ def common_format(trainers: str, engines: str) -> str:
 
 @dataclass(frozen=True)
 class WeightComparison:
-    """Comparison of an engine's fingerprints with the trainer's."""
-
     different: Sequence[str]
     num_compared: int
     num_tensors: int

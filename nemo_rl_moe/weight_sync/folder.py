@@ -149,8 +149,6 @@ class _EndedByOther(WeightSyncError):
 
 
 class _Stall:
-    """Pauses while polling the folder, until too much time has passed without progress."""
-
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
         self.progressed()
@@ -186,8 +184,6 @@ def _end_name(sender: int) -> str:
 
 
 class _Sender:
-    """One rank's part of a transfer."""
-
     def __init__(self, transfer: FolderTransfer, sender: int):
         self._transfer, self._sender = transfer, sender
         self._unacknowledged: deque[tuple[str, object]] = deque()
@@ -195,7 +191,7 @@ class _Sender:
         self._num_buckets = self._num_tensors = self._num_bytes = 0
 
     def send(self, tensors: Iterable[NamedTensor]) -> int:
-        """Send everything and waits until it has been taken; return the number of bytes."""
+        """Send everything, wait until it has been taken, and return the number of bytes."""
         bucket: list[NamedTensor] = []
         num_bytes = 0
         for name, given in tensors:
@@ -266,8 +262,6 @@ class _Sender:
 
 
 class _Receiver:
-    """One engine worker's part of a transfer."""
-
     def __init__(self, transfer: FolderTransfer, receiver: int):
         self._transfer, self._receiver = transfer, receiver
         self._num_buckets = [0] * transfer.num_senders

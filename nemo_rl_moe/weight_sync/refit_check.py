@@ -57,8 +57,6 @@ class ScoringEngine(Protocol):
 
 @dataclass(frozen=True)
 class Bound:
-    """Difference up to which scores count as equal, in nats."""
-
     nats: float
     of_the_mean: bool
 
@@ -85,8 +83,6 @@ class Gap:
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check."""
-
     gap: Gap
     weights: Sequence[WeightComparison] = ()
 
@@ -105,7 +101,6 @@ def gap_between(found: Scores, expected: Scores, copy: int = 0) -> Gap:
 
 
 def coarse_bound(noise: float) -> Bound:
-    """Return the bound in 16 bits."""
     nats = float(np.clip(COARSE_FACTOR * noise, SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND))
     return Bound(nats, of_the_mean=True)
 
@@ -183,7 +178,6 @@ class RefitCheck:
         return found.gap
 
     def _examine(self, engine: ScoringEngine) -> "Finding":
-        """Compare every copy of the weights with the trainer's."""
         if self._expected is None:
             self.begin()
         assert self._expected is not None  # begun

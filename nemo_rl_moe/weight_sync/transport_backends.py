@@ -305,7 +305,6 @@ def read_manifest(path: Path, label: BucketLabel) -> Manifest:
 
 
 TransportBackendFactory = Callable[[int, str], TransportBackend]
-"""A transport backend for so many receivers, whose name changes when other processes receive."""
 
 
 def make_backend(way: str, group: str, num_receivers: int, address: str | None) -> TransportBackend:

@@ -24,8 +24,6 @@ CLOSING_S = 2.0
 
 @dataclass
 class EngineActor:
-    """One actor, and what it is doing."""
-
     number: int
     handle: Any
     results: Any = None
@@ -36,7 +34,6 @@ class EngineActor:
 
     @property
     def name(self) -> str:
-        """Name for users."""
         return f"vLLM engine {self.number}"
 
     def ask_num_steps(self) -> Any:
@@ -44,14 +41,11 @@ class EngineActor:
         return self.handle.num_steps.options(concurrency_group=PROGRESS).remote()
 
     def end(self) -> None:
-        """Kill it."""
         with suppress(RayError, ValueError):
             ray.kill(self.handle, no_restart=True)
 
 
 class EngineActors:
-    """The actors that are there."""
-
     def __init__(
         self,
         settings: VllmSettings,

@@ -135,7 +135,6 @@ class VllmEngine:
         return [answer for _, answer in answers]
 
     def process_ids(self) -> list[int]:
-        """Return the processes of the engines that are there."""
         return list(ray.get([actor.handle.process_id.remote() for actor in self._actors.present]))
 
     def num_steps(self) -> int:
@@ -216,7 +215,6 @@ class VllmEngine:
                 )
 
     def shutdown(self) -> None:
-        """End the actors."""
         self._actors.end_all()
 
 

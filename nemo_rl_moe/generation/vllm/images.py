@@ -52,7 +52,6 @@ class ImageSettings:
     side: int
 
     def num_tokens(self, image: ModelImage) -> int:
-        """Return the image tokens of an image."""
         height, width, _ = image.pixels.shape
         return (height // self.side) * (width // self.side)
 

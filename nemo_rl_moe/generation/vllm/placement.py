@@ -32,7 +32,6 @@ class Placement:
         return 1 if is_one else self.engines_per_machine * self.cluster.config.num_nodes
 
     def options(self, number: int) -> dict[str, Any]:
-        """Return the options of an engine's actor: on its machine, or beside the trainer."""
         machine = number // self.engines_per_machine % self.cluster.config.num_nodes
         strategy = PlacementGroupSchedulingStrategy(self.cluster.placement_group, placement_group_bundle_index=machine)
         resources = {"num_cpus": 0, "num_gpus": 0}

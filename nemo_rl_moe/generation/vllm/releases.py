@@ -155,7 +155,6 @@ def count_steps(engine: Any, count: StepCount) -> None:
 
 
 def sleeping_parts(engine: Any) -> list[str]:
-    """Return the tags of an engine's memory that is given back, and `scheduler` where that is paused."""
     parts = sorted(engine.model_executor.sleeping_tags)
     return [*parts, "scheduler"] if engine.is_sleeping() else parts
 

@@ -40,7 +40,6 @@ class RouteRecorder:
 
     @property
     def num_layers(self) -> int:
-        """MoE layers that report their experts."""
         return len(self._chosen)
 
     def start(self) -> None:

@@ -32,8 +32,6 @@ POLL_S = 2.0
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A request, and the future of its sequence."""
-
     request: GenerationRequest
     future: "asyncio.Future[GeneratedSequence]"
 
@@ -57,7 +55,6 @@ class Serving:
         self._thread = ThreadPoolExecutor(1, "vLLM engines")
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence."""
         loop = asyncio.get_running_loop()
         if self._task is None or self._task.done():
             self._begin(loop)

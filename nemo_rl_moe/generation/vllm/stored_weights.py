@@ -55,7 +55,6 @@ def _linear_weight(module: Any) -> Tensor | None:
 
 
 def _experts(prefix: str, module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the projections of each expert."""
     method = module.quant_method
     backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
     if backend not in PLAIN_BACKENDS or getattr(module, "is_fused_checkpoint_transposed", False):

@@ -65,8 +65,6 @@ class VllmSettings:
 
 
 class VllmWorker:  # pragma: no cover  (runs in another process)
-    """One engine."""
-
     def __init__(self, settings: VllmSettings, search_path: Sequence[str]):
         outlive_requests_to_stop()
         sys.path += [folder for folder in search_path if folder not in sys.path]
@@ -146,7 +144,6 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def process_id(self) -> int:
-        """This process."""
         return os.getpid()
 
     def num_steps(self) -> int:
@@ -330,7 +327,7 @@ def _with_outputs_noted(worker: Any, forward: Callable[[], object]) -> dict[str,
 
 
 def sampling_of(sampling: SamplingParameters, seed: int) -> Any:
-    """Return the vLLM's parameters of one request."""
+    """Convert a request's sampling parameters to vLLM's."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -354,7 +351,6 @@ def sampling_of(sampling: SamplingParameters, seed: int) -> Any:
 
 
 def sequence_of(output: Any, version: int) -> GeneratedSequence:
-    """Return a finished output of vLLM."""
     (completion,) = output.outputs
     logprobs = [each[token].logprob for each, token in zip(completion.logprobs, completion.token_ids, strict=True)]
     return GeneratedSequence(

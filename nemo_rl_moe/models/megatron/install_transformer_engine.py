@@ -34,7 +34,6 @@ _BUILD_PREFIX = "0_torch_"
 
 
 def build_environment(environment: Mapping[str, str], site_packages: Path) -> dict[str, str]:
-    """Return the environment variables to compile the extension with."""
     nvidia = site_packages / "nvidia"
     toolkit = nvidia / f"cu{CUDA}"
     # With a compiler, Transformer Engine looks for headers of other packages nowhere.
@@ -85,7 +84,6 @@ def problem_with_extension() -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Install the compiler, then compile and install Transformer Engine."""
     parser = argparse.ArgumentParser(description="Compile Transformer Engine against the torch that is installed.")
     parser.add_argument("--constraint", type=Path, help="file with the releases of packages, for pip")
     parsed = parser.parse_args(arguments)

@@ -197,8 +197,6 @@ def _reduce_tracker(loss_scale: float, device: torch.device) -> dict[str, dict[i
 
 @dataclass(frozen=True)
 class _Reduced:
-    """The sums and maxima over all ranks, on the host."""
-
     losses: Float[Tensor, "names layers"]
     load: Int[Tensor, "layers experts"] | None = None
     image_load: Int[Tensor, "layers experts"] | None = None

@@ -124,7 +124,7 @@ def shift_overlap(hot: OneHot) -> Overlap:
 
 
 def sequence_overlap(hot: OneHot) -> Overlap:
-    """Return the share of sequence `i`'s captured experts that routers would choose at the same place of sequence `j`."""
+    """Return the share of sequence `i`'s captured experts that routers would choose at the place in sequence `j`."""
     number = len(hot.capture)
     matches = hot.capture.reshape(number, -1) @ hot.live.reshape(number, -1).T
     known = hot.num_named.reshape(number, -1) @ hot.has_live.reshape(number, -1).T

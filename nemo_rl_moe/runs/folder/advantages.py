@@ -34,12 +34,9 @@ class AdvantageHistory:
 
 
 class AdvantageWriter(StepTableWriter["AdvantageScores"]):
-    """Writer of the scores of each step."""
-
     table = TABLE
 
     def write(self, step: int, artifact: "AdvantageScores") -> None:
-        """Add one step; steps ascend."""
         scores = artifact.scores.numpy().astype(np.float32)
         self.add(step, (artifact.layers, range(scores.shape[1])), {"score": scores})
 

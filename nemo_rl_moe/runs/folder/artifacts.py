@@ -18,8 +18,6 @@ StepArtifacts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ArtifactKey(Generic[Artifact]):
-    """Name of one kind of artifact, with its type."""
-
     name: str
 
     def of(self, artifacts: StepArtifacts) -> Artifact | None:

@@ -45,12 +45,9 @@ class ExpertLoadHistory:
 
 
 class ExpertLoadWriter(StepTableWriter["ExpertLoad"]):
-    """Writer of the load matrix of each step."""
-
     table = TABLE
 
     def write(self, step: int, artifact: "ExpertLoad") -> None:
-        """Add one step; steps ascend."""
         values = {"count": artifact.counts.numpy()}
         if artifact.image_counts is not None:
             values[IMAGE_COUNT] = artifact.image_counts.numpy()

@@ -112,7 +112,7 @@ class LineFile:
         return True
 
     def close(self) -> None:
-        """Write the waiting lines if the disk takes them, and closes the file."""
+        """Write the waiting lines if the disk takes them, and close the file."""
         self.append(())
         with self._lock:
             self._release()
@@ -179,7 +179,7 @@ def rewind_lines(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """Step of a record; minus infinity for a line that is not a record, which is kept."""
+    """Return the step of a record; minus infinity for a line that is not one, which is kept."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

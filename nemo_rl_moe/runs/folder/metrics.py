@@ -23,14 +23,11 @@ RENAMED_METRICS = {
 }
 """Keys in files of older runs, and what they are called now."""
 LAST_STEP = 10**8 - 1
-"""Names of files have eight digits for a step."""
 _LAST_SECOND = 253_402_300_799  # of the year 9999
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Record of one step: one line of the file."""
-
     step: int
     time: float
     metrics: dict[str, float]
@@ -50,7 +47,6 @@ class JsonlLogger:
         self._lines = LineFile(run_folder / METRICS_FILE_NAME, warn, message)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line."""
         record = {"step": step, "time": time.time(), "metrics": {key: json_number(v) for key, v in metrics.items()}}
         self._lines.append([json.dumps(record, allow_nan=False)])
 
@@ -62,7 +58,6 @@ class JsonlLogger:
         """Do nothing: the run folder holds the configuration as `config.yaml`."""
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Close the file."""
         self._lines.close()
 
 

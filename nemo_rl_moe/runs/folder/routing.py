@@ -72,14 +72,11 @@ class RoutingHistory:
 
 
 class RoutingWriter(StepTableWriter["RoutingReport"]):
-    """Writer of what each step's capture holds, and of its anomalies."""
-
     table = TABLE
     line_files = (ANOMALIES_FILE_NAME,)
     _anomalies: LineFile | None = None
 
     def write(self, step: int, artifact: "RoutingReport") -> None:
-        """Add one step; steps ascend."""
         from nemo_rl_moe.routing.agreement.statistics import slot_chance
 
         totals = artifact.totals
@@ -94,7 +91,6 @@ class RoutingWriter(StepTableWriter["RoutingReport"]):
             self._anomalies.append(json.dumps(_record(step, anomaly)) for anomaly in artifact.anomalies)
 
     def close(self) -> None:
-        """Try once more to write what is kept."""
         super().close()
         if self._anomalies is not None:
             self._anomalies.close()
@@ -122,8 +118,6 @@ def read_routing(run_folder: Path, first_step: int = 0) -> RoutingHistory:
 
 @dataclass(frozen=True)
 class AnomalyRecord:
-    """One line of `routing_anomalies.jsonl`."""
-
     step: int
     anomaly: RoutingAnomaly
 

@@ -38,8 +38,6 @@ _MOST_VALUES, _LARGEST_NUMBER = 100_000, 2.0**53
 
 @dataclass(frozen=True)
 class Series:
-    """Values of one metric over the steps."""
-
     steps: Int[np.ndarray, " steps"]
     values: Float[np.ndarray, " steps"]
 

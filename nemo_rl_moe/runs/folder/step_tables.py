@@ -60,8 +60,6 @@ class StepTable:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rows of one or several steps."""
-
     axes: tuple[Int[np.ndarray, " places"], ...]
     values: Mapping[str, NDArray[Any]]
 
@@ -106,7 +104,6 @@ class StepTableWriter(ABC, Generic[Artifact]):
         """Add one step; steps ascend."""
 
     def add(self, step: int, places: Sequence[Sequence[int]], values: Mapping[str, NDArray[Any]]) -> None:
-        """Add the rows of one step; steps ascend."""
         axes = (np.array([step]), *map(np.asarray, places))
         self._kept.append(StepRows(axes, {name: of_step[None] for name, of_step in values.items()}))
         if len(self._kept) > _MOST_STEPS_KEPT:
@@ -116,12 +113,10 @@ class StepTableWriter(ABC, Generic[Artifact]):
             self._write_kept()
 
     def flush(self) -> None:
-        """Write what is kept."""
         if self._kept:
             self._write_kept()
 
     def close(self) -> None:
-        """Try once more to write what is kept."""
         self.flush()
         if lost := self._num_lost + len(self._kept):
             self._warn(f"{self._name} lacks {lost} steps that could not be written")

@@ -27,16 +27,12 @@ _MOST_LINES = 20
 
 @dataclass(frozen=True)
 class Alert:
-    """Alert about the findings of one kind that begin at one step."""
-
     line: str
     title: str
     text: str
 
 
 class AlertWatch:
-    """Watch over the steps of a run."""
-
     def __init__(self, settings: AlertsConfig, topk: int | None):
         thresholds = Thresholds(**{field.name: getattr(settings, field.name) for field in fields(Thresholds)})
         self._tracker = FindingTracker(thresholds, topk)
@@ -70,7 +66,6 @@ class AlertWatch:
         return alerts_of(step, self._tracker.observe(step, metrics, layers, counts, failed))
 
     def observe_load(self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> None:
-        """Keep the load of the next step until its metrics are there."""
         self._load = step, layers, counts
 
     def observe_anomalies(self, step: int, anomalies: Sequence[RoutingAnomaly]) -> list[Alert]:

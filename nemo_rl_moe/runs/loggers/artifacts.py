@@ -88,8 +88,6 @@ ARTIFACTS: dict[str, ArtifactKind[Any]] = {
 
 
 class ArtifactTables:
-    """The tables of a run's artifacts, a writer for each kind."""
-
     def __init__(
         self,
         run_folder: Path,
@@ -103,15 +101,12 @@ class ArtifactTables:
         }
 
     def write(self, step: int, name: str, artifact: Any) -> None:
-        """Add the artifact of a step; steps ascend."""
         self._writers[name].write(step, artifact)
 
     def flush(self) -> None:
-        """Write what waits to be written together with later steps."""
         for writer in self._writers.values():
             writer.flush()
 
     def close(self) -> None:
-        """Try once more to write what is kept."""
         for writer in self._writers.values():
             writer.close()

@@ -134,7 +134,6 @@ class ConsoleLogger:
         self._time_left = TimeLeft(total_steps)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the step, as `train_line` and `validation_line` write it."""
         line = train_line(step, self._total_steps, metrics, None)
         if line:
             line = train_line(step, self._total_steps, metrics, self._time_left.update(step, self._clock()))
@@ -158,11 +157,9 @@ class ConsoleLogger:
         self._refresh()
 
     def message(self, text: str) -> None:
-        """Show text."""
         self._print(text)
 
     def warn(self, text: str) -> None:
-        """Show a warning."""
         self._print(f"warning: {text}", "yellow")
 
     @contextmanager
@@ -198,7 +195,7 @@ class ConsoleLogger:
         self._console.print(Text(printable(text), style=style), soft_wrap=True)
 
     def _refresh(self) -> None:
-        """Start, renews or removes the live display, depending on whether there is a phase or a step to show."""
+        """Start, renew or remove the live display, depending on whether there is a phase or a step to show."""
         if self._phases or (self._step_line and self._is_live):
             if self._display is None:
                 # Transient: what should stay is printed, so nothing is left half drawn.
@@ -248,11 +245,9 @@ class Notices:
         self._message, self._warn = message, warn
 
     def message(self, text: str) -> None:
-        """Show a line."""
         self._show(self._message, text, text)
 
     def warn(self, text: str) -> None:
-        """Show a warning."""
         self._show(self._warn, text, f"warning: {text}")
 
     def _show(self, show: Callable[[str], None], text: str, line: str) -> None:
@@ -264,7 +259,6 @@ class Notices:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the error as one line of text."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"the package {error.name} is not installed"
     text = " ".join(str(error).split())

@@ -40,26 +40,21 @@ _LINEAR_UP_TO = 2.0
 
 @dataclass(frozen=True)
 class HeatmapGeometry:
-    """Positions of the cells of a heatmap, in whole pixels from the plot's upper left corner."""
-
     num_layers: int
     num_experts: int
 
     @property
     def cell(self) -> tuple[int, int]:
-        """Width and height of a cell."""
         width, height = _HEATMAP_PIXELS
         return min(72, max(3, width // self.num_experts)), min(40, max(8, height // self.num_layers))
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height of the plot."""
         width, height = self.cell
         # Wide enough for the title, however few experts there are; high enough for the scale.
         return LEFT + max(640, width * self.num_experts) + RIGHT, TOP + max(200, height * self.num_layers) + BOTTOM
 
     def center(self, row: int, expert: int) -> tuple[int, int]:
-        """Return the pixel in the middle of a cell."""
         width, height = self.cell
         return LEFT + width * expert + width // 2, TOP + height * row + height // 2
 

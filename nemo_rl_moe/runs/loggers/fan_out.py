@@ -86,7 +86,6 @@ class FanOutLogger:
         self._failed.append(failed)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Log the configuration to every logger that still takes part."""
         self._for_each("failed to store the configuration", lambda logger: logger.log_config(config))
         for isolated in self._isolated:
             isolated.log_config(config)

@@ -15,7 +15,6 @@ LEFT, RIGHT, TOP, BOTTOM = 80, 130, 84, 64
 
 
 def as_png(figure: "Figure") -> bytes:
-    """Return the figure as a PNG file, in its own size: a user's `savefig` settings would move the cells."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     content = BytesIO()
@@ -24,7 +23,6 @@ def as_png(figure: "Figure") -> bytes:
 
 
 def new_figure(size: tuple[int, int]) -> "Figure":
-    """Return the empty figure of a width and a height in pixels."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(size[0] / DPI, size[1] / DPI), dpi=DPI, facecolor="white")
@@ -33,7 +31,6 @@ def new_figure(size: tuple[int, int]) -> "Figure":
 
 
 def axes_at(figure: "Figure", left: int, top: int, width: int, height: int) -> "Axes":
-    """Return the axes at a position in pixels from the upper left corner."""
     full_width, full_height = (round(inches * DPI) for inches in figure.get_size_inches())
     return figure.add_axes(
         (left / full_width, 1 - (top + height) / full_height, width / full_width, height / full_height)
@@ -41,7 +38,6 @@ def axes_at(figure: "Figure", left: int, top: int, width: int, height: int) -> "
 
 
 def add_title(figure: "Figure", title: str, summary: str) -> None:
-    """Add a title and a line below it."""
     height = figure.get_size_inches()[1] * DPI
     left = LEFT / (figure.get_size_inches()[0] * DPI)
     figure.text(left, 1 - 30 / height, title, fontsize=14, fontweight="bold")

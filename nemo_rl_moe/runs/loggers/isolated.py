@@ -127,11 +127,9 @@ class IsolatedLogger:
         self._put(_Job("alert", "an alert", send))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Queue the configuration."""
         self._put(_Job("config", "the configuration", lambda backend: backend.log_config(config)))
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Ask the backend to close and waits for it."""
         self.ask_to_close(outcome)
         self.wait_until_closed(time.monotonic() + self._patience.closing_s)
 

@@ -85,7 +85,6 @@ class MlflowLogger:
             self._client.log_batch(self.run_id, params=batch)
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Mark the run as finished, failed or killed."""
         self._client.set_terminated(self.run_id, status=outcome.upper())
 
     def _resumed(self, run_id: str) -> Any:

@@ -51,7 +51,6 @@ class TensorBoardLogger:
             self._write(self._event_type(wall_time=time.time(), step=resumed_after + 1, session_log=start))
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one event that holds all metrics of the step."""
         value_type = self._summary_type.Value
         values = [value_type(tag=key, simple_value=float(value)) for key, value in metrics.items()]
         self._write(self._event_type(wall_time=time.time(), step=step, summary=self._summary_type(value=values)))
@@ -83,7 +82,6 @@ class TensorBoardLogger:
         self._write(self._event_type(wall_time=time.time(), step=step, summary=text_pb("config", block)))
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Close the file."""
         self._file.close()
 
     def _write(self, event: Any) -> None:

@@ -51,7 +51,6 @@ _BEST_AND_LAST = {
 
 
 def define_charts(run: Any, has_outlier_chart: bool) -> None:
-    """Set up the charts of a W&B run."""
     for summary, keys in _BEST_AND_LAST.items():
         for key in keys:
             run.define_metric(key, summary=summary)
@@ -68,7 +67,6 @@ class OutlierChart:
         self.rows: deque[tuple[int, float, str]] = deque(maxlen=_MOST_ROWS)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the outliers of a step."""
         for key, value in metrics.items():
             if key.startswith(_OUTLIERS):
                 self.rows.append((step, value, key.removeprefix(_OUTLIERS)))
@@ -173,7 +171,6 @@ class WandbLogger:
                 self._run.log(chart, step=step, commit=False)
 
     def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
-        """Put the plots into the step's row."""
         if step < self._first_step:
             return
         import PIL.Image
@@ -188,7 +185,6 @@ class WandbLogger:
         self._run.alert(title, text, level="WARN")
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Store the configuration as the run's config."""
         self._run.config.update(to_plain(config), allow_val_change=True)
 
     def close(self, outcome: RunOutcome = "finished") -> None:

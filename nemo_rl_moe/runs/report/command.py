@@ -53,7 +53,6 @@ _PAGE = files("nemo_rl_moe.runs.report") / "page"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's folder, such as logs/sft/exp_001"
     )

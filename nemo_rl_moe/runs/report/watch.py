@@ -38,7 +38,6 @@ _LEAST_INTERVAL, _LONGEST_INTERVAL = 0.1, 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder, such as logs/sft/exp_001")
     parser.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="time from look to look; default: 1"

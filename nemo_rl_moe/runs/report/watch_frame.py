@@ -30,8 +30,6 @@ _LEAST_HEATMAP_LINES = 5
 
 @dataclass(frozen=True)
 class Room:
-    """Size and abilities of the terminal."""
-
     width: int
     height: int | None
     in_color: bool
@@ -39,7 +37,6 @@ class Room:
 
 
 def frame(run: WatchedRun, now: float, room: Room) -> list[Text]:
-    """Return the lines of the frame."""
     header = _header(run, now, room.width)
     if run.step is None:
         return _cropped([*header, Text("nothing has been written yet; waiting for the first step")], room)

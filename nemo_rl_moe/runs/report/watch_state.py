@@ -71,8 +71,6 @@ class WatchedRun:
 
 
 class RunWatcher:
-    """Follower of a run."""
-
     def __init__(self, folder: Path):
         self._folder = folder
         self._begin()

@@ -55,7 +55,6 @@ class PaddedBatch:
 
     @classmethod
     def of(cls, lengths: list[int]) -> "PaddedBatch":
-        """Return the batch for sequences of these lengths."""
         # The same few tensors for every layer of a microbatch are cheaper to make than to keep.
         places = [torch.arange(length).mul_(len(lengths)).add_(index) for index, length in enumerate(lengths)]
         return cls(max(lengths), len(lengths), torch.cat(places))
@@ -216,7 +215,6 @@ class SDPAttention(MegatronModule):
         return self.attend(query, key, value)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `causal_attention`."""
         return causal_attention(query, key, value, self.softmax_scale)
 
 

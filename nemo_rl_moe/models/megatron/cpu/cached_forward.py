@@ -130,7 +130,6 @@ def new_layer_cache(
     key_weight: Float[Tensor, " dim"],
     layout: HeadLayout,
 ) -> LayerCache:
-    """Make the empty cache of one layer."""
     half = layout.dim // 2
     shape = (context.max_batch_size, layout.groups, 2, context.max_sequence_length, layout.dim)
     weight = torch.cat([query_weight.expand(layout.heads_per_group, layout.dim), key_weight.view(1, layout.dim)])
@@ -241,8 +240,6 @@ class CachedForward:
 
 
 class _CachedLayer:
-    """One transformer layer of `CachedForward`."""
-
     last_column_only = False
 
     def __init__(self, layer: Any, context: PaddedInferenceContext):

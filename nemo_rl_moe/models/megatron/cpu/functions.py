@@ -108,7 +108,6 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Normalise `[..., hidden]`; statistics are float32 for every type."""
         if inputs.dtype == torch.float32 and self.weight.dtype == torch.float32:
             return RMSNormFunction.apply(inputs, self.weight, self.eps)
         return F.rms_norm(inputs, self.weight.shape, self.weight, self.eps)

@@ -38,7 +38,7 @@ class HeadLayout:
 
 @functools.lru_cache(maxsize=32)
 def _added_mask(sequence: int, heads_per_group: int) -> Tensor:
-    """Return the minus infinity where a query must not look, `[heads_per_group * sequence, sequence]`."""
+    """Make a mask `[heads_per_group * sequence, sequence]`, minus infinity where a query must not look."""
     # A tensor made in inference mode could not be saved for a later backward pass.
     with torch.inference_mode(False):
         return torch.full((sequence, sequence), float("-inf")).triu_(1).repeat(heads_per_group, 1)
@@ -153,7 +153,6 @@ class FastSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend over `[sequence, batch, hidden]`."""
         known = key_value_states is None and inference_context is None and isinstance(rotary_pos_emb, Tensor)
         if not known or not self._can_shorten(rotary_pos_emb, others):
             return super().forward(

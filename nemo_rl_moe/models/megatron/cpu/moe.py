@@ -121,7 +121,7 @@ class CombineFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Return every row gets its token's gradient."""
+        """Give every row its token's gradient."""
         (source,) = ctx.saved_tensors
         return grad.index_select(0, source), None, None
 
@@ -156,7 +156,6 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         return DispatchFunction.apply(tokens, self._source, self._place), probs.reshape(-1).index_select(0, order)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Nothing to send."""
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,11 +163,9 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         return hidden_states, self._tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Nothing to do."""
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Nothing to receive."""
         return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:

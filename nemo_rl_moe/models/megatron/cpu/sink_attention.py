@@ -76,7 +76,6 @@ class SinkAttention(SDPAttention):
         return torch.nn.Parameter(sinks)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `sink_attention` or, without sinks, `causal_attention`."""
         if self.softmax_offset is None:
             return causal_attention(query, key, value, self.softmax_scale, self.window)
         return sink_attention(query, key, value, self.softmax_offset, self.softmax_scale, self.window)

@@ -41,15 +41,12 @@ class StockInferenceContext(StaticInferenceContext):
 
 
 class StockForward:
-    """Run one batch through one chunk with Megatron-Core's cache."""
-
     def __init__(self, chunk: Any, context: StockInferenceContext, images: PromptImages | None):
         self._chunk, self._context, self._images = chunk, context, images
 
     def __call__(
         self, token_ids: Int[Tensor, "rows columns"], received: Float[Tensor, "columns rows hidden"] | None
     ) -> Float[Tensor, "columns rows hidden"]:
-        """Run the next tokens, and cache their keys and values."""
         columns, mask = token_ids.shape[1], None
         if columns > 1:
             # Without one Megatron-Core keeps a mask of each length: made in inference mode, no training could use it.
@@ -72,8 +69,6 @@ class StockForward:
 
 @dataclass(frozen=True)
 class CachedBatch:
-    """A batch with its key-value cache."""
-
     context: PaddedInferenceContext | StockInferenceContext
     forwards: Sequence[CachedForward | StockForward]
     images: PromptImages | None = None
@@ -90,8 +85,6 @@ class CachedBatch:
 
 
 class ForwardPasses:
-    """Run this rank's model chunks under `inference`."""
-
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device):
         self._chunks, self._config, self._device = chunks, config, device
         self.padded = all(map(has_cached_forward, chunks))
@@ -107,7 +100,6 @@ class ForwardPasses:
         num_pads: Int[Tensor, " rows"] | None,
         model_inputs: Sequence[Mapping[str, ModelInput]] = (),
     ) -> CachedBatch:
-        """Make a batch with an empty key-value cache."""
         images = None
         if isinstance(self._chunks[0], VisionInput):
             starts = [0] * num_rows if num_pads is None else num_pads.tolist()

@@ -102,7 +102,6 @@ class SlotPlan:
 def plan_slots(
     prompts: Sequence[TokenIds], seeds: Sequence[int], max_new_tokens: int, *, padded: bool, device: torch.device
 ) -> SlotPlan:
-    """Assign prompts to slots."""
     lengths = np.array([len(prompt) for prompt in prompts])
     longest = int(lengths.max())
     num_pads = longest - lengths if padded else np.zeros_like(lengths)
@@ -163,8 +162,6 @@ class StopCondition:
 
 
 class Responses:
-    """Tokens, log-probabilities and ends of a batch's responses."""
-
     def __init__(
         self, num_responses: int, max_new_tokens: int, stop: StopCondition, *, reports_kept_mass: bool = False
     ):
@@ -228,5 +225,4 @@ class Responses:
 
     @property
     def lengths(self) -> Int[np.ndarray, " responses"]:
-        """Tokens of each response so far."""
         return self._lengths

@@ -36,7 +36,6 @@ class AllHeadsNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(num_heads * hidden_size, dtype=config.params_dtype))
 
     def forward(self, heads: Float[Tensor, "sequence batch heads dim"]) -> Float[Tensor, "sequence batch heads dim"]:
-        """Normalise; statistics are float32 for every type."""
         values, weight = heads.flatten(2).float(), self.weight
         squares = values.pow(2).sum(-1, keepdim=True)
         if self.num_shards > 1:

@@ -196,23 +196,19 @@ class ExpertBias:
 
     @torch.no_grad()
     def start_step(self) -> None:
-        """Save the bias that a step begins with, for `metrics`."""
         self._at_start = [router.expert_bias.clone() for router in self._routers]
         self._num_frozen.zero_()
 
     @torch.no_grad()
     def snapshot(self) -> None:
-        """Save the bias; called before a step."""
         self._kept = [router.expert_bias.clone() for router in self._routers]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the saved bias."""
         for router, kept in zip(self._routers, self._kept, strict=True):
             router.expert_bias.copy_(kept)
 
     def count_frozen(self) -> None:
-        """Count this rank's layers whose bias has not changed since before the step; called after it."""
         self._num_frozen.zero_()
         for router, kept in zip(self._routers, self._kept, strict=True):
             self._num_frozen += (router.expert_bias == kept).all()

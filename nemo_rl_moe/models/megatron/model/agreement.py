@@ -83,7 +83,7 @@ class DamageSearch:
         self._thread.start()
 
     def of_all_ranks(self) -> list[str]:
-        """Return the list damaged files, a line each, equal on every rank. Every rank calls it, and waits."""
+        """List damaged files, a line each, equal on every rank. Every rank calls it, and waits."""
         self._thread.join()
         found: list[Any] = [None] * self._num_shares
         dist.all_gather_object(found, self._found)

@@ -19,13 +19,10 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of one rank of an engine."""
-
     weights: int
     cache_of_a_token: int
 
     def cache(self, total: int, utilization: float) -> int:
-        """Return the bytes of its share of a device that remain for keys and values, without the engine's buffers."""
         return max(0, int(total * utilization) - self.weights)
 
     def fits_from(self, held_beside: int, utilization: float) -> float:

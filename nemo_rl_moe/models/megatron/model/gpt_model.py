@@ -76,7 +76,7 @@ class _PolicyOutput:
     model_columns: Mapping[str, Tensor] = MappingProxyType({})
 
     def forward(self, *args: Any, model_columns: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
-        """Return the chunk's forward pass, with the columns of its microbatch at hand."""
+        """Run the chunk with the columns of its microbatch at hand."""
         if not model_columns:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         self.model_columns = model_columns

@@ -112,7 +112,7 @@ def rank_parameters(
 
 
 def _vision(hf_config: Any, freeze: FreezeConfig | None) -> Parameters:
-    """Return the tower and projector, whole on every rank of the first stage."""
+    """Count tower and projector, whole on every rank of the first stage."""
     are_frozen = (False, False) if freeze is None else (freeze.vision_tower, freeze.projector)
     parts = zip(vision_parameters(hf_config), are_frozen, strict=True)
     found = [Parameters(frozen=size) if is_frozen else Parameters(dense=size) for size, is_frozen in parts]
@@ -157,7 +157,7 @@ def _query_and_key_norms(config: TransformerConfig, hf_config: Any) -> int:
 
 
 def _attention_vectors(config: TransformerConfig, tensor: int) -> int:
-    """Return the biases and sinks."""
+    """Count biases and sinks."""
     keys = config.num_query_groups * config.kv_channels
     queries = config.num_attention_heads * config.kv_channels
     mixed = (queries + 2 * keys) // tensor if config.add_bias_linear or config.add_qkv_bias else 0
@@ -196,7 +196,6 @@ def _routed_expert(config: TransformerConfig) -> int:
 
 
 def _gated_mlp(size: int, intermediate_size: int) -> int:
-    """Return the gate, up and down projections."""
     return 3 * size * intermediate_size
 
 
@@ -252,7 +251,7 @@ class WorkerMemory:
 
     @property
     def moved(self) -> int:
-        """Bytes that move from the device to the host."""
+        """Return bytes that move from the device to the host."""
         return self.optimizer.state if self.is_moved else 0
 
     @property
@@ -309,7 +308,6 @@ def _optimizer_memory(chosen: OptimizerConfig, updated: int, weight_bytes: int, 
 
 
 def expert_data_parallel_size(config: MasterConfig) -> int:
-    """Return the copies of the routed experts."""
     megatron = config.policy.megatron_cfg
     of_one_copy = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     return config.cluster.world_size // (of_one_copy * megatron.pipeline_model_parallel_size)

@@ -20,8 +20,6 @@ KEPT_BYTES = 1_500_000_000
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes of one GPU at a moment."""
-
     name: str
     trainer: int
     engine: int

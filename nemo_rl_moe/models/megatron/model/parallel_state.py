@@ -98,7 +98,6 @@ class ParallelCoordinates:
 
 
 def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: int, local_rank: int, seed: int) -> None:
-    """Join the process group and split it into tensor, context, expert, data and pipeline groups."""
     if not cpu_backend.ACTIVE:
         torch.cuda.set_device(local_rank)
     minutes = megatron.distributed_timeout_minutes

@@ -227,7 +227,6 @@ def tower_buffers_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
 
 
 def freeze_parts(chunk: GPTModel, freeze: FreezeConfig, hf_config: Any) -> None:
-    """Freeze parts of a model."""
     family = family_of(hf_config).vision
     for name, parameter in chunk.named_parameters():
         if not name.startswith(PREFIX) or family is None:

@@ -76,7 +76,6 @@ class CapturedRoutes:
         hooks.take()
 
     def add(self, num_slots: int, rows: Int[np.ndarray, " rows"]) -> None:
-        """Note a forward pass."""
         self._rows_of_slots += [rows] * num_slots
         self._num_kept += 1
         # Over several columns a layer may run twice, at last over the last one alone: what it chose then is left out.

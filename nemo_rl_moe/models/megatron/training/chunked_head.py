@@ -103,8 +103,6 @@ def chunked_token_statistics(
 
 @dataclass(frozen=True)
 class _Head:
-    """Settings of an output layer, but for its weight."""
-
     group: dist.ProcessGroup
     mask_logits: Callable[[Tensor], Tensor]
     temperature: float

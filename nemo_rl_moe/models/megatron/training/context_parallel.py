@@ -33,7 +33,6 @@ class ContextPlace(NamedTuple):
 
     @property
     def sequence_multiple(self) -> int:
-        """Number of columns that whatever is cut is padded to a multiple of."""
         return sequence_multiple(self.size)
 
 
@@ -42,7 +41,6 @@ ALONE = ContextPlace()
 
 
 def place_of_rank() -> ContextPlace:
-    """This rank's place."""
     group = parallel_state.get_context_parallel_group()
     return ContextPlace(group.rank(), group.size(), group) if group.size() > 1 else ALONE
 
@@ -88,12 +86,10 @@ class ContextCut:
         return ContextCut(held, local, columns.flatten().argsort(), place.group)
 
     def to(self, device: torch.device) -> "ContextCut":
-        """Return a copy on a device; the copies may still be under way."""
         held, local, order = (to_device(each, device) for each in (self.held, self.local, self.order))
         return ContextCut(held, local, order, self.group)
 
     def part(self, values: Shaped[Tensor, "rows columns ..."]) -> Shaped[Tensor, "rows local_columns ..."]:
-        """This rank's columns of whole rows."""
         return values.index_select(1, self.held)
 
     def whole(self, values: Shaped[Tensor, "rows local_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:

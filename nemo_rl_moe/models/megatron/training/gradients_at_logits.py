@@ -63,7 +63,6 @@ class GradientsAtLogits(StepObserver):
         ]
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        """Find out whether this step is one to measure, and forget the last one."""
         self._is_due, self._is_open, self._sums = is_due(number, self._every), False, {}
 
     def start_global_batch(self, shard: GlobalBatchShard, loss_function: LossFunction) -> None:

@@ -89,7 +89,7 @@ class MegatronModel:
         return any(hasattr(chunk, "vision") for chunk in self.chunks)
 
     def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
-        """Return the forward passes only. Returns the loss function's metrics of this rank's microbatches."""
+        """Run forward passes only; return the loss function's metrics of this rank's microbatches."""
         self._evaluation_mode()
         with torch.no_grad():
             results = self._forward_backward.evaluate(self.modules, shard, loss_function)

@@ -56,7 +56,6 @@ class ModelMicrobatch:
 
     @property
     def num_columns(self) -> int:
-        """Columns of the whole rows."""
         return self.input_ids.shape[1] if self.context is None else len(self.context.order)
 
     def part(self, values: Shaped[Tensor, "rows whole_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:

@@ -84,7 +84,6 @@ class ExpertLoadReports(StepObserver):
         self._number = self._num_microbatches = 0
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        """Clear the counts."""
         self._number, self._num_microbatches = number, sum(len(shard.microbatches) for shard in shards)
         # A batch has its columns on every rank.
         counts_images = IS_IMAGE in shards[0].microbatches[0].columns
@@ -128,7 +127,6 @@ class RoutingReports(StepObserver):
         self._hooks, self._per_layer = hooks, per_layer
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        """Clear the counts."""
         self._hooks.start_step(len(shards))
 
     def end_step(self) -> StepObservations:
@@ -138,13 +136,10 @@ class RoutingReports(StepObserver):
 
 
 class ExpertBiasReports(StepObserver):
-    """Moves of the expert bias in a step."""
-
     def __init__(self, expert_bias: ExpertBias):
         self._expert_bias = expert_bias
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        """Save the bias that the step begins with."""
         self._expert_bias.start_step()
 
     def after_update(self, *, is_updated: bool) -> None:
@@ -153,7 +148,6 @@ class ExpertBiasReports(StepObserver):
             self._expert_bias.count_frozen()
 
     def end_step(self) -> StepObservations:
-        """Return the metrics of `ExpertBias.metrics`."""
         return StepObservations(self._expert_bias.metrics())
 
 

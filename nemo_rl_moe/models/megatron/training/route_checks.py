@@ -21,8 +21,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class RouteChecks:
-    """The counts of one step on one rank."""
-
     def __init__(self, device: torch.device, *, in_float32: bool):
         self._repeats = RepeatedRows(device)
         self._in_float32, self._num_updates = in_float32, 1

@@ -39,7 +39,6 @@ class RouteProbe:
         return [f"{number % NUM_SEQUENCES} (data-parallel rank {number // NUM_SEQUENCES})" for number in range(count)]
 
     def clear(self) -> None:
-        """Start anew."""
         self._values.zero_()
 
     def add(

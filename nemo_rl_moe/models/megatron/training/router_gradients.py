@@ -57,7 +57,6 @@ class RouterGradients(StepObserver):
         self.sources = sources_of(config)
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        """Find out whether this step is one to measure."""
         self._is_due, self._metrics = is_due(number, self._every), {}
 
     def start_global_batch(self, shard: GlobalBatchShard, loss_function: LossFunction) -> None:
@@ -78,7 +77,6 @@ class RouterGradients(StepObserver):
         self._metrics["router_gradient/seconds"] = time.perf_counter() - started
 
     def end_step(self) -> StepObservations:
-        """Return the metrics on rank 0 alone."""
         return StepObservations(self._metrics)
 
     def parts(self, shard: GlobalBatchShard, loss_function: LossFunction) -> Tensor:

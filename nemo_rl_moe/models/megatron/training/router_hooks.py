@@ -56,7 +56,6 @@ class SequenceCut(NamedTuple):
 
 
 def cut_of_rank(config: TransformerConfig) -> SequenceCut:
-    """This rank's block of columns."""
     if not config.sequence_parallel:
         return SequenceCut(0, 1)
     return SequenceCut(
@@ -207,7 +206,6 @@ class RouterHooks:
             output.register_hook(lambda _: self._give(chunk, routes))
 
     def start_step(self, num_updates: int = 1) -> None:
-        """Empty statistics, probe and check, for a step of so many updates."""
         self._waiting.clear()
         self.statistics.clear()
         self.checks.start(num_updates)
@@ -299,7 +297,6 @@ class RouterHooks:
 
     @property
     def cut(self) -> SequenceCut:
-        """This rank's block of columns."""
         return cut_of_rank(self._config)
 
     def _give(self, chunk: int, routes: "ChunkRoutes | None") -> None:

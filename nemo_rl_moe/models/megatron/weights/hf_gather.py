@@ -48,7 +48,6 @@ class Delivery:
 
     @property
     def is_mine(self) -> bool:
-        """True where this rank receives the tensor."""
         shard_rank, _ = _shards(self.items[0][0].is_expert)
         is_owner = not self.is_stacked or self.owner == parallel_state.get_expert_model_parallel_rank()
         return self.takes_part and shard_rank == self.shard and is_owner
@@ -233,7 +232,6 @@ def _gather(is_expert: bool, part: Tensor, shards: Tensor | None, shard: int) ->
 
 
 def _joined(piece: ParameterPiece, shards: Tensor) -> Tensor:
-    """Join what `_gather` has brought."""
     # Along the rows the shards lie one behind another already.
     return shards.flatten(0, 1) if piece.shard_dimension == 0 else torch.cat(list(shards), piece.shard_dimension or 0)
 

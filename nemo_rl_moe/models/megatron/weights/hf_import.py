@@ -106,8 +106,6 @@ def _count(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Reading:
-    """A piece of a parameter, and the source slices that it is joined from."""
-
     piece: ParameterPiece
     rule: Rule
     parts: list[SourcePart]
@@ -115,8 +113,6 @@ class _Reading:
 
 @dataclass
 class _Plan:
-    """Reads planned by one rank."""
-
     folder: SafetensorsFolder | None = None
     problems: list[str] = field(default_factory=list)
     readings: list[_Reading] = field(default_factory=list)
@@ -297,7 +293,6 @@ def _raise_together(problems: Sequence[str]) -> None:
 
 
 def _read(reading: _Reading, reader: SliceReader, hf_config: Any) -> None:
-    """Fill one piece of a parameter."""
     local = reading.piece.local
     if reading.piece.is_vocabulary:
         local.zero_()  # the padding stays so

@@ -24,7 +24,7 @@ class SourcePart:
     local_shape: tuple[int, ...]
 
     def in_file_order(self, part: Tensor) -> Tensor:
-        """Return the view a part as in the file, without padding."""
+        """View a part as in the file, without padding."""
         if self.source.is_transposed:
             part = part.transpose(0, 1)
         if self.source.is_stacked:

@@ -46,7 +46,6 @@ class ParameterPiece:
         return self.name.endswith(_EXPERT_BIAS)
 
     def pad_vocabulary(self, rows: Tensor) -> Tensor:
-        """Add zero rows up to the full (padded) shape; other parameters pass through."""
         missing = self.full_shape()[0] - rows.shape[0]
         return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if self.is_vocabulary and missing else rows
 
