@@ -13,7 +13,6 @@ from typing import Any
 from nemo_rl_moe.routing.routers import moe_layer_indices
 
 _PASSES_OF_TRAINING = 3
-"""A backward pass has two products for each of the forward pass: gradients of the inputs and of the weights."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,12 @@ class ForwardFlops:
     per_pair: Mapping[int | None, int]
 
     def forward(self, lengths: Iterable[int]) -> int:
-        """Count operations of a forward pass over sequences with causal attention."""
         return sum(
             self.per_token * length + sum(each * causal_pairs(length, window) for window, each in self.per_pair.items())
             for length in lengths
         )
 
     def training(self, lengths: Iterable[int]) -> int:
-        """Return the operations of a forward and a backward pass over sequences."""
         return _PASSES_OF_TRAINING * self.forward(lengths)
 
 

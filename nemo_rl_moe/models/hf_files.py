@@ -129,7 +129,6 @@ class ModelSource:
     hub: HubModel | None
 
     def folder(self) -> Path:
-        """Return the folder on this machine, fetching what is missing."""
         if self.local is not None:
             return self.local
         assert self.hub is not None

@@ -46,7 +46,6 @@ class PatchSizes:
     max_pixels: int
 
     def sizes(self, height: int, width: int) -> list[Size]:
-        """Return the one size."""
         if max(height, width) > MOST_ASPECT_RATIO * min(height, width):
             raise ImageSizeError(
                 f"{height} x {width} pixels, expected no side more than {MOST_ASPECT_RATIO} times the other"
@@ -101,7 +100,6 @@ class TileSizes:
         return best
 
     def sizes(self, height: int, width: int) -> list[Size]:
-        """Return the size of each tile, with the whole image last where there are several."""
         columns, rows = self.grid(height, width)
         return [self.size] * (columns * rows + (columns * rows > 1))
 
@@ -138,11 +136,9 @@ class ImageRule:
     token_id: int
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Return the number of image tokens of an image."""
         return self.sizes.num_tokens(height, width)
 
     def model_images(self, image: "Image") -> list[ModelImage]:
-        """Return the resized image, or its tiles, in RGB."""
         return self.sizes.model_images(image, self.resample)
 
     def takes_those_of(self, other: "ImageRule") -> bool:
@@ -204,13 +200,10 @@ def load_image_rule(model_name: str, hf_config: Any) -> ImageRule | None:
 
 @dataclass(frozen=True)
 class _Fields:
-    """Fields of an image processor, with their file for messages."""
-
     file: str
     values: Mapping[str, Any]
 
     def rule(self, hf_config: Any) -> ImageRule:
-        """Return the whole rule for a model."""
         for name in _ALWAYS_ON:
             if self.values.get(name, True) is False:
                 raise self._error(name, False, "true")

@@ -24,7 +24,7 @@ device has those of its distinct images, one after another, where the vision tow
 IMAGE_SIZES = "image_sizes"
 """Column: height and width of each image in pixels; ragged, `[images, 2]`."""
 IMAGE_IDS = "image_ids"
-"""Column: a digest of each image: equal ones go through the vision tower once a microbatch; ragged, `[images]`."""
+"""Column: a digest of each image, `[images]`, ragged: equal ones go through the vision tower once a microbatch."""
 IS_IMAGE = "is_image"
 """Column: True for the prompt's tokens that stand for a piece of an image, in the order of the images. A response
 may hold the same token id, which then is a token as any other."""

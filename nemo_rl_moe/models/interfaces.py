@@ -151,15 +151,11 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Result of one `evaluate` call: a series for each metric of the loss function."""
-
     microbatch_metrics: dict[str, MetricSeries]
 
 
 @dataclass(frozen=True)
 class RouteComparison:
-    """Comparison of the routers' experts with captured ones."""
-
     logprobs: Float[Tensor, "batch sequence"]
     totals: AgreementTotals
 

@@ -34,7 +34,6 @@ class Choice(Protocol):
 
 
 def in_order(routes: Int[Tensor, "... topk"]) -> Int[Tensor, "... topk"]:
-    """Return the rows with their experts in ascending order, so that equal sets are equal rows."""
     return routes.sort(-1).values
 
 
@@ -201,6 +200,5 @@ def margins(
 
 
 def experts_as_map(experts: Int[Tensor, "tokens topk"], num_experts: int) -> Bool[Tensor, "tokens experts"]:
-    """Return a map of assignments from the experts' numbers."""
     of_tokens = torch.zeros(len(experts), num_experts, dtype=torch.bool, device=experts.device)
     return of_tokens.scatter_(1, experts, True)

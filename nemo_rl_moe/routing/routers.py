@@ -18,8 +18,6 @@ from nemo_rl_moe.shapes import Bool, Int
 
 
 class RouterKind(Enum):
-    """Library that a router comes from."""
-
     MEGATRON = "megatron"
     TRANSFORMERS = "transformers"
 

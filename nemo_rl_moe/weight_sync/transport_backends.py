@@ -55,23 +55,19 @@ class TransportBackend(Protocol):
 
 @dataclass(frozen=True)
 class FileTransport:
-    """Buckets as safetensors files, in shared memory or on disk, through the host's memory."""
-
     is_ordered: bool = field(default=False, init=False)
 
     def taken_from(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the host; the tensor itself if it is there."""
         return tensor.detach().cpu().contiguous()
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-        """Write all of it."""
         write_bucket(path, label, tensors)
 
     def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
         """Do nothing: the file has the bytes."""
 
     def opened(self, path: Path, label: BucketLabel, receiver: int) -> AbstractContextManager[dict[str, Tensor]]:
-        """Return the file, mapped into memory."""
+        """Map the file into memory."""
         return opened_bucket(path, label)
 
 
@@ -160,19 +156,13 @@ class CollectiveTransport:
 
 
 class SharedMemory(Protocol):
-    """Memory of a device that other processes can open by a handle."""
-
     def shared(self, buffer: Tensor) -> Mapping[str, Any]:
         """Return the handle of a buffer, in values that JSON has; valid while the buffer lives."""
         ...
 
-    def mapped(self, handle: Mapping[str, Any]) -> AbstractContextManager[Tensor]:
-        """Return the buffer of a handle, as bytes."""
-        ...
+    def mapped(self, handle: Mapping[str, Any]) -> AbstractContextManager[Tensor]: ...
 
-    def device(self) -> torch.device:
-        """Return the device of this process."""
-        ...
+    def device(self) -> torch.device: ...
 
 
 class CudaMemory:
@@ -194,7 +184,7 @@ class CudaMemory:
 
     @contextmanager
     def mapped(self, handle: Mapping[str, Any]) -> Iterator[Tensor]:
-        """The sender's memory itself."""
+        """Open the sender's memory itself."""
         uuids = {str(torch.cuda.get_device_properties(n).uuid): n for n in range(torch.cuda.device_count())}
         if handle["gpu"] not in uuids:
             raise WeightSyncError(
@@ -218,7 +208,6 @@ class IpcTransport:
     is_ordered: bool = field(default=False, init=False)
 
     def taken_from(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the device."""
         return tensor.detach().to(self.memory.device()).contiguous()
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> object:
@@ -232,7 +221,6 @@ class IpcTransport:
 
     @contextmanager
     def opened(self, path: Path, label: BucketLabel, receiver: int) -> Iterator[dict[str, Tensor]]:
-        """The tensors in the sender's memory."""
         manifest = read_manifest(path, label)
         with self.memory.mapped(manifest.handle) as buffer:
             tensors = manifest.cut(buffer)
@@ -256,8 +244,6 @@ def _padded(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of a bucket whose bytes travel beside it."""
-
     tensors: Sequence[tuple[str, str, Sequence[int]]]
     checksums: Mapping[str, str]
     handle: Mapping[str, Any]
@@ -273,7 +259,7 @@ class Manifest:
         return sum(_padded(num_bytes) for *_, num_bytes in self._sizes())
 
     def cut(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Return the view the tensors in the buffer's memory."""
+        """Return views of the tensors in the buffer's memory."""
         found, begin = {}, 0
         for name, dtype, shape, num_bytes in self._sizes():
             found[name] = buffer[begin : begin + num_bytes].view(dtype).view(tuple(shape))
@@ -284,7 +270,6 @@ class Manifest:
 def write_manifest(
     path: Path, label: BucketLabel, tensors: Mapping[str, Tensor], handle: Mapping[str, Any] | None = None
 ) -> None:
-    """Write what a bucket holds."""
     rows = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]
     checksums = {name: tensor_checksum(name, tensor) for name, tensor in tensors.items()}
     content = {"label": asdict(label), "tensors": rows, "checksums": checksums, "handle": dict(handle or {})}

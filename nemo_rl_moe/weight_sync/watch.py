@@ -23,8 +23,6 @@ _POLL_S = 0.05
 
 
 class Receivers(Protocol):
-    """Receiving processes as their parent sees them."""
-
     def find_lost(self, patience_s: float | None = None) -> str | None:
         """Return the name of a receiver that is lost and what has happened to it, in words; None where all are there.
 

@@ -25,7 +25,6 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "qwen3": dense.QWEN3,
     "qwen3_moe": softmax_moe.QWEN3_MOE,
 }
-"""By the `model_type` of `config.json`."""
 
 
 VISION_FAMILIES: Mapping[str, VisionFamily] = {

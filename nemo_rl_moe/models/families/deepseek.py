@@ -12,7 +12,6 @@ from nemo_rl_moe.models.families.decoder import rotary_base
 from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily, Rule, RuleTable, field_names, rule
 
 WHERE = "policy.model_name: config.json:"
-"""Prefix of error messages."""
 READ_FIELDS = (decoder.READ_FIELDS - {"head_dim"}) | field_names(
     "aux_loss_alpha first_k_dense_replace kv_lora_rank moe_intermediate_size n_group n_routed_experts n_shared_experts "
     "num_experts num_experts_per_tok num_local_experts q_lora_rank qk_nope_head_dim qk_rope_head_dim "
@@ -45,7 +44,6 @@ ROUTER_FIELDS: Mapping[str, str | None] = {
 
 
 def decoder_fields(hf_config: Any) -> dict[str, Any]:
-    """Map Hugging Face fields to TransformerConfig fields, except the router's."""
     heads, dense_layers = hf_config.num_attention_heads, hf_config.first_k_dense_replace
     rotated, head_dim = hf_config.qk_rope_head_dim, getattr(hf_config, "head_dim", None)
     if head_dim not in (None, rotated):
@@ -232,7 +230,6 @@ EXPERT_BIAS = {f"{decoder.LAYER}mlp.router.expert_bias": rule(f"{decoder.HF_LAYE
 
 
 def deepseek_v3_fields(hf_config: Any) -> dict[str, Any]:
-    """Map Hugging Face fields to TransformerConfig fields."""
     if hf_config.num_experts_per_tok < 2:
         # transformers makes its weight 1, and Megatron-Core takes the score.
         raise ConfigurationError(

@@ -17,8 +17,6 @@ from nemo_rl_moe.models.image_patches import tiles
 
 
 class TowerAndProjector(nn.Module):
-    """Transformers' tower and projector under their names in the whole model."""
-
     def __init__(self, hf_config: Any):
         super().__init__()
         from transformers import AutoModel
@@ -38,7 +36,6 @@ class TowerAndProjector(nn.Module):
     def forward(
         self, inputs: Float[Tensor, "tiles 3 height width"], merge: int
     ) -> Float[Tensor, "tiles tokens hidden"]:
-        """Return the embeddings of tiles."""
         states: Tensor = self.vision_tower(pixel_values=inputs).last_hidden_state[:, 1:]
         embeddings: Tensor = self.multi_modal_projector(pixel_shuffle(states, merge))
         return embeddings

@@ -121,13 +121,9 @@ class Source:
 class TensorLayout(Protocol):
     """Layout of a parameter's source tensors within it; also for the pieces of a tensor-parallel rank."""
 
-    def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
-        """Combine the source tensors into the parameter."""
-        ...
+    def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor: ...
 
-    def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
-        """Split the parameter into the source tensors."""
-        ...
+    def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -194,7 +190,6 @@ class Rule:
 def rule(
     *sources: str | Source, layout: TensorLayout | None = None, alternatives: Sequence[Sequence[Source]] = ()
 ) -> Rule:
-    """Make a rule; a tensor that is copied can be given by its name."""
     as_sources = tuple(Source(source) if isinstance(source, str) else source for source in sources)
     return Rule(as_sources, Rows() if layout is None else layout, tuple(map(tuple, alternatives)))
 

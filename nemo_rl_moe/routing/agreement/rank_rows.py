@@ -24,8 +24,6 @@ _LEAST_LEAD, _SIGMAS = 0.2, 6.0
 
 @dataclass(frozen=True)
 class RankShare:
-    """One rank's share of something."""
-
     slot: int
     share: float
     of_others: float

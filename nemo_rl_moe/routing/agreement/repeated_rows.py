@@ -32,8 +32,6 @@ class Repeat(IntEnum):
 
 
 class RepeatedRows:
-    """Counts of one step of training on one rank, on the device and without a host synchronisation."""
-
     def __init__(self, device: torch.device):
         self.counts: Int[Tensor, " kinds"] = torch.zeros(len(Repeat), dtype=torch.long, device=device)
 

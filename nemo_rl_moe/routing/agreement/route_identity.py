@@ -40,8 +40,6 @@ class RouteSample:
 
 @dataclass(frozen=True)
 class RoutingAnomaly:
-    """Rows that belong elsewhere."""
-
     kind: AnomalyKind
     text: str
     layer: int | None = None
@@ -76,8 +74,6 @@ class OneHot:
 
 
 class Overlap(NamedTuple):
-    """Agreement of the capture's rows with several partners."""
-
     share: Float[np.ndarray, "rows partners"]
     chance: Float[np.ndarray, "rows partners"]
 

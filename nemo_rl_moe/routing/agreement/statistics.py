@@ -63,7 +63,6 @@ class AgreementStatistics:
         self._last_layers: Int[Tensor, " layers"] | None = None
 
     def clear(self) -> None:
-        """Start anew."""
         for counts in (self.rows, self._experts, self.margins):
             counts.zero_()
         self.tokens.clear()
@@ -197,8 +196,6 @@ class AgreementTotals:
 
 @dataclass(frozen=True)
 class RoutingReport:
-    """Content of one step's capture, and agreement of the routers that train with it."""
-
     layers: tuple[int, ...]
     totals: AgreementTotals
     metrics: dict[str, float]

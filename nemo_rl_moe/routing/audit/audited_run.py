@@ -38,8 +38,6 @@ _WANTED = {
 
 @dataclass(frozen=True)
 class AuditedRun:
-    """A run that was audited."""
-
     path: Path
     description: CaptureDescription
     steps: Sequence[AuditedStep]
@@ -66,14 +64,11 @@ class AuditedRun:
 
 @dataclass(frozen=True)
 class SideFinding:
-    """Findings over the steps of one side."""
-
     side: str
     finding: Finding
 
     @property
     def text(self) -> str:
-        """A line about it."""
         over = f"; over after step {self.finding.last_step}" if self.finding.is_over else ""
         return f"{self.side}: {self.finding.text}{over}"
 

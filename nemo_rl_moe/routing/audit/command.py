@@ -38,7 +38,6 @@ exit code: 0 nothing is wrong; 1 routes cannot be right, each reported in a line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     parser.add_argument(
         "captures", nargs="+", type=Path, metavar="PATH", help="a capture folder, or a framework's files"
     )

@@ -40,8 +40,6 @@ _OF_SAME = (
 
 @dataclass(frozen=True)
 class LoadDistance:
-    """Distance of the loads of one side."""
-
     mean: float
     highest: float
     layer: int
@@ -49,8 +47,6 @@ class LoadDistance:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of two runs."""
-
     run: AuditedRun
     other: AuditedRun
     means: Mapping[str, tuple[float, float]]
@@ -60,7 +56,7 @@ class Comparison:
 
     @property
     def problems(self) -> list[str]:
-        """Routes of the same tokens that cannot both be right."""
+        """Return routes of the same tokens that cannot both be right."""
         return [
             f"against {self.other.path}: step {step.step}: {side}: {text}"
             for side, steps in self.same.items()
@@ -120,7 +116,7 @@ def distance_lines(comparison: Comparison) -> list[str]:
 
 
 def comparison_json(comparison: Comparison) -> Mapping[str, Any]:
-    """Everything."""
+    """Convert to JSON."""
     return {
         "capture": str(comparison.other.path),
         "means": {key: list(values) for key, values in comparison.means.items() if all(map(isfinite, values))},

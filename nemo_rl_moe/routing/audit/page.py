@@ -15,7 +15,6 @@ _WORDS = PageWords("Audit of routes", "The load of the experts is not known: the
 
 
 def write_audit_page(runs: Sequence[AuditedRun], output: Path, notes: Sequence[str] = ()) -> None:
-    """Write one HTML file about the audited runs."""
     names = [str(run.path) if len(runs) > 1 else "" for run in runs]
     sides = [side for run, name in zip(runs, names, strict=True) for side in sides_of(run, name)]
     if not sides:

@@ -166,7 +166,6 @@ class _Files:
         self.adapter: Adapter = ADAPTERS[name]
 
     def read(self, step: int) -> Iterator[list[CapturedSequence]]:
-        """Yield the sequences of a step, a file at a time, with the layers that the file has."""
         for file in self.steps[step]:
             content: Any = load(file)
             if not self.adapter.claims(content):
@@ -182,8 +181,6 @@ class _Files:
 
 
 class _CapturedRoutes:
-    """Sequences of a capture folder, read as those of other files are."""
-
     def __init__(self, folder: Path, model: RouterShape | None):
         self.path, self._description = folder, read_description(folder)
         self.steps = _only(steps_of(folder), None, folder)
@@ -195,7 +192,6 @@ class _CapturedRoutes:
             )
 
     def read(self, step: int) -> Iterator[list[CapturedSequence]]:
-        """Read the sequences of a step, a few at a time."""
         for rows in read_step(self._description, step, self.steps[step]):
             yield sequences_of(rows)
 
@@ -219,8 +215,6 @@ def _unknown(path: Path) -> str:
 
 
 class _Converted:
-    """Sequences of files as a capture has them."""
-
     def __init__(self, files: _Files, training: _Files | _CapturedRoutes | None):
         self._files, self._training, self._model = files, training, files.model
         self.notices: list[str] = []
@@ -258,7 +252,6 @@ class _Converted:
         return CaptureDescription(tuple(range(shape[0])), largest + 1, shape[1], made_by)
 
     def sequences(self, step: int) -> Iterator[list[CapturedSequence]]:
-        """Yield the sequences of a step, a file at a time."""
         partners = None if self._training is None else _Partners(self._training, step, self._fitted)
         for part in self._files.read(step):
             kept = [self._fitted(sequence, self._files.path) for sequence in part]

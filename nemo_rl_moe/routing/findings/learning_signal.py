@@ -17,8 +17,6 @@ METRICS = (
 
 
 class LearningSignal:
-    """Streaks of steps that teach nothing, fed step by step."""
-
     def __init__(self, num_steps: int | None):
         self._num_steps = num_steps
         self._since: dict[IdleKind, tuple[int, int]] = {}

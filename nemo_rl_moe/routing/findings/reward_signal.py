@@ -15,8 +15,6 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class FailedResponses:
-    """Responses of a step or a validation that the environment failed to score."""
-
     split: str
     number: int
     responses: int
@@ -103,7 +101,6 @@ class _History:
     varies: bool = False
 
     def observe(self, mean: float, deviation: float) -> None:
-        """Add a step."""
         bound = _ROUNDING * max(1.0, abs(mean))
         self.varies |= not (abs(mean - self.value) <= bound and deviation <= bound)  # asked so, NaN varies
         self.steps += 1

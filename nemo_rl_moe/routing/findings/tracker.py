@@ -80,8 +80,6 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Finding:
-    """One episode."""
-
     kind: FindingKind
     layer: int | None
     first_step: int
@@ -151,7 +149,7 @@ class FindingTracker:
         return self._continue({key for key in self._latest if key[0] in WRONG_ROUTES.values()}, found)
 
     def _continue(self, known: Set[tuple[str, int | None]], found: Sequence[Finding]) -> list[Finding]:
-        """Continue and ends episodes, those of the known keys alone; those that begin."""
+        """Continue and end episodes of the known keys; return those that begin."""
         present = {finding.key: finding for finding in found}
         begun = []
         for key in known - present.keys():
@@ -286,7 +284,7 @@ class _Streaks:
         self.since = np.zeros(num_places, dtype=np.int64)
 
     def observe(self, step: int, is_so: Bool[np.ndarray, " places"]) -> None:
-        """Extend or ends the streaks with the next step."""
+        """Extend or end the streaks with the next step."""
         self.since = np.where(is_so & (self.length == 0), step, self.since)
         self.length = np.where(is_so, self.length + 1, 0)
 

@@ -20,8 +20,6 @@ from nemo_rl_moe.shapes import Bool, Float, Int
 
 
 class PassKind(NamedTuple):
-    """Kind of a forward pass."""
-
     is_training: bool
     has_cache: bool
 

@@ -49,8 +49,6 @@ Unfed = Callable[[Mapping[str, Any]], Bool[Tensor, "batch tokens"]]
 
 
 class _Place(NamedTuple):
-    """Place of this process in the layout: the stages of its pipeline, None where it is the only one."""
-
     stages: dist.ProcessGroup | None
     tensor_rank: int
     tensor_size: int
@@ -84,7 +82,6 @@ class RouterReplayAudit:
         self._watchers = [_ChunkWatcher(self, chunk) for chunk in chunks]
 
     def close(self) -> None:
-        """Take the hooks off the model."""
         for watcher in self._watchers:
             watcher.remove()
 
@@ -247,7 +244,6 @@ class _ChunkWatcher(ForwardWatcher):
         watch_model(self._chunk, routers, self)
 
     def remove(self) -> None:
-        """Take the hooks off."""
         self.remove_hooks()
         for replay, own in self._replays:
             if own is None:
@@ -256,7 +252,6 @@ class _ChunkWatcher(ForwardWatcher):
                 replay.get_replay_topk = own
 
     def start_step(self) -> None:
-        """Forget the passes of the step."""
         self._num_passes = 0
         self._taken.clear()
 

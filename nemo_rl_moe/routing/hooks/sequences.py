@@ -20,8 +20,6 @@ from nemo_rl_moe.shapes import Float, Int
 
 @dataclass(frozen=True)
 class RoutedSequence:
-    """One sequence without its padding."""
-
     token_ids: Int[np.ndarray, " tokens"]
     experts: Int[np.ndarray, "tokens layers topk"]
     margins: Float[np.ndarray, "tokens layers"] | None

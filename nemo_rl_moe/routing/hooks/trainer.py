@@ -70,20 +70,17 @@ class RoutingCallback(TrainerCallback):
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **more: Any) -> None:
-        """Put the hooks on the model."""
         recorder = RouteRecorder(model, self._wants)  # first: it may refuse the model
         enable_load_balance_tracking(model)
         self._model, self._recorder = model, recorder
         self._tracker = FindingTracker(self._thresholds, self._recorder.topk)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Drop what an evaluation generated."""
         if self._recorder is not None:
             self._recorder.take()
             self._has_generated = bool(self._rollout)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Take the routes of the step."""
         if self._recorder is not None:
             self._compare_passes(self._recorder.take())
 
@@ -96,7 +93,6 @@ class RoutingCallback(TrainerCallback):
         state.log_history[-1].update(metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Take the hooks off the model."""
         if self._model is not None and self._recorder is not None:
             self._recorder.remove_hooks()
             disable_load_balance_tracking(self._model)
@@ -104,7 +100,7 @@ class RoutingCallback(TrainerCallback):
         self._rollout, self._compared = [], []
 
     def _wants(self, kind: PassKind) -> bool:
-        """Pass of a generation; those of training where there was one to compare them with."""
+        """Return whether a pass is compared: generation, and training where there was one."""
         if kind.is_training:
             return self._has_generated and len(self._compared) < self._max_sequences
         self._has_generated |= kind.has_cache

@@ -32,18 +32,15 @@ class ForwardWatcher:
         self._attention_mask: Tensor | None = None
 
     def enter_model(self, arguments: Mapping[str, Any]) -> None:
-        """Note the start of the model's forward."""
         self._gradients_at_entry = torch.is_grad_enabled()
         mask = arguments.get("attention_mask")
         # Masks of more dimensions say who sees whom, not what is padding.
         self._attention_mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
     def leave_model(self) -> None:
-        """Note the end of the model's forward, also of one that failed."""
         self._gradients_at_entry = self._attention_mask = None
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Take one call of a router."""
         raise NotImplementedError
 
     def keep(self, handle: RemovableHandle) -> None:
@@ -193,7 +190,6 @@ def enable_load_balance_tracking(model: nn.Module) -> int:
 
 
 def disable_load_balance_tracking(model: nn.Module) -> None:
-    """Stop counting and drop the counts. Does nothing for a model that is not tracked."""
     for module in model.modules():
         counter = _COUNTERS.pop(module, None)
         if counter is not None:

@@ -116,7 +116,6 @@ class LayerStatistics:
 def layer_statistics(
     counts_LE: Num[Tensor, "layers experts"], topk: float | Float[np.ndarray, " layers"] | None
 ) -> LayerStatistics:
-    """Return the statistics of each row."""
     # Products of counts in fewer bits would not fit.
     counts = (counts_LE if counts_LE.dtype == torch.int64 else counts_LE.to(torch.float64)).numpy()
     num_experts = counts.shape[1]

@@ -13,7 +13,6 @@ _INTEGER = re.compile(r"\d+")
 
 
 def outlier_key(layer: int, expert: int) -> str:
-    """Return the metric key of the utilization of one of the most or least loaded experts."""
     return f"{OUTLIER_PREFIX}layer_{layer}_expert_{expert}"
 
 

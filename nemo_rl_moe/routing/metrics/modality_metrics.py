@@ -15,7 +15,6 @@ _OF_EACH = ("max_violation", "expert_diversity", "dead_expert_frac")
 
 
 def modality_metrics(load: ExpertLoad, *, detailed: bool = False) -> dict[str, float]:
-    """Return load balance by modality, and how far experts part them; empty where images are not counted apart."""
     if load.image_counts is None:
         return {}
     counts, image_counts = load.counts, load.image_counts

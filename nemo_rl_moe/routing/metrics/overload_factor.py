@@ -35,8 +35,6 @@ class StageEvents:
 
 
 class PredictedOverload(NamedTuple):
-    """Overload factors of one expert-parallel size."""
-
     average: float
     maximum: float
 

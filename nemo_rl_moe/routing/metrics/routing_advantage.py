@@ -24,8 +24,6 @@ _MOST_COUNTS = 1 << 18
 
 @dataclass(frozen=True)
 class AdvantageScores:
-    """Scores of a step's experts."""
-
     layers: tuple[int, ...]
     scores: Float[Tensor, "layers experts"]
 
@@ -46,15 +44,12 @@ def add_sequence_assignments(
 
 
 class CentredAdvantages(NamedTuple):
-    """Advantages less the means of their groups."""
-
     off_mean: Float[Tensor, " sequences"]
     spread: Float[Tensor, " sequences"]
     sizes: Float[Tensor, " sequences"]
 
 
 def centred(advantages: Float[Tensor, " sequences"], groups: Int[Tensor, " sequences"]) -> CentredAdvantages:
-    """Return the advantages less the means of their groups, in float64."""
     values, numbers = advantages.double().numpy(), groups.numpy()
     sizes = np.bincount(numbers)
     # Off one of the group first: a mean of equal numbers can be off by their last bit, and no spread be a tiny one.

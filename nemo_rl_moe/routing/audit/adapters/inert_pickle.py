@@ -53,12 +53,10 @@ class RefusedError(pickle.UnpicklingError):
 
 
 class Inert:
-    """Stand-in for an object of a framework."""
-
     path = ""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Inert":
-        """An object of the arguments that the pickle gives, which are kept."""
+        """Make an object that keeps the arguments that the pickle gives."""
         made = super().__new__(cls)
         made.args, made.state, made.items = args, None, {}
         return made
@@ -69,11 +67,9 @@ class Inert:
         self.items: dict[Any, Any]
 
     def __setstate__(self, state: Any) -> None:
-        """Keeps the state."""
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Keeps an item."""
         self.items[key] = value
 
 

@@ -23,7 +23,6 @@ _FLOATS = ("rollout_logprobs", "training_logprobs", "advantages")
 
 
 def array(value: Any, where: str) -> Shaped[np.ndarray, "..."]:
-    """Return the numbers as an array, of a tensor, an array or nested lists."""
     if isinstance(value, PickledArray):
         value = value.values
     if isinstance(value, torch.Tensor):
@@ -109,7 +108,6 @@ def _after_prompt(
 
 
 def real_tokens(mask: Any, where: str) -> Bool[np.ndarray, "sequences tokens"]:
-    """Return the tokens of a padded batch that are none of its padding."""
     found: np.ndarray = array(mask, where).astype(bool)
     starts = found & ~np.pad(found, ((0, 0), (1, 0)))[:, :-1] if found.ndim == 2 else found
     if found.ndim != 2 or (starts.sum(1) != 1).any():

@@ -33,7 +33,6 @@ def claims(content: Any) -> bool:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
-    """Yield the sequences of a file."""
     for number, batch in enumerate(content):
         place = f"{where}: micro batch {number}"
         if not claims([batch]):

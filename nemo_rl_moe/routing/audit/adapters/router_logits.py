@@ -36,7 +36,6 @@ def _logits(content: Mapping[str, Any]) -> list[Any]:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
-    """Yield the sequences of a file."""
     if model is None:
         raise DataError(f"{where}: router_logits: how many experts a token has is not in it; --model DIR reports")
     if not model.plain_topk:
