@@ -120,6 +120,16 @@ def replayed(live: Int[Tensor, "tokens topk"], routes: LayerRoutes) -> Int[Tenso
     return torch.where(keeps[:, None], live, routes.experts)
 
 
+def or_tied(
+    live: Int[Tensor, "tokens topk"], scores: Float[Tensor, "tokens experts"], captured: LayerRoutes
+) -> Int[Tensor, "tokens topk"]:
+    """Return a router's own choice; a captured row in its place where that is as good, by equal scores."""
+    named = captured.experts.clamp(0, scores.shape[1] - 1)
+    last = scores.gather(1, live).amin(1, keepdim=True)
+    is_as_good = (scores.gather(1, named) >= last).all(1) & (captured.num_usable > 0)
+    return torch.where(is_as_good[:, None], named.to(live.dtype), live)
+
+
 class RoutedTokens(NamedTuple):
     """One router's choice for the tokens of one forward pass."""
 
@@ -137,11 +147,15 @@ class RouterHook:
     Args:
         inner: What stood in the slot before; chooses in place of plain top-k.
         counts_replayed: Under replay, what counts as load is what the router took, not what it would choose.
+
+    Attributes:
+        compared: Capture that what is shown is compared with: of experts with equal scores, its own are shown.
     """
 
     def __init__(self, inner: Choice | None = None, *, counts_replayed: bool = False):
         self._inner, self._counts_replayed = inner, counts_replayed
         self.routes: LayerRoutes | None = None
+        self.compared: LayerRoutes | None = None
         self.shows = self.shows_margin = False
         self.seen: list[RoutedTokens] = []
         self.counted: Int[Tensor, "tokens topk"] | None = None
@@ -169,12 +183,12 @@ class RouterHook:
             values = scores.gather(1, taken)
             self.counted = taken if self._counts_replayed else live
         if self.shows:
-            margin = None
+            # Choices within groups, and those of another occupant, need not be the highest scores.
+            is_plain, margin = self._inner is None and not group_topk, None
             if self.shows_margin:
-                # Choices within groups, and those of another occupant, need not be the highest scores.
-                is_plain = self._inner is None and not group_topk
                 margin = margins(scores.detach(), topk, (chosen.detach(), live) if is_plain else None)
-            self.seen.append(RoutedTokens(live, taken, margin))
+            shown = live if self.compared is None or not is_plain else or_tied(live, scores.detach(), self.compared)
+            self.seen.append(RoutedTokens(shown, shown if taken is live else taken, margin))
         return values, taken
 
     def take(self) -> list[RoutedTokens]:

@@ -38,7 +38,7 @@ from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
 from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.routing.metrics.load_balance_tracking import ForwardWatcher, watch_model
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
-from nemo_rl_moe.routing.replay import UNKNOWN, ReplayRoutes, RoutedTokens, in_order, margins
+from nemo_rl_moe.routing.replay import UNKNOWN, ReplayRoutes, RoutedTokens, in_order, margins, or_tied
 from nemo_rl_moe.routing.routers import RouterKind, RouterLayer, moe_layer_indices, routed_experts, router_kind
 from nemo_rl_moe.shapes import Bool, Int
 
@@ -324,8 +324,12 @@ class _ChunkWatcher(ForwardWatcher):
             self._taken[number].append(taken)
         if is_replaying and target is not None and default_compute_topk is not None:
             with torch.no_grad():
-                live = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
-                margin = None if group_topk else margins(scores.detach(), topk)
+                live, margin = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1], None
+                if not group_topk:
+                    margin = margins(scores.detach(), topk)
+                    if target.shape == live.shape:
+                        (captured,) = ReplayRoutes.of(target[:, None], scores.shape[1]).by_layer()
+                        live = or_tied(live, scores.detach(), captured)
             self._note(number, target, RoutedTokens(live, taken.to(live.dtype), margin))
         return values, taken
 

@@ -140,11 +140,13 @@ class RouterHooks:
         statistics = self.statistics if counts else self._compared
         counts = statistics is not None and routes is not None and self._counts_statistics
         self._give(chunk, routes if (self._replays if trains else self._compared is None) else None)
-        for hook in self._hooks[chunk].values():
+        captured = routes.by_layer if counts and routes is not None else [None] * len(self._hooks[chunk])
+        for hook, of_layer in zip(self._hooks[chunk].values(), captured, strict=True):
             # Of a comparison nobody reads the margins.
-            hook.shows, hook.shows_margin = (
+            hook.shows, hook.shows_margin, hook.compared = (
                 counts or self._captured is not None,
                 counts and statistics is self.statistics,
+                of_layer,
             )
         try:
             yield
@@ -307,7 +309,7 @@ class RouterHooks:
 
 def _hide(hooks: Iterable[RouterHook]) -> None:
     for hook in hooks:
-        hook.shows = hook.shows_margin = False
+        hook.shows, hook.shows_margin, hook.compared = False, False, None
         hook.take()
 
 
