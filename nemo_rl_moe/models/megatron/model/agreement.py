@@ -5,7 +5,7 @@
 import hashlib
 import json
 import threading
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,9 @@ class DamageSearch:
     uses what it has read. A folder without `files.json` has none.
     """
 
-    def __init__(self, folder: Path, *, in_parts: bool | None = None, left_out: Container[tuple[str, int, int]] = ()):
+    def __init__(self, folder: Path, *, in_parts: bool | None = None):
         self._found: list[str] = []
-        self._thread = threading.Thread(target=self._compare, args=(folder, in_parts, left_out), daemon=True)
+        self._thread = threading.Thread(target=self._compare, args=(folder, in_parts), daemon=True)
         self._share, self._num_shares = dist.get_rank(), dist.get_world_size()
         self._thread.start()
 
@@ -89,11 +89,9 @@ class DamageSearch:
         dist.all_gather_object(found, self._found)
         return list(dict.fromkeys(problem for problems in found for problem in problems))
 
-    def _compare(self, folder: Path, in_parts: bool | None, left_out: Container[tuple[str, int, int]]) -> None:
+    def _compare(self, folder: Path, in_parts: bool | None) -> None:
         try:
-            self._found = find_damage(
-                folder, share=self._share, num_shares=self._num_shares, in_parts=in_parts, left_out=left_out
-            )
+            self._found = find_damage(folder, share=self._share, num_shares=self._num_shares, in_parts=in_parts)
         except Exception as error:  # what was not compared is not whole
             self._found = [f"{folder}: cannot be compared with its checksums: {one_line(error)}"]
 
