@@ -32,35 +32,14 @@ def gradient_metrics(
     part contributes along the gradient (shares add up to 1; one that pulls against the others is negative); and
     `cosine_policy_{p}` is `<g_policy, g_p> / (|g_policy| |g_p|)`. A share or cosine of a gradient that is 0 is absent.
     """
-    return _named("router_gradient", products.sum(0), products, names, layers if per_layer else ())
-
-
-def last_layer_metrics(
-    products: Float[Tensor, "layers parts parts"], names: Sequence[str], layers: Sequence[int], *, per_layer: bool
-) -> dict[str, float]:
-    """Return the metrics of parts that are exact in the last layer alone, under `router_gradient_exact_in_last_layer/`.
-
-    Norms, shares and cosines as in `gradient_metrics`, of the last layer. `per_layer` adds norms and cosines of each
-    layer, where the policy's part holds what later layers' auxiliary losses send back through the hidden states.
-    """
-    prefix = "router_gradient_exact_in_last_layer"
-    return _named(prefix, products[-1], products, names, layers if per_layer else ())
-
-
-def _named(
-    prefix: str,
-    whole: Float[Tensor, "parts parts"],
-    products: Float[Tensor, "layers parts parts"],
-    names: Sequence[str],
-    layers: Sequence[int],
-) -> dict[str, float]:
+    whole = products.sum(0)
     metrics = _norms_and_cosines(whole, names, "")
     if total := float(whole.sum()):
         metrics |= {f"share_{name}": float(row.sum()) / total for name, row in zip(names, whole, strict=True)}
-    # Of no layers, where each one's own are not asked for.
-    for layer, of_layer in zip(layers, products, strict=False):
-        metrics |= _norms_and_cosines(of_layer, names, f"_layer_{layer}")
-    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+    if per_layer:
+        for layer, of_layer in zip(layers, products, strict=True):
+            metrics |= _norms_and_cosines(of_layer, names, f"_layer_{layer}")
+    return {f"router_gradient/{name}": value for name, value in metrics.items()}
 
 
 def _norms_and_cosines(products: Float[Tensor, "parts parts"], names: Sequence[str], ending: str) -> dict[str, float]:

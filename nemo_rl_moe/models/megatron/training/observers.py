@@ -18,7 +18,6 @@ from nemo_rl_moe.models.megatron.moe_metrics import get_moe_metrics
 from nemo_rl_moe.models.megatron.training.expert_advantages import ExpertAdvantageRecorder
 from nemo_rl_moe.models.megatron.training.expert_load import attach_expert_load_recorder
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
-from nemo_rl_moe.models.megatron.training.gradients_at_logits import GradientsAtLogits
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
 from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, cut_of_rank, in_router_order
@@ -47,7 +46,7 @@ def make_observers(
     """Attach the observers that a configuration asks for; none to a model without MoE layers.
 
     Their order is that of their collectives, the same on every rank. Passes that an observer runs itself must not be
-    seen by those behind it: exact router gradients come first.
+    seen by those behind it: router gradients come first.
     """
     megatron, config, device = policy.megatron_cfg, passes.config, passes.device
     if not moe_layer_indices(config):
@@ -55,11 +54,8 @@ def make_observers(
     per_layer, gradients, generates = megatron.moe_per_layer_logging, megatron.router_gradients, generating(policy)
     observers: list[StepObserver] = []
     if gradients.every_n_steps is not None:
-        exact = RouterGradients(passes, ddp_chunks, gradients.every_n_steps, gradients.num_microbatches, per_layer)
-        observers.append(exact)
-    if gradients.at_logits_every_n_steps is not None:
         observers.append(
-            GradientsAtLogits(ddp_chunks, config, device, gradients.at_logits_every_n_steps, per_layer=per_layer)
+            RouterGradients(passes, ddp_chunks, gradients.every_n_steps, gradients.num_microbatches, per_layer)
         )
     if passes.hooks is not None:
         observers.append(RoutingReports(passes.hooks, per_layer=per_layer))
