@@ -12,8 +12,8 @@ import numpy as np
 from nemo_rl_moe.routing.agreement.statistics import slot_chance
 from nemo_rl_moe.routing.audit.auditor import AuditedStep, names_of_slots
 from nemo_rl_moe.routing.findings.learning_signal import IdleKind
+from nemo_rl_moe.routing.findings.routing_signal import WRONG_ROUTES
 from nemo_rl_moe.routing.findings.tracker import Finding
-from nemo_rl_moe.routing.findings.wrong_routes import WRONG_ROUTES
 from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory
 from nemo_rl_moe.runs.folder.routing import RoutingHistory

@@ -16,11 +16,16 @@ import numpy as np
 
 from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.findings.learning_signal import IdleKind, LearningSignal
-from nemo_rl_moe.routing.findings.load_shift import LEAST_SHARE, SuddenlyIdle
+from nemo_rl_moe.routing.findings.level_shift import LEAST_SHARE, RunningLevel, SuddenlyIdle
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses, RewardKind, RewardSignal
-from nemo_rl_moe.routing.findings.routing_signal import RoutingKind, RoutingSignal
-from nemo_rl_moe.routing.findings.running_level import RunningLevel
-from nemo_rl_moe.routing.findings.wrong_routes import MISSING_METRIC, WRONG_ROUTES, WrongRoutesKind, wrong_routes
+from nemo_rl_moe.routing.findings.routing_signal import (
+    MISSING_METRIC,
+    WRONG_ROUTES,
+    RoutingKind,
+    RoutingSignal,
+    WrongRoutesKind,
+    wrong_routes,
+)
 from nemo_rl_moe.routing.metrics.load_arrays import (
     coefficient_of_variation,
     dead,

@@ -15,8 +15,8 @@ from nemo_rl_moe.config.schema_run import AlertsConfig
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
+from nemo_rl_moe.routing.findings.routing_signal import ANOMALIES_METRIC
 from nemo_rl_moe.routing.findings.tracker import QUIET_STEPS, Finding, FindingTracker, Thresholds, likewise
-from nemo_rl_moe.routing.findings.wrong_routes import ANOMALIES_METRIC
 from nemo_rl_moe.runs.folder.expert_load import read_expert_load
 from nemo_rl_moe.runs.folder.failures import FailuresTail, failures_by_step
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics

@@ -18,11 +18,9 @@ from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, EXPERTS_BY_ADVANTAGE,
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.runs.folder.routing import RoutingWriter
 from nemo_rl_moe.runs.folder.step_tables import MAX_DELAY_S, StepTableWriter
-from nemo_rl_moe.runs.loggers.advantage_plots import advantage_plots
 from nemo_rl_moe.runs.loggers.alerts import Alert, AlertWatch
 from nemo_rl_moe.runs.loggers.expert_load_plots import expert_load_plots
-from nemo_rl_moe.runs.loggers.modality_plots import modality_plots
-from nemo_rl_moe.runs.loggers.routing_plots import routing_plots
+from nemo_rl_moe.runs.loggers.plots import advantage_plots, modality_plots, routing_plots
 
 if TYPE_CHECKING:
     # Loggers work without torch.

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from nemo_rl_moe.routing.metrics.load_arrays import coefficient_of_variation, dead, utilization
-from nemo_rl_moe.runs.loggers.figures import BOTTOM, LEFT, RIGHT, TOP, add_title, as_png, axes_at, new_figure
+from nemo_rl_moe.runs.loggers.plots import BOTTOM, LEFT, RIGHT, TOP, add_title, as_png, axes_at, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

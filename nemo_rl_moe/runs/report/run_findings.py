@@ -11,8 +11,8 @@ from nemo_rl_moe.config.files import find_config, read_with_defaults
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.findings import learning_signal, routing_signal
 from nemo_rl_moe.routing.findings.reward_signal import is_reward_metric
+from nemo_rl_moe.routing.findings.routing_signal import ANOMALIES_METRIC, MISSING_METRIC
 from nemo_rl_moe.routing.findings.tracker import Finding, FindingTracker, Thresholds
-from nemo_rl_moe.routing.findings.wrong_routes import ANOMALIES_METRIC, MISSING_METRIC
 from nemo_rl_moe.runs.folder.failures import FailuresTail
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_history
 from nemo_rl_moe.runs.folder.run_data import RunData, describe_run, number_at, series_of

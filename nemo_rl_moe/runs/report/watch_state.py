@@ -11,8 +11,8 @@ from statistics import median
 
 from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
+from nemo_rl_moe.routing.findings.routing_signal import ANOMALIES_METRIC
 from nemo_rl_moe.routing.findings.tracker import FindingTracker
-from nemo_rl_moe.routing.findings.wrong_routes import ANOMALIES_METRIC
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory, ExpertLoadTail
 from nemo_rl_moe.runs.folder.failures import FAILURES_FILE_NAME, FailuresTail, failures_by_step
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, MetricHistory, MetricsTail, StepRecord

@@ -13,7 +13,7 @@ from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.megatron.model.gpt_model import padded_vocabulary_size
 from nemo_rl_moe.models.megatron.model.transformer_config import layers_of_chunks, moe_layer_indices
 from nemo_rl_moe.models.megatron.model.vision_model import vision_parameters
-from nemo_rl_moe.models.megatron.training.chunked_step import CHUNK_PARAMETERS
+from nemo_rl_moe.models.megatron.training.optimizer import CHUNK_PARAMETERS
 
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -3,9 +3,11 @@
 """Megatron-Core's data-parallel wrapper, optimizer and learning-rate schedule from the user's configuration."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
@@ -14,8 +16,6 @@ from nemo_rl_moe.models.megatron.cpu import cpu_backend  # before megatron.core
 from nemo_rl_moe.models.megatron.layers.routers import router_state_in_float32
 from nemo_rl_moe.models.megatron.model.transformer_config import DTYPES
 from nemo_rl_moe.models.megatron.model.vision_model import tower_buffers_in_float32
-from nemo_rl_moe.models.megatron.training import chunked_step
-from nemo_rl_moe.models.megatron.training.chunked_step import step_in_chunks
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -30,6 +30,45 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+CHUNK_PARAMETERS = 2**28
+"""Parameters that an Adam with moments in bfloat16 updates at a time: 2 GiB of float32 copies."""
+
+
+def step_in_chunks(adam: Any, most_parameters: int) -> None:
+    """Have Transformer Engine's Adam update at most so many parameters at a time, with the same result.
+
+    It makes float32 copies of moments in other formats, of a whole group at once: for the experts' group that is more
+    than bfloat16 moments save.
+    """
+    step_of_groups = adam.step
+
+    def step(*arguments: Any, **keywords: Any) -> None:
+        groups = adam.param_groups
+        try:
+            for group in groups:
+                counted = {}
+                for tensors in _chunks(group["params"], most_parameters):
+                    chunk = {**group, "params": tensors}
+                    adam.param_groups = [chunk]
+                    step_of_groups(*arguments, **keywords)
+                    counted = {"step": chunk["step"]}
+                group.update(counted)
+        finally:
+            adam.param_groups = groups
+
+    adam.step = step
+
+
+def _chunks(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    chunk: list[Tensor] = []
+    for tensor in tensors:
+        if chunk and sum(other.numel() for other in chunk) + tensor.numel() > most:
+            yield chunk
+            chunk = []
+        chunk.append(tensor)
+    if chunk:
+        yield chunk
 
 
 def half_precision_modules(config: TransformerConfig, chunks: Sequence[GPTModel]) -> list[MegatronModule]:
@@ -80,7 +119,7 @@ def build_optimizer(
     _fuse_adam(optimizer)
     if "bfloat16" in (policy.megatron_cfg.optimizer.exp_avg_dtype, policy.megatron_cfg.optimizer.exp_avg_sq_dtype):
         for part in optimizer_parts(optimizer):
-            step_in_chunks(part.optimizer, chunked_step.CHUNK_PARAMETERS)
+            step_in_chunks(part.optimizer, CHUNK_PARAMETERS)
     if config.bf16:
         config.grad_scale_func = optimizer.scale_loss
     return optimizer

@@ -24,8 +24,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
-from nemo_rl_moe.models.megatron.training.route_checks import RouteChecks, computes_in_float32
-from nemo_rl_moe.models.megatron.training.route_probe import RouteProbe
+from nemo_rl_moe.models.megatron.training.route_checks import RouteChecks, RouteProbe, computes_in_float32
 from nemo_rl_moe.routing.agreement.replayed_passes import MOST_ENTRIES, ReplayedPass, join_passes
 from nemo_rl_moe.routing.agreement.report import routing_report
 from nemo_rl_moe.routing.agreement.statistics import AgreementStatistics, AgreementTotals, RoutingReport, Row

@@ -4,8 +4,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from nemo_rl_moe.runs.report.charts import charts_of
-from nemo_rl_moe.runs.report.reward_charts import LEARNING, REWARD_CHARTS
+from nemo_rl_moe.runs.report.charts import LEARNING, REWARD_CHARTS, charts_of
 from tests.unit.test_docs_examples import DOCS, documented_keys
 from tests.unit.test_docs_grpo_metrics import unfolded
 
