@@ -1,7 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a step's capture: its agreement statistics, its checks and the identity of its rows, of a live step as
-of files."""
+"""The report of a step's capture, live or of files: agreement statistics, checks, identity of rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -145,8 +145,7 @@ class FindingTracker:
         return self._continue({key for key in self._latest if key[0] not in WRONG_ROUTES.values()}, found)
 
     def observe_anomalies(self, step: int, anomalies: Sequence[RoutingAnomaly]) -> list[Finding]:
-        """Return findings that begin with the captured routes of a step; a run may end by it, before its metrics are
-        there."""
+        """Return findings that begin with the captured routes of a step, before its metrics are there."""
         found = []
         for kind, layer, text in wrong_routes(anomalies):
             since = self._since(kind, layer, step)
@@ -322,8 +321,7 @@ class _IdleExperts:
         return chosen
 
     def outliers(self) -> Bool[np.ndarray, "layers experts"]:
-        """Return experts that never had a token, where each of the others in the layer has half of a fair share or
-        more."""
+        """Return experts that never had a token, where all others of the layer have half of a fair share."""
         has_load = self._total > 0
         lowest = np.where(has_load, utilization(self._total), np.inf).min(1, keepdims=True)
         found: Bool[np.ndarray, "layers experts"] = ~has_load & np.isfinite(lowest) & (lowest >= LEAST_SHARE)

@@ -44,9 +44,7 @@ _STEPS_REMEMBERED = 20
 
 
 def train_line(step: int, total_steps: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:
-    """Return a line such as `step 12/200  loss 1.2345  lr 3.0e-03  9,812 tok/s  eta 1:03`; empty without training
-    metrics.
-    """
+    """Return a line such as `step 12/200  loss 1.2345  lr 3.0e-03  eta 1:03`; empty without training metrics."""
     if not any(key.startswith("train/") for key in metrics):
         return ""
     parts = [f"step {step}/{total_steps}"]

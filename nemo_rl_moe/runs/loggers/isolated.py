@@ -141,9 +141,7 @@ class IsolatedLogger:
             self._changed.notify()
 
     def wait_until_closed(self, deadline: float) -> None:
-        """Wait until the backend has closed or `deadline` has passed; an upload of a finished run gets the time it asks
-        for.
-        """
+        """Wait until the backend has closed or `deadline` has passed; an upload gets the time it asks for."""
         try:
             self._thread.join(max(0.0, deadline - time.monotonic()))
             longer = self._backend.seconds_to_close if self._backend else 0.0

@@ -105,9 +105,7 @@ class PaddedInferenceContext(StaticInferenceContext):
         self._mask = None
 
     def added_mask(self, queries: int, dtype: torch.dtype) -> Float[Tensor, "rows 1 queries keys"] | None:
-        """Return an additive mask of the next `queries` slots: minus infinity for padding and later slots; None: no
-        padding.
-        """
+        """Return an additive mask of the next slots: minus infinity for padding and later slots; None: no padding."""
         if self._hidden_slots is None:
             return None
         first = self.sequence_len_offset

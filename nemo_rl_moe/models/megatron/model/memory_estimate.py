@@ -225,8 +225,7 @@ class WorkerMemory:
         activations_at_least: A lower bound of what one microbatch keeps for the backward pass: the input of every layer
             and, on the last stage, float32 logits, of one chunk where there are several.
         tower_activations: The same bound for the vision tower with the maximum number of patches, which few
-            microbatches
-            have: it is in no sum.
+            microbatches have: it is in no sum.
         is_moved: Gradients are freed and the optimizer's state moves to the host during generation.
     """
 

@@ -125,9 +125,7 @@ class MegatronModel:
         return found, routes if self.coordinates.reports_loss else []
 
     def compare_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], AgreementTotals]:
-        """Compute `logprobs` with the routers' own experts, and compare these with the captured routes; every rank
-        calls it.
-        """
+        """Compute `logprobs` with the routers' own experts, and compare these with the capture; every rank calls it."""
         assert self._hooks is not None
         with self._hooks.comparing() as totals:
             return self.logprobs(microbatches), totals()
