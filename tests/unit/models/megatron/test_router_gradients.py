@@ -374,12 +374,11 @@ def both(
     with_routes: bool = False,
     dropout: float = 0.1,
     fault: Any = None,
-    form: Any = None,
 ) -> tuple[list[Run], list[Run]]:
     """The ranks of a run with measurements on every step, and of one without any."""
     runs = [
         run_ranks(three_steps, world_size, policy_for(world_size, **changes, **more), with_routes, dropout, fault)
-        for more in (form or {}, {"router_gradients__every_n_steps": None})
+        for more in ({}, {"router_gradients__every_n_steps": None})
     ]
     return runs[0], runs[1]
 
@@ -389,10 +388,6 @@ def both(
     [
         pytest.param(1, {}, {"dropout": 0.0}, marks=pytest.mark.slow),
         pytest.param(1, EVERYTHING, {}, marks=pytest.mark.slow),
-        (1, EVERYTHING | {"layer_spec": "local"} | FULL | REPLAY, {"with_routes": True, "form": AT_LOGITS}),
-        pytest.param(1, {}, {"form": AT_LOGITS}, marks=pytest.mark.slow),
-        pytest.param(1, {"moe_z_loss_coeff": None}, {"form": AT_LOGITS}, marks=pytest.mark.slow),
-        pytest.param(2, EVERYTHING | layout(pp=2, vpp=2) | FULL, {"form": AT_LOGITS}, marks=pytest.mark.slow),
         (1, EVERYTHING | FULL | REPLAY, {"with_routes": True}),
         pytest.param(1, EVERYTHING | {"layer_spec": "local", "precision": "bfloat16"}, {}, marks=pytest.mark.slow),
         (2, EVERYTHING | ZERO_1 | OVERLAP, {}),
