@@ -61,12 +61,7 @@ class ActorReceivers:
     """
 
     def __init__(
-        self,
-        calls: Mapping[Any, str],
-        *,
-        ask: Callable[[str], Any],
-        end: Callable[[str], None],
-        patience_s: float,
+        self, calls: Mapping[Any, str], *, ask: Callable[[str], Any], end: Callable[[str], None], patience_s: float
     ):
         self._calls, self._ask, self._end, self._patience_s = dict(calls), ask, end, patience_s
         self._pending = dict(calls)

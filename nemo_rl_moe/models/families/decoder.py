@@ -198,7 +198,7 @@ ATTENTION: dict[str, Rule] = {
 QKV_BIAS: dict[str, Rule] = {
     f"{LAYER}self_attention.linear_qkv.bias": rule(
         *(f"{HF_LAYER}self_attn.{part}_proj.bias" for part in "qkv"), layout=QueryGroups()
-    ),
+    )
 }
 QK_NORMS: dict[str, Rule] = {
     f"{LAYER}self_attention.{part}_layernorm.weight": rule(f"{HF_LAYER}self_attn.{part}_norm.weight") for part in "qk"

@@ -86,10 +86,7 @@ def _balancing_fields(hf_config: Any) -> dict[str, Any]:
     """Return the auxiliary loss; the file may say nothing of it, and transformers has none."""
     coefficient = float(getattr(hf_config, "aux_loss_alpha", None) or 0.0)
     kind = "seq_aux_loss" if getattr(hf_config, "seq_aux", None) in (True, None) else "aux_loss"
-    return {
-        "moe_router_load_balancing_type": kind if coefficient > 0 else "none",
-        "moe_aux_loss_coeff": coefficient,
-    }
+    return {"moe_router_load_balancing_type": kind if coefficient > 0 else "none", "moe_aux_loss_coeff": coefficient}
 
 
 def group_fields(hf_config: Any) -> dict[str, int | None]:
@@ -101,10 +98,7 @@ def group_fields(hf_config: Any) -> dict[str, int | None]:
             f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, more than the experts in {usable} of "
             f"{groups} groups"
         )
-    return {
-        "moe_router_num_groups": groups if limited else None,
-        "moe_router_group_topk": usable if limited else None,
-    }
+    return {"moe_router_num_groups": groups if limited else None, "moe_router_group_topk": usable if limited else None}
 
 
 def rotary_fields(hf_config: Any) -> dict[str, Any]:

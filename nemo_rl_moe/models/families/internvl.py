@@ -134,10 +134,7 @@ INTERNVL = VisionFamily(
         },
     ),
     decoder_name=lambda name: f"language_model.{name}",
-    prefixes={
-        "vision.vision_tower.": "vision_tower.",
-        "vision.multi_modal_projector.": "multi_modal_projector.",
-    },
+    prefixes={"vision.vision_tower.": "vision_tower.", "vision.multi_modal_projector.": "multi_modal_projector."},
     projector=("vision.multi_modal_projector.",),
     build=TowerAndProjector,
     encode=_encode,

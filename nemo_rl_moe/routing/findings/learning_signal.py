@@ -6,13 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 IdleKind = Literal["no_advantages", "all_truncated"]
-METRICS = (
-    "train/advantages/min",
-    "train/advantages/max",
-    "train/reward",
-    "train/reward_std",
-    "train/truncation_rate",
-)
+METRICS = ("train/advantages/min", "train/advantages/max", "train/reward", "train/reward_std", "train/truncation_rate")
 """Keys that `LearningSignal` reads."""
 
 

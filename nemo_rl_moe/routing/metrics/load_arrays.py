@@ -13,9 +13,7 @@ import numpy as np
 from nemo_rl_moe.shapes import Bool, Float, Int, Num
 
 
-def utilization(
-    counts: Num[np.ndarray, "*steps layers experts"],
-) -> Float[np.ndarray, "*steps layers experts"]:
+def utilization(counts: Num[np.ndarray, "*steps layers experts"]) -> Float[np.ndarray, "*steps layers experts"]:
     """Return `E * c / sum c`: 1 is fair, 0 dead; 0 in a layer without load.
 
     Both steps round once at most, so equal loads have equal bits in any layout.
@@ -31,9 +29,7 @@ def coefficient_of_variation(counts: Num[np.ndarray, "*steps layers experts"]) -
     return deviation_of_utilization(utilization(counts)) * (counts.sum(-1) > 0)
 
 
-def deviation_of_utilization(
-    shares: Float[np.ndarray, "*steps layers experts"],
-) -> Float[np.ndarray, "*steps layers"]:
+def deviation_of_utilization(shares: Float[np.ndarray, "*steps layers experts"]) -> Float[np.ndarray, "*steps layers"]:
     """Return the coefficient of variation from the utilization, of layers with load."""
     # The mean of the utilizations is 1: no difference of large numbers, and balance gives exactly 0.
     off = shares - 1

@@ -148,11 +148,7 @@ def _losses_on_host(entries: Sequence[LayerLoad]) -> list[float | None]:
 
 
 def _metrics(
-    layers: LayerStatistics,
-    indices: Sequence[int],
-    aux_losses: Sequence[float | None],
-    top_k: int,
-    detailed: bool,
+    layers: LayerStatistics, indices: Sequence[int], aux_losses: Sequence[float | None], top_k: int, detailed: bool
 ) -> dict[str, float]:
     losses = [loss for loss in aux_losses if loss is not None]
     metrics = {

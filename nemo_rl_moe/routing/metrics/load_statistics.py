@@ -123,12 +123,7 @@ def layer_statistics(
     # With p = u / E, exp(-sum p log p) / E is exp(-sum u log u / E). 0 * log(smallest) is 0, the limit of u log u.
     u_log_u = (shares * np.log(np.maximum(shares, _SMALLEST))).sum(1)
     cv = deviation_of_utilization(shares)
-    rows = [
-        shares.sum(1) / num_experts,
-        cv,
-        shares.max(1) - 1,
-        np.minimum(np.exp(u_log_u / -num_experts), 1.0),
-    ]
+    rows = [shares.sum(1) / num_experts, cv, shares.max(1) - 1, np.minimum(np.exp(u_log_u / -num_experts), 1.0)]
     if topk is not None:
         variance = null_variance(counts, topk)
         rows += [np.sqrt(variance), excess_coefficient_of_variation(cv, variance)]

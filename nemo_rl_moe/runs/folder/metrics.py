@@ -19,7 +19,7 @@ MetricHistory = dict[str, list[tuple[int, float]]]
 """Metrics of a run: complete key to `(step, value)` pairs, steps ascending."""
 METRICS_FILE_NAME = "metrics.jsonl"
 RENAMED_METRICS = {
-    "train/moe/routing/tape_bytes": "train/moe/routing/captured_bytes",  # older name
+    "train/moe/routing/tape_bytes": "train/moe/routing/captured_bytes"  # older name
 }
 """Keys in files of older runs, and what they are called now."""
 LAST_STEP = 10**8 - 1

@@ -33,11 +33,7 @@ _TRAIN_FIELDS = (
     ("train/refit/logprob_gap", "refit_gap", ".1e"),
     ("train/refit/checks_failed", "refit_checks_failed", ".0f"),
 )
-_VALIDATION_FIELDS = (
-    ("val/loss", "loss", ".4g"),
-    ("val/reward", "reward", ".4g"),
-    ("val/accuracy", "accuracy", ".4g"),
-)
+_VALIDATION_FIELDS = (("val/loss", "loss", ".4g"), ("val/reward", "reward", ".4g"), ("val/accuracy", "accuracy", ".4g"))
 _EPOCH_KEY = "train/epoch"
 _SPEED_KEY = "timing/train/tokens_per_second"
 _STEPS_REMEMBERED = 20

@@ -75,10 +75,7 @@ def build_loggers(
             raise
 
     if logger_config.tensorboard_enabled:
-        isolate(
-            TensorBoardLogger.name,
-            partial(TensorBoardLogger, run_folder, resume.step if resume else None),
-        )
+        isolate(TensorBoardLogger.name, partial(TensorBoardLogger, run_folder, resume.step if resume else None))
     if logger_config.wandb_enabled:
         is_resumed = WandbLogger.name in run_ids
         open_wandb = partial(

@@ -63,10 +63,7 @@ class TensorBoardLogger:
         for key, content in plots.items():
             plot = PIL.Image.open(BytesIO(content))
             image = self._summary_type.Image(
-                encoded_image_string=content,
-                width=plot.width,
-                height=plot.height,
-                colorspace=len(plot.getbands()),
+                encoded_image_string=content, width=plot.width, height=plot.height, colorspace=len(plot.getbands())
             )
             summary.value.add(tag=key, image=image)
         self._write(self._event_type(wall_time=time.time(), step=step, summary=summary))

@@ -9,12 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.cpu.attention import (
-    SDPAttention,
-    causal_attention,
-    causal_mask,
-    masked_attention,
-)
+from nemo_rl_moe.models.megatron.cpu.attention import SDPAttention, causal_attention, causal_mask, masked_attention
 
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,12 +17,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 
 
 def sink_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor,
-    scale: float | None = None,
-    window: int | None = None,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float | None = None, window: int | None = None
 ) -> Tensor:
     """Compute causal attention with one more score in each head's softmax, of a key without a value.
 

@@ -63,11 +63,7 @@ _ANY_CORE_ATTENTION: Mapping[str, Any] = {
 }
 _CORE_ATTENTION: Mapping[str, Any] = {**_ANY_CORE_ATTENTION, "softmax_type": "vanilla", "window_size": None}
 _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
-    "norm": {
-        "normalization": "RMSNorm",
-        "layernorm_zero_centered_gamma": False,
-        "memory_efficient_layer_norm": False,
-    },
+    "norm": {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "memory_efficient_layer_norm": False},
     "linear": {
         "tensor_model_parallel_size": 1,
         "gradient_accumulation_fusion": False,

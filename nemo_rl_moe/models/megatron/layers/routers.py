@@ -72,11 +72,7 @@ def _replay_or_choose(replay: Callable[..., Any], choice: GroupLimitedChoice, *a
     return replay(*arguments[:-1], choice.get_replay_topk)
 
 
-FORCED_ROUTING_FIELDS = (
-    "moe_router_force_load_balancing",
-    "moe_router_force_biased",
-    "moe_router_force_hot_rank",
-)
+FORCED_ROUTING_FIELDS = ("moe_router_force_load_balancing", "moe_router_force_biased", "moe_router_force_hot_rank")
 """Each is a field of TransformerConfig or, where this version has none, an attribute set on it."""
 
 # Added to a logit; far above any real one, far below where float32 or bfloat16 lose the others to infinity.

@@ -321,10 +321,7 @@ def _problems_with_shared_sequences(fields: dict[str, Any]) -> list[str]:
     ranks, key = fields["context_parallel_size"], "policy.megatron_cfg"
     if ranks == 1:
         return []
-    of_model = {
-        "windows": fields.get("window_size") is not None,
-        "sinks": fields.get("softmax_type") == "learnable",
-    }
+    of_model = {"windows": fields.get("window_size") is not None, "sinks": fields.get("softmax_type") == "learnable"}
     problems = []
     if names := " and ".join(name for name, has_some in of_model.items() if has_some):
         problems.append(

@@ -21,12 +21,7 @@ from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackwar
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
 from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, cut_of_rank, in_router_order
-from nemo_rl_moe.models.megatron.training.step_observer import (
-    StepObservations,
-    StepObserver,
-    TrainingForward,
-    is_due,
-)
+from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward, is_due
 from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
 

@@ -58,8 +58,7 @@ def cut_of_rank(config: TransformerConfig) -> SequenceCut:
     if not config.sequence_parallel:
         return SequenceCut(0, 1)
     return SequenceCut(
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     )
 
 

@@ -17,13 +17,7 @@ from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.megatron.model.agreement import SharedFailure
 from nemo_rl_moe.models.megatron.weights.hf_gather import Delivery, gather_tensors, plan_deliveries
-from nemo_rl_moe.models.safetensors_files import (
-    SafetensorsWriter,
-    TensorHeader,
-    file_names,
-    index_of,
-    split_into_files,
-)
+from nemo_rl_moe.models.safetensors_files import SafetensorsWriter, TensorHeader, file_names, index_of, split_into_files
 from nemo_rl_moe.models.safetensors_folder import INDEX_FILE, one_line
 
 # isort: split

@@ -115,9 +115,7 @@ def plan_deliveries(
     return _assigned([(*headers[name], by_expert[name]) for name in names]), without_rule
 
 
-def _assigned(
-    tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterPiece, Rule], ...]]],
-) -> list[Delivery]:
+def _assigned(tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterPiece, Rule], ...]]]) -> list[Delivery]:
     """Choose who writes what, with the same outcome on all ranks that have a part in a tensor."""
     (_, experts_copies), (_, expert_shards) = _replicas(True), _shards(True)
     (_, copies), (_, shards) = _replicas(False), _shards(False)

@@ -64,7 +64,7 @@ def test_a_run_of_text_has_neither_cards_nor_charts(tmp_path: Path) -> None:
     assert document["runs"][0]["modalities"] is None
     assert MODALITIES not in {chart["section"] for chart in document["charts"]}
     # No chart of the section is about tokens of all kinds, which any run has.
-    keys = [line.pattern for chart in MODALITY_CHARTS for line in chart.lines]
+    keys = [pattern for chart in MODALITY_CHARTS for pattern in chart.lines]
     assert all("/image/" in key or "/text/" in key or "/modality_" in key for key in keys)
     assert len(charts_of(keys)) == len(MODALITY_CHARTS)
 

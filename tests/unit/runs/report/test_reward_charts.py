@@ -19,7 +19,7 @@ DOCUMENTED = {
 DOCUMENTED |= {key.replace("train/", "val/", 1) for key in DOCUMENTED}
 
 
-@pytest.mark.parametrize("pattern", sorted({line.pattern for chart in REWARD_CHARTS for line in chart.lines}))
+@pytest.mark.parametrize("pattern", sorted({pattern for chart in REWARD_CHARTS for pattern in chart.lines}))
 def test_every_line_is_a_metric_that_the_pages_report_of(pattern: str) -> None:
     assert [key for key in DOCUMENTED if fnmatchcase(key, pattern)]
 
