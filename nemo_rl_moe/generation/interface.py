@@ -90,7 +90,6 @@ class GenerationBatch:
         )
 
     def with_shared_in(self, store: ArrayStore) -> "GenerationBatch":
-        """Return the batch with the places of its shared arrays in a store."""
         return self._with_shared(store.place)
 
     def fetched(self, fetch: Fetch) -> "GenerationBatch":

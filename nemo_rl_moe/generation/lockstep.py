@@ -107,7 +107,6 @@ def generate_batches(
 
 
 def make_trainer_engine(setup: "EngineSetup") -> LockstepEngine:
-    """Return the engine of the trainer's own workers."""
     return LockstepEngine(partial(generate_batches, setup.policy.generate))
 
 

@@ -33,7 +33,6 @@ class PixelRule:
 
     @property
     def patch_dim(self) -> int:
-        """Numbers of one patch."""
         return 3 * self.frames * self.patch_size**2
 
     def normalised(self, pixels: UInt8[Tensor, "... 3"]) -> Float[Tensor, "... 3"]:
@@ -78,7 +77,6 @@ def merged_patches(
 
 
 def tiles(images: Sequence[UInt8[Tensor, "height width 3"]], rule: PixelRule) -> Float[Tensor, "tiles 3 height width"]:
-    """Return tiles in float32, channel by channel."""
     return rule.normalised(torch.stack(list(images))).permute(0, 3, 1, 2).contiguous()
 
 

@@ -119,7 +119,6 @@ def distinct_sizes(batch: TokenBatch) -> list[tuple[int, int]]:
 
 
 def distinct_pixels(pixels: SharedColumn, ids: Sequence[int]) -> UInt8[np.ndarray, " bytes"]:
-    """Return the pixels of the distinct images, in the order of `distinct_images`."""
     arrays = [array for of_sequence in pixels.arrays for array in of_sequence]
     chosen, _ = distinct_images(ids)
     return np.concatenate([np.zeros(0, np.uint8), *(arrays[position] for position in chosen)])

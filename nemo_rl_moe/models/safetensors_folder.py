@@ -185,7 +185,6 @@ def shown(value: Any) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's text on one line."""
     return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 

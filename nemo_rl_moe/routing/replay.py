@@ -168,7 +168,6 @@ class RouterHook:
         group_topk: int | None = None,
         default_compute_topk: ComputeTopk | None = None,
     ) -> tuple[Float[Tensor, "tokens topk"], Int[Tensor, "tokens topk"]]:
-        """Return the scores and numbers of the experts that are taken."""
         assert default_compute_topk is not None  # Megatron-Core always gives one
         if self._inner is None:
             values, live = default_compute_topk(scores, topk, num_groups, group_topk)

@@ -38,7 +38,6 @@ class BucketLabel:
 
 
 def write_bucket(path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-    """Write a bucket."""
     checksums = {name: tensor_checksum(name, tensor) for name, tensor in tensors.items()}
     save_file(dict(tensors), path, {_LABEL: json.dumps(asdict(label)), _CHECKSUMS: json.dumps(checksums)})
 
@@ -68,7 +67,6 @@ def opened_bucket(path: Path, label: BucketLabel) -> Iterator[dict[str, Tensor]]
 
 
 def compare(bucket_name: str, label: BucketLabel, tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -> None:
-    """Compare the tensors of a bucket with their checksums."""
     damaged = [name for name, tensor in tensors.items() if tensor_checksum(name, tensor) != expected.get(name)]
     damaged += [name for name in expected if name not in tensors]
     if damaged:

@@ -35,7 +35,6 @@ def fingerprint(tensor: Tensor, number_format: str) -> str:
 
 
 def fingerprints_of(tensors: Iterable[tuple[str, Tensor]], number_format: str) -> dict[str, str]:
-    """Return the fingerprint of each tensor, taken one at a time."""
     return {name: fingerprint(tensor, number_format) for name, tensor in tensors}
 
 

@@ -157,7 +157,6 @@ class _Stall:
         self._since, self._pause = time.monotonic(), _SHORTEST_PAUSE_S
 
     def pause(self, waits_for: str) -> None:
-        """Wait a moment."""
         if time.monotonic() - self._since > self._timeout_s:
             raise WeightSyncError(f"waited for {self._timeout_s:g} s for {waits_for}")
         time.sleep(self._pause)
@@ -382,7 +381,6 @@ class FolderTransport:
             time.sleep(_LONGEST_PAUSE_S)
 
     def open(self, num_receivers: int, version: int, receivers: str = "") -> FolderTransfer:
-        """Open the one transfer of this transport."""
         if self._folder is None or self._transfer is not None:
             raise RuntimeError("a transport is entered first and opened once")
         self._transfer = FolderTransfer(

@@ -107,7 +107,6 @@ class CollectiveTransport:
         write_manifest(path, label, tensors)
 
     def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-        """Broadcast the tensors as one."""
         buffer = packed(list(tensors.values()), self._device)
         self._broadcast(path, label, 0, buffer)
 

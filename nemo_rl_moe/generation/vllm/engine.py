@@ -219,7 +219,6 @@ class VllmEngine:
 
 
 def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
-    """Return the engines of `backend: vllm`."""
     config = setup.config
     generation, cluster = config.policy.generation, config.cluster
     chosen = section_of(config)

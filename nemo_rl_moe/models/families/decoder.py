@@ -31,7 +31,6 @@ _ALWAYS_KNOWN = field_names("rope_type type rope_theta")
 
 
 def rotary_base(hf_config: Any) -> float:
-    """Return the base period of the rotary embedding."""
     return float(_rope_parameters(hf_config)["rope_theta"])
 
 

@@ -91,7 +91,6 @@ def moe_layer_pattern(hf_config: Any) -> list[int]:
 
 
 def routed_expert_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields of the routed experts and their layers."""
     experts = decoder.expert_fields(
         hf_config, num_experts=hf_config.num_experts, ffn_hidden_size=hf_config.moe_intermediate_size
     )

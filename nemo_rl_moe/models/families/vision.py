@@ -89,7 +89,6 @@ class VisionFamily:
         )
 
     def num_image_tokens(self, hf_config: Any, height: int, width: int) -> int:
-        """Return the number of image tokens of an image (or tile)."""
         side = self.pixels_per_token(hf_config)
         return (height // side) * (width // side)
 
@@ -103,7 +102,6 @@ class VisionFamily:
         return height // side * merge, width // side * merge
 
     def is_projector(self, name: str) -> bool:
-        """Return True for the canonical name of one of the projector's parameters."""
         return name.startswith(self.projector)
 
     def embed(

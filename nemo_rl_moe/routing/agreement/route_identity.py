@@ -202,7 +202,6 @@ def _renumbered(hot: OneHot, counts: Int[np.ndarray, "kinds layers experts"] | N
 
 
 def _of_ids(renumbered: Mapping[int, Renumbering], layers: Sequence[int]) -> list[RoutingAnomaly]:
-    """Return one anomaly for all layers whose ids are renumbered: the cause is one."""
     texts = [f"layer {layers[place]}: {of_layer.text}" for place, of_layer in renumbered.items()]
     if len(texts) == 1:
         return [RoutingAnomaly("ids", texts[0], int(layers[next(iter(renumbered))]))]

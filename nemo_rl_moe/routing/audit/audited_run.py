@@ -46,7 +46,6 @@ class AuditedRun:
 
     @property
     def columns(self) -> frozenset[str]:
-        """Columns that all sequences have."""
         return frozenset.intersection(*(step.columns for step in self.steps))
 
     @property

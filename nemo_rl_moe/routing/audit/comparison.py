@@ -66,7 +66,6 @@ class Comparison:
 
 
 def compared(run: AuditedRun, source: Source, other: AuditedRun, other_source: Source) -> Comparison:
-    """Return the comparison of two runs that were audited."""
     keys = sorted({key for step in run.steps for key in step.metrics})
     means = {key: (_mean(run.series(key)), _mean(there)) for key in keys if (there := other.series(key))}
     mine, theirs = run.description, other.description

@@ -143,8 +143,6 @@ def _file_name(number: int) -> str:
 
 
 class _Files:
-    """Files of one format."""
-
     def __init__(self, path: Path, kind: str, model: RouterShape | None, chosen: Steps | None):
         self.path, self.model = path, model
         steps = files_by_step(path)

@@ -22,7 +22,6 @@ class FailedResponses:
 
     @property
     def share(self) -> float:
-        """Failed ones among all responses."""
         return self.number / self.responses
 
 

@@ -155,7 +155,6 @@ class RouterReplayAudit:
         self._recomputed[self._position[layer], _RECOMPUTED_WRONG] += wrong
 
     def rows_of_batch(self, token_ids: Tensor) -> int:
-        """Return the tokens of a batch that routers of this rank would see."""
         parts = self._place.tensor_size if self._config.sequence_parallel else 1
         return token_ids.numel() // parts
 

@@ -62,7 +62,6 @@ class RoutingCallback(TrainerCallback):
 
     @property
     def findings(self) -> list[Finding]:
-        """All findings so far."""
         return [] if self._tracker is None else self._tracker.findings
 
     def attach(self, trainer: Any) -> None:

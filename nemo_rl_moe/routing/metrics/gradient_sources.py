@@ -17,7 +17,6 @@ POLICY, AUXILIARY, Z = "policy", "aux", "z"
 
 
 def inner_products(parts: Float[Tensor, "parts layers weights"]) -> Float[Tensor, "layers parts parts"]:
-    """Return the inner products of the parts in each layer, in float64."""
     # A layer at a time: a copy of all of them in float64 would be twice the gradients' memory.
     of_layers = [parts[:, layer].double() for layer in range(parts.shape[1])]
     return torch.stack([part @ part.T for part in of_layers])

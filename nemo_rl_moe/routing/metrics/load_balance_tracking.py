@@ -48,7 +48,6 @@ class ForwardWatcher:
         self._handles.append(handle)
 
     def remove_hooks(self) -> None:
-        """Remove all hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -101,7 +100,6 @@ class LoadCounter(ForwardWatcher):
 
 
 def watch_model(model: nn.Module, routers: Sequence[tuple[RouterLayer, nn.Module]], watcher: ForwardWatcher) -> None:
-    """Put the hooks on the model and its routers."""
     parameters = list(inspect.signature(model.forward).parameters)
 
     def enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watcher: ForwardWatcher) -> None:

@@ -166,7 +166,6 @@ def overload_sums(
 def overload_metrics(
     sums: OverloadSums, layer_indices: Sequence[int], peak_ratio: float | None = None, *, per_layer: bool = False
 ) -> dict[str, float]:
-    """Return the overload metrics of one step."""
     of_all, *_ = predictions(sums)
     metrics = {"avg_overload_factor": of_all.average, "max_overload_factor": of_all.maximum}
     if peak_ratio is not None:

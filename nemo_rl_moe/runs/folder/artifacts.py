@@ -21,7 +21,6 @@ class ArtifactKey(Generic[Artifact]):
     name: str
 
     def of(self, artifacts: StepArtifacts) -> Artifact | None:
-        """Return the artifact of this kind; None where the step has none."""
         return cast("Artifact | None", artifacts.get(self.name))
 
 

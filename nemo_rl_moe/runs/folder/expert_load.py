@@ -55,7 +55,6 @@ class ExpertLoadWriter(StepTableWriter["ExpertLoad"]):
 
 
 def read_expert_load(run_folder: Path, first_step: int = 0) -> ExpertLoadHistory:
-    """Read the expert load that a run has written so far, each step once."""
     rows = read_steps(TABLE, run_folder, first_step)
     steps, layers, _ = rows.axes
     counts, image_counts = rows.values["count"], rows.values.get(IMAGE_COUNT)

@@ -76,7 +76,6 @@ class FailuresTail(LineTail[FailureRecord]):
 
 
 def failures_by_step(records: Sequence[FailureRecord]) -> dict[int, list[FailedResponses]]:
-    """Return the failures of each step that has any."""
     found: dict[int, list[FailedResponses]] = {}
     for record in records:
         found.setdefault(record.step, []).append(record.failed)

@@ -130,7 +130,6 @@ class AnomaliesTail(LineTail[AnomalyRecord]):
 
 
 def anomalies_by_step(records: Sequence[AnomalyRecord]) -> dict[int, list[RoutingAnomaly]]:
-    """Return the anomalies of each step that has any."""
     found: dict[int, list[RoutingAnomaly]] = {}
     for record in records:
         found.setdefault(record.step, []).append(record.anomaly)

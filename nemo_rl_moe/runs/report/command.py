@@ -79,7 +79,6 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
 
 
 def write_report(folders: Sequence[Path], output: Path) -> list[int]:
-    """Write the report of these runs."""
     from nemo_rl_moe.runs.folder.run_data import read_run
 
     runs = [read_run(folder) for folder in folders]

@@ -90,8 +90,6 @@ class PageWords:
 
 @dataclass(frozen=True)
 class PageData:
-    """Data of a page."""
-
     title: str
     text: str
     blobs: Mapping[str, str]

@@ -99,8 +99,6 @@ _WORD = -1
 
 
 class _ImagesOfPrompts:
-    """The prompts' images on the host."""
-
     def __init__(self, inputs: Sequence[Inputs], first_slots: Sequence[int], num_slots: int, chunk: Any):
         self._chunk, self._num_slots = chunk, num_slots
         self._pixels: dict[int, np.ndarray] = {}

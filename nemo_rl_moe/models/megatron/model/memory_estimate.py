@@ -43,7 +43,6 @@ class Parameters:
 
     @property
     def trained(self) -> int:
-        """Parameters with gradients."""
         return self.dense + self.experts
 
     @property
@@ -266,7 +265,6 @@ class WorkerMemory:
 
 
 def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> WorkerMemory:
-    """Estimate the memory of each worker of a pipeline stage."""
     megatron, generates = config.policy.megatron_cfg, generating(config.policy)
     parallel = megatron.distributed_data_parallel_config
     parameters = rank_parameters(
@@ -292,7 +290,6 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
 
 
 def _optimizer_memory(chosen: OptimizerConfig, updated: int, weight_bytes: int, gradient_bytes: int) -> OptimizerMemory:
-    """Estimate the memory of the optimizer."""
     if chosen.optimizer_cpu_offload:
         on_the_host = round(updated * chosen.optimizer_offload_fraction)
         each = _MASTER_AND_MOMENTS + _FLOAT32  # float32 gradients stay beside them

@@ -39,7 +39,6 @@ class EngineShare:
 
 
 def moments(worker: WorkerMemory, engine: EngineShare | None) -> list[Moment]:
-    """Return the memory of a GPU at each moment of a run."""
     if engine is None:
         found = [Moment("while training", worker.while_training_at_least, 0, PROCESS_BYTES)]
         if worker.key_value_cache:

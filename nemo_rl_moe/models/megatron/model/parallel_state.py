@@ -82,8 +82,6 @@ def _is_loopback(address: str) -> bool:
 
 @dataclass(frozen=True)
 class ParallelCoordinates:
-    """Coordinates of this rank in the parallel layout."""
-
     data_parallel_rank: int
     data_parallel_size: int
     pipeline_rank: int

@@ -41,7 +41,6 @@ def clear_auxiliary_losses() -> None:
 
 @functools.cache
 def transformer_config_fields() -> frozenset[str]:
-    """Return the names of the fields that this version's TransformerConfig has."""
     return frozenset(field.name for field in dataclasses.fields(TransformerConfig))
 
 

@@ -131,7 +131,6 @@ FIRST_ENGINE_WITH_PACKED_SINKS = (2, 12)
 
 
 def use_transformer_engine(policy: PolicyConfig) -> bool:
-    """Return True where this policy's layers are Transformer Engine's."""
     return policy.megatron_cfg.layer_spec == "auto" and has_transformer_engine()
 
 

@@ -264,7 +264,6 @@ def _next_tokens(input_ids: Tensor) -> Tensor:
 
 
 def _padded(column: Column, rows: int, columns: int) -> Tensor:
-    """Return a column for the model, one row a sequence."""
     values = column.values
     if column.axis is Axis.RAGGED:
         return values

@@ -57,7 +57,6 @@ class RouteProbe:
         microbatch: ModelMicrobatch,
         first_token: int,
     ) -> None:
-        """Add some layers of a step's first microbatch."""
         if not self._samples:
             return
         lengths = microbatch.batch.lengths[:NUM_SEQUENCES]

@@ -88,7 +88,6 @@ class VocabularySums(NamedTuple):
         return VocabularySums(highest, exponentials, weighted[0] if weighted else None, target)
 
     def statistics(self) -> TokenStatistics:
-        """Return the statistics of each token, of sums over the whole vocabulary."""
         logprobs = self.target - self.highest - self.exponentials.log()
         entropy = None if self.weighted is None else self.exponentials.log() - self.weighted / self.exponentials
         return TokenStatistics(logprobs, self.target >= self.highest, entropy)

@@ -118,7 +118,6 @@ def real_tokens(mask: Any, where: str) -> Bool[np.ndarray, "sequences tokens"]:
 def padded_column(
     batch: Mapping[str, Any], field: str, shape: tuple[int, int], where: str
 ) -> Shaped[np.ndarray, "sequences tokens ..."] | None:
-    """Return a field of a padded batch on the axis of all its tokens; None where it is missing."""
     value = batch.get(field)
     if value is None:
         return None
