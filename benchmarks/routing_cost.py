@@ -12,7 +12,6 @@ has all that those before it have:
     capture            the rollouts' experts captured, counted and checked; routing.parquet
     replay          routing_replay: rollout
     all             experts by advantage: all that the shipped defaults have on, and replay
-    at_logits       router_gradients.at_logits_every_n_steps: 1, which is off by default
 
 `off` runs twice, and a ratio divides by the mean of both; `off_again_to_off`, which should be 1, shows what chance
 makes of a ratio. Where a process's memory happens to lie makes it faster or slower by a percent for as long as it
@@ -104,11 +103,10 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     "capture": _CAPTURE,
     "replay": _CAPTURE | _REPLAY,
     "all": _REPLAY,
-    "at_logits": _REPLAY | {"router_gradients.at_logits_every_n_steps": 1},
 }
 EXPLAINED_EVERY = 3
 """Rounds after which one comes with the measurements of routing."""
-PARTS = ("load", "capture", "replay", "all", "at_logits")
+PARTS = ("load", "capture", "replay", "all")
 _WIDTHS = (
     "hidden_size",
     "intermediate_size",
@@ -502,7 +500,7 @@ def summary(contestants: Mapping[str, Found], measured_every: int) -> dict[str, 
     whole_added = [above - below for above, below in zip(whole, base, strict=True)]
     without, replaying = (
         {tuple(contestants[name].losses) for name in names if name in contestants}
-        for names in (("off", "off_again", "load", "capture"), ("replay", "all", "at_logits"))
+        for names in (("off", "off_again", "load", "capture"), ("replay", "all"))
     )
     return {
         "benchmark": "routing_cost",

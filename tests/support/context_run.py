@@ -176,7 +176,6 @@ MEASURED = {
     "moe_per_layer_logging": True,
     "router_gradients__every_n_steps": 1,
     "router_gradients__num_microbatches": None,
-    "router_gradients__at_logits_every_n_steps": 1,
 }
 
 

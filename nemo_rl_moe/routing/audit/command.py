@@ -38,7 +38,6 @@ exit code: 0 nothing is wrong; 1 routes cannot be right, each reported in a line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     parser.add_argument(
         "captures", nargs="+", type=Path, metavar="PATH", help="a capture folder, or a framework's files"
     )
@@ -66,9 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     """Audit each run, and print the findings.
-
-    Args:
-        more: Paths that follow an option.
 
     Raises:
         DataError: Nothing can be read there, or a file cannot be read.

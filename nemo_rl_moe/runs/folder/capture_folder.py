@@ -52,7 +52,6 @@ class CaptureFolderWriter:
     """Writer of one process; others write into the same folder at the same time.
 
     Args:
-        folder: Is made where it is missing.
         name: Name of this writer, such as "rank-3": letters, digits and dashes; findings name it. None: a random one.
 
     Raises:
@@ -117,9 +116,7 @@ class CaptureFolderWriter:
 
 
 def _moved(staging: Path, path: Path) -> bool:
-    """Return True once a file has its name; False where that name is taken: by a run that was resumed, or another
-    writer.
-    """
+    """Return False where the name is taken: by a run that was resumed, or another writer."""
     if path.exists():
         return False
     try:

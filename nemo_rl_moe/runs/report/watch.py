@@ -38,7 +38,6 @@ _LEAST_INTERVAL, _LONGEST_INTERVAL = 0.1, 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder, such as logs/sft/exp_001")
     parser.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="time from look to look; default: 1"
@@ -47,12 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Show a run until Ctrl-C, or once.
-
-    Raises:
-        ConfigurationError: More than one run is named.
-        DataError: The folder is not a run's.
-    """
+    """Show a run until Ctrl-C, or once."""
     if more:
         raise ConfigurationError(f"watch: takes one RUN_DIR, got also {printable(' '.join(more))!r}")
     try:

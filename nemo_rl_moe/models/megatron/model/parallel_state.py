@@ -81,13 +81,6 @@ def _is_loopback(address: str) -> bool:
 
 
 def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: int, local_rank: int, seed: int) -> None:
-    """Join the process group and split it into tensor, context, expert, data and pipeline groups.
-
-    Args:
-        rank: Global rank; the environment holds MASTER_ADDR and MASTER_PORT.
-        local_rank: Rank on this node; the CUDA device.
-        seed: Of dropout and the like, different for each pipeline stage and tensor rank as in Megatron.
-    """
     if not cpu_backend.ACTIVE:
         torch.cuda.set_device(local_rank)
     minutes = megatron.distributed_timeout_minutes

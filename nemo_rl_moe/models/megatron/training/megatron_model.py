@@ -56,7 +56,6 @@ class MegatronModel:
         store: Store of rows that batches refer to and results leave behind.
 
     Attributes:
-        notices: What a user should know of the weights that it starts with, a line each.
         num_updates: Optimizer steps that changed the weights: their version.
     """
 
@@ -126,24 +125,14 @@ class MegatronModel:
         return self._series(results)
 
     def logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Run forward passes only.
-
-        Returns:
-            For each microbatch, the log-probability of every token given those before it, `[sequences, longest]`, on
-            the host; empty where no loss is computed.
-        """
+        """Return `ForwardBackward.logprobs` on the host."""
         self._evaluation_mode()
         with torch.no_grad():
             found = self._forward_backward.logprobs(self.modules, self._fetched(microbatches))
         return [logprobs.cpu() for logprobs in found] if self.coordinates.reports_loss else []
 
     def values(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Run forward passes only, of a model with a value head.
-
-        Returns:
-            For each microbatch, the value of the state in which every token is chosen, `[sequences, longest]`, on the
-            host; empty where no loss is computed.
-        """
+        """Return `ForwardBackward.values` on the host."""
         self._evaluation_mode()
         with torch.no_grad():
             found = self._forward_backward.values(self.modules, self._fetched(microbatches))
@@ -167,11 +156,7 @@ class MegatronModel:
         return found, self._store.keep(routes) if self.coordinates.reports_loss else []
 
     def compare_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], AgreementTotals]:
-        """Compute `logprobs` with the routers' own experts, and their agreement with the captured routes;
-        every rank calls it.
-
-        The model has MoE layers, and the configuration asks for a capture.
-        """
+        """Compute `logprobs` with the routers' own experts, and compare these with the capture; every rank calls it."""
         assert self._hooks is not None
         with self._hooks.comparing() as totals:
             return self.logprobs(microbatches), totals()
@@ -189,12 +174,6 @@ class MegatronModel:
     def send_weights(self, transfer: TransportSpec, altered: bool = False) -> int:
         """Send this rank's part of the weights to the workers of a generation engine. Every rank calls it.
 
-        Args:
-            altered: Send others in their place, of which every tensor differs.
-
-        Returns:
-            Bytes sent.
-
         Raises:
             WeightSyncError: A receiver or another rank could not go on; the model is as it was.
             RuntimeError: A rank ran out of memory, say. The same on every rank.
@@ -210,11 +189,7 @@ class MegatronModel:
             torch.cuda.empty_cache()  # of the tensors that were brought together: the engine's cache comes next
 
     def weight_fingerprints(self, number_format: str) -> dict[str, str]:
-        """Return the fingerprints of this rank's part of the weights. Every rank calls it.
-
-        Args:
-            number_format: See `weight_sync.fingerprints.fingerprint`.
-        """
+        """Return the fingerprints of this rank's part of the weights. Every rank calls it."""
         tensors = tensors_of_this_rank(self.chunks, self.config, self.hf_config)
         try:
             return fingerprints_of(tensors, number_format)
@@ -228,9 +203,6 @@ class MegatronModel:
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
         """Write the weights as a Hugging Face folder. Every rank calls it.
-
-        Args:
-            model_files: What lies beside the weights, file name to content.
 
         Returns:
             Names of parameters that the family has no tensor for, which are left out.

@@ -87,7 +87,7 @@ TRAINING: dict[tuple[str, str], tuple[int, str]] = {
     ("trainer.MegatronTrainer._sum_over_ranks", "_local_scalar_dense"): (1, "the same"),
     ("expert_load_recorder.reduce_over_ranks", "copy to the host"): (4, "report: load, statistics, checks, advantages"),
     ("expert_load_recorder.reduce_over_ranks.<listcomp>.<listcomp>", "copy to the device"): (1, "report"),
-    ("route_probe.RouteProbe.reduced", "copy to the host"): (1, "report"),
+    ("route_checks.RouteProbe.reduced", "copy to the host"): (1, "report"),
 }
 LOGPROBS = {("megatron_model.MegatronModel.logprobs.<listcomp>", "copy to the host")}
 GENERATION = {
