@@ -46,7 +46,7 @@ class Lockstep(Generic[Request, Result]):
         self.most_at_a_time: int | None = None
 
     def queued(self, request: Request) -> "asyncio.Future[Result]":
-        """Return the queue a request; return its future result."""
+        """Queue a request; return its future result."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._queued.append((request, future))
         return future

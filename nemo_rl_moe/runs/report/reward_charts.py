@@ -27,7 +27,7 @@ REWARD_CHARTS = (
     ),
     _chart(
         "Accuracy",
-        "Share of the responses that the environment calls right; in DPO, of the pairs whose chosen response gained "
+        "Share of the responses that count as right; in DPO, of the pairs whose chosen response gained "
         "more. Healthy: it rises, with noise. Stays at 0 where rewards are graded and none is called right.",
         [
             Line("train/accuracy", "accuracy"),
