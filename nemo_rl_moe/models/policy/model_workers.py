@@ -163,7 +163,7 @@ class ModelWorkers:
     def start_logprobs(
         self, batch: TokenBatch, *, by_one_copy: bool = False, reference: bool = False
     ) -> Callable[[], Tensor]:
-        """Start `logprobs`, after what the workers do already; return a function that waits for the result.
+        """Start `logprobs` after what the workers do already; return a function that waits for the result.
 
         Args:
             batch: The sequences.

@@ -51,7 +51,7 @@ REWARD_CHARTS = (
     ),
     _learning(
         "Accuracy",
-        "Share of the responses that the environment calls right; in DPO, of the pairs whose chosen response gained "
+        "Share of the responses that count as right; in DPO, of the pairs whose chosen response gained "
         "more. Healthy: it rises, with noise. Stays at 0 where rewards are graded and none is called right.",
         {"train/accuracy": "accuracy", "val/accuracy": "validation accuracy"},
     ),

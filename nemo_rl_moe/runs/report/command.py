@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nemo_rl_moe.runs.folder.run_data import RunData
     from nemo_rl_moe.runs.report.page_data import PageData, PageWords
 
-SUMMARY = "one HTML file about a run, or about several beside each other; opens from disk, without a network"
+SUMMARY = "write one HTML file about a run, or about several side by side; it opens from disk, without a network"
 EXAMPLES = """\
 examples:
   nemo-rl-moe report logs/sft_tiny_moe/exp_001
