@@ -12,6 +12,7 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, cast
@@ -158,15 +159,15 @@ def as_table(stacks: Mapping[str, Stack]) -> list[str]:
     for name, stack in stacks.items():
         shared = next((n for n, (one, other) in enumerate(zip(stack, before, strict=False)) if one != other), 0)
         for number, (function, file) in list(enumerate(stack, 1))[shared:]:
-            way = name if number == shared + 1 else ""
-            rows.append(f"| {way} | {number} | `{function}` | `{file}` |")
+            way = f" {name}" if number == shared + 1 else ""
+            rows.append(f"|{way} | {number} | `{function}` | `{file}` |")
         before = stack
     return rows
 
 
 def main() -> None:
     """Print the way as Markdown."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # the run's own messages
         stacks = record(Path(folder))
     num_frames, num_files = len(stacks[TO_ENGINE]), len({file for stack in stacks.values() for _, file in stack})
     print("`python docs/make_call_path.py` runs one step of the tiny recipe and counts:\n")

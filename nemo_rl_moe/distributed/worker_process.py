@@ -107,7 +107,7 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         world_size: int,
         timeout_s: float,
     ) -> WorkerFailure | UserError | None:
-        """Set the environment, and only then import and make the worker, or return the error that it is made into.
+        """Set the environment, and only then import and make the worker; return an error that is made in its place.
 
         A worker that hangs, as when ranks cannot reach each other, writes its stack to stderr before the driver gives
         up.

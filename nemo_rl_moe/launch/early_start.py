@@ -14,7 +14,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import SHORTEST_WAIT, THREADS, threads_per_worker, usable_cores
 from nemo_rl_moe.distributed.worker_group import start_processes
 
-IMPORTED_BY_WORKERS = ("torch", "nemo_rl_moe.data.tokenizer", "nemo_rl_moe.models.megatron.training.trainer")
+IMPORTED_BY_WORKERS = ("torch", "nemo_rl_moe.models.policy.start_rank")
 
 
 class EarlyCluster:

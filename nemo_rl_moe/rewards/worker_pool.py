@@ -37,6 +37,8 @@ WORKER_ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 
+_STOPPED = "cannot score: the environment workers have been stopped"
+
 
 @dataclass(frozen=True)
 class _Share:
@@ -93,6 +95,7 @@ class RewardWorkers:
         self._actors: dict[int, Any] = {}
         self._calls: dict[Any, _Call] = {}
         self._idle: list[int] = []
+        self._is_stopped = False
         search_path = [str(Path(folder).absolute()) for folder in sys.path]
         self._start_arguments = (
             WORKER_ENVIRONMENT,
@@ -123,16 +126,19 @@ class RewardWorkers:
         Raises:
             WorkerDiedError: A worker was lost, and the environment cannot be made again; or all have been stopped.
         """
-        if not self._actors:
-            raise WorkerDiedError("cannot score: the environment workers have been stopped")
         try:
+            if self._is_stopped:
+                raise WorkerDiedError(_STOPPED)
             return self._score(items)
-        except BaseException:
+        except BaseException as error:
+            if self._is_stopped and isinstance(error, Exception):  # meanwhile, by another thread
+                raise WorkerDiedError(_STOPPED) from None
             self.shutdown()  # calls of this batch must not be taken for those of a later one
             raise
 
     def shutdown(self) -> None:
-        """Stop all workers. Does nothing the second time."""
+        """Stop all workers, and so what another thread scores. Does nothing the second time."""
+        self._is_stopped = True
         actors, self._actors = self._actors, {}
         self._calls.clear()
         for actor in actors.values():
@@ -163,6 +169,8 @@ class RewardWorkers:
 
     def _start(self, worker: int) -> None:
         """Start a worker, in place of an earlier one with its number."""
+        if self._is_stopped:
+            raise WorkerDiedError(_STOPPED)
         if worker in self._actors:
             _kill(self._actors[worker])
         actor_class = ray.remote(WorkerProcess)

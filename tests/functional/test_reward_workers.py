@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -163,6 +164,15 @@ def test_a_worker_that_is_stopped_is_given_up(monkeypatch):
         check(reward_function.score(items_of(["1.0", "0.5"])), ["1.0", "0.5"], {})
         assert victim not in processes(reward_function)
         os.kill(victim, signal.SIGKILL)
+
+
+def test_scoring_in_a_thread_ends_when_the_workers_are_stopped():
+    with ThreadPoolExecutor(1) as thread, RewardWorkers(environment(num_workers=1)) as reward_function:
+        scoring = thread.submit(reward_function.score, items_of(["nap 1.0"] * 500))
+        ray.get(reward_function._actors[0].place.remote())
+        reward_function.shutdown()
+        with pytest.raises(WorkerDiedError, match="cannot score: the environment workers have been stopped"):
+            scoring.result(120.0)
 
 
 def test_scores_do_not_depend_on_the_sharing(reward_function):
