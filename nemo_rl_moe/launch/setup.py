@@ -22,7 +22,6 @@ from nemo_rl_moe.data.preferences import PreferenceDataset
 from nemo_rl_moe.data.sft import TokenizedDataset
 from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
-from nemo_rl_moe.data.template_process import TemplateProcess, template_process
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import ConfigurationError
@@ -303,7 +302,6 @@ class ModelRun:
         self._opened = ExitStack()
         self._model: PreparedModel | None = None
         self._early_cluster: EarlyCluster | None = None
-        self._templates: TemplateProcess | None = None
         self._cluster: RayCluster | None = None
         self._policy: MegatronPolicy | None = None
 
@@ -325,8 +323,6 @@ class ModelRun:
         Raises:
             ConfigurationError: One of them cannot be had or used.
         """
-        self._templates = template_process()
-        self._templates.start()  # imports what it needs while this process imports torch and Megatron-Core
         self._model = prepare_model(self.config.policy, self.console)
         # Starts while data are read. Not before: what is wrong with a model is reported without waiting for Ray.
         self._early_cluster = EarlyCluster(self.config)
@@ -369,7 +365,6 @@ class ModelRun:
     def _start_workers(self, *, seed: int, num_steps: int | None, keep_reference: bool) -> MegatronPolicy:
         assert self._model is not None  # prepare_model comes first
         assert self._early_cluster is not None
-        self._templates = None  # the data are read
         with self.console.phase("starting Ray"):
             self._cluster = self._early_cluster.get()
         self._policy = self.use(

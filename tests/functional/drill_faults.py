@@ -20,7 +20,6 @@ ENDS_WITH = {
     "driver": ENDED_SUDDENLY,
     "raylet": rf"error: Ray's raylet \(pid |{ENDED_BY_RAY}",
     "gcs_server": rf"error: Ray's gcs_server \(pid |{ENDED_BY_RAY}",
-    "template": r"error: .*ends the process that renders it \(signal 9\)",
 }
 
 FROZEN = {
@@ -69,7 +68,7 @@ class Drill:
             return "" if code in allowed else f"exit code {code}, expected {allowed}"
         if self.survived:
             return f"exit code {code}, and it was to go on"
-        expected = {"driver": -signal.SIGKILL, "template": 2}.get(self.victim, 1)
+        expected = -signal.SIGKILL if self.victim == "driver" else 1
         if code != expected:
             return f"exit code {code}, expected {expected}"
         pattern = FROZEN[self.victim] if self.fault == "freeze" else ENDS_WITH[self.victim]
@@ -96,7 +95,6 @@ def _drills(kind: Kind, with_disk: bool) -> Iterator[Drill]:
     for phase in ("start", *loop):
         for fault in ("SIGTERM", "SIGINT"):
             yield Drill(phase, "driver", fault)
-    yield Drill("start", "template", "kill")
     yield Drill("train", "watcher", "kill")
     if kind.num_nodes == 1:  # the servers of a cluster are its manager's to watch over
         for victim in ("raylet", "gcs_server"):

@@ -11,7 +11,6 @@ import re
 import struct
 import zlib
 from collections.abc import Callable
-from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nemo_rl_moe.data.template_process import template_process
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.fuzzing import Case, Output, command, fuzz
 from tests.support.mutations import mutated_bytes, mutated_json
@@ -152,14 +150,7 @@ def reported_once(number: int) -> Callable[[Output], str | None]:
     return refusal
 
 
-@cache
-def renderer() -> Any:
-    """Process that renders templates, which takes a second to start; one for all cases of a process."""
-    return template_process()
-
-
 def images(generator: random.Random, folder: Path) -> Case:
-    renderer()
     algorithm = generator.choice(["sft", "dpo", "grpo"])
     for name, kind in (("a.png", "PNG"), ("b.jpg", "JPEG")):
         (folder / name).write_bytes(encoded(generator, kind, "RGB", 32, 24))
