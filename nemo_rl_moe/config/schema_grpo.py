@@ -15,7 +15,6 @@ from nemo_rl_moe.config.schema_base import (
     NameIn,
     NonNegativeFloat,
     NonNegativeInt,
-    PathText,
     PositiveFloat,
     PositiveInt,
     PositiveRatio,
@@ -363,7 +362,7 @@ class EnvironmentConfig(StrictModel):
 class PromptSourceConfig(StrictModel):
     """Source of one set of prompts."""
 
-    path: PathText | None
+    path: Text | None
     """A `.jsonl` file, a `.txt` file of one prompt a line (for rewards without an answer), or a name or folder that
     `datasets.load_dataset` takes; null: sampled from `env.reasoning_gym`. A prompt that stands there several times is
     taken once: `grpo.max_num_epochs` repeats all of them. Held-out prompts that are training prompts too are left out,
@@ -407,7 +406,7 @@ class PromptDataConfig(StrictModel):
     image_key: Text | None
     """Key of a record's images beside its messages: one, or a list; null: such images are not read. Parts of a content
     with images of their own are read either way."""
-    image_root: PathText | None
+    image_root: Text | None
     """Folder that paths of images start from, and do not lead out of; null: the folder of the data file."""
     max_image_pixels: Annotated[int, Field(ge=1, le=MOST_IMAGE_PIXELS)]
     """Most pixels of an image as its file says, before it is decoded; a line with a larger one cannot be used."""
