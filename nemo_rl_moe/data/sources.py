@@ -3,8 +3,6 @@
 """Sources of records: JSONL files and data sets that the `datasets` library reads, with a time limit on reading."""
 
 import json
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from nemo_rl_moe.data.image_records import image_columns
 from nemo_rl_moe.data.record_values import RecordError, names_in, unique_keys
 from nemo_rl_moe.data.records import CONVERSATIONS, SYSTEM, BadLine, Example, parse_record
 from nemo_rl_moe.data.template_inputs import TEMPLATE_COLUMNS
-from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, one_line, report_error
+from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.models.hub import hub_or_cache_alone, hub_silence
 
 if TYPE_CHECKING:
@@ -72,7 +70,6 @@ def read_text(path: Path, key: str, parse: Callable[[object, str], Parsed]) -> I
     """Read a plain text file, each line as a record with one key.
 
     Args:
-        key: The record's key for the line.
         parse: Takes a record and its `file:line`; raises `RecordError`.
     """
     with path.open("rb") as file:
@@ -258,7 +255,6 @@ def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: Choo
     """Open a `.jsonl` file, or a data set that `datasets` can load.
 
     Args:
-        path: File, folder or hub's name.
         split: Ignored for a `.jsonl` file.
         parse: Takes a decoded line and its place; raises `RecordError`.
         choose_columns: Takes path and columns of a table; returns those to read, or raises `DataError`.
@@ -266,7 +262,6 @@ def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: Choo
     Raises:
         DataError: There is nothing that can be read.
     """
-    parse = noting_samples(parse)
     if path.endswith(".jsonl"):
         return LineSource(path, count_lines(Path(path)), read_jsonl(Path(path), parse))
     table = load_table(path, split)
@@ -283,7 +278,7 @@ def open_text(path: str, key: str, parse: Parse[Parsed]) -> LineSource[Parsed]:
     Raises:
         DataError: It cannot be read.
     """
-    return LineSource(path, count_lines(Path(path)), read_text(Path(path), key, noting_samples(parse)))
+    return LineSource(path, count_lines(Path(path)), read_text(Path(path), key, parse))
 
 
 def _example_columns(path: str, names: Sequence[str], image_key: str | None) -> list[str]:
@@ -294,52 +289,15 @@ def _example_columns(path: str, names: Sequence[str], image_key: str | None) -> 
     return [*columns, *(name for name in more if name in names)]
 
 
-GRACE_S = 5.0
-"""Seconds after the limit at which a read that cannot be interrupted ends the program."""
-
-_last_sample = ""
-
-
 @contextmanager
 def load_limit(limit_s: float, name: str) -> Iterator[None]:
-    """Bound the time of reading a data set inside the context.
-
-    Use it on the main thread, before anything starts that needs an orderly end: a read that cannot be interrupted, as
-    from a mount whose server is gone, ends the process with exit code 2.
+    """Bound the time of reading a data set inside the context, on the main thread.
 
     Raises:
         DataError: It took longer.
     """
-    global _last_sample
-    _last_sample = ""
-    watchdog = threading.Timer(limit_s + GRACE_S, _end_the_program, (limit_s, name))
-    watchdog.daemon = True
-    watchdog.start()
     try:
         with interrupted_after(limit_s):
             yield
     except TimeIsUp:
-        raise DataError(_problem(limit_s, name)) from None
-    finally:
-        watchdog.cancel()
-
-
-def noting_samples(parse: Callable[[object, str], Parsed]) -> Callable[[object, str], Parsed]:
-    """Wrap a parser to record the sample for `load_limit`'s message."""
-
-    def parse_and_note(record: object, sample_id: str) -> Parsed:
-        global _last_sample
-        _last_sample = sample_id
-        return parse(record, sample_id)
-
-    return parse_and_note
-
-
-def _problem(limit_s: float, name: str) -> str:
-    last = f"the last sample that was read is {_last_sample}" if _last_sample else "no sample was read"
-    return f"{name}: reading it took longer than data.load_timeout_s = {limit_s:g} s; {last}"
-
-
-def _end_the_program(limit_s: float, name: str) -> None:
-    report_error(_problem(limit_s, name))
-    os._exit(EXIT_BAD_INPUT)
+        raise DataError(f"{name}: reading it took longer than data.load_timeout_s = {limit_s:g} s") from None
