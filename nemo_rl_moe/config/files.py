@@ -28,9 +28,7 @@ _REPOSITORY_EXEMPLARS = Path(__file__).resolve().parents[2] / "examples" / "conf
 
 
 def exemplars_folder() -> Path:
-    """Return the folder of the configurations that ship with this package: a wheel has its own copy of the
-    repository's.
-    """
+    """Return the folder of the shipped configurations; a wheel has its own copy of the repository's."""
     return _PACKAGED_EXEMPLARS if _PACKAGED_EXEMPLARS.is_dir() else _REPOSITORY_EXEMPLARS
 
 

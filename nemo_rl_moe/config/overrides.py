@@ -65,7 +65,6 @@ def apply_overrides(
     """Apply overrides in order.
 
     Args:
-        config: The merged YAML, unchanged.
         known: Every full key of the schema; these need no `+` even where the YAML lacks them.
 
     Returns:

@@ -259,9 +259,7 @@ _LIMITS = (1000, 24, 60, 60)
 
 
 def parse_duration(text: str) -> int | None:
-    """Return the seconds of a text such as `00:03:30:00`, three and a half hours; None where it has not the form
-    DD:HH:MM:SS.
-    """
+    """Return the seconds of a text such as `00:03:30:00` (DD:HH:MM:SS); None for another form."""
     match = _PATTERN.fullmatch(text)
     if match is None:
         return None

@@ -29,9 +29,7 @@ class TokenizedExample:
     Attributes:
         input_ids: Token ids, shape [tokens].
         token_mask: True on the assistant's tokens, its end token included; shape [tokens].
-        truncated: Tokens were truncated at the end.
         images: None: the model takes text alone.
-        notes: For the user, such as what the chat template leaves out.
     """
 
     input_ids: NDArray[np.int32]
@@ -45,9 +43,7 @@ class TokenizedExample:
         return len(self.input_ids)
 
     def num_trained_tokens(self) -> int:
-        """Return the number of tokens that count in the loss; the first token of a sequence has no prediction and
-        never counts.
-        """
+        """Return the number of tokens in the loss; the first of a sequence has no prediction and never counts."""
         return int(self.token_mask[1:].sum())
 
     @property
@@ -65,11 +61,7 @@ def batch_tokenizer(
     run_wide: TemplateInputs = NO_INPUTS,
     images: RecordImages = NO_IMAGES,
 ) -> BatchTokenizer:
-    """Make a function that tokenizes a list of conversations and gives a `BadLine` for each that cannot be
-    tokenized.
-
-    Args:
-        run_wide: Inputs of the chat template that a record may override.
+    """Make a function that tokenizes conversations and gives a `BadLine` for each that it cannot.
 
     Raises:
         DataError: The tokenizer cannot be used; or, from the function, there are images and the model takes text alone.

@@ -29,9 +29,6 @@ def renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs 
     - With any other chat template the conversation is rendered up to each assistant turn, and the texts are compared.
     - Without a chat template a prompt and a completion that are strings are joined, and the end token is added.
 
-    Args:
-        run_wide: Inputs of the chat template that a record may override.
-
     Raises:
         DataError: The tokenizer has neither a usable chat template nor an end token.
         ConfigurationError: The run gives the chat template a name that it does not read.
@@ -47,9 +44,6 @@ def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: Template
 
     With a chat template the messages end in what opens the assistant's turn. Without one, a prompt that is a text is
     taken as it is, after the begin token where the tokenizer opens every text with it.
-
-    Args:
-        run_wide: Inputs of the chat template that a record may override.
 
     Raises:
         DataError: The tokenizer's chat template cannot be used.

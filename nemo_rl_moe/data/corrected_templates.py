@@ -27,11 +27,9 @@ class CorrectedTemplate:
     """A corrected template and the published one that it replaces.
 
     Attributes:
-        family: Models that publish the original.
         file: The corrected template, in `data/corrected/`.
         values: Values of names that it reads, by which one file serves several published templates.
         mark: Text that identifies the published template.
-        loses: What the published template leaves out.
     """
 
     family: str
@@ -56,8 +54,7 @@ CORRECTED = (
 
 
 def correct_template(tokenizer: "PreTrainedTokenizerBase", setting: CorrectedTemplates) -> str | None:
-    """Replace a published template that gives the same texts, for this process alone; exports keep the
-    model's own.
+    """Replace a published template by ours with the same texts, in this process alone; exports keep the model's.
 
     Returns:
         A line that reports the replacement; None: the model's own template stays.

@@ -27,7 +27,6 @@ class StoredImage:
     """An image that was read and decoded once.
 
     Attributes:
-        digest: Of the encoded image.
         height: In pixels, after the rotation that its metadata asks for.
     """
 
@@ -43,7 +42,6 @@ class ImageReader:
 
     Attributes:
         folder: Root of relative paths, which may not leave it; None: the data has no folder.
-        max_pixels: Limit on the size, which is known before decoding.
     """
 
     folder: Path | None

@@ -79,10 +79,8 @@ class Prompt:
     Attributes:
         sample_id: `file:line`, `dataset[split]:row`, or `task[seed 0]:item`.
         text: The prompt without what a chat template adds.
-        token_ids: The rendered prompt.
         record: The data's record; always has `question` and `answer`.
         images: None: the model takes text alone.
-        notes: For the user, such as what the chat template leaves out.
     """
 
     sample_id: str

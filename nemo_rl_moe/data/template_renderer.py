@@ -24,7 +24,6 @@ class TemplateSetup:
 
     Attributes:
         names: Special tokens by name, such as `eos_token`.
-        special_tokens: Texts that are single tokens.
     """
 
     template: str
@@ -41,7 +40,6 @@ class Rendered:
     """A conversation as text.
 
     Attributes:
-        text: With special tokens spelled out.
         spans: First character and the one after the last of each piece to train on.
     """
 
@@ -91,9 +89,6 @@ _PROBES: tuple[tuple[Message, ...], ...] = (
 class TemplateRenderer:
     """Renderer of one chat template, in Jinja's sandbox.
 
-    Attributes:
-        variables: Names that the template reads.
-
     Raises:
         DataError: The template is not valid Jinja.
     """
@@ -115,7 +110,6 @@ class TemplateRenderer:
         """Render a prompt, or a conversation with the spans to train on.
 
         Args:
-            kwargs: Further names for the template.
             first_trained: Assistant turns before this index are context; None: a prompt, with the generation prompt.
 
         Raises:

@@ -60,9 +60,6 @@ class PreparedModel:
     """The model of a run as the driver knows it.
 
     Attributes:
-        source: Where it is read from.
-        hf_config: Its Hugging Face configuration.
-        tokenizer: The tokenizer in use.
         files: What lies beside exported weights, file name to content.
         policy: The section that describes it, of the policy or of another role.
         image_rule: Rule by which it takes images; None: it takes text alone.
@@ -120,8 +117,6 @@ def model_warnings(
 
     Args:
         policy: The `policy` section of the configuration.
-        hf_config: The model's Hugging Face configuration.
-        config_json: Its file as it is.
         transformer: What `build_transformer_config` made of them.
     """
     from nemo_rl_moe.models.megatron.model.router_settings import exported_config, setting_warnings
@@ -161,10 +156,7 @@ def read_samples(
 
     Args:
         load: `load_sft_dataset` or `load_preferences`.
-        config: The whole configuration.
         source: Entry of the `data` section.
-        tokenizer: The model's.
-        console: Shows the phase and the report.
         image_rule: Rule by which the model takes images; None: it takes text alone.
 
     Raises:
@@ -258,11 +250,7 @@ def running_role(
     """Start the workers of a role beside the policy, in places of their own, and stop them whatever happens.
 
     Args:
-        role: Its name.
         config: The whole configuration; `cluster.roles` places the role.
-        cluster: The policy's.
-        console: Messages to the user.
-        model: The role's.
         start: Starts them, as `ModelWorkers` or `TrainableModel` with what it needs besides.
 
     Raises:
@@ -286,14 +274,6 @@ class ModelRun:
     """A command that runs a model and does not train it: `prepare_model`, then `start_policy`.
 
     What these and `use` open is closed in reverse order when the run, a context manager, is left.
-
-    Args:
-        config: A checked configuration.
-        console: Messages to the user.
-
-    Attributes:
-        config: As given.
-        console: As given.
     """
 
     def __init__(self, config: MasterConfig, console: ConsoleLogger):
@@ -385,8 +365,6 @@ def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any], s
     """Show the router settings that are really in force.
 
     Args:
-        console: Where to.
-        moe_configuration: Name to value.
         sources: Name to who has set it; Megatron-Core's own defaults are not in it. Of these, those of what is
             switched off are left out.
     """
