@@ -102,7 +102,8 @@ class SavedForms:
         """Weights, optimizer and random states, all on the disk under their name."""
         staging = self.checkpoint.with_name("staging")
         (staging / "policy").mkdir(parents=True)
-        problem = self._trainer.start_checkpoint(staging / "policy", with_optimizer=True).finish()
+        self._trainer.start_checkpoint(staging / "policy", with_optimizer=True)
+        problem = self._trainer.finish_checkpoint()
         assert problem is None, problem
         checksums.write_inventory(staging)
         put_in_place(staging, self.checkpoint, self.checkpoint.with_name("replaced"))

@@ -32,10 +32,9 @@ from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence, per_token
 from nemo_rl_moe.distributed.worker_group import SMALL_TYPES
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.hf_files import find_model
-from nemo_rl_moe.models.megatron.model.parallel_state import ParallelCoordinates
-from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
+from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.policy import lm_policy, model_workers
-from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker, WorkerDescription, as_reported
+from nemo_rl_moe.models.rank_results import ParallelCoordinates, RankDescription, RankTrainResult
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 
@@ -79,10 +78,10 @@ class FakeRanks:
             for rank in range(self.world_size)
         ]
 
-    def call_all(self, method: Callable[..., Any], *_: Any) -> list[WorkerDescription]:
+    def call_all(self, method: Callable[..., Any], *_: Any) -> list[RankDescription]:
         """Return the descriptions of the ranks."""
-        assert method == MegatronPolicyWorker.describe
-        return [WorkerDescription(coordinates=place) for place in self._coordinates]
+        assert method == MegatronModel.describe
+        return [RankDescription(coordinates=place) for place in self._coordinates]
 
     def start_each(
         self, method: Callable[..., Any], args_by_rank: Sequence[Sequence[Any]]
@@ -108,7 +107,7 @@ class FakeRanks:
 
     def _answer(self, method: Callable[..., Any], rank: int, share: Any) -> Any:
         place = self._coordinates[rank]
-        if method == MegatronPolicyWorker.logprobs:
+        if method == MegatronModel.logprobs:
             return [torch.zeros(batch.input_ids.shape) for batch in share] if place.reports_loss else []
         (shard,) = share
         series = MetricSeries((0.5,) * len(shard.microbatches), Reduction.SHARE)
@@ -120,10 +119,8 @@ class FakeRanks:
         load = ExpertLoad(tuple(range(LAYERS)), torch.zeros(LAYERS, EXPERTS, dtype=torch.long))
         artifacts = {EXPERT_LOAD.name: load}
         of_loss = {f"metric_{number}": series for number in range(METRICS_OF_LOSS)} if place.reports_loss else {}
-        result = RankTrainResult(
-            0.5, 1.0, 1e-6, len(shard.microbatches), of_loss, moe_metrics, 0, 0, 1, artifacts if rank == 0 else {}
-        )
-        return as_reported(result, rank)
+        reported = (moe_metrics, artifacts) if rank == 0 else ({}, {})
+        return RankTrainResult(0.5, 1.0, 1e-6, len(shard.microbatches), of_loss, reported[0], 0, 0, 1, reported[1])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from healthy_steps import record_steps
+from healthy_steps import record_steps, replace_train
 
 from nemo_rl_moe.distributed.stored_rows import StoredRows
+from nemo_rl_moe.errors import UserError
 from nemo_rl_moe.generation.interface import GeneratedSequence
-from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker
+from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
+from nemo_rl_moe.models.policy.start_rank import start_rank
 
 Routes = np.ndarray
 """Experts of a sequence's tokens in each MoE layer, `[tokens, moe_layers, topk]`."""
@@ -87,8 +89,17 @@ class Fault:
     in_own_engine: Callable[[Site], None] | None = None
 
 
-class PlantedWorker(MegatronPolicyWorker):
-    """A worker with a fault.
+def start_planted(
+    rank: int,
+    world_size: int,
+    *,
+    fault: str | None,
+    onset: int,
+    record_to: Path | None,
+    own_engine: bool = False,
+    **kwargs: Any,
+) -> MegatronModel | UserError:
+    """Start a rank with a fault.
 
     Args:
         fault: Its name in `FAULTS` or `RENUMBERED`; None: none.
@@ -96,28 +107,17 @@ class PlantedWorker(MegatronPolicyWorker):
         record_to: Folder for the records that healthy steps are made of; None: nothing is recorded.
         own_engine: Generates by the trainer's own engine, whatever the fault's own run does.
     """
-
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        *,
-        fault: str | None,
-        onset: int,
-        record_to: Path | None,
-        own_engine: bool = False,
-        **kwargs: Any,
-    ):
-        super().__init__(rank, world_size, **kwargs)
-        if self._problems:
-            return
-        site = Site(self._trainer, rank, onset)
-        if fault is not None:
-            planted = (FAULTS | RENUMBERED)[fault]
-            (planted.in_own_engine if own_engine and planted.in_own_engine else planted.plant)(site)
-        if record_to is not None:
-            record_steps(self._trainer, rank, record_to)
-        _count_steps(site)
+    trainer = start_rank(rank, world_size, **kwargs)
+    if isinstance(trainer, UserError):
+        return trainer
+    site = Site(trainer, rank, onset)
+    if fault is not None:
+        planted = (FAULTS | RENUMBERED)[fault]
+        (planted.in_own_engine if own_engine and planted.in_own_engine else planted.plant)(site)
+    if record_to is not None:
+        record_steps(trainer, rank, record_to)
+    _count_steps(site)
+    return trainer
 
 
 def _count_steps(site: Site) -> None:
@@ -128,17 +128,17 @@ def _count_steps(site: Site) -> None:
         site.step += 1
         return result
 
-    site.trainer.train = counting
+    replace_train(site.trainer, counting)
 
 
 def captured(spoil: Spoil) -> Callable[[Site], None]:
     """Return a fault of the routes that rollouts come with, as an engine reports them."""
 
     def plant(site: Site) -> None:
-        generate = site.trainer.generate
+        generate = site.trainer._generator.generate
 
-        def spoiling(*args: Any) -> list[GeneratedSequence]:
-            made = generate(*args)
+        def spoiling(*args: Any, **kwargs: Any) -> list[GeneratedSequence]:
+            made = generate(*args, **kwargs)
             routes = [sequence.routed_experts.pieces[0].source for sequence in made]
             given = spoil(site, [rows.copy() for rows in routes]) if site.strikes else routes
             site.kept = routes
@@ -147,7 +147,7 @@ def captured(spoil: Spoil) -> Callable[[Site], None]:
                 for sequence, rows in zip(made, given, strict=True)
             ]
 
-        site.trainer.generate = spoiling
+        site.trainer._generator.generate = spoiling
 
     return plant
 
@@ -252,10 +252,11 @@ def _dropped_in_one_rank(site: Site) -> None:
 
     def dropping(shards: Sequence[Any], loss_function: Any) -> Any:
         if site.strikes and site.rank == 1:
-            shards = [replace(shard, microbatches=tuple(map(without, shard.microbatches))) for shard in shards]
+            fetched = site.trainer._fetched
+            shards = [replace(shard, microbatches=tuple(map(without, fetched(shard.microbatches)))) for shard in shards]
         return train(shards, loss_function)
 
-    site.trainer.train = dropping
+    replace_train(site.trainer, dropping)
 
 
 def _routers(site: Site) -> Iterator[tuple[int, Any]]:
@@ -269,14 +270,14 @@ def _router_in_bfloat16(site: Site) -> None:
     """Compute the engine's routers in bfloat16; the router that trains computes in float32."""
     from torch.nn.functional import linear
 
-    generate = site.trainer.generate
+    generate = site.trainer._generator.generate
     generates = False
 
-    def generating(*args: Any) -> Any:
+    def generating(*args: Any, **kwargs: Any) -> Any:
         nonlocal generates
         generates = site.strikes
         try:
-            return generate(*args)
+            return generate(*args, **kwargs)
         finally:
             generates = False
 
@@ -286,7 +287,7 @@ def _router_in_bfloat16(site: Site) -> None:
     def evaluate_of(router: Any, evaluate: Callable[[Any], Any], inputs: Any) -> Any:
         return router._choose(router.gating(inputs)) if generates else evaluate(inputs)
 
-    site.trainer.generate = generating
+    site.trainer._generator.generate = generating
     for _, router in _routers(site):
         router.gating = functools.partial(gating_of, router, router.gating)
         if hasattr(router, "evaluate"):  # the router of one rank on a CPU has a way of its own
@@ -366,10 +367,10 @@ def on_own_engine(part_of: Callable[[str, Any], Any]) -> Callable[[Site], None]:
     def plant(site: Site) -> None:
         import torch
 
-        generate = site.trainer.generate
+        generate = site.trainer._generator.generate
         kept: list[Any] = []
 
-        def generating(*args: Any) -> Any:
+        def generating(*args: Any, **kwargs: Any) -> Any:
             named = [pair for chunk in site.trainer.chunks for pair in chunk.named_parameters()]
             parts = [part for name, values in named if (part := part_of(name, values.data)) is not None]
             assert parts, "no parameter has what is to be lost"
@@ -378,7 +379,7 @@ def on_own_engine(part_of: Callable[[str, Any], Any]) -> Callable[[Site], None]:
                 kept[:] = now
             _fill(parts, kept)
             try:
-                return generate(*args)
+                return generate(*args, **kwargs)
             finally:
                 _fill(parts, now)
 
@@ -387,7 +388,7 @@ def on_own_engine(part_of: Callable[[str, Any], Any]) -> Callable[[Site], None]:
                 for part, value in zip(parts, values, strict=True):
                     part.copy_(value)
 
-        site.trainer.generate = generating
+        site.trainer._generator.generate = generating
 
     return plant
 

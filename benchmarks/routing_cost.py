@@ -12,7 +12,6 @@ has all that those before it have:
     capture            the rollouts' experts captured, counted and checked; routing.parquet
     replay          routing_replay: rollout
     all             experts by advantage: all that the shipped defaults have on, and replay
-    at_logits       router_gradients.at_logits_every_n_steps: 1, which is off by default
 
 `off` runs twice, and a ratio divides by the mean of both; `off_again_to_off`, which should be 1, shows what chance
 makes of a ratio. Where a process's memory happens to lie makes it faster or slower by a percent for as long as it
@@ -72,14 +71,14 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import TokenBatch, make_shard, per_sequence, per_token, stored_per_token
-from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.distributed.worker_process import keep_freed_memory
 from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.interfaces import RouteComparison, TrainResult
 from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses
-from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer, RankTrainResult
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.models.rank_results import RankTrainResult
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 from nemo_rl_moe.runs.folder.step_tables import MAX_DELAY_S
 from nemo_rl_moe.runs.loggers.artifacts import ArtifactTables
@@ -104,11 +103,10 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     "capture": _CAPTURE,
     "replay": _CAPTURE | _REPLAY,
     "all": _REPLAY,
-    "at_logits": _REPLAY | {"router_gradients.at_logits_every_n_steps": 1},
 }
 EXPLAINED_EVERY = 3
 """Rounds after which one comes with the measurements of routing."""
-PARTS = ("load", "capture", "replay", "all", "at_logits")
+PARTS = ("load", "capture", "replay", "all")
 _WIDTHS = (
     "hidden_size",
     "intermediate_size",
@@ -159,7 +157,7 @@ class LocalPolicy:
     def logprobs_and_routes(self, batch: TokenBatch) -> tuple[torch.Tensor, Any]:
         """Compute log-probabilities, and the experts that the routers chose."""
         found, routes = self._trainer.logprobs_and_routes(self._microbatches(batch, self._batch_size))
-        return _in_one(batch, found), stored_per_token([StoredRows.of(rows) for rows in routes], fill=UNKNOWN)
+        return _in_one(batch, found), stored_per_token(routes, fill=UNKNOWN)
 
     def compare_routes(self, batch: TokenBatch, *, one_at_a_time: bool = False) -> RouteComparison:
         """Return the experts that routers choose against those of the batch's capture."""
@@ -502,7 +500,7 @@ def summary(contestants: Mapping[str, Found], measured_every: int) -> dict[str, 
     whole_added = [above - below for above, below in zip(whole, base, strict=True)]
     without, replaying = (
         {tuple(contestants[name].losses) for name in names if name in contestants}
-        for names in (("off", "off_again", "load", "capture"), ("replay", "all", "at_logits"))
+        for names in (("off", "off_again", "load", "capture"), ("replay", "all"))
     )
     return {
         "benchmark": "routing_cost",

@@ -26,7 +26,7 @@ from unittest import mock
 
 from capture_faults import OF_RUNS, FileScore, audited, lowest_agreement, score_of_capture, score_of_files
 from healthy_steps import HealthySteps, read_steps
-from planted_faults import FAULTS, NUM_EXPERTS, SHARED_RUN, PlantedWorker
+from planted_faults import FAULTS, NUM_EXPERTS, SHARED_RUN, start_planted
 from small_model import CONFIGS, REPOSITORY, TOKENIZER, make_parser, not_negative, positive, running_ray
 
 from nemo_rl_moe.cli import main as run_command
@@ -34,6 +34,7 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.generation.vllm.releases import installed_release
+from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.policy import model_workers
 from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
@@ -253,11 +254,11 @@ class Scene:
         own_engine: bool = False,
     ) -> Ran:
         """Return one run of GRPO with a fault, as its driver process makes it."""
-        planted = functools.partial(PlantedWorker, fault=fault, onset=onset, record_to=record_to, own_engine=own_engine)
+        planted = functools.partial(start_planted, fault=fault, onset=onset, record_to=record_to, own_engine=own_engine)
 
         def group_of_planted(
             cluster: RayCluster, make_worker: functools.partial[Any], **settings: Any
-        ) -> WorkerGroup[PlantedWorker]:
+        ) -> WorkerGroup[MegatronModel]:
             return WorkerGroup(cluster, functools.partial(planted, **make_worker.keywords), **settings)
 
         with mock.patch.object(model_workers, "WorkerGroup", group_of_planted):

@@ -1,122 +1,179 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The way of one trajectory, for architecture.md: frames from the training loop to the engine, and the files on it.
+"""The way of one trajectory, for architecture.md: call stacks from the training loop to the engine and the optimizer.
 
     python docs/make_call_path.py
 
-Runs one GRPO step of the tiny recipe on this machine, with the stack and the calls of the driver recorded, and prints
-Markdown. Frames of Python's own libraries are left out; so is what happens in the workers' processes.
+Runs one GRPO step of the tiny recipe on this machine, records call stacks in the driver and on rank 0, and prints them
+as Markdown, with the number of distinct files of their functions. Functions of other packages are left out.
 """
 
+import inspect
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import nemo_rl_moe
-from nemo_rl_moe.algorithms.grpo import train_grpo
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.demo_data import main as make_data
 from nemo_rl_moe.distributed.run_process import StopSignals
+from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.generation.lockstep import LockstepEngine
-from nemo_rl_moe.launch.grpo import run_grpo
+from nemo_rl_moe.launch import grpo
 from nemo_rl_moe.launch.start import RunLaunch
 from nemo_rl_moe.launch.training_run import TrainingRun
+from nemo_rl_moe.models.megatron.generation.engine import MegatronGenerator
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
-PACKAGE = Path(nemo_rl_moe.__file__).parent
-REPOSITORY = PACKAGE.parent
+# isort: split
+from megatron.core.optimizer import ChainedOptimizer
+
+REPOSITORY = Path(__file__).parent.parent
+TO_ENGINE = "a request at the engine"
+Stack = list[tuple[str, str]]
+"""Functions from the outermost to the innermost one, each with its file in the package."""
 
 
-class CallPath:
-    """The driver's calls between the beginning and the end of the training loop.
-
-    Attributes:
-        stacks: Stack of this package's frames at the first call of each function that is looked for, from the loop on.
-        files: Files of this package whose functions the loop called, in the order of their first call.
-    """
-
-    def __init__(self, loop: CodeType, wanted: dict[CodeType, str]):
-        self.stacks: dict[str, list[str]] = {}
-        self.files: dict[str, None] = {}
-        self._loop, self._wanted = loop, wanted
-        self._depth = 0
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Record an event of `sys.setprofile`."""
-        code = frame.f_code
-        if code is self._loop:
-            self._depth += {"call": 1, "return": -1}.get(event, 0)
-        if event != "call" or not self._depth or not code.co_filename.startswith(str(PACKAGE)):
-            return
-        self.files[str(Path(code.co_filename).relative_to(PACKAGE))] = None
-        name = self._wanted.get(code)
-        if name is not None and name not in self.stacks:
-            self.stacks[name] = self._stack(frame)
-
-    def _stack(self, frame: FrameType | None) -> list[str]:
-        found = []
-        while frame is not None:
-            code = frame.f_code
-            if code.co_filename.startswith(str(PACKAGE)):
-                place = Path(code.co_filename).relative_to(PACKAGE)
-                found.append(f"`{code.co_qualname}` ({place}:{code.co_firstlineno})")
-            if code is self._loop:
-                break
-            frame = frame.f_back
-        return found[::-1]
-
-
-def record(wanted: dict[str, Callable[..., Any]], folder: Path) -> CallPath:
-    """Run one step and record the driver's calls.
+class StackRecorder:
+    """Profile function of a thread that records the stack at the first call of each function that is looked for.
 
     Args:
-        wanted: Functions at whose first call the stack is recorded, by their names here.
+        wanted: By the name of a stack, the called function and one that it is called by, directly or not.
+    """
+
+    def __init__(self, wanted: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]]):
+        self.stacks: dict[str, Stack] = {}
+        self._package = Path(nemo_rl_moe.__file__).parent
+        self._wanted: dict[CodeType, dict[str, CodeType]] = {}
+        for name, (function, caller) in wanted.items():
+            # A decorator such as `torch.no_grad` gives all its functions the same code.
+            self._wanted.setdefault(inspect.unwrap(function).__code__, {})[name] = caller.__code__
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Take an event of `sys.setprofile`."""
+        for name, caller in self._wanted.get(frame.f_code, {}).items() if event == "call" else ():
+            codes = _codes(frame)
+            if name not in self.stacks and caller in codes:
+                self.stacks[name] = [found for code in codes if (found := self._named(code)) is not None]
+
+    def _named(self, code: CodeType) -> tuple[str, str] | None:
+        path = Path(code.co_filename)
+        if not path.is_relative_to(self._package):
+            return None
+        return code.co_qualname.replace(".<locals>", ""), str(path.relative_to(self._package))
+
+
+def _codes(frame: FrameType | None) -> list[CodeType]:
+    """Return the code of a frame and of those that have called it, the outermost first."""
+    codes = []
+    while frame is not None:
+        codes.append(frame.f_code)
+        frame = frame.f_back
+    return codes[::-1]
+
+
+def start_on_rank(trainer: MegatronTrainer) -> None:
+    """Begin to record in a rank's process."""
+    recorder = StackRecorder(
+        {
+            "rank: generation": (MegatronGenerator.generate, MegatronTrainer.generate),
+            "rank: the loss": (PolicyGradientLoss.__call__, MegatronTrainer.train),
+            "rank: `optimizer.step`": (ChainedOptimizer.step, MegatronTrainer.train),
+        }
+    )
+    sys.setprofile(recorder)
+
+
+def stacks_of_rank(trainer: MegatronTrainer) -> dict[str, Stack]:
+    """End the recording in a rank's process; return its stacks."""
+    recorder = cast("StackRecorder", sys.getprofile())
+    sys.setprofile(None)
+    return recorder.stacks
+
+
+def record(folder: Path) -> dict[str, Stack]:
+    """Run one step, and return the stacks of the driver and of rank 0.
+
+    Args:
         folder: Takes what the run writes.
     """
-    make_data(["--output", str(folder / "data")])
-    config = load_grpo_config(
-        REPOSITORY / "examples" / "configs" / "grpo_tiny_moe.yaml",
-        [
-            f"policy.model_name={REPOSITORY / 'examples' / 'assets' / 'tiny_qwen3_moe'}",
-            "policy.init=random",
-            "grpo.max_num_steps=1",
-            "grpo.num_prompts_per_step=2",
-            "grpo.num_generations_per_prompt=2",
-            "grpo.val_period=0",
-            "grpo.val_at_start=false",
-            "grpo.val_at_end=false",
-            "policy.train_global_batch_size=4",
-            "policy.train_micro_batch_size=2",
-            "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
-            f"data.train.path={folder / 'data' / 'grpo.jsonl'}",
-            "data.validation=null",
-            "checkpointing.enabled=false",
-            f"logger.log_dir={folder / 'logs'}",
-        ],
+    train_grpo = grpo.train_grpo
+    recorder = StackRecorder(
+        {
+            TO_ENGINE: (LockstepEngine.generate, train_grpo),
+            "a batch of requests to the ranks": (WorkerGroup.start_each, MegatronPolicy.generate),
+            "an update to the ranks": (WorkerGroup.start_each, MegatronPolicy.train),
+        }
     )
-    path = CallPath(train_grpo.__code__, {function.__code__: name for name, function in wanted.items()})
-    with TrainingRun(config, RunLaunch("call path"), StopSignals()) as run:
-        sys.setprofile(path)
+    of_rank: dict[str, Stack] = {}
+
+    def recorded(config: Any, policy: MegatronPolicy, *arguments: Any) -> Any:
+        policy._workers.call_all(start_on_rank)
+        sys.setprofile(recorder)
         try:
-            run_grpo(config, run)
+            return train_grpo(config, policy, *arguments)
         finally:
             sys.setprofile(None)
-    return path
+            of_rank.update(policy._workers.call_all(stacks_of_rank)[0])
+
+    make_data(["--output", str(folder / "data")])
+    config = load_grpo_config(REPOSITORY / "examples" / "configs" / "grpo_tiny_moe.yaml", overrides(folder))
+    run = TrainingRun(config, RunLaunch("call path"), StopSignals())
+    with mock.patch.object(grpo, "train_grpo", recorded), run:
+        grpo.run_grpo(config, run)
+    loop = ("train_grpo", "algorithms/grpo.py")
+    return {name: stack[stack.index(loop) :] for name, stack in recorder.stacks.items()} | of_rank
+
+
+def overrides(folder: Path) -> list[str]:
+    """Return the settings of one small step."""
+    return [
+        f"policy.model_name={REPOSITORY / 'examples' / 'assets' / 'tiny_qwen3_moe'}",
+        "policy.init=random",
+        "grpo.max_num_steps=1",
+        "grpo.num_prompts_per_step=2",
+        "grpo.num_generations_per_prompt=2",
+        "grpo.val_period=0",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
+        "policy.train_global_batch_size=4",
+        "policy.train_micro_batch_size=2",
+        "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+        f"data.train.path={folder / 'data' / 'grpo.jsonl'}",
+        "data.validation=null",
+        "checkpointing.enabled=false",
+        f"logger.log_dir={folder / 'logs'}",
+    ]
+
+
+def as_table(stacks: Mapping[str, Stack]) -> list[str]:
+    """Return stacks as rows of a Markdown table; functions that the stack before has too are left out."""
+    rows, before = ["| way | frame | function | file |", "|---|---|---|---|"], Stack()
+    for name, stack in stacks.items():
+        shared = next((n for n, (one, other) in enumerate(zip(stack, before, strict=False)) if one != other), 0)
+        for number, (function, file) in list(enumerate(stack, 1))[shared:]:
+            way = name if number == shared + 1 else ""
+            rows.append(f"| {way} | {number} | `{function}` | `{file}` |")
+        before = stack
+    return rows
 
 
 def main() -> None:
     """Print the way as Markdown."""
-    wanted = {"a request": LockstepEngine.generate, "a batch": MegatronPolicy.generate}
     with tempfile.TemporaryDirectory() as folder:
-        path = record(wanted, Path(folder))
-    for name, stack in path.stacks.items():
-        print(f"\n{len(stack)} frames from the loop to {name} at the engine:\n")
-        print("\n".join(f"{number}. {line}" for number, line in enumerate(stack, 1)))
-    print(f"\n{len(path.files)} files of the driver in one step:\n")
-    print("\n".join(f"- {name}" for name in path.files))
+        stacks = record(Path(folder))
+    num_frames, num_files = len(stacks[TO_ENGINE]), len({file for stack in stacks.values() for _, file in stack})
+    print("`python docs/make_call_path.py` runs one step of the tiny recipe and counts:\n")
+    print(f"- {num_frames} frames from `train_grpo` to a request at the engine,")
+    print(f"- {num_files} files on the way of one trajectory: to the engine, through generation on rank 0, and through")
+    print("  the update to the loss and `optimizer.step` there.\n")
+    print("\n".join(as_table(stacks)))
 
 
 if __name__ == "__main__":

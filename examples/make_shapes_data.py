@@ -12,7 +12,6 @@ side with more dots. Images are PNG files beside `train.jsonl` and `validation.j
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +20,9 @@ from io import BytesIO
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
+
+from nemo_rl_moe.atomic_writes import write_whole
+from nemo_rl_moe.demo_data import holds, show_progress
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -166,7 +168,8 @@ def draw_sets(parameters: Parameters, progress: Callable[[int], None] = lambda _
             if key not in seen:
                 seen.add(key)
                 items.append(item)
-                progress(len(seen))
+                if len(seen) % 100 == 0:
+                    progress(len(seen))
         chance.shuffle(items)
         sets[name] = items
     return sets
@@ -209,7 +212,7 @@ def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], N
         if not _is_ours(folder):
             raise OSError("there is a folder images, which this script has not made; name another folder")
         shutil.rmtree(folder / "images")
-    _write_whole(folder / "manifest.json", json.dumps({"made_by": _MADE_BY}))  # a run that is interrupted here goes on
+    write_whole(folder / "manifest.json", json.dumps({"made_by": _MADE_BY}))  # a run that is interrupted here goes on
     paths: dict[str, list[str]] = {}
     for name, items in sets.items():
         (folder / "images" / name).mkdir(parents=True)
@@ -223,17 +226,13 @@ def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], N
         as_questions(sets["validation"], paths["validation"]),
     )
     for name, lines in zip(FILES, contents, strict=True):
-        _write_whole(folder / name, "".join(f"{line}\n" for line in lines))
-    _write_whole(folder / "manifest.json", json.dumps(_manifest(folder, parameters), indent=2) + "\n")
+        write_whole(folder / name, "".join(f"{line}\n" for line in lines))
+    write_whole(folder / "manifest.json", json.dumps(_manifest(folder, parameters), indent=2) + "\n")
 
 
 def is_made(folder: Path, parameters: Parameters) -> bool:
     """Return whether the folder holds just what `write_data` would write."""
-    try:
-        found = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        return bool(found == _manifest(folder, parameters))
-    except (OSError, ValueError):
-        return False
+    return holds(folder, lambda: _manifest(folder, parameters))
 
 
 def _is_ours(folder: Path) -> bool:
@@ -253,12 +252,6 @@ def _manifest(folder: Path, parameters: Parameters) -> dict[str, object]:
         "sha256": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES}
         | {"images": images.hexdigest()},
     }
-
-
-def _write_whole(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
 
 
 def _parse(arguments: list[str] | None) -> tuple[Path, Parameters, bool]:
@@ -287,7 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{folder}: already made with these parameters (--force makes it anew)")
             return 0
         folder.mkdir(parents=True, exist_ok=True)
-        write_data(folder, parameters, _show_progress(total))
+        write_data(folder, parameters, show_progress("images", total))
     except ModuleNotFoundError as error:
         if error.name != "PIL":
             raise
@@ -301,18 +294,6 @@ def main(arguments: list[str] | None = None) -> int:
         f" {parameters.num_validation:,} to validate with"
     )
     return 0
-
-
-def _show_progress(total: int) -> Callable[[int], None]:
-    """Return a line that renews itself on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        return lambda _: None
-
-    def show(done: int) -> None:
-        if done % 100 == 0 or done >= total:
-            print(f"\rdrawing: {done:,} of {total:,}", end="\n" if done >= total else "", file=sys.stderr, flush=True)
-
-    return show
 
 
 if __name__ == "__main__":

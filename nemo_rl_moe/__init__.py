@@ -2,4 +2,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """RL post-training of Mixture-of-Experts models whose routing you can see and trust."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

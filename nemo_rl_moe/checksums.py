@@ -11,7 +11,7 @@ the comparison. XXH3 (Collet, xxHash 0.8) with 128 bits reads memory as fast as 
 
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
@@ -261,7 +261,6 @@ def find_damage(
     share: int = 0,
     num_shares: int = 1,
     in_parts: bool | None = None,
-    left_out: Container[tuple[str, int, int]] = (),
 ) -> list[str]:
     """Return a line for each file, or tensor in it, that is not what was written; none without `files.json`.
 
@@ -270,7 +269,6 @@ def find_damage(
     Args:
         share: Share of the bytes to compare, from 0; each rank of a job takes one.
         in_parts: True: only files with parts; False: only the others, which are small; None: all.
-        left_out: Parts that are compared elsewhere: file, first byte, number of bytes. Equal for every share.
     """
     if not (folder / INVENTORY_FILE_NAME).is_file():
         return []
@@ -287,8 +285,8 @@ def find_damage(
             problems.append(f"{folder / name}: is missing")
         elif present[name] != entry.num_bytes:
             problems.append(f"{folder / name}: damaged: {present[name]} bytes, expected {entry.num_bytes}")
-        elif pieces := [piece for piece in _pieces(entry) if (name, piece.start, piece.part.num_bytes) not in left_out]:
-            work.append((folder / name, pieces))
+        else:
+            work.append((folder / name, list(_pieces(entry))))
     total = sum(piece.part.num_bytes for _, pieces in work for piece in pieces) or 1
     mine: list[tuple[Path, list[_Piece]]] = []
     before = 0

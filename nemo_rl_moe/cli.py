@@ -27,6 +27,7 @@ from nemo_rl_moe.errors import (
     exit_code_of_signal,
     printable,
     report_error,
+    report_problems,
 )
 from nemo_rl_moe.routing.audit import command as audit_command
 from nemo_rl_moe.runs.report import command as report_command
@@ -131,8 +132,7 @@ def _reported(run: Callable[[], int]) -> int:
     try:
         return run()
     except UserError as error:
-        for problem in error.problems:
-            report_error(problem)
+        report_problems(error)
         _say_how_to_go_on(error)
         return error.exit_code
     except (WorkerDiedError, WeightSyncError, GenerationError, RoutingAnomalyError, TrainingDivergedError) as error:

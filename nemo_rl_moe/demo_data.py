@@ -27,13 +27,14 @@ sums are again new; those of `validation_preferences.jsonl` are the ones of `val
 import argparse
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
+
+from nemo_rl_moe.atomic_writes import write_whole
 
 SHARE_WITH_WORKING = 0.45
 NUM_DIGITS = 3
@@ -82,11 +83,7 @@ class Problems:
 
 
 def draw_problems(parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> Problems:
-    """Sample the sets one after the other without repeats between sets.
-
-    Args:
-        progress: Called with the number of training sums so far.
-    """
+    """Sample the sets one after the other without repeats between sets."""
     seen: set[tuple[str, ...]] = set()
 
     def draw(name: str, size: int) -> Iterator[Problem]:
@@ -138,9 +135,6 @@ def work_out(left: str, right: str, slip: tuple[int, int] = (0, 0)) -> tuple[str
 
     Args:
         slip: A column, counted from the right, and the error of its sum.
-
-    Returns:
-        The columns from the right, each after the first with its carry in, and the answer.
     """
     steps, carry, answer = [], 0, 0
     for column, (a, b) in enumerate(zip(reversed(left), reversed(right), strict=True)):
@@ -223,15 +217,19 @@ def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], N
     )
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines in zip(FILES, contents, strict=True):
-        _write_whole(folder / name, "".join(f"{line}\n" for line in lines))
-    _write_whole(folder / "manifest.json", json.dumps(_manifest(folder, parameters), indent=2) + "\n")
+        write_whole(folder / name, "".join(f"{line}\n" for line in lines))
+    write_whole(folder / "manifest.json", json.dumps(_manifest(folder, parameters), indent=2) + "\n")
 
 
 def is_made(folder: Path, parameters: Parameters) -> bool:
     """Return whether the folder holds just what `write_data` would write."""
+    return holds(folder, lambda: _manifest(folder, parameters))
+
+
+def holds(folder: Path, manifest: Callable[[], dict[str, object]]) -> bool:
+    """Return whether a folder's manifest is the one that its files give."""
     try:
-        found = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        return bool(found == _manifest(folder, parameters))
+        return bool(json.loads((folder / "manifest.json").read_text(encoding="utf-8")) == manifest())
     except (OSError, ValueError):
         return False
 
@@ -243,12 +241,6 @@ def _manifest(folder: Path, parameters: Parameters) -> dict[str, object]:
         "reasoning_gym": version("reasoning-gym"),
         "sha256": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES},
     }
-
-
-def _write_whole(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
 
 
 def _parse(arguments: list[str] | None) -> tuple[Path, Parameters, bool]:
@@ -279,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not force and is_made(folder, parameters):
             print(f"{folder}: already made with these parameters (--force makes it anew)")
             return 0
-        write_data(folder, parameters, _show_progress(parameters.num_train))
+        write_data(folder, parameters, show_progress("sums", parameters.num_train))
     except ModuleNotFoundError as error:
         if error.name not in ("reasoning_gym", "reasoning-gym"):  # the module, the package
             raise
@@ -296,13 +288,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _show_progress(total: int) -> Callable[[int], None]:
+def show_progress(what: str, total: int) -> Callable[[int], None]:
     """Return a printer of progress: a line that renews itself on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         return lambda _: None
 
     def show(done: int) -> None:
-        print(f"\rdrawing sums: {done:,} of {total:,}", end="\n" if done >= total else "", file=sys.stderr, flush=True)
+        end = "\n" if done >= total else ""
+        print(f"\rdrawing {what}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
 
     return show
 

@@ -26,9 +26,13 @@ class UserError(Exception):
 
     Args:
         problems: One self-contained line each.
+
+    Attributes:
+        is_reported: They have been printed.
     """
 
     exit_code = EXIT_BAD_INPUT
+    is_reported = False
 
     def __init__(self, problems: str | Sequence[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -136,6 +140,14 @@ def report_error(problem: object) -> None:
     """Print an error that ends the program to standard error as `error: ...`."""
     lines = [_cut(line) for line in printable(str(problem)).split("\n")]
     print("error: " + "\n".join(lines), file=sys.stderr, flush=True)
+
+
+def report_problems(error: UserError) -> None:
+    """Print the problems of an error, unless they have been printed."""
+    if not error.is_reported:
+        for problem in error.problems:
+            report_error(problem)
+    error.is_reported = True
 
 
 def _cut(line: str) -> str:

@@ -26,36 +26,34 @@ overrides change the configuration from the command line; values are YAML:
   policy.max_grad_norm=null                     null is a value too
   policy.tokenizer.name='${policy.model_name}'  the value of another key
   +policy.megatron_cfg.moe_z_loss_coeff=1e-3    set a key whether the file has it or not
-  ~policy.megatron_cfg.moe_aux_loss_coeff       take a key out
+  ~policy.megatron_cfg.moe_aux_loss_coeff       remove a key
 Any moe_* field of Megatron-Core's TransformerConfig can be set under policy.megatron_cfg.
 A wrong key or value ends with one line for each problem and exit code 2, before anything starts.
 """
 _RUN_HELP = """\
-The configuration says which algorithm it is for, by the section of one that ships with this package:
+The configuration selects the algorithm, by the section of a built-in one:
 
 {built_in}
 
-or by the key `algorithm` for one of your own, an Algorithm in a module that is installed or in the working folder:
+or by the key `algorithm` for one of your own, in a module that is installed or in the working folder:
   algorithm: my_module:ALGORITHM
-Checkpoints, resuming, restarts, loggers, report, watch, config and plan work for it as for the others; see
-docs/adding-an-algorithm.md.
+See docs/adding-an-algorithm.md.
 
 examples:
   nemo-rl-moe run --config grpo_tiny_moe.yaml grpo.max_num_steps=5     the same as nemo-rl-moe grpo
   nemo-rl-moe run --config opd.yaml                                    a file with `algorithm: my_module:ALGORITHM`
 """.format(built_in="\n".join(f"  {name:6}{ALGORITHMS[name].summary}" for name in BUILT_IN))
 _DATA_HELP = """\
-Reads the training data with the tokenizer, the chat template and the lengths of the configuration, as a run does before
-it starts workers, and starts nothing. Shown are
+Reads the training data with the tokenizer, the chat template and the lengths of the configuration, as a run does, and
+starts nothing. Shows, in the order of the data,
 
-  sft   conversations: what is trained on, what is context, and what was truncated at policy.max_total_sequence_length
+  sft   conversations: what is trained on, what is context, and what is cut off at policy.max_total_sequence_length
   dpo   the chosen and the rejected response of each pair, with their prompt
   grpo  the prompts as the model gets them
 
-in the order of the data, not shuffled; and the numbers of samples and tokens, the longest, and what was left out: lines
-of the data, and parts of conversations that the chat template does not show, such as thinking of earlier turns. In a
-terminal the three kinds of tokens have colours; elsewhere, and where NO_COLOR is set, what is trained on stands in
-[[ ]] and what was truncated off in {{ }}. Control characters of the data are written out.
+and the numbers of samples and tokens, the longest sample, and what is left out: lines of the data, and parts of
+conversations that the chat template does not show, such as thinking of earlier turns. In a terminal the three kinds of
+tokens have colours; elsewhere, or with NO_COLOR, [[ ]] marks what is trained on and {{ }} what is truncated.
 
 examples:
   nemo-rl-moe data --config sft_tiny_moe.yaml
@@ -64,11 +62,10 @@ examples:
   nemo-rl-moe data --config my_run.yaml data.on_bad_line=skip policy.tokenizer.chat_template=mine.jinja | less
 """
 _CONFIG_HELP = """\
-A configuration of NeMo-RL is translated by --from-nemo-rl FILE: its counterpart here goes to the output, as a file that
-inherits from a shipped one, and says in comments below, line by line, which keys are read otherwise and which have no
-counterpart; those go to the error output too. Its `defaults:` are looked for beside it. The result is checked as a run
-is that starts here: what would keep it from starting stands on the error output, with exit code 2. What differs on
-purpose: docs/migrating.md.
+--from-nemo-rl FILE translates a configuration of NeMo-RL into a file that inherits from a shipped one. Comments in it
+say, line by line, which keys are read differently and which have no counterpart; the latter go to the error output too.
+Its `defaults:` are looked for beside it. The result is checked like a run: what would keep it from starting goes to the
+error output, with exit code 2. What differs on purpose: docs/migrating.md.
 
 examples:
   nemo-rl-moe config --config my_run.yaml cluster.gpus_per_node=4
@@ -76,8 +73,8 @@ examples:
   nemo-rl-moe config --config my_run.yaml
 """
 _PLAN_HELP = """\
---target GPUSxCARD or NODESxGPUSxCARD plans for these machines, whatever this one has: it sets cluster.num_nodes and
-cluster.gpus_per_node, takes Transformer Engine for granted, and says whether the run fits the card's memory.
+--target GPUSxCARD or NODESxGPUSxCARD plans for other machines than this one: it sets cluster.num_nodes and
+cluster.gpus_per_node, assumes Transformer Engine, and says whether the run fits the card's memory.
 
 examples:
   nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=examples/assets/model_configs/Qwen3-1.7B
@@ -91,9 +88,9 @@ hf        config.json, tokenizer, and weights in *.safetensors files, with an in
 megatron  config.json, tokenizer, and weights in Megatron-Core's torch_dist format, in the folder 'policy':
           a checkpoint of a run (results/sft_tiny_moe/step_50), or what this command has written
 
-Both can be trained as they are (policy.model_name=DIR policy.init=pretrained). The output appears whole or not at all.
-Works on the host, with as much memory as the weights take. Every tensor is accounted for: a missing or unknown one, a
-wrong shape, or a field of config.json that is not supported ends with a line that names it, and exit code 2.
+Runs can start from both (policy.model_name=DIR policy.init=pretrained). The output is written completely or not at all.
+Needs as much host memory as the weights. A missing or unknown tensor, a wrong shape, or a field of config.json that is
+not supported ends with a line that names it, and exit code 2.
 """
 _CONVERT_EXAMPLES = """\
 examples:
@@ -114,7 +111,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
             "layout, parameters and memory of a run by arithmetic, without starting it; of the files that the "
             "configuration names, only the model's config.json must exist",
         ),
-        (_DATA, "show the training data as a run would see it: tokens as text, and which of them are trained on"),
+        (_DATA, "show the training data as a run sees it: tokens as text, and which of them are trained on"),
     ):
         command = commands.add_parser(
             name,

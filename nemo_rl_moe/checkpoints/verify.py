@@ -25,7 +25,11 @@ exit code: 0 all files are what was written; 1 a file is damaged; 2 there is not
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="FOLDER", help="a checkpoint, an exported model, or a folder above some"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="a checkpoint, an exported model, or a folder of such",
     )
     parser.add_argument(
         "--accept", action="store_true", help="write new checksums of the files as they are now, and compare nothing"

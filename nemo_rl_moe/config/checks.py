@@ -276,15 +276,9 @@ def routers_have_gradients_to_measure(config: MasterConfig) -> Iterator[str]:
         or megatron.moe_router_force_biased is not None
         or megatron.moe_router_force_hot_rank is not None,
     }
-    # Fused routers compute their losses within one kernel, whose gradient at the logits has been seen nowhere here.
-    of_fused = {f"{MEGATRON}.moe_router_fusion true": bool(megatron.moe_router_fusion)}
-    for name, every, refused in (
-        ("every_n_steps", chosen.every_n_steps, reasons),
-        ("at_logits_every_n_steps", chosen.at_logits_every_n_steps, reasons | of_fused),
-    ):
-        for reason, is_so in refused.items():
-            if every is not None and is_so:
-                yield f"{MEGATRON}.router_gradients.{name}: got {every}, expected null with {reason}"
+    for reason, is_so in reasons.items():
+        if chosen.every_n_steps is not None and is_so:
+            yield f"{MEGATRON}.router_gradients.every_n_steps: got {chosen.every_n_steps}, expected null with {reason}"
 
 
 def recompute_is_said_once(config: MasterConfig) -> Iterator[str]:

@@ -150,9 +150,6 @@ class RouterGradientsConfig(StrictModel):
     num_microbatches: PositiveInt | None
     """Number of microbatches to measure, from the step's first global batch, on each data-parallel rank; an interleaved
     pipeline runs a multiple of its stages. null: all."""
-    at_logits_every_n_steps: PositiveInt | None
-    """Interval in steps of the cheap form: at the routers' logits, in the step's own pass over its first global batch;
-    exact in the last MoE layer alone. null: never."""
 
 
 class MegatronConfig(MoeTransformerFields):

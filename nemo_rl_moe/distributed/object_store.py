@@ -10,6 +10,8 @@ import ray
 from jaxtyping import Shaped
 from ray.exceptions import RayError
 
+from nemo_rl_moe.distributed.stored_rows import RowStore
+
 
 def fetch_objects(sources: Sequence[Any]) -> list[Shaped[np.ndarray, "rows ..."] | None]:
     """Fetch arrays by handle, read-only; None for one that was lost with the process that stored it."""
@@ -24,3 +26,7 @@ def _fetched(source: Any) -> Shaped[np.ndarray, "rows ..."] | None:
         return ray.get(source)
     except RayError:
         return None
+
+
+RAY_STORE = RowStore(fetch_objects, ray.put)
+"""Ray's object store, which must have started when a row is put or fetched."""

@@ -117,6 +117,26 @@ def put_together(
     return found
 
 
+@dataclass(frozen=True)
+class RowStore:
+    """Store of rows between the process that computes them and those that read them.
+
+    Attributes:
+        fetch: Fetches stored arrays.
+        put: Puts an array into the store and returns its handle; None: arrays stay at hand, within one process.
+    """
+
+    fetch: Fetch = list
+    put: Callable[[Shaped[np.ndarray, "rows ..."]], Any] | None = None
+
+    def keep(self, arrays: Sequence[Shaped[np.ndarray, "tokens ..."]]) -> list[StoredRows]:
+        """Store the rows of sequences, each from its first token on; all of one type, with rows of one shape."""
+        return [StoredRows.of(rows) for rows in arrays] if self.put is None else put_together(arrays, self.put)
+
+
+IN_PLACE = RowStore()
+
+
 def fetch_rows(
     sequences: Sequence[StoredRows | None],
     longest: int,

@@ -31,8 +31,8 @@ from nemo_rl_moe.distributed.node_tools import (
     read_tail,
     threads_per_worker,
 )
-from nemo_rl_moe.distributed.worker_process import WorkerFailure, WorkerPlace, WorkerProcess
-from nemo_rl_moe.errors import WorkerDiedError
+from nemo_rl_moe.distributed.worker_process import RECOVERABLE, WorkerFailure, WorkerPlace, WorkerProcess
+from nemo_rl_moe.errors import ConfigurationError, UserError, WorkerDiedError
 
 Worker = TypeVar("Worker")
 Args = TypeVarTuple("Args")
@@ -139,23 +139,25 @@ class WorkerGroup(Generic[Worker]):
     """All ranks of one program, each with a worker in a separate process.
 
     A call names a method of the worker's class, `group.call_all(Worker.method, argument)`, so that arguments and
-    results are typed and go-to-definition works; a subclass's override runs.
+    results are typed and go-to-definition works; exactly that method runs.
 
     Args:
         make_worker: Called on each rank as `make_worker(rank, world_size)`, after the rank's environment is set; what
-            it refers to is imported there. Usually a `partial` of a worker class.
+            it refers to is imported there. Usually a `partial` of a worker class. A `UserError` that it returns, such
+            as every rank finds in a model, is raised when all ranks have answered; one that it raises ends all at once.
         start_timeout_s: For all ranks together.
         call_timeout_s: For a call on any rank.
         environment: Further environment variables of each rank.
 
     Raises:
         WorkerDiedError: A worker failed or did not start in time; all of them have been stopped.
+        ConfigurationError: Ranks have returned errors; all of them have been stopped.
     """
 
     def __init__(
         self,
         cluster: RayCluster,
-        make_worker: Callable[[int, int], Worker],
+        make_worker: Callable[[int, int], Worker | UserError],
         start_timeout_s: float,
         call_timeout_s: float,
         environment: Mapping[str, str] = MappingProxyType({}),
@@ -186,6 +188,8 @@ class WorkerGroup(Generic[Worker]):
 
         Raises:
             WorkerDiedError: A worker raised, died or did not answer in time; all of them have been stopped.
+            CheckpointError: Raised by the first rank that raised one, when all have answered; the workers live on.
+            WeightSyncError: Likewise.
         """
         return list(self.start_each(method, [args] * self.world_size)().values())
 
@@ -220,7 +224,11 @@ class WorkerGroup(Generic[Worker]):
 
         def results() -> dict[int, Result]:
             deadline = time.monotonic() + self._call_timeout_s
-            return self._wait(f"in `{name}`", calls, deadline, partial(self._fail_for_silence, name))
+            found = self._wait(f"in `{name}`", calls, deadline, partial(self._fail_for_silence, name))
+            for result in found.values():
+                if isinstance(result, RECOVERABLE):
+                    raise result
+            return found
 
         return results
 
@@ -246,7 +254,7 @@ class WorkerGroup(Generic[Worker]):
         for node, family in members.items():
             self._on_node(node, end_families, family, END_GRACE_S, default=None)
 
-    def _start(self, make_worker: Callable[[int, int], Worker], timeout_s: float) -> None:
+    def _start(self, make_worker: Callable[[int, int], Worker | UserError], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         config = self._cluster.config
         self._actors = self._cluster.started_processes or start_processes(self._cluster)
@@ -269,7 +277,7 @@ class WorkerGroup(Generic[Worker]):
         search_path = [str(Path(folder).absolute()) for folder in sys.path]
         remaining_s = deadline - time.monotonic()
         payload = ray.put(cloudpickle.dumps(make_worker))
-        wait(
+        answers = wait(
             [
                 actor.start.remote(
                     environment | self._environment, search_path, payload, rank, self.world_size, remaining_s
@@ -277,6 +285,8 @@ class WorkerGroup(Generic[Worker]):
                 for rank, (actor, environment) in enumerate(zip(self._actors, environments, strict=True))
             ]
         )
+        if problems := _problems_of_ranks(answers):
+            raise ConfigurationError(problems)
 
     def _wait(
         self,
@@ -421,6 +431,16 @@ class WorkerGroup(Generic[Worker]):
             return ray.get(call, timeout=REMOTE_CALL_TIMEOUT_S)
         except RayError:
             return default
+
+
+def _problems_of_ranks(answers: Sequence[UserError | None]) -> list[str]:
+    """Return the problems of the first rank that has any, with its number where others have none."""
+    found = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
+    if not found:
+        return []
+    rank, error = found[0]
+    where = f" (on rank {rank})" if len(found) < len(answers) else ""
+    return [f"{problem}{where}" for problem in error.problems]
 
 
 def _put_shared(args_by_rank: Sequence[Sequence[Any]]) -> list[list[Any]]:

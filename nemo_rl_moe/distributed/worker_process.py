@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray actor around a worker class: sets its environment, and returns its errors as text."""
+"""The Ray actor around any object: sets its environment, calls its methods, and returns its errors as text."""
 
 import ctypes
 import faulthandler
@@ -21,10 +21,12 @@ import ray
 from ray import cloudpickle
 
 from nemo_rl_moe.distributed.node_tools import ProcessIdentity, usable_cores
-from nemo_rl_moe.errors import UserError
+from nemo_rl_moe.errors import CheckpointError, UserError, WeightSyncError
 
 Result = TypeVar("Result")
 STACK_BEFORE_TIMEOUT_S = 1.0
+RECOVERABLE = (CheckpointError, WeightSyncError)
+"""Errors that every rank raises, and after which all of them can go on."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _KEPT_BYTES, _LARGEST_KEPT_BYTES = 256 * 1024**2, 32 * 1024**2
 
@@ -103,8 +105,8 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         rank: int,
         world_size: int,
         timeout_s: float,
-    ) -> WorkerFailure | None:
-        """Set the environment, and only then import and make the worker.
+    ) -> WorkerFailure | UserError | None:
+        """Set the environment, and only then import and make the worker, or return the error that it is made into.
 
         A worker that hangs, as when ranks cannot reach each other, writes its stack to stderr before the driver gives
         up.
@@ -119,20 +121,24 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
             sys.path += [folder for folder in search_path if folder not in sys.path]
             make_worker = cloudpickle.loads(payload)
             self._worker = make_worker(rank, world_size)
+            return self._worker if isinstance(self._worker, UserError) else None
         except BaseException as error:
             return describe_failure(error)
         finally:
             faulthandler.cancel_dump_traceback_later()
-        return None
 
-    def call(self, timeout_s: float, method: Callable[..., Result], *args: Any) -> Result | WorkerFailure:
-        """Call a method of the worker's class on the worker; what it raises comes back as a `WorkerFailure`.
+    def call(self, timeout_s: float, method: Callable[..., Result], *args: Any) -> Result | Exception | WorkerFailure:
+        """Call a method of the worker's class on the worker.
+
+        An error comes back as a `WorkerFailure`; one that the worker survives, of `RECOVERABLE`, as it is.
 
         One that hangs writes its stack to stderr before the driver gives up, after `timeout_s`.
         """
         _write_stack_before(timeout_s)
         try:
             return method(self._worker, *args)
+        except RECOVERABLE as error:
+            return error.with_traceback(None)
         except BaseException as error:
             return describe_failure(error)
         finally:

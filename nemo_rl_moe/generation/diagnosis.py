@@ -30,12 +30,6 @@ _DECODER_LAYER = re.compile(r"(^model|layers\.\d+)$")
 
 @runtime_checkable
 class InspectableEngine(Protocol):
-    """A generation engine whose modules' outputs can be read.
-
-    Attributes:
-        ranks_per_engine: Processes that share a copy of the weights.
-    """
-
     ranks_per_engine: int
 
     def module_outputs(self, copy: int, token_ids: Sequence[int]) -> Outputs:
@@ -89,11 +83,7 @@ def disagreement(
     """Return the first tensors whose use in the engine is not the trainer's, in words.
 
     Args:
-        engine_outputs: Outputs of the engine's modules for a sequence.
-        save_weights: Writes the trainer's weights as a Hugging Face folder.
         sequences: Of one length; the more, the fewer experts are under suspicion.
-        in_float32: Number format of the engine.
-        topk: Experts of a token; None: no experts.
     """
     with tempfile.TemporaryDirectory(prefix="nemo_rl_moe-diagnosis-") as parent:
         folder = Path(parent, "model")

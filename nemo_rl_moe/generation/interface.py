@@ -4,14 +4,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 
 from nemo_rl_moe.distributed.batch import Axis, ModelInput
 from nemo_rl_moe.distributed.shared_arrays import ArrayStore, SharedArray, SharedColumn
-from nemo_rl_moe.distributed.stored_rows import Fetch, StoredRows, put_together
+from nemo_rl_moe.distributed.stored_rows import Fetch, RowStore, StoredRows
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 TokenIds = tuple[int, ...]
@@ -24,8 +24,6 @@ class SamplingParameters:
     Attributes:
         max_new_tokens: Most tokens of a response, its end token included.
         temperature: Divides the logits; 0 takes the token ranked first (greedy).
-        top_k: Draw from the so many most likely tokens only; None: from all.
-        top_p: Draw from the fewest most likely tokens whose probabilities add up to this; 1: from all.
         stop_token_ids: A response ends with the first of these, which belongs to it.
         stop_strings: A response ends with the token that completes one of these, which belongs to it.
     """
@@ -48,10 +46,8 @@ class GenerationRequest:
     """One sequence to continue.
 
     Attributes:
-        token_ids: The sequence so far, not empty.
         seed: Not negative. A response depends on the weights, its request and nothing else: neither on the other
             requests nor on the layout of the engine's ranks.
-        sampling: How its tokens are sampled.
         model_inputs: Further inputs of the model, such as images; empty for text.
     """
 
@@ -66,9 +62,6 @@ class GenerationBatch:
     """Requests that share their sampling parameters, as they travel to the ranks of an engine.
 
     Attributes:
-        prompts: Token ids of each sequence so far, none of them empty; of different lengths as they come.
-        seeds: One for each prompt, not negative.
-        sampling: The same for all.
         model_inputs: Further inputs of the model for each prompt, such as images; empty: none has any. Arrays that
             prompts share, as the responses to one prompt do, travel once, or lie in a store.
     """
@@ -97,15 +90,10 @@ class GenerationBatch:
         )
 
     def with_shared_in(self, store: ArrayStore) -> "GenerationBatch":
-        """Return the batch with the places of its shared arrays in a store."""
         return self._with_shared(store.place)
 
     def fetched(self, fetch: Fetch) -> "GenerationBatch":
-        """Return the batch with its shared arrays at hand.
-
-        Args:
-            fetch: Fetches stored arrays.
-        """
+        """Return the batch with its shared arrays at hand."""
         return self._with_shared(lambda arrays: SharedColumn(tuple(arrays)).fetched(fetch).arrays)
 
     def _with_shared(
@@ -127,11 +115,9 @@ class GeneratedSequence:
     """The continuation of one sequence.
 
     Attributes:
-        token_ids: The sampled tokens, the end token included where there is one.
         logprobs: Log-probability of each sampled token, in nats, of the softmax of all logits divided by the
             temperature (1 when greedy): what a training forward with the same temperature computes. Top-k and top-p
             choose among tokens, and change nothing here.
-        is_truncated: It reached `max_new_tokens` without an end.
         weight_version: Optimizer steps of the weights that sampled the tokens; an array where weights arrived
             meanwhile.
         routed_experts: Experts of the whole sequence's tokens in each MoE layer, `[moe_layers, topk]` int16 a token, -1
@@ -148,21 +134,19 @@ class GeneratedSequence:
     kept_mass: Float[np.ndarray, " tokens"] | None = None
 
 
-def store_routes(
-    sequences: Sequence[GeneratedSequence], put: Callable[[Shaped[np.ndarray, "rows ..."]], Any]
-) -> list[GeneratedSequence]:
-    """Return the sequences whose routed experts lie in a store, as one array, instead of travelling with them.
+def store_routes(sequences: Sequence[GeneratedSequence], store: RowStore) -> list[GeneratedSequence]:
+    """Return the sequences whose routed experts lie in a store instead of travelling with them.
 
     Args:
         sequences: All with routed experts at hand, or all without.
-        put: Puts an array into the store; returns its handle.
+        store: Takes the rows.
     """
     at_hand = [
         sequence.routed_experts.pieces[0].source for sequence in sequences if sequence.routed_experts is not None
     ]
     if len(at_hand) < len(sequences):
         return list(sequences)
-    pairs = zip(sequences, put_together(at_hand, put), strict=True)
+    pairs = zip(sequences, store.keep(at_hand), strict=True)
     return [replace(sequence, routed_experts=rows) for sequence, rows in pairs]
 
 
@@ -186,10 +170,6 @@ class GenerationEngine(Protocol):
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
         """Replace the engine's weights by the trainer's; returns when all of them have arrived.
-
-        Args:
-            transport: Brings the tensors, by Hugging Face names, from the trainer's ranks to the engine's workers.
-            version: The trainer's number of optimizer steps: what sequences generated from now on carry.
 
         Raises:
             WeightSyncError: Some did not arrive; the engine must not be used further.

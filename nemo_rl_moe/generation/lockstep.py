@@ -33,9 +33,6 @@ class Lockstep(Generic[Request, Result]):
 
     Who runs the tasks that wait here knows when all of them do, and calls `answer_all`.
 
-    Args:
-        answers: Answers many requests; yields the index and the result of each as it is ready.
-
     Attributes:
         most_at_a_time: Most requests of one call of `answers`; None: all.
     """
@@ -46,7 +43,7 @@ class Lockstep(Generic[Request, Result]):
         self.most_at_a_time: int | None = None
 
     def queued(self, request: Request) -> "asyncio.Future[Result]":
-        """Return the queue a request; return its future result."""
+        """Queue a request; return its future result."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._queued.append((request, future))
         return future
@@ -75,11 +72,7 @@ class Lockstep(Generic[Request, Result]):
 
 
 class LockstepEngine(Lockstep[GenerationRequest, GeneratedSequence]):
-    """A `GenerationEngine` that answers requests in batches, and runs the trainer's own weights.
-
-    Args:
-        answers: Answers many requests; yields the index and the sequence of each as it is ready.
-    """
+    """A `GenerationEngine` that answers requests in batches, and runs the trainer's own weights."""
 
     shares_weights: bool = True
 
@@ -114,7 +107,6 @@ def generate_batches(
 
 
 def make_trainer_engine(setup: "EngineSetup") -> LockstepEngine:
-    """Return the engine of the trainer's own workers."""
     return LockstepEngine(partial(generate_batches, setup.policy.generate))
 
 

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 
 
 def ranks_have_whole_sequences(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Yield the generation by ranks that share each sequence, for which the trainer's own engine has no cache of
-    keys.
-    """
+    """Refuse ranks that share each sequence, for which the trainer's own engine has no key cache."""
     ranks = config.policy.megatron_cfg.context_parallel_size
     if ranks > 1:
         yield (

@@ -15,33 +15,16 @@ from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 
 class WeightSource(Protocol):
-    """A policy whose weights can be sent.
-
-    Attributes:
-        weight_version: Optimizer steps that changed the weights.
-    """
-
     @property
     def weight_version(self) -> int: ...
 
     def weight_transport(
         self, *, altered: bool = False, then: Callable[[], object] = ...
-    ) -> AbstractContextManager[WeightTransport]:
-        """Return a transfer of the weights as they are now.
-
-        Args:
-            altered: Of others, of which every tensor differs.
-            then: Called when all ranks have been asked to send: what it asks of them, they do next.
-        """
-        ...
+    ) -> AbstractContextManager[WeightTransport]: ...
 
 
 class WeightTarget(Protocol):
-    """An engine that keeps a copy of the weights."""
-
-    def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """As of `GenerationEngine`."""
-        ...
+    def update_weights(self, transport: WeightTransport, version: int) -> None: ...
 
 
 def refit(
@@ -50,14 +33,8 @@ def refit(
     """Send the policy's weights to an engine; once more, through a new transfer, where a copy is lost meanwhile.
 
     Args:
-        engine: Gets them, and replaces the copies that were lost before it does.
-        policy: Has them.
-        altered: Send others in their place, of which every tensor differs.
         then: Called when the policy's ranks have been asked to send, in each transfer: what it asks of them, they do
             when they have sent, while the engine still loads.
-
-    Returns:
-        Bytes sent by all ranks.
 
     Raises:
         WeightSyncError: Some did not arrive; the engine must not be used further.
@@ -80,24 +57,17 @@ class ActorReceivers:
     Args:
         calls: Calls that receive and return what went wrong or None, each with the name of its actor.
         ask: Asks the actor of a name anything that it answers while it receives; a frozen one does not.
-        end: Kills the actor of a name.
         patience_s: Seconds without an answer after which an actor counts as frozen.
     """
 
     def __init__(
-        self,
-        calls: Mapping[Any, str],
-        *,
-        ask: Callable[[str], Any],
-        end: Callable[[str], None],
-        patience_s: float,
+        self, calls: Mapping[Any, str], *, ask: Callable[[str], Any], end: Callable[[str], None], patience_s: float
     ):
         self._calls, self._ask, self._end, self._patience_s = dict(calls), ask, end, patience_s
         self._pending = dict(calls)
         self._questions: dict[str, tuple[Any, float]] = {}
 
     def find_lost(self, patience_s: float | None = None) -> str | None:
-        """As of `Receivers`."""
         patience = self._patience_s if patience_s is None else patience_s
         for call in _ready(list(self._pending)):
             name = self._pending.pop(call)
@@ -115,7 +85,6 @@ class ActorReceivers:
         return None
 
     def have_ended(self) -> bool:
-        """As of `Receivers`."""
         return not self._pending
 
     def wait(self) -> None:

@@ -34,13 +34,9 @@ class EngineSetup:
     """Inputs of an engine's factory.
 
     Attributes:
-        config: The whole configuration.
         cluster: Ray, started. An engine brings its own actors; the cluster's places are the trainer's.
         source: Where the model is read from; `source.folder()` has its `config.json` on each machine.
-        hf_config: The model's Hugging Face configuration.
         tokenizer: Decodes tokens, for stop strings.
-        policy: The trainer, for an engine that shares its weights.
-        warn: Reports the user something.
         own_cluster: Places of `cluster.roles.generation`, which are the engine's alone; None: it has none.
     """
 
@@ -55,6 +51,5 @@ class EngineSetup:
 
 
 def make_engine(setup: EngineSetup) -> GenerationEngine:
-    """Start the engine that the configuration names."""
     engine: GenerationEngine = setup.config.policy.generation.engine.factory()(setup)
     return engine

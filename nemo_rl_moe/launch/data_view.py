@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Training data as a run would see it, in the terminal: tokens as text, with what is trained on and what is cut off."""
+"""Training data as a run would see it, in the terminal: tokens as text, those trained on and truncated ones marked."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,7 @@ class Kind:
 
 CONTEXT = Kind("context", "default", ("", ""))
 TRAINED = Kind("trained on", "bold green", ("[[", "]]"))
-CUT = Kind("cut off", "red strike", ("{{", "}}"))
+CUT = Kind("truncated", "red strike", ("{{", "}}"))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class ShownSequence:
         if num_trained := kinds[1:].count(TRAINED):
             parts.append(f"{num_trained:,} to train on")
         if num_truncated:
-            parts.append(f"{more}{num_truncated:,} cut off")
+            parts.append(f"{more}{num_truncated:,} truncated")
         return f"{self.example.sample_id}: {', '.join([*parts, *(f'with {note}' for note in self.example.notes)])}"
 
 

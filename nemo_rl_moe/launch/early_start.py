@@ -43,6 +43,11 @@ class EarlyCluster:
             self._cluster.set_result(RayCluster(self._config.cluster))
         return self._cluster.result()
 
+    @property
+    def is_starting(self) -> bool:
+        """True while a local Ray is starting, which `close` waits for."""
+        return self._thread is not None and not self._cluster.done()
+
     def close(self) -> None:
         """Stop Ray, or let go of a cluster that was there before."""
         if self._thread is None and not self._cluster.done():

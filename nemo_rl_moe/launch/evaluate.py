@@ -110,7 +110,7 @@ def result_lines(config: GRPOMasterConfig, evaluation: Evaluation, threshold: fl
 def pass_rule(threshold: float | None) -> str:
     """Return the rule of what counts as passed, in words."""
     if threshold is None:
-        return "a response passes where the environment calls it right"
+        return "a response passes where the reward function calls it right"
     return f"a response passes with a reward of at least {threshold:g}"
 
 

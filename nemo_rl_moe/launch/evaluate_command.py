@@ -16,20 +16,20 @@ from nemo_rl_moe.launch.output_folder import require_free
 
 SUMMARY = "validate a model without training it: accuracy, reward and pass@k on the held-out prompts"
 EXAMPLES = """\
-Takes the configuration of a GRPO run, and does what a validation of that run does: the same prompts
-(data.validation, grpo.max_val_samples), the same reward function (env), the same engine (policy.generation), the same
-random numbers (grpo.seed). Nothing is trained: workers hold the weights alone. What it reads beside the model:
+Takes the configuration of a GRPO run and does what a validation of that run does, with the same prompts
+(data.validation, grpo.max_val_samples), reward function (env), engine (policy.generation) and random numbers
+(grpo.seed). Nothing is trained. It also reads
 
   grpo.val_num_generations   responses to each prompt; with n of them pass@k is reported for 1, 2, 4, ... and n
   grpo.val_temperature       0: greedy, with one response
   policy.model_name          a model's folder, a checkpoint of a run, or a hub's name
 
-A response passes where the environment calls it right (for a reward that is a number alone: 1 or more), or, with
---threshold R, where its reward is at least R. pass@k is the unbiased estimate of Chen et al., arXiv:2107.03374, eq. 1.
-Errors behind ± are standard errors over prompts.
+A response passes if the reward function calls it right (for a plain number: 1 or more), or, with --threshold R, if its
+reward is at least R. pass@k is the unbiased estimate of Chen et al., arXiv:2107.03374, eq. 1. ± is the standard error
+over prompts.
 
-Written are results.json, samples.jsonl (prompt, response, reward) and the configuration, all of it or nothing, to
---output, else to the next free LOG_DIR/eval_001, eval_002, ... with logger.log_dir for LOG_DIR.
+Writes results.json, samples.jsonl (prompt, response, reward) and the configuration, completely or not at all, to
+--output, or to the next free LOG_DIR/eval_001, eval_002, ... with logger.log_dir for LOG_DIR.
 
 examples:
   nemo-rl-moe evaluate --config grpo_tiny_moe.yaml
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threshold",
         type=_finite,
         metavar="R",
-        help="least reward of a response that passes (default: what the environment calls right)",
+        help="least reward of a response that passes (default: what the reward function calls right)",
     )
 
 

@@ -14,13 +14,13 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.errors import ConfigurationError, DataError, UserError
 
-SUMMARY = "draw responses of a model to prompts, and write them as JSON lines"
+SUMMARY = "generate responses of a model to prompts, and write them as JSON lines"
 BASE_CONFIG = "grpo_generate.yaml"
 EXAMPLES = f"""\
 Prompts are a .jsonl file as GRPO trains on, with a text or a list of messages under `prompt` (another key:
 data.prompt_key=NAME), a .txt file of one prompt a line, or a data set's name. The chat template of the model's
 tokenizer is applied as in training. Each response is a line of JSON on standard output, or in --output FILE, which
-appears whole or not at all; progress goes to standard error:
+is written completely or not at all; progress goes to standard error:
 
   {{"sample_id": "prompts.txt:1", "sample": 0, "prompt": "7+8=", "response": "15", "finish_reason": "stop", ...}}
 
@@ -66,12 +66,12 @@ OPTIONS = {
         "policy.generation.max_new_tokens", "N", "most tokens of a response, its end token included (default: 256)"
     ),
     "--temperature": _Option("grpo.val_temperature", "T", "divides the logits; 0: greedy (default: 1.0)"),
-    "--top-k": _Option("policy.generation.top_k", "N", "draw from the so many most likely tokens (default: all)"),
+    "--top-k": _Option("policy.generation.top_k", "N", "sample from the N most likely tokens (default: all)"),
     "--top-p": _Option(
-        "policy.generation.top_p", "P", "draw from the fewest tokens whose probabilities add up to this (default: 1.0)"
+        "policy.generation.top_p", "P", "sample from the fewest tokens whose probabilities add up to P (default: 1.0)"
     ),
     "--samples": _Option("grpo.val_num_generations", "N", "responses to each prompt (default: 1)"),
-    "--seed": _Option("grpo.seed", "N", "the same seed draws the same responses (default: 42)"),
+    "--seed": _Option("grpo.seed", "N", "the same seed gives the same responses (default: 42)"),
 }
 _REQUIRED = ("--model", "--prompts")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.algorithms.capture_writer import CaptureWriter
 from nemo_rl_moe.algorithms.custom_estimator import check_estimator
@@ -34,7 +34,6 @@ from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, images_of_data
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.image_rules import ImageRule
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.rewards.registry import make_reward_function
 from nemo_rl_moe.rewards.worker_pool import RewardWorkers
 from nemo_rl_moe.rollouts.environment import Environment, make_environment
@@ -43,6 +42,9 @@ from nemo_rl_moe.rollouts.limits import RolloutLimits
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
 
 
 def start_engine(
-    config: GRPOMasterConfig, run: ModelRun, policy: MegatronPolicy, model: PreparedModel
+    config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", model: PreparedModel
 ) -> GenerationEngine:
     """Start the generation engine for the rest of the run; one that keeps a copy of the weights has none yet.
 
@@ -153,7 +155,7 @@ def start_engine(
 
 
 def make_run_observers(
-    config: GRPOMasterConfig, policy: MegatronPolicy, engine: GenerationEngine, model: PreparedModel, run: TrainingRun
+    config: GRPOMasterConfig, policy: "MegatronPolicy", engine: GenerationEngine, model: PreparedModel, run: TrainingRun
 ) -> list[RunObserver]:
     """Return the observers that a configuration asks for, in the order in which they see a step."""
     megatron = config.policy.megatron_cfg
@@ -165,7 +167,7 @@ def make_run_observers(
 
 
 def make_routing_measurements(
-    config: GRPOMasterConfig, policy: MegatronPolicy, engine: GenerationEngine, run: TrainingRun
+    config: GRPOMasterConfig, policy: "MegatronPolicy", engine: GenerationEngine, run: TrainingRun
 ) -> RoutingMeasurements | None:
     """Return the measurements that a configuration asks for; None without a capture, which says what routers choose."""
     megatron, moe = config.policy.megatron_cfg, policy.moe_configuration
@@ -197,7 +199,7 @@ def make_routing_measurements(
 
 
 def start_rollouts(
-    config: GRPOMasterConfig, run: ModelRun, policy: MegatronPolicy, prepared: PreparedRollouts
+    config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", prepared: PreparedRollouts
 ) -> RolloutWorker:
     """Start the environment's workers and the generation engine for the rest of the run."""
     reward_function = run.use(running_reward_workers(config, run.console))

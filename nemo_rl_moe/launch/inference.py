@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A started generation engine made ready to answer without training: its weights, and its progress."""
 
+from typing import TYPE_CHECKING
+
 from nemo_rl_moe.algorithms.grpo import update_engine
 from nemo_rl_moe.algorithms.run_observers import checked_refits
 from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -10,14 +12,16 @@ from nemo_rl_moe.generation.lockstep import LockstepEngine
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 _ROWS_AT_A_TIME = 64
 _ROUNDS_OF_A_CHUNK = 4
 
 
 def give_weights(
-    config: GRPOMasterConfig, run: ModelRun, policy: MegatronPolicy, engine: GenerationEngine, model: PreparedModel
+    config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", engine: GenerationEngine, model: PreparedModel
 ) -> None:
     """Give an engine with a copy of the weights those of the workers, and checks that they have arrived.
 

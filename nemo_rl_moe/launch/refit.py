@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.images import ModelImage, image_inputs
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.weight_sync.fingerprints import FingerprintingEngine, common_format
 from nemo_rl_moe.weight_sync.refit_check import (
@@ -28,12 +27,15 @@ from nemo_rl_moe.weight_sync.refit_check import (
     probe_sequences,
 )
 
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+
 PROBE_OF_TEXT = 16
 """Tokens of the sequences without images that distinguish tower and decoder."""
 
 
 def make_refit_check(
-    config: GRPOMasterConfig, policy: MegatronPolicy, engine: GenerationEngine, hf_config: Any, console: ConsoleLogger
+    config: GRPOMasterConfig, policy: "MegatronPolicy", engine: GenerationEngine, hf_config: Any, console: ConsoleLogger
 ) -> RefitCheck | None:
     """Return the check of an engine's weights; None where it shares the trainer's, or there is to be none."""
     generation = config.policy.generation
@@ -112,7 +114,7 @@ def image_probe(
 
 
 def explain_by_text(
-    policy: MegatronPolicy, engine: ScoringEngine, copy: int, temperature: float, count: int, hf_config: Any
+    policy: "MegatronPolicy", engine: ScoringEngine, copy: int, temperature: float, count: int, hf_config: Any
 ) -> str:
     """Return the side of a model of images whose weights differ, by sequences without images."""
     sequences = probe_sequences(count, PROBE_OF_TEXT, hf_config.vocab_size)
@@ -125,7 +127,10 @@ def explain_by_text(
 
 
 def start_scores(
-    policy: MegatronPolicy, sequences: Sequence[Sequence[int]], *, model_inputs: Sequence[Mapping[str, ModelInput]] = ()
+    policy: "MegatronPolicy",
+    sequences: Sequence[Sequence[int]],
+    *,
+    model_inputs: Sequence[Mapping[str, ModelInput]] = (),
 ) -> Callable[[], Scores]:
     """Have the trainer begin to score sequences of one length, for the log-probs of all tokens but the first."""
     logprobs = policy.start_logprobs(batch_of(sequences, model_inputs), by_one_copy=True)

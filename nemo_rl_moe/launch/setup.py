@@ -24,7 +24,7 @@ from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.cluster import RayCluster
-from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.errors import ConfigurationError, UserError, report_problems
 from nemo_rl_moe.launch.early_start import EarlyCluster
 from nemo_rl_moe.models.hf_files import (
     HubModel,
@@ -37,8 +37,6 @@ from nemo_rl_moe.models.hf_files import (
 )
 from nemo_rl_moe.models.image_rules import ImageRule, load_image_rule
 from nemo_rl_moe.models.model_files import collect_model_files
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 from nemo_rl_moe.models.position_limit import too_long_sequences
 from nemo_rl_moe.runs.folder.expert_load import FOLDER_NAME
 from nemo_rl_moe.runs.folder.samples import SAMPLES_FILE_NAME
@@ -49,9 +47,12 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from transformers import PreTrainedTokenizerBase
 
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+    from nemo_rl_moe.models.policy.model_workers import ModelWorkers
+
 
 Samples = TypeVar("Samples", TokenizedDataset, PreferenceDataset)
-Workers = TypeVar("Workers", bound=ModelWorkers)
+Workers = TypeVar("Workers", bound="ModelWorkers")
 Opened = TypeVar("Opened")
 
 
@@ -211,12 +212,14 @@ def running_policy(
     seed: int,
     num_steps: int | None,
     keep_reference: bool = False,
-) -> Iterator[MegatronPolicy]:
+) -> Iterator["MegatronPolicy"]:
     """Start the workers, for forward passes alone where there are no optimizer steps; stop them whatever happens.
 
     Raises:
         ConfigurationError: The model's weights cannot be used.
     """
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy  # with Megatron-Core, which takes seconds
+
     if model.source.hub is not None and not cluster.is_local:
         with console.phase(f"fetching {model.source.hub.name} on every machine that lacks it"):
             fetch_on_machines(cluster, model.source.hub)
@@ -291,6 +294,8 @@ class ModelRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if isinstance(error, UserError) and self._early_cluster is not None and self._early_cluster.is_starting:
+            report_problems(error)  # the user need not wait for Ray, which cannot be stopped before it has started
         self._opened.__exit__(kind, error, traceback)
 
     def use(self, context: AbstractContextManager[Opened]) -> Opened:
@@ -319,7 +324,7 @@ class ModelRun:
         assert self._cluster is not None
         return self._cluster
 
-    def start_policy(self) -> MegatronPolicy:
+    def start_policy(self) -> "MegatronPolicy":
         """Start Ray and the workers, for forward passes alone.
 
         Raises:
@@ -338,11 +343,11 @@ class ModelRun:
         return place
 
     @property
-    def _started(self) -> MegatronPolicy:
+    def _started(self) -> "MegatronPolicy":
         assert self._policy is not None  # start_policy comes first
         return self._policy
 
-    def _start_workers(self, *, seed: int, num_steps: int | None, keep_reference: bool) -> MegatronPolicy:
+    def _start_workers(self, *, seed: int, num_steps: int | None, keep_reference: bool) -> "MegatronPolicy":
         assert self._model is not None  # prepare_model comes first
         assert self._early_cluster is not None
         with self.console.phase("starting Ray"):

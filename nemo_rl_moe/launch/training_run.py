@@ -3,39 +3,24 @@
 """A training run around its loop: model, workers, resume point, run folder, loggers, checkpoints, final weights."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.algorithms.step_recorder import RecordSinks, RunSummary, StepRecorder
-from nemo_rl_moe.checkpoints.best_metric import choice_in_force
-from nemo_rl_moe.checkpoints.changes import changed_inputs
-from nemo_rl_moe.checkpoints.checkpointer import Checkpointer
-from nemo_rl_moe.checkpoints.resume import (
-    ResumePoint,
-    checkpoint_dir_of,
-    find_resume_point,
-    older_resume_point,
-)
-from nemo_rl_moe.checkpoints.state import LoopState, RunDescription, layout_of
-from nemo_rl_moe.checkpoints.store import (
-    FINAL_WEIGHTS_FOLDER,
-    CheckpointStore,
-    final_weights_folder,
-    model_folder,
-)
+from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.checkpoints.time_limit import TimeLimit
-from nemo_rl_moe.checksums import InventoryError, add_to_inventory
-from nemo_rl_moe.config.algorithm import algorithm_of, metric_in_force
+from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.notices import notices
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationLoggerConfig
 from nemo_rl_moe.config.schema_run import POLICY_ROLE
 from nemo_rl_moe.distributed.run_process import StopSignals
-from nemo_rl_moe.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, TrainingDivergedError
+from nemo_rl_moe.errors import ConfigurationError, TrainingDivergedError
+from nemo_rl_moe.launch.saved_training import SavedTraining
 from nemo_rl_moe.launch.setup import (
     EFFECTIVE_MOE_FILE,
     MOE_SOURCES_FILE,
@@ -49,13 +34,9 @@ from nemo_rl_moe.launch.setup import (
 from nemo_rl_moe.launch.start import RunLaunch
 from nemo_rl_moe.models.image_rules import image_problem
 from nemo_rl_moe.models.interfaces import Head
-from nemo_rl_moe.models.model_files import left_out_line, write_model_files
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, TrainableModel
-from nemo_rl_moe.models.policy.model_workers import ModelWorkers
-from nemo_rl_moe.models.safetensors_folder import one_line
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.runs.folder.failures import FailureWriter
-from nemo_rl_moe.runs.folder.folder import collect_versions, create_run_folder, find_run_folder, write_run_files
+from nemo_rl_moe.runs.folder.folder import create_run_folder, find_run_folder, write_run_files
 from nemo_rl_moe.runs.folder.samples import SampleLog
 from nemo_rl_moe.runs.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
@@ -64,8 +45,10 @@ from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.runs.report.run_findings import scoring_lines
 
-FINAL_RUN_FILE = "training_run.json"
-"""Beside the final weights: which training they are the end of."""
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, TrainableModel
+    from nemo_rl_moe.models.policy.model_workers import ModelWorkers
+
 DIVERGED_SAMPLES_FILE = "diverged_samples.json"
 _NOTHING_SAVED = -1
 """A step before the first one, for a restart of a run that has saved nothing."""
@@ -85,26 +68,21 @@ class TrainingRun(ModelRun):
         stop_signals: Requests to stop; from `open` on, the first one only ends the loop after its step.
 
     Attributes:
-        num_steps: Steps of the whole run; known from `begin` on.
-        resume: The checkpoint that the run resumes from; None: it starts at the beginning.
+        saved: What it resumes from, and what it saves.
     """
 
     def __init__(self, config: MasterConfig, launch: RunLaunch, stop_signals: StopSignals):
         super().__init__(config, ConsoleLogger(total_steps=0, live=config.logger.console.live))
         self.algorithm = algorithm_of(config)
-        self.num_steps = 0
-        self.resume: ResumePoint | None = None
+        self.saved = SavedTraining(config, launch, self.console, self._opened)
         self._launch, self._stop_signals = launch, stop_signals
-        self._fingerprints: Mapping[str, str] = {}
-        self._store: CheckpointStore | None = None
-        self._trained: dict[str, TrainableModel] = {}
         self._folder: Path | None = None
         self._ending: str | None = None
 
     def __enter__(self) -> "TrainingRun":
         try:
             find_custom_backends(self.config.logger)
-            self._claim_checkpoints()
+            self.saved.claim()
         except BaseException:
             self._opened.close()
             raise
@@ -113,7 +91,7 @@ class TrainingRun(ModelRun):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._opened.__exit__(kind, error, traceback)
+        super().__exit__(kind, error, traceback)
         if isinstance(error, TrainingDivergedError) and self._folder is not None:
             raise TrainingDivergedError(f"{error}{_all_samples(error, self._folder)}", error.sample_ids) from None
         if error is None and self._ending is not None:
@@ -151,17 +129,19 @@ class TrainingRun(ModelRun):
             )
         return model
 
-    def start_role(self, role: str, model: PreparedModel) -> ModelWorkers:
+    def start_role(self, role: str, model: PreparedModel) -> "ModelWorkers":
         """Start the workers of a role beside the policy, after those of the policy.
 
         Raises:
             ConfigurationError: There is no room for them, or the model's weights cannot be used.
         """
+        from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # with Megatron-Core, which takes seconds
+
         return self.use(running_role(role, self.config, self.cluster, self.console, model, ModelWorkers))
 
     def start_trainable_role(
         self, role: str, model: PreparedModel, heads: Collection[Head] = (Head.LOGPROBS,)
-    ) -> TrainableModel:
+    ) -> "TrainableModel":
         """Start the workers of a role that trains beside the policy; after the policy's, before `restore`.
 
         It takes as many optimizer steps as the policy, and is saved and resumed with it.
@@ -169,6 +149,8 @@ class TrainingRun(ModelRun):
         Raises:
             ConfigurationError: There is no room for the workers, or the model's weights cannot be used.
         """
+        from nemo_rl_moe.models.policy.lm_policy import TrainableModel  # with Megatron-Core, which takes seconds
+
         make = partial(
             TrainableModel,
             model_files=model.files,
@@ -176,8 +158,9 @@ class TrainingRun(ModelRun):
             num_steps=self._num_updates,
             heads=heads,
         )
-        self._trained[role] = self.use(running_role(role, self.config, self.cluster, self.console, model, make))
-        return self._trained[role]
+        started = self.use(running_role(role, self.config, self.cluster, self.console, model, make))
+        self.saved.models[role] = started
+        return started
 
     def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
         """Report where the run begins, and what its settings come to. Writes nothing of the run's own.
@@ -185,51 +168,29 @@ class TrainingRun(ModelRun):
         Args:
             fingerprints: Texts that change when an input does which a resumed run relies on, by the input's name.
         """
-        self.num_steps, self._fingerprints = num_steps, fingerprints
-        warn, resume = self.console.warn, self.resume
-        if resume is not None:
-            for line in changed_inputs(resume.state.fingerprints, fingerprints):
-                warn(line)
-            log_dir = self.config.logger.log_dir
-            if resume.run_folder is not None and resume.run_folder.parent.resolve() != Path(log_dir).resolve():
-                warn(f"logger.log_dir is {log_dir}, and the run goes on in {resume.run_folder}")
-            self.console.message(self._beginning(resume))
+        self.saved.begin(num_steps, fingerprints)
         if not self.is_complete:
             loop_config: Any = self.config  # every algorithm's has a loop and data
             for line in notices(loop_config, num_steps):
-                warn(line)
+                self.console.warn(line)
         self.console.begin(num_steps)
 
-    def _claim_checkpoints(self) -> None:
-        """Find the checkpoint to resume from, and locks the folder of checkpoints where it is known."""
-        run_id, restart_number = self._launch.run_id, self._launch.restart_number
-        self.resume = find_resume_point(self.config, run_id, restart_number, self.console.warn)
-        self._store = _known_store(self.config, self.resume, self.console)
-        if self._store is not None:
-            self.use(self._store.locked())
-            self._store.sweep()
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run; known from `begin` on."""
+        return self.saved.num_steps
 
     @property
     def is_complete(self) -> bool:
         """True when an earlier run has come to its end and has written the final weights."""
-        if self.resume is None:
-            return False
-        final = self.resume.folder.parent / FINAL_WEIGHTS_FOLDER / FINAL_RUN_FILE
-        try:
-            written: Any = json.loads(final.read_bytes())
-        except (OSError, ValueError):
-            return False
-        expected = self.origin_of_weights(self.resume.step)
-        if self.resume.step >= self.num_steps and isinstance(written, dict):
-            expected["num_steps"] = written.get("num_steps")  # fewer steps than were done ask for nothing more
-        return bool(written == expected)
+        return self.saved.is_complete
 
     @property
     def remaining_steps(self) -> range:
         """From the number of steps that are done to that of the whole run."""
-        return range(self.resume.step if self.resume is not None else 0, self.num_steps)
+        return range(self.saved.resume.step if self.saved.resume is not None else 0, self.num_steps)
 
-    def start_policy(self) -> MegatronPolicy:
+    def start_policy(self) -> "MegatronPolicy":
         """Start Ray and the workers of the policy.
 
         Raises:
@@ -240,7 +201,7 @@ class TrainingRun(ModelRun):
             num_steps=self._num_updates,
             keep_reference=self.algorithm.needs_reference(self.config),
         )
-        self._trained[POLICY_ROLE] = policy
+        self.saved.models[POLICY_ROLE] = policy
         return policy
 
     @property
@@ -256,27 +217,7 @@ class TrainingRun(ModelRun):
         Raises:
             CheckpointError: All checkpoints are damaged, or one holds anything but tensors or belongs to another model.
         """
-        damaged: list[Path] = []
-        while self.resume is not None:
-            try:
-                with self.console.phase(f"loading {self.resume.folder}"):
-                    for role, model in self._trained.items():
-                        folder = self.resume.state_folder(role)
-                        model.load_checkpoint(folder, with_optimizer=self.resume.state.with_optimizer)
-                return
-            except DamagedCheckpointError as error:
-                damaged.append(self.resume.folder)
-                self.resume = self._before_damage(damaged, error)
-
-    def _before_damage(self, damaged: Sequence[Path], error: DamagedCheckpointError) -> ResumePoint:
-        """Return the newest checkpoint of the same training that has not been found damaged."""
-        older = older_resume_point(self.config, damaged, self.console.warn)
-        if older is None:
-            raise error
-        for problem in error.problems:
-            self.console.warn(problem)
-        self.console.message(self._beginning(older))
-        return older
+        self.saved.restore()
 
     def open(self) -> StepRecorder:
         """Open the run's folder, its loggers and its checkpoints, and say what is in force.
@@ -312,61 +253,19 @@ class TrainingRun(ModelRun):
             CheckpointError: They cannot be written.
         """
         assert self._folder is not None
-        config = self.config
-        checkpoint_dir = self._checkpoint_dir(self._folder) if config.checkpointing.enabled else None
-        scoring = scoring_lines(self._folder)
+        folder, saves = self._folder, self.config.checkpointing.enabled
+        scoring = scoring_lines(folder)
         if summary.stopped_for is not None:
             if summary.num_steps == 0:
                 self._stop_signals.end_now()  # nothing to keep: as before the loop
+            checkpoint_dir = self.saved.checkpoint_dir(folder) if saves else None
             self._ending = "\n".join([self._stopped(summary, checkpoint_dir), *scoring])
             return
-        weights = None
-        if checkpoint_dir is not None:
-            weights = final_weights_folder(checkpoint_dir, POLICY_ROLE)
-            with self.console.phase("saving the final weights"):
-                # The policy's last: they say that the run is complete.
-                left_out = [
-                    name
-                    for role, model in reversed(self._trained.items())
-                    for name in model.save_weights(final_weights_folder(checkpoint_dir, role))
-                ]
-                self._sign(weights, summary.num_steps)
-            for name in left_out:
-                self.console.warn(left_out_line(name))
-        self._ending = summarise(config, summary, self._folder, weights, scoring)
-
-    def _sign(self, weights: Path, step: int) -> None:
-        """Write beside the final weights whose they are.
-
-        Survives a disk that is full, and a folder that somebody removes, between the weights and this.
-        """
-        try:
-            (weights / FINAL_RUN_FILE).write_text(f"{json.dumps(self.origin_of_weights(step))}\n", encoding="utf-8")
-            add_to_inventory(weights, FINAL_RUN_FILE)
-        except (OSError, InventoryError) as error:
-            raise CheckpointError(f"{weights}: cannot be written: {one_line(error)}") from None
-
-    def origin_of_weights(self, step: int) -> dict[str, Any]:
-        """Return the origin of the final weights: those of another training may stand in the same folder."""
-        return {"first_run_id": self._first_run_id, "step": step, "num_steps": self.num_steps}
-
-    @property
-    def _first_run_id(self) -> str:
-        """The run at the beginning of this history of training."""
-        return self.resume.state.first_run_id if self.resume is not None else self._launch.run_id
-
-    def _checkpoint_dir(self, run_folder: Path) -> Path:
-        return self._store.folder if self._store is not None else checkpoint_dir_of(self.config, run_folder)
-
-    def _beginning(self, resume: ResumePoint) -> str:
-        if self.is_complete and resume.step < self.num_steps:
-            return f"{resume.folder} is the end of this run: its prompts are used up after {resume.step} steps"
-        if not self.is_complete and resume.step >= self.num_steps:
-            return f"going on from {resume.folder}: all {self.num_steps} steps are done, the final weights are missing"
-        return resume.summary(self.num_steps)
+        weights = self.saved.save_final_weights(folder, summary.num_steps) if saves else None
+        self._ending = summarise(self.config, summary, folder, weights, scoring)
 
     def _run_folder(self) -> tuple[Path, LoggerResume | None]:
-        log_dir, run_id, resume = self.config.logger.log_dir, self._launch.run_id, self.resume
+        log_dir, run_id, resume = self.config.logger.log_dir, self._launch.run_id, self.saved.resume
         if resume is not None:
             if resume.run_folder is not None:
                 rewind_run_folder(resume.run_folder, resume.step)
@@ -386,7 +285,7 @@ class TrainingRun(ModelRun):
         # Entered before what closes first after the loop: a request to stop must not cut off its last writes.
         self.use(self._stop_signals.graceful())
         sinks = self._record_sinks(loggers, folder)
-        checkpointer = self._open_checkpointer(loggers, folder) if settings.enabled else None
+        checkpointer = self.saved.open_checkpointer(loggers, folder) if settings.enabled else None
         time_limit = TimeLimit(settings.checkpoint_must_save_by, self._launch.started)
 
         def stop_reason() -> str | None:
@@ -400,7 +299,7 @@ class TrainingRun(ModelRun):
             checkpointer,
             stop_reason,
             self.config.policy.max_consecutive_skipped_updates,
-            self.resume.state.loop if self.resume is not None else LoopState(),
+            self.saved.resume.state.loop if self.saved.resume is not None else LoopState(),
         )
 
     def _record_sinks(self, loggers: FanOutLogger, folder: Path) -> RecordSinks:
@@ -424,44 +323,6 @@ class TrainingRun(ModelRun):
         samples = self.use(SampleLog(folder, self.console, settings.num_samples_to_print, settings.num_samples_to_save))
         return RecordSinks(loggers, log_artifact, samples.write, tables.flush, log_failures)
 
-    def _open_checkpointer(self, loggers: FanOutLogger, folder: Path) -> Checkpointer:
-        store, config = self._store, self.config
-        loop_config: Any = config  # every algorithm's has data
-        if store is None:
-            store = CheckpointStore(self._checkpoint_dir(folder), self.console.warn)
-            self.use(store.locked())
-        checkpointer = Checkpointer(
-            store,
-            self._trained,
-            choice_in_force(
-                config.checkpointing, metric_in_force(config), validates=loop_config.data.validation is not None
-            ),
-            partial(self._describe, loggers, folder),
-            self.console.warn,
-            self.console.message,
-            loggers.flush_to_disk,
-            self._write_model_files,
-        )
-        self._opened.callback(checkpointer.close)
-        return checkpointer
-
-    def _write_model_files(self, checkpoint: Path) -> None:
-        for role, model in self._trained.items():
-            write_model_files(model.model_files, model_folder(checkpoint, role))
-
-    def _describe(self, loggers: FanOutLogger, folder: Path) -> RunDescription:
-        return RunDescription(
-            algorithm=self.algorithm.name,
-            run_id=self._launch.run_id,
-            first_run_id=self._first_run_id,
-            run_folder=str(folder.absolute()),
-            logger_run_ids=loggers.run_ids,
-            config=dump_resolved(self.config),
-            layout=layout_of(self.config),
-            fingerprints=dict(self._fingerprints),
-            versions=collect_versions(),
-        )
-
     def _stopped(self, summary: RunSummary, checkpoint_dir: Path | None) -> str:
         stopped = f"\nstopped after step {summary.num_steps} of {self.num_steps} ({summary.stopped_for})"
         if checkpoint_dir is None:
@@ -470,14 +331,6 @@ class TrainingRun(ModelRun):
         if self.config.checkpointing.resume != "auto":
             again = "run it again with checkpointing.resume=auto"
         return f"{stopped}; saved to {checkpoint_dir / f'step_{summary.num_steps}'}. To go on, {again}."
-
-
-def _known_store(config: MasterConfig, resume: ResumePoint | None, console: ConsoleLogger) -> CheckpointStore | None:
-    """Return the folder of checkpoints; None without any, or where the run's folder is not made yet."""
-    if not config.checkpointing.enabled:
-        return None
-    known = resume.folder.parent if resume is not None else config.checkpointing.checkpoint_dir
-    return CheckpointStore(Path(known), console.warn) if known is not None else None
 
 
 def _all_samples(error: TrainingDivergedError, run_folder: Path) -> str:

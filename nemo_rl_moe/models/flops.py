@@ -13,7 +13,6 @@ from typing import Any
 from nemo_rl_moe.routing.routers import moe_layer_indices
 
 _PASSES_OF_TRAINING = 3
-"""A backward pass has two products for each of the forward pass: gradients of the inputs and of the weights."""
 
 
 @dataclass(frozen=True)
@@ -30,38 +29,23 @@ class ForwardFlops:
     per_pair: Mapping[int | None, int]
 
     def forward(self, lengths: Iterable[int]) -> int:
-        """Count operations of a forward pass over sequences with causal attention.
-
-        Args:
-            lengths: Real tokens of each sequence.
-        """
         return sum(
             self.per_token * length + sum(each * causal_pairs(length, window) for window, each in self.per_pair.items())
             for length in lengths
         )
 
     def training(self, lengths: Iterable[int]) -> int:
-        """Return the operations of a forward and a backward pass over sequences."""
         return _PASSES_OF_TRAINING * self.forward(lengths)
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
-    """Count pairs of a query and a visible key in a sequence.
-
-    Args:
-        window: Number of keys that a query sees, its own included; None: all up to its own.
-    """
+    """Count (query, visible key) pairs of a sequence; a query sees `window` keys with its own, or all (None)."""
     seen = length if window is None else min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def forward_flops(config: Any, vocabulary_size: int, windows: Iterable[int | None]) -> ForwardFlops:
-    """Count operations of a model's forward pass, in which a token passes its routed experts and the shared ones.
-
-    Args:
-        vocabulary_size: Without padding.
-        windows: For each layer, see `ForwardFlops.per_pair`.
-    """
+    """Count operations of a model's forward pass, in which a token passes its routed experts and the shared ones."""
     moe_layers = set(moe_layer_indices(config))
     products = config.hidden_size * vocabulary_size
     for index in range(config.num_layers):
@@ -82,9 +66,7 @@ def _head_dims(config: Any) -> tuple[int, int]:
 
 
 def _projections(config: Any) -> int:
-    """Return the multiplications of a token in the projections of queries, of the groups' keys and values, and of the
-    output.
-    """
+    """Return a token's multiplications in the query, key, value and output projections."""
     heads, groups = config.num_attention_heads, config.num_query_groups
     return int(config.hidden_size * config.kv_channels * (2 * heads + 2 * groups))
 

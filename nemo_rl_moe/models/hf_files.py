@@ -30,7 +30,6 @@ class HubModel:
     """Files of one version of a model.
 
     Attributes:
-        name: Such as "Qwen/Qwen3-30B-A3B".
         commit: Pinned so that every machine reads the same version.
     """
 
@@ -40,9 +39,6 @@ class HubModel:
 
     def folder(self, progress: Callable[[float], None] = lambda share: None) -> Path:
         """Return this machine's folder of the files; fetch what its cache (HF_HOME) lacks, once for all its processes.
-
-        Args:
-            progress: Called with the share of files that are present.
 
         Raises:
             ConfigurationError: A file cannot be had.
@@ -60,10 +56,6 @@ def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float],
     Args:
         with_weights: Fetch weights too: the files of the index, or `model.safetensors`, but no other files of the
             repository, which may be the same weights in another form.
-        progress: Called with the share of files that are present.
-
-    Returns:
-        The fetched model, and its folder.
 
     Raises:
         ConfigurationError: There is no such model, it cannot be fetched, or its index is damaged.
@@ -80,9 +72,7 @@ def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float],
 
 
 def fetching_problem(model: HubModel) -> str | None:
-    """Fetch a model's missing files into this machine's cache; return the error, naming the machine, or
-    None.
-    """
+    """Fetch a model's missing files; return the error, naming this machine, or None."""
     try:
         model.folder()
     except ConfigurationError as error:
@@ -139,11 +129,6 @@ class ModelSource:
     hub: HubModel | None
 
     def folder(self) -> Path:
-        """Return the folder on this machine, fetching what is missing.
-
-        Raises:
-            ConfigurationError: It cannot be fetched from the hub.
-        """
         if self.local is not None:
             return self.local
         assert self.hub is not None
@@ -152,9 +137,6 @@ class ModelSource:
 
 def find_model(policy: PolicyConfig, progress: Callable[[float], None] = lambda share: None) -> ModelSource:
     """Find the policy's model, and fetch it from the hub where it is no folder.
-
-    Args:
-        progress: Called with the share of the hub's files that are present.
 
     Raises:
         ConfigurationError: It cannot be fetched.
@@ -252,14 +234,7 @@ def load_config_json(model_name: str) -> dict[str, Any]:
 
 
 def load_model_json(model_name: str, file: str) -> Any:
-    """Load a small JSON file beside the model's `config.json`; None where there is none.
-
-    Args:
-        file: Such as `preprocessor_config.json`.
-
-    Raises:
-        ConfigurationError: It cannot be read.
-    """
+    """Load a small JSON file beside the model's `config.json`; None where there is none."""
     if Path(model_name).is_dir():
         path = Path(model_name) / file
         if not path.is_file():
@@ -325,11 +300,7 @@ def holds_megatron_weights(folder: Path) -> bool:
 
 
 def check_weights(policy: PolicyConfig, folder: Path) -> None:
-    """Check, without reading weights, that the starting weights are complete and the small files undamaged.
-
-    Raises:
-        ConfigurationError: It has none, or is damaged.
-    """
+    """Check, without reading weights, that the starting weights are complete and the small files undamaged."""
     check_small_files(folder)
     if policy.init == "random" or holds_megatron_weights(folder):
         return

@@ -20,10 +20,6 @@ class PixelRule:
     """Rule by which bytes become numbers, `(byte * scale - mean) / std`, and the patches that they form.
 
     Attributes:
-        mean: Of red, green and blue.
-        std: As `mean`.
-        scale: Usually 1 / 255.
-        patch_size: Side in pixels.
         merge_size: Side, in patches, of the block that becomes one image token; unused for tiles.
         frames: Number of equal frames that a video tower takes for an image.
     """
@@ -37,7 +33,6 @@ class PixelRule:
 
     @property
     def patch_dim(self) -> int:
-        """Numbers of one patch."""
         return 3 * self.frames * self.patch_size**2
 
     def normalised(self, pixels: UInt8[Tensor, "... 3"]) -> Float[Tensor, "... 3"]:
@@ -82,11 +77,6 @@ def merged_patches(
 
 
 def tiles(images: Sequence[UInt8[Tensor, "height width 3"]], rule: PixelRule) -> Float[Tensor, "tiles 3 height width"]:
-    """Return tiles in float32, channel by channel.
-
-    Args:
-        images: At least one; all of one size.
-    """
     return rule.normalised(torch.stack(list(images))).permute(0, 3, 1, 2).contiguous()
 
 

@@ -39,8 +39,6 @@ class PatchSizes:
 
     Attributes:
         unit: Side of an image token in pixels: patch size times merge size.
-        min_pixels: Smaller images are enlarged.
-        max_pixels: Larger images are reduced.
     """
 
     unit: int
@@ -48,11 +46,6 @@ class PatchSizes:
     max_pixels: int
 
     def sizes(self, height: int, width: int) -> list[Size]:
-        """Return the one size.
-
-        Raises:
-            ImageSizeError: The image is far longer in one direction than in the other.
-        """
         if max(height, width) > MOST_ASPECT_RATIO * min(height, width):
             raise ImageSizeError(
                 f"{height} x {width} pixels, expected no side more than {MOST_ASPECT_RATIO} times the other"
@@ -82,8 +75,6 @@ class TileSizes:
     """Tiles of one size: a grid of about the image's proportions, followed, if there are several, by the whole image.
 
     Attributes:
-        size: Of a tile.
-        min_tiles: Of the grid.
         max_tiles: Of the grid; 1: the whole image is the one tile.
         tokens: Image tokens of a tile.
     """
@@ -109,7 +100,6 @@ class TileSizes:
         return best
 
     def sizes(self, height: int, width: int) -> list[Size]:
-        """Return the size of each tile, with the whole image last where there are several."""
         columns, rows = self.grid(height, width)
         return [self.size] * (columns * rows + (columns * rows > 1))
 
@@ -146,19 +136,9 @@ class ImageRule:
     token_id: int
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Return the number of image tokens of an image.
-
-        Raises:
-            ImageSizeError: The model does not accept this size.
-        """
         return self.sizes.num_tokens(height, width)
 
     def model_images(self, image: "Image") -> list[ModelImage]:
-        """Return the resized image, or its tiles, in RGB.
-
-        Raises:
-            ImageSizeError: The model does not accept this size.
-        """
         return self.sizes.model_images(image, self.resample)
 
     def takes_those_of(self, other: "ImageRule") -> bool:
@@ -198,9 +178,6 @@ def load_image_rule(model_name: str, hf_config: Any) -> ImageRule | None:
 
     As in transformers, `image_processor` of `processor_config.json` comes before `preprocessor_config.json`.
 
-    Args:
-        hf_config: Has `vision_config` where the model sees.
-
     Raises:
         ConfigurationError: The files lack the rule, or it is not supported or does not match the model.
     """
@@ -223,17 +200,10 @@ def load_image_rule(model_name: str, hf_config: Any) -> ImageRule | None:
 
 @dataclass(frozen=True)
 class _Fields:
-    """Fields of an image processor, with their file for messages."""
-
     file: str
     values: Mapping[str, Any]
 
     def rule(self, hf_config: Any) -> ImageRule:
-        """Return the whole rule for a model.
-
-        Raises:
-            ConfigurationError: It is not supported, or does not match the model.
-        """
         for name in _ALWAYS_ON:
             if self.values.get(name, True) is False:
                 raise self._error(name, False, "true")

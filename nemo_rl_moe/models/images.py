@@ -24,7 +24,7 @@ device has those of its distinct images, one after another, where the vision tow
 IMAGE_SIZES = "image_sizes"
 """Column: height and width of each image in pixels; ragged, `[images, 2]`."""
 IMAGE_IDS = "image_ids"
-"""Column: a digest of each image: equal ones go through the vision tower once a microbatch; ragged, `[images]`."""
+"""Column: a digest of each image, `[images]`, ragged: equal ones go through the vision tower once a microbatch."""
 IS_IMAGE = "is_image"
 """Column: True for the prompt's tokens that stand for a piece of an image, in the order of the images. A response
 may hold the same token id, which then is a token as any other."""
@@ -60,7 +60,6 @@ def image_inputs(images: Sequence[ModelImage], is_image: Bool[np.ndarray, " toke
     """Return the model's inputs of one sequence.
 
     Args:
-        images: In the order of their tokens; empty for text.
         is_image: True for image tokens; what follows them is text.
     """
     sizes = np.array([image.pixels.shape[:2] for image in images], dtype=np.int64).reshape(-1, 2)
@@ -104,14 +103,7 @@ def image_patches(batch: TokenBatch, num_patches: Callable[[int, int], int] | No
 
 
 def distinct_images(ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Find repeated images.
-
-    Args:
-        ids: Digest of each image.
-
-    Returns:
-        Positions of the first occurrences, and for each image the index of its occurrence among these.
-    """
+    """Return the positions of the first occurrences in `ids`, and for each image the index of its occurrence there."""
     first: dict[int, int] = {}
     place = [first.setdefault(digest, len(first)) for digest in ids]
     positions = {number: position for position, number in reversed(list(enumerate(place)))}
@@ -127,21 +119,13 @@ def distinct_sizes(batch: TokenBatch) -> list[tuple[int, int]]:
 
 
 def distinct_pixels(pixels: SharedColumn, ids: Sequence[int]) -> UInt8[np.ndarray, " bytes"]:
-    """Return the pixels of the distinct images, in the order of `distinct_images`.
-
-    Args:
-        ids: Digest of each image of all sequences.
-    """
     arrays = [array for of_sequence in pixels.arrays for array in of_sequence]
     chosen, _ = distinct_images(ids)
     return np.concatenate([np.zeros(0, np.uint8), *(arrays[position] for position in chosen)])
 
 
 def sequence_inputs(batch: TokenBatch, rows: Sequence[int]) -> list[dict[str, ModelInput]]:
-    """Return the model's inputs of some rows of a batch, as they were before collation.
-
-    Empty for a batch of text alone.
-    """
+    """Return the model's inputs of some rows of a batch, as before collation; empty for text alone."""
     found: list[dict[str, ModelInput]] = []
     for row in rows if PIXELS in batch.shared else ():
         one = batch.select([row])

@@ -110,8 +110,6 @@ class GpuUse:
     """Use of GPUs in one `train` call.
 
     Attributes:
-        num_gpus: Of the policy's ranks.
-        num_gpus_of_run: Also those of generation engines and other roles.
         train_flops: Operations of the forward and backward passes, counted over real tokens.
         peak_flops_per_second: Of all GPUs of the policy; None where unknown.
         memory: Metrics of each rank's memory.
@@ -129,19 +127,11 @@ class TrainResult:
     """Result of one `train` call, equal on every rank.
 
     Attributes:
-        global_loss: Of the global batch, without auxiliary losses; the mean over optimizer steps.
-        grad_norm: Before clipping; the mean over optimizer steps.
-        lr: Of the last optimizer step.
-        num_microbatches: Of each data-parallel rank.
-        num_tokens: Real tokens over all ranks.
         microbatch_metrics: A series for each metric of the loss function, over all microbatches and ranks.
         moe_metrics: Without the `moe/` prefix; empty when tracking is off.
-        num_updates: Optimizer steps, including skipped ones.
         num_skipped_updates: Optimizer steps that a NaN or infinite loss or gradient prevented.
-        skipped_in_a_row: Consecutive skipped steps at the end of the call.
         weight_version: Optimizer steps since the start of the run, without skipped ones.
         artifacts: Arrays and tables of the step by registered name, such as the load of every expert.
-        gpu_use: None on CPUs.
     """
 
     global_loss: float
@@ -161,26 +151,16 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Result of one `evaluate` call: a series for each metric of the loss function."""
-
     microbatch_metrics: dict[str, MetricSeries]
 
 
 @dataclass(frozen=True)
 class RouteComparison:
-    """Comparison of the routers' experts with captured ones.
-
-    Attributes:
-        logprobs: Log-probability, in nats, of each token given those before it, with the routers' experts.
-    """
-
     logprobs: Float[Tensor, "batch sequence"]
     totals: AgreementTotals
 
     def differences(self, name: str) -> dict[str, float]:
-        """Return the metrics `rows_differing_{name}` and `tokens_differing_{name}`; empty where no row could be
-        compared.
-        """
+        """Return `rows_differing_{name}` and `tokens_differing_{name}`; empty where no row could be compared."""
         if not self.totals.tokens[0]:
             return {}
         return {
@@ -204,38 +184,27 @@ class PolicyInterface(Protocol):
     """The model that an algorithm trains."""
 
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
-        """Return one optimizer step for each global batch in `batch`."""
+        """Take one optimizer step for each global batch in `batch`."""
         ...
 
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
-        """Return the forward passes only; nothing of the model changes."""
+        """Run forward passes only; nothing of the model changes."""
         ...
 
     def logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
-        """Return the log-probability of each token given those before it, in nats; 0 for the first token and on
-        padding.
-        """
+        """Return each token's log-probability in nats; 0 for the first token and on padding."""
         ...
 
     def logprobs_and_routes(
         self, batch: TokenBatch, *, one_at_a_time: bool = False
     ) -> tuple[Float[Tensor, "batch sequence"], StoredColumn | None]:
-        """Return `logprobs`, and the pass's routed experts as a stored column; None for a model without MoE layers.
-
-        Args:
-            one_at_a_time: Run one sequence in each microbatch, whatever the configuration says.
-        """
+        """Return `logprobs`, and the pass's routed experts as a stored column; None for a model without MoE layers."""
         ...
 
     def compare_routes(
         self, batch: TokenBatch, *, reference: bool = False, one_at_a_time: bool = False
     ) -> RouteComparison:
-        """Compare the routers' experts with the batch's captured ones, which are not replayed.
-
-        Args:
-            reference: Use the initial model, where it is kept.
-            one_at_a_time: Run one sequence in each microbatch, whatever the configuration says.
-        """
+        """Compare the routers' experts with the batch's captured ones, which are not replayed."""
         ...
 
     def prepare_for_generation(self, clock: PhaseClock) -> None:
@@ -275,12 +244,7 @@ class PolicyInterface(Protocol):
         ...
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Take a snapshot of the training state and begin to write it; training may go on at once.
-
-        Args:
-            directory: Existing and empty, reachable for every rank.
-            with_optimizer: Include optimizer, schedule and random states.
-        """
+        """Take a snapshot of the training state and begin to write it; training may go on at once."""
         ...
 
     def poll_checkpoint(self, *, wait: bool) -> WriteOutcome | None:

@@ -43,14 +43,7 @@ _LARGEST_COPIED_BYTES = 100 << 20
 def collect_model_files(
     config_json: Mapping[str, Any], hf_config: Any, model_folder: Path, tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, bytes]:
-    """Collect configuration, generation configuration, tokenizer and image processor for exported weights.
-
-    Args:
-        model_folder: Source of the generation configuration and image processor.
-
-    Returns:
-        File name to content.
-    """
+    """Collect configuration, generation configuration, tokenizer and image processor for exported weights."""
     with tempfile.TemporaryDirectory(prefix="model_files_") as name:
         folder = Path(name)
         tokenizer.save_pretrained(folder)
@@ -66,11 +59,7 @@ def collect_model_files(
 
 
 def copied_model_files(source: Path, config_json: Mapping[str, Any], hf_config: Any) -> dict[str, bytes]:
-    """Copy configuration, generation configuration, tokenizer and image processor from another folder.
-
-    Returns:
-        File name to content.
-    """
+    """Copy configuration, generation configuration, tokenizer and image processor from another folder."""
     paths = {path.name: path for pattern in _COPIED for path in source.glob(pattern)}
     files = {
         name: path.read_bytes()
@@ -83,11 +72,7 @@ def copied_model_files(source: Path, config_json: Mapping[str, Any], hf_config: 
 
 
 def tokenizer_code(files: Mapping[str, bytes]) -> list[str]:
-    """Return the list code files that a tokenizer needs (`auto_map`); they are never copied or run.
-
-    Returns:
-        Such as `["tokenization_moonshot.py"]`.
-    """
+    """List code files that a tokenizer needs (`auto_map`); they are never copied or run."""
     try:
         auto_map = json.loads(files[TOKENIZER_CONFIG_FILE])["auto_map"]
         entries = auto_map["AutoTokenizer"] if isinstance(auto_map, dict) else auto_map
@@ -108,11 +93,6 @@ def _as_json(content: Mapping[str, Any]) -> bytes:
 
 
 def write_model_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write what `collect_model_files` has collected.
-
-    Raises:
-        OSError: The disk did not take it.
-    """
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nemo_rl_moe.checked_reading import CHUNK_BYTES, HashingReader, PartsRead, Place
 from nemo_rl_moe.checksums import HEADER, ChecksumStream, Part
 from nemo_rl_moe.models.safetensors_folder import ONE_FILE, SafetensorsFolder
 
@@ -28,25 +27,10 @@ class SliceReader:
 
     Files are mapped into memory, where every page that was read counts as this process's until the file is closed. So
     one file is open at a time, and reopened after every 64 MiB. Callers should go file by file.
-
-    Args:
-        most_mapped_bytes: Bytes after which a file is reopened.
-        parts: Receives checksums of tensors that are read whole.
-        compared: Those tensors, with their places. They are read once, without a map, as the checksum needs them.
-
-    Attributes:
-        bytes_read: Bytes of the slices so far.
     """
 
-    def __init__(
-        self,
-        folder: SafetensorsFolder,
-        most_mapped_bytes: int = MOST_MAPPED_BYTES,
-        parts: PartsRead | None = None,
-        compared: Mapping[str, Place] | None = None,
-    ):
+    def __init__(self, folder: SafetensorsFolder, most_mapped_bytes: int = MOST_MAPPED_BYTES):
         self._folder, self._most_mapped_bytes = folder, most_mapped_bytes
-        self._parts, self._compared = parts, compared or {}
         self._file: Any = None
         self._file_name = ""
         self._mapped_bytes = 0
@@ -61,15 +45,10 @@ class SliceReader:
         self._close()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's type in its file."""
         return TYPES[self._folder.tensors[name].dtype]
 
     def read_into(self, target: Tensor, name: str, ranges: Sequence[tuple[int, int]]) -> None:
         """Copy a slice, cast to the target's type.
-
-        Args:
-            target: Of the slice's shape, with any strides on any device.
-            ranges: First index and the one after the last, for each dimension.
 
         Raises:
             OSError: The file cannot be read any more.
@@ -77,10 +56,6 @@ class SliceReader:
         """
         lengths = [stop - start for start, stop in ranges]
         if 0 in lengths:
-            return
-        if self._parts is not None and name in self._compared and tuple(lengths) == self._folder.tensors[name].shape:
-            self._read_and_compare(target, name, self._parts)
-            self.bytes_read += self._compared[name][2]
             return
         # In bands along the first dimension that has more than one entry; all columns of a row are mapped.
         along = next((dimension for dimension, length in enumerate(lengths) if length > 1), 0)
@@ -96,21 +71,6 @@ class SliceReader:
             target.narrow(along, first, count).copy_(self._file.get_slice(name)[tuple(window)])
         self.bytes_read += itemsize * math.prod(lengths)
 
-    def _read_and_compare(self, target: Tensor, name: str, parts: PartsRead) -> None:
-        """Fill a target with a whole tensor, in bands of rows that fit into a core's cache."""
-        place, dtype = self._compared[name], self.dtype(name)
-        rows = target if target.ndim else target[None]
-        with (self._folder.folder / place[0]).open("rb") as file, HashingReader(file, *place[1:]) as reader:
-            if rows.dtype == dtype and rows.is_contiguous() and rows.device.type == "cpu":
-                _fill(rows, reader)
-            else:
-                count = max(1, CHUNK_BYTES // (place[2] // len(rows)))
-                buffer = torch.empty((min(count, len(rows)), *rows.shape[1:]), dtype=dtype)
-                for band in rows.split(count):
-                    _fill(buffer[: len(band)], reader)
-                    band.copy_(buffer[: len(band)])
-            parts.compare(place, reader.checksum())
-
     def _open_for(self, name: str, mapped_bytes: int) -> None:
         file_name = self._folder.tensors[name].file
         if file_name != self._file_name or self._mapped_bytes + mapped_bytes > self._most_mapped_bytes:
@@ -124,31 +84,6 @@ class SliceReader:
         if self._file is not None:
             self._file.__exit__(None, None, None)
         self._file, self._file_name, self._mapped_bytes = None, "", 0
-
-
-def _fill(target: Tensor, reader: HashingReader) -> None:
-    """Fill a contiguous tensor on the host with the next bytes."""
-    content = target.detach().view(-1).view(torch.uint8).numpy()
-    if reader.readinto(content.data) < content.nbytes:
-        raise OSError("a file ends before its last tensor does")
-
-
-def places_of(folder: SafetensorsFolder) -> dict[str, Place]:
-    """Return the file, first byte and number of bytes of each tensor of a folder from the files' headers.
-
-    Raises:
-        OSError: A file cannot be read any more.
-    """
-    places: dict[str, Place] = {}
-    for file_name in sorted({tensor.file for tensor in folder.tensors.values()}):
-        with (folder.folder / file_name).open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        for name, entry in header.items():
-            if name in folder.tensors and folder.tensors[name].file == file_name:
-                begin, end = entry["data_offsets"]
-                places[name] = file_name, 8 + length + begin, end - begin
-    return places
 
 
 _TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
@@ -191,7 +126,6 @@ def file_names(count: int) -> list[str]:
 
 
 def index_of(files: Mapping[str, Sequence[TensorHeader]]) -> dict[str, Any]:
-    """Return the index of several files."""
     tensors = [tensor for held in files.values() for tensor in held]
     file_of = {tensor.name: name for name, held in files.items() for tensor in held}
     return {
@@ -204,14 +138,7 @@ def index_of(files: Mapping[str, Sequence[TensorHeader]]) -> dict[str, Any]:
 
 
 class SafetensorsWriter:
-    """Write tensors one after another, in the planned order.
-
-    Args:
-        files: Tensors of each file, with larger types first so that all are aligned.
-
-    Attributes:
-        parts: Header and tensors of each complete file, with their checksums.
-    """
+    """Write tensors one after another, in the planned order."""
 
     def __init__(self, folder: Path, files: Mapping[str, Sequence[TensorHeader]]):
         self._folder = folder
@@ -222,11 +149,6 @@ class SafetensorsWriter:
         self.parts: dict[str, list[Part]] = {}
 
     def write(self, numbers: Tensor) -> None:
-        """Write the next tensor on the host, or a part of it whose other parts follow.
-
-        Raises:
-            OSError: The disk did not take them.
-        """
         if self._stream is None:
             self._begin_file()
         assert self._stream is not None  # just opened
@@ -244,7 +166,6 @@ class SafetensorsWriter:
 
     @property
     def is_complete(self) -> bool:
-        """True once all files are written."""
         return not self._files
 
     def _begin_file(self) -> None:

@@ -29,11 +29,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Shape, type and file of a stored tensor, from the file's header.
-
-    Attributes:
-        dtype: As safetensors names it: `F32`, `BF16`.
-    """
+    """Shape, type and file of a stored tensor, from the file's header."""
 
     file: str
     shape: tuple[int, ...]
@@ -48,9 +44,6 @@ class SafetensorsFolder:
     """The tensors of a folder by name.
 
     An index alone, where there is one, says which tensors the folder holds and where; other files are ignored.
-
-    Args:
-        folder: Holds `model.safetensors.index.json` and the files that it names, or a single `*.safetensors`.
 
     Attributes:
         without_entry: File of each tensor that the index does not name.
@@ -135,11 +128,7 @@ class SafetensorsFolder:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor from the folder's index; empty without an index.
-
-    Raises:
-        ConfigurationError: The index is damaged, or names a file elsewhere.
-    """
+    """Return the file of each tensor from the index, which may name only files beside it; empty without one."""
     path = folder / INDEX_FILE
     try:
         if not path.is_symlink() and not path.exists():
@@ -196,7 +185,6 @@ def shown(value: Any) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's text on one line."""
     return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 

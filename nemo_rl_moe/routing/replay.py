@@ -34,16 +34,11 @@ class Choice(Protocol):
 
 
 def in_order(routes: Int[Tensor, "... topk"]) -> Int[Tensor, "... topk"]:
-    """Return the rows with their experts in ascending order, so that equal sets are equal rows."""
     return routes.sort(-1).values
 
 
 def plane_type(num_experts: int) -> torch.dtype:
-    """Return the type of planes: 8 bits where they name all experts, which a CPU compares in a tenth of the time of 16
-    or 64.
-
-    `UNKNOWN` is the highest number in 8 bits.
-    """
+    """Return the type of planes: 8 bits where they name all experts (`UNKNOWN` is the highest number), else 16."""
     return torch.uint8 if num_experts < 256 else torch.int16
 
 
@@ -67,20 +62,12 @@ def named_too(
 def num_in_common(
     some: Int[Tensor, "topk *layers tokens"], others: Int[Tensor, "topk *layers tokens"]
 ) -> Int[Tensor, "*layers tokens"]:
-    """Return the experts of each of some rows that another row names too; all of them where usable rows are the same
-    set.
-    """
+    """Count the experts of each row that another row names too; all of them where usable rows are the same set."""
     return named_too(some, others).sum(0, dtype=torch.uint8)
 
 
 class LayerRoutes(NamedTuple):
-    """Rows of a capture for one router, ready to be replayed.
-
-    Attributes:
-        planes: Their experts, `in_planes`.
-        num_usable: Experts of the usable rows, 0 of the others.
-        experts: Their experts as an index.
-    """
+    """Rows of a capture for one router, ready to be replayed."""
 
     planes: Int[Tensor, "topk tokens"]
     num_usable: Int[Tensor, " tokens"]
@@ -91,11 +78,9 @@ class ReplayRoutes(NamedTuple):
     """Rows of a capture, ready to be compared.
 
     Attributes:
-        planes: Its experts, `in_planes`; `UNKNOWN` in place of those that there are not.
         unknown: Rows that are `UNKNOWN` throughout.
         in_range: Rows that name experts that there are.
         usable: Rows that name each of them once; what else a row holds is never replayed.
-        num_usable: Experts of the usable rows, 0 of the others.
     """
 
     planes: Int[Tensor, "topk *layers tokens"]
@@ -135,15 +120,18 @@ def replayed(live: Int[Tensor, "tokens topk"], routes: LayerRoutes) -> Int[Tenso
     return torch.where(keeps[:, None], live, routes.experts)
 
 
-class RoutedTokens(NamedTuple):
-    """One router's choice for the tokens of one forward pass.
+def or_tied(
+    live: Int[Tensor, "tokens topk"], scores: Float[Tensor, "tokens experts"], captured: LayerRoutes
+) -> Int[Tensor, "tokens topk"]:
+    """Return a router's own choice; a captured row in its place where that is as good, by equal scores."""
+    named = captured.experts.clamp(0, scores.shape[1] - 1)
+    last = scores.gather(1, live).amin(1, keepdim=True)
+    is_as_good = (scores.gather(1, named) >= last).all(1) & (captured.num_usable > 0)
+    return torch.where(is_as_good[:, None], named.to(live.dtype), live)
 
-    Attributes:
-        live: The experts that it would choose.
-        taken: The experts that it took; the same tensor without replay.
-        margin: Score of the last expert that it would choose less that of the first one that it would not; None unless
-            asked for.
-    """
+
+class RoutedTokens(NamedTuple):
+    """One router's choice for the tokens of one forward pass."""
 
     live: Int[Tensor, "tokens topk"]
     taken: Int[Tensor, "tokens topk"]
@@ -161,17 +149,13 @@ class RouterHook:
         counts_replayed: Under replay, what counts as load is what the router took, not what it would choose.
 
     Attributes:
-        routes: Experts to take, of one layer, in the order of the router's tokens; None: its own.
-        shows: Keep what is chosen in `seen`, pass after pass.
-        shows_margin: The margin as well, for one more top-k.
-        seen: What was shown and not taken yet.
-        counted: Experts that auxiliary losses and the expert bias are to count, of the last forward pass with `routes`;
-            None without: those that the router took are its own.
+        compared: Capture that what is shown is compared with: of experts with equal scores, its own are shown.
     """
 
     def __init__(self, inner: Choice | None = None, *, counts_replayed: bool = False):
         self._inner, self._counts_replayed = inner, counts_replayed
         self.routes: LayerRoutes | None = None
+        self.compared: LayerRoutes | None = None
         self.shows = self.shows_margin = False
         self.seen: list[RoutedTokens] = []
         self.counted: Int[Tensor, "tokens topk"] | None = None
@@ -184,11 +168,6 @@ class RouterHook:
         group_topk: int | None = None,
         default_compute_topk: ComputeTopk | None = None,
     ) -> tuple[Float[Tensor, "tokens topk"], Int[Tensor, "tokens topk"]]:
-        """Return the scores and numbers of the experts that are taken.
-
-        Raises:
-            ValueError: There are routes of another number of tokens or experts.
-        """
         assert default_compute_topk is not None  # Megatron-Core always gives one
         if self._inner is None:
             values, live = default_compute_topk(scores, topk, num_groups, group_topk)
@@ -203,12 +182,12 @@ class RouterHook:
             values = scores.gather(1, taken)
             self.counted = taken if self._counts_replayed else live
         if self.shows:
-            margin = None
+            # Choices within groups, and those of another occupant, need not be the highest scores.
+            is_plain, margin = self._inner is None and not group_topk, None
             if self.shows_margin:
-                # Choices within groups, and those of another occupant, need not be the highest scores.
-                is_plain = self._inner is None and not group_topk
                 margin = margins(scores.detach(), topk, (chosen.detach(), live) if is_plain else None)
-            self.seen.append(RoutedTokens(live, taken, margin))
+            shown = live if self.compared is None or not is_plain else or_tied(live, scores.detach(), self.compared)
+            self.seen.append(RoutedTokens(shown, shown if taken is live else taken, margin))
         return values, taken
 
     def take(self) -> list[RoutedTokens]:
@@ -222,11 +201,7 @@ def margins(
     topk: int,
     highest: tuple[Float[Tensor, "tokens topk"], Int[Tensor, "tokens topk"]] | None = None,
 ) -> Float[Tensor, " tokens"]:
-    """Return the score of the last expert chosen less that of the first one left out; infinite where none is left out.
-
-    Args:
-        highest: The highest scores, in descending order, and their experts, where they are known.
-    """
+    """Return the score of the last expert chosen less that of the first one left out; infinite where there is none."""
     scores = scores.float()
     if highest is not None:  # cheaper than to look for them again
         values, experts = highest
@@ -238,6 +213,5 @@ def margins(
 
 
 def experts_as_map(experts: Int[Tensor, "tokens topk"], num_experts: int) -> Bool[Tensor, "tokens experts"]:
-    """Return a map of assignments from the experts' numbers."""
     of_tokens = torch.zeros(len(experts), num_experts, dtype=torch.bool, device=experts.device)
     return of_tokens.scatter_(1, experts, True)

@@ -18,8 +18,6 @@ from nemo_rl_moe.shapes import Bool, Int
 
 
 class RouterKind(Enum):
-    """Library that a router comes from."""
-
     MEGATRON = "megatron"
     TRANSFORMERS = "transformers"
 
@@ -40,9 +38,7 @@ class RouterLayer:
 
 
 def router_kind(module: nn.Module) -> RouterKind | None:
-    """Return the library that a module is a router of; None when it is no router. Classes derived from a router are
-    routers.
-    """
+    """Return the library that a module (or a class derived from its router) is a router of; None: no router."""
     names = {cls.__name__.lower() for cls in type(module).__mro__}
     if "topkrouter" in names and hasattr(module, "layer_number"):
         return RouterKind.MEGATRON
@@ -73,14 +69,7 @@ def routers_of(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
 def routed_experts(
     layer: RouterLayer, router: nn.Module, outputs: Any
 ) -> Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"]:
-    """Return the experts that each token is routed to, read from a router's output.
-
-    Args:
-        outputs: Return value of the router's forward.
-
-    Returns:
-        A map of the assignments, or the experts' indices; without a graph. Slots that Megatron-Core fills up to an
-        expert's capacity are left out.
+    """Return each token's experts from a router's output: a map or indices, without slots filled up to a capacity.
 
     Raises:
         TypeError: The outputs hold neither.

@@ -28,15 +28,6 @@ _WORDS_AT_A_TIME = 2**24
 
 @dataclass(frozen=True)
 class BucketLabel:
-    """Identity of a bucket.
-
-    Attributes:
-        transfer: Unique name.
-        version: Optimizer steps of the weights.
-        sender: Trainer rank.
-        number: Counted from 0 for each sender.
-    """
-
     transfer: str
     version: int
     sender: int
@@ -47,14 +38,6 @@ class BucketLabel:
 
 
 def write_bucket(path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-    """Write a bucket.
-
-    Args:
-        tensors: By name; contiguous, on the host, and no two in the same memory.
-
-    Raises:
-        OSError, SafetensorError: The file cannot be written.
-    """
     checksums = {name: tensor_checksum(name, tensor) for name, tensor in tensors.items()}
     save_file(dict(tensors), path, {_LABEL: json.dumps(asdict(label)), _CHECKSUMS: json.dumps(checksums)})
 
@@ -84,11 +67,6 @@ def opened_bucket(path: Path, label: BucketLabel) -> Iterator[dict[str, Tensor]]
 
 
 def compare(bucket_name: str, label: BucketLabel, tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -> None:
-    """Compare the tensors of a bucket with their checksums.
-
-    Raises:
-        WeightSyncError: They differ; names the first ones.
-    """
     damaged = [name for name, tensor in tensors.items() if tensor_checksum(name, tensor) != expected.get(name)]
     damaged += [name for name in expected if name not in tensors]
     if damaged:
@@ -105,8 +83,7 @@ def tensor_checksum(name: str, tensor: Tensor) -> str:
 
 
 def weighted_sum(content: Tensor) -> int:
-    """Sum the bytes' 32-bit words, each times an odd number of its place, modulo 2^64: a checksum for
-    devices.
+    """Sum the bytes' 32-bit words, each times an odd number of its place, modulo 2^64: for devices.
 
     A change of one word, and a swap of two words, always change it.
     """

@@ -22,22 +22,12 @@ _MOST_NAMED = 4
 
 @runtime_checkable
 class FingerprintingEngine(Protocol):
-    """A generation engine that can say which weights it stores."""
-
     def weight_fingerprints(self, number_format: str) -> Sequence[Fingerprints]:
-        """Return the fingerprints of the stored tensors of each copy of the weights, `[copy][name]`.
-
-        Tensors in an engine's private layout that it cannot map back are left out.
-        """
+        """Return the fingerprints of the stored tensors of each copy of the weights, `[copy][name]`."""
         ...
 
 
 def fingerprint(tensor: Tensor, number_format: str) -> str:
-    """Return a tensor's shape and the checksum of its values.
-
-    Args:
-        number_format: Format to round to first, such as `bfloat16`.
-    """
     dtype: torch.dtype = getattr(torch, number_format)
     values = (tensor.detach().to(dtype) + 0.0).cpu().contiguous()  # a zero has no sign
     shape = "x".join(map(str, values.shape))
@@ -45,7 +35,6 @@ def fingerprint(tensor: Tensor, number_format: str) -> str:
 
 
 def fingerprints_of(tensors: Iterable[tuple[str, Tensor]], number_format: str) -> dict[str, str]:
-    """Return the fingerprint of each tensor, taken one at a time."""
     return {name: fingerprint(tensor, number_format) for name, tensor in tensors}
 
 
@@ -56,14 +45,6 @@ def common_format(trainers: str, engines: str) -> str:
 
 @dataclass(frozen=True)
 class WeightComparison:
-    """Comparison of an engine's fingerprints with the trainer's.
-
-    Attributes:
-        different: Tensors that differ, in the trainer's order.
-        num_compared: Tensors that both sides have.
-        num_tensors: Tensors of the trainer.
-    """
-
     different: Sequence[str]
     num_compared: int
     num_tensors: int

@@ -48,10 +48,6 @@ class FolderTransfer:
 
     Attributes:
         folder: Of this transfer alone, empty at the start, reachable for all processes.
-        version: Optimizer steps of the weights.
-        num_senders: Trainer ranks.
-        num_receivers: Engine workers.
-        bucket_bytes: Maximum size of a bucket of several tensors.
         max_unacknowledged: Maximum number of a sender's buckets in the folder at a time.
         stall_timeout_s: Seconds without progress after which a process gives up: a killed peer leaves no trace.
     """
@@ -66,28 +62,14 @@ class FolderTransfer:
     backend: TransportBackend = FileTransport()  # noqa: RUF009  (it cannot change)
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
-        """Send this rank's tensors, and return when every receiver has taken them.
-
-        Returns:
-            Bytes sent.
-
-        Raises:
-            WeightSyncError: See `TransportSpec.send`, or the folder is full.
-        """
+        """Send this rank's tensors, and return the bytes when every receiver has taken them."""
         with self._reporting(f"sender {sender}"):
             if version != self.version:
                 raise WeightSyncError(f"it has the weights of version {version}, expected {self.version}")
             return _Sender(self, sender).send(tensors)
 
     def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
-        """Pass the tensors of all senders to a loader in order of arrival.
-
-        Returns:
-            Bytes received.
-
-        Raises:
-            WeightSyncError: See `TransportSpec.receive`, or a bucket is damaged or another one.
-        """
+        """Pass the tensors of all senders to a loader in order of arrival; return the bytes."""
         with self._reporting(f"receiver {receiver}"):
             arrivals = _Receiver(self, receiver)
             tensors = arrivals.tensors()
@@ -101,11 +83,7 @@ class FolderTransfer:
         return BucketLabel(self.folder.name, self.version, sender, bucket)
 
     def queue(self, name: str, after: int) -> int:
-        """Take the first free place for a bucket in the order of all buckets.
-
-        Args:
-            after: Number of places that are taken.
-        """
+        """Take the first free place for a bucket in the order of all buckets."""
         with tempfile.NamedTemporaryFile("w", dir=self.folder, encoding="utf-8") as file:
             file.write(name)
             file.flush()
@@ -128,11 +106,7 @@ class FolderTransfer:
             pass
 
     def names(self) -> set[str]:
-        """List the files of the transfer.
-
-        Raises:
-            WeightSyncError: The transfer has ended; gives the reason.
-        """
+        """List the files of the transfer."""
         try:
             names = {path.name for path in self.folder.iterdir()}
             reason = (self.folder / _FAILED).read_text(encoding="utf-8") if _FAILED in names else None
@@ -147,11 +121,7 @@ class FolderTransfer:
         return [each for each in range(self.num_receivers) if _taken_name(name, each) not in names]
 
     def place(self, name: str, write: Callable[[Path], object]) -> None:
-        """Write a file that appears complete or not at all.
-
-        Raises:
-            WeightSyncError: The folder cannot be written to.
-        """
+        """Write a file that appears complete or not at all."""
         staging = self.folder / f"{name}.incomplete"
         try:
             write(staging)
@@ -179,8 +149,6 @@ class _EndedByOther(WeightSyncError):
 
 
 class _Stall:
-    """Pauses while polling the folder, until too much time has passed without progress."""
-
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
         self.progressed()
@@ -189,11 +157,6 @@ class _Stall:
         self._since, self._pause = time.monotonic(), _SHORTEST_PAUSE_S
 
     def pause(self, waits_for: str) -> None:
-        """Wait a moment.
-
-        Raises:
-            WeightSyncError: It has waited too long.
-        """
         if time.monotonic() - self._since > self._timeout_s:
             raise WeightSyncError(f"waited for {self._timeout_s:g} s for {waits_for}")
         time.sleep(self._pause)
@@ -220,8 +183,6 @@ def _end_name(sender: int) -> str:
 
 
 class _Sender:
-    """One rank's part of a transfer."""
-
     def __init__(self, transfer: FolderTransfer, sender: int):
         self._transfer, self._sender = transfer, sender
         self._unacknowledged: deque[tuple[str, object]] = deque()
@@ -229,7 +190,7 @@ class _Sender:
         self._num_buckets = self._num_tensors = self._num_bytes = 0
 
     def send(self, tensors: Iterable[NamedTensor]) -> int:
-        """Send everything and waits until it has been taken; return the number of bytes."""
+        """Send everything, wait until it has been taken, and return the number of bytes."""
         bucket: list[NamedTensor] = []
         num_bytes = 0
         for name, given in tensors:
@@ -300,8 +261,6 @@ class _Sender:
 
 
 class _Receiver:
-    """One engine worker's part of a transfer."""
-
     def __init__(self, transfer: FolderTransfer, receiver: int):
         self._transfer, self._receiver = transfer, receiver
         self._num_buckets = [0] * transfer.num_senders
@@ -383,14 +342,6 @@ class FolderTransport:
     """A `WeightTransport` through a folder that exists while this is open.
 
     A killed driver leaves its folder behind; the next transport on the same machine removes it.
-
-    Args:
-        parent: Parent of the folder, reachable for all processes.
-        num_senders: Trainer ranks.
-        send: Makes all ranks send by a specification; returns the bytes of all.
-        bucket_bytes: Maximum size of a bucket of several tensors.
-        max_unacknowledged: Maximum number of a sender's buckets in the folder at a time.
-        stall_timeout_s: Seconds without progress after which a process gives up on the others.
     """
 
     def __init__(
@@ -430,7 +381,6 @@ class FolderTransport:
             time.sleep(_LONGEST_PAUSE_S)
 
     def open(self, num_receivers: int, version: int, receivers: str = "") -> FolderTransfer:
-        """Open the one transfer of this transport."""
         if self._folder is None or self._transfer is not None:
             raise RuntimeError("a transport is entered first and opened once")
         self._transfer = FolderTransfer(
@@ -446,11 +396,7 @@ class FolderTransport:
         return self._transfer
 
     def send(self) -> int:
-        """Make all trainer ranks send; the receivers have been started.
-
-        Raises:
-            WeightSyncError: Not every tensor was sent and taken.
-        """
+        """Make all trainer ranks send; the receivers have been started."""
         if self._transfer is None:
             raise RuntimeError("a transport is opened before anything is sent")
         try:
@@ -467,8 +413,7 @@ class FolderTransport:
 
 
 def folder_of_one_machine(num_senders: int) -> Path:
-    """Choose shared memory where it holds twice the buckets under way, otherwise the folder of temporary
-    files.
+    """Choose shared memory where it holds twice the buckets under way, else the temporary folder.
 
     Containers have 64 MiB of shared memory by default.
     """

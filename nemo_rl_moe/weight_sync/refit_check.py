@@ -51,24 +51,12 @@ class ScoringEngine(Protocol):
     """A generation engine that can be checked."""
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Inputs) -> Sequence[Scores]:
-        """Score each token after the first given those before it, by each copy of the weights:
-        `[copy][sequence]`.
-
-        Args:
-            temperature: Divides the logits before the softmax over all of them.
-            model_inputs: Images of each sequence; absent where all sequences are text.
-        """
+        """Score each token after the first given those before it, by each copy of the weights: `[copy][sequence]`."""
         ...
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Difference up to which scores count as equal, in nats.
-
-    Attributes:
-        of_the_mean: Bounds the mean difference over all tokens; False: the largest.
-    """
-
     nats: float
     of_the_mean: bool
 
@@ -86,8 +74,6 @@ class Gap:
 
     Attributes:
         largest: Of one token; infinite where a score is not finite.
-        mean: Over all tokens.
-        copy: Copy of the weights that has it.
     """
 
     largest: float
@@ -97,13 +83,6 @@ class Gap:
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check.
-
-    Attributes:
-        gap: Of the copy of the weights that differs most.
-        weights: Comparison of each copy's fingerprints; empty where the engine gives none.
-    """
-
     gap: Gap
     weights: Sequence[WeightComparison] = ()
 
@@ -122,11 +101,6 @@ def gap_between(found: Scores, expected: Scores, copy: int = 0) -> Gap:
 
 
 def coarse_bound(noise: float) -> Bound:
-    """Return the bound in 16 bits.
-
-    Args:
-        noise: Largest mean difference after a right refit so far, in nats.
-    """
     nats = float(np.clip(COARSE_FACTOR * noise, SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND))
     return Bound(nats, of_the_mean=True)
 
@@ -142,17 +116,12 @@ class RefitCheck:
     """The check of one run.
 
     Attributes:
-        sequences: Tokens to score.
         start_trainer: Starts scoring with the trainer's present weights; returns a function that waits for scores.
         refit: Sends the trainer's weights; with True, weights that differ from them in every tensor.
-        explain: Names the tensors that disagree in a copy, after a failed check.
         in_float32: Whether engine and trainer hold the weights in float32.
-        bound_nats: Configured bound of the largest difference; None: chosen here.
         refits_again: Send the weights once more before giving up.
-        model_inputs: Images of each sequence; empty for a model of text.
         start_fingerprints: Starts the fingerprints of the trainer's weights; returns a function that waits for them.
             None: the engine gives none.
-        number_format: Of the fingerprints.
 
     Attributes that change:
         share_compared: Share of the trainer's tensors whose fingerprints were compared last; None: none were.
@@ -209,11 +178,6 @@ class RefitCheck:
         return found.gap
 
     def _examine(self, engine: ScoringEngine) -> "Finding":
-        """Compare every copy of the weights with the trainer's.
-
-        Raises:
-            GenerationError: Engines keep dying, also the replacement.
-        """
         if self._expected is None:
             self.begin()
         assert self._expected is not None  # begun
@@ -294,14 +258,10 @@ def first_disagreement(
     expected: Mapping[str, Float[np.ndarray, "tokens features"]],
     tolerance: float,
 ) -> tuple[str, Int[np.ndarray, " tokens"]] | None:
-    """Find the first module, in the order of a forward pass, whose output differs from the reference's.
+    """Find the first module, in forward order, whose output differs from the reference's, and the tokens that do.
 
     Args:
-        expected: The reference's, in the order in which they ran.
         tolerance: Largest difference, as a share of the root mean square of the reference's output.
-
-    Returns:
-        Its name and the tokens that differ; None where all agree.
     """
     for name, output in expected.items():
         theirs = found.get(name)

@@ -18,15 +18,10 @@ class TransportSpec(Protocol):
     """One transfer of weights, in a form that is pickled to its participants."""
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
-        """Send this rank's tensors, a bucket at a time; every trainer rank calls it, also with nothing to
-        send.
+        """Send this rank's tensors, a bucket at a time, and return the bytes; every trainer rank calls it.
 
         Args:
             tensors: Hugging Face names and full tensors; taken one at a time, and not to be changed afterwards.
-            version: Optimizer steps of the sent weights.
-
-        Returns:
-            Bytes sent.
 
         Raises:
             WeightSyncError: A receiver failed or has stopped taking buckets, or the transfer is of another version.
@@ -34,15 +29,11 @@ class TransportSpec(Protocol):
         ...
 
     def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
-        """Pass the tensors of all senders to a loader; every engine worker calls it.
+        """Pass the tensors of all senders to a loader, and return the bytes; every engine worker calls it.
 
         Args:
-            receiver: Engine worker, from 0.
             load: Takes each tensor once, in any order, and all before it returns. A tensor is valid only until the next
                 one: what is kept is copied.
-
-        Returns:
-            Bytes received.
 
         Raises:
             WeightSyncError: A sender failed or has stopped sending, or not every tensor arrived once; the weights are
@@ -64,18 +55,12 @@ class WeightTransport(Protocol):
         """Open the transfer.
 
         Args:
-            num_receivers: Engine workers, each of which receives every tensor.
-            version: Optimizer steps of the weights.
             receivers: Identifies the receiving processes: connections to the same ones are kept.
         """
         ...
 
     def send(self) -> int:
-        """Make all trainer ranks send, and return when they have; called after the receivers have been
-        started.
-
-        Returns:
-            Bytes sent by all ranks together.
+        """Make all trainer ranks send, and return the bytes of all; the receivers have been started.
 
         Raises:
             WeightSyncError: Not every tensor was sent and taken. The trainer's ranks stay usable.
@@ -83,9 +68,5 @@ class WeightTransport(Protocol):
         ...
 
     def abort(self, reason: str) -> None:
-        """End the transfer early for all that take part; may be called from any thread.
-
-        Args:
-            reason: Of the errors that they raise, unless there is one already.
-        """
+        """End the transfer early for all that take part; may be called from any thread."""
         ...

@@ -55,23 +55,19 @@ class TransportBackend(Protocol):
 
 @dataclass(frozen=True)
 class FileTransport:
-    """Buckets as safetensors files, in shared memory or on disk, through the host's memory."""
-
     is_ordered: bool = field(default=False, init=False)
 
     def taken_from(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the host; the tensor itself if it is there."""
         return tensor.detach().cpu().contiguous()
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-        """Write all of it."""
         write_bucket(path, label, tensors)
 
     def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
         """Do nothing: the file has the bytes."""
 
     def opened(self, path: Path, label: BucketLabel, receiver: int) -> AbstractContextManager[dict[str, Tensor]]:
-        """Return the file, mapped into memory."""
+        """Map the file into memory."""
         return opened_bucket(path, label)
 
 
@@ -87,9 +83,7 @@ class CollectiveTransport:
     one order in which they became ready; two that waited in broadcasts of different senders would deadlock.
 
     Attributes:
-        backend: `nccl`, between GPUs; `gloo`, on hosts.
         group: Name of the connections; a new one for other processes or after a failed transfer.
-        timeout_s: Of a broadcast.
         address: Address whose interface gloo takes, such as loopback on one machine; None: of the host's name.
     """
 
@@ -113,7 +107,6 @@ class CollectiveTransport:
         write_manifest(path, label, tensors)
 
     def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-        """Broadcast the tensors as one."""
         buffer = packed(list(tensors.values()), self._device)
         self._broadcast(path, label, 0, buffer)
 
@@ -162,19 +155,13 @@ class CollectiveTransport:
 
 
 class SharedMemory(Protocol):
-    """Memory of a device that other processes can open by a handle."""
-
     def shared(self, buffer: Tensor) -> Mapping[str, Any]:
         """Return the handle of a buffer, in values that JSON has; valid while the buffer lives."""
         ...
 
-    def mapped(self, handle: Mapping[str, Any]) -> AbstractContextManager[Tensor]:
-        """Return the buffer of a handle, as bytes."""
-        ...
+    def mapped(self, handle: Mapping[str, Any]) -> AbstractContextManager[Tensor]: ...
 
-    def device(self) -> torch.device:
-        """Return the device of this process."""
-        ...
+    def device(self) -> torch.device: ...
 
 
 class CudaMemory:
@@ -196,7 +183,7 @@ class CudaMemory:
 
     @contextmanager
     def mapped(self, handle: Mapping[str, Any]) -> Iterator[Tensor]:
-        """The sender's memory itself."""
+        """Open the sender's memory itself."""
         uuids = {str(torch.cuda.get_device_properties(n).uuid): n for n in range(torch.cuda.device_count())}
         if handle["gpu"] not in uuids:
             raise WeightSyncError(
@@ -220,13 +207,10 @@ class IpcTransport:
     is_ordered: bool = field(default=False, init=False)
 
     def taken_from(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the device."""
         return tensor.detach().to(self.memory.device()).contiguous()
 
     def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> object:
-        """Write names, types, shapes, checksums and the handle; the buffer must live until all have taken
-        it.
-        """
+        """Write names, types, shapes, checksums and handle; the buffer must live until all have taken it."""
         buffer = packed(list(tensors.values()), self.memory.device())
         write_manifest(path, label, tensors, self.memory.shared(buffer))
         return buffer
@@ -236,7 +220,6 @@ class IpcTransport:
 
     @contextmanager
     def opened(self, path: Path, label: BucketLabel, receiver: int) -> Iterator[dict[str, Tensor]]:
-        """The tensors in the sender's memory."""
         manifest = read_manifest(path, label)
         with self.memory.mapped(manifest.handle) as buffer:
             tensors = manifest.cut(buffer)
@@ -260,13 +243,6 @@ def _padded(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of a bucket whose bytes travel beside it.
-
-    Attributes:
-        tensors: Name, type and shape of each, in the order of the bytes.
-        handle: Of the memory; empty where there is none.
-    """
-
     tensors: Sequence[tuple[str, str, Sequence[int]]]
     checksums: Mapping[str, str]
     handle: Mapping[str, Any]
@@ -282,7 +258,7 @@ class Manifest:
         return sum(_padded(num_bytes) for *_, num_bytes in self._sizes())
 
     def cut(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Return the view the tensors in the buffer's memory."""
+        """Return views of the tensors in the buffer's memory."""
         found, begin = {}, 0
         for name, dtype, shape, num_bytes in self._sizes():
             found[name] = buffer[begin : begin + num_bytes].view(dtype).view(tuple(shape))
@@ -293,7 +269,6 @@ class Manifest:
 def write_manifest(
     path: Path, label: BucketLabel, tensors: Mapping[str, Tensor], handle: Mapping[str, Any] | None = None
 ) -> None:
-    """Write what a bucket holds."""
     rows = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]
     checksums = {name: tensor_checksum(name, tensor) for name, tensor in tensors.items()}
     content = {"label": asdict(label), "tensors": rows, "checksums": checksums, "handle": dict(handle or {})}
@@ -301,11 +276,7 @@ def write_manifest(
 
 
 def read_manifest(path: Path, label: BucketLabel) -> Manifest:
-    """Read what a bucket holds.
-
-    Raises:
-        WeightSyncError: The file cannot be read, or belongs to another bucket.
-    """
+    """Read what a bucket holds."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         found = BucketLabel(**content.pop("label"))
@@ -318,17 +289,10 @@ def read_manifest(path: Path, label: BucketLabel) -> Manifest:
 
 
 TransportBackendFactory = Callable[[int, str], TransportBackend]
-"""A transport backend for so many receivers, whose name changes when other processes receive."""
 
 
 def make_backend(way: str, group: str, num_receivers: int, address: str | None) -> TransportBackend:
-    """Make the transport that `policy.generation.weight_transport` names.
-
-    Args:
-        Args:
-            group: Name of a collective's connections.
-        address: Address whose interface gloo takes; None: of the host's name.
-    """
+    """Make the transport that `policy.generation.weight_transport` names."""
     if way == "cuda_ipc":
         return IpcTransport()
     if way in ("gloo", "nccl"):

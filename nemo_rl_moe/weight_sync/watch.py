@@ -23,15 +23,10 @@ _POLL_S = 0.05
 
 
 class Receivers(Protocol):
-    """Receiving processes as their parent sees them."""
-
     def find_lost(self, patience_s: float | None = None) -> str | None:
         """Return the name of a receiver that is lost and what has happened to it, in words; None where all are there.
 
         It is ended, so that others who are connected with it notice.
-
-        Args:
-            patience_s: Seconds without an answer after which one counts as lost; None: as many as it always has.
         """
         ...
 
@@ -42,16 +37,7 @@ class Receivers(Protocol):
 
 @contextmanager
 def watched(transport: WeightTransport, receivers: Receivers) -> Iterator[None]:
-    """A block that sends and waits for the receivers, and is ended when one of them is lost.
-
-    Args:
-        transport: Has been opened.
-        receivers: Have been started.
-
-    Raises:
-        ReceiverLostError: A receiver died or froze. The trainer's ranks and the other receivers have been reported to
-            stop.
-    """
+    """While open, watch the receivers; ends the transfer with a ReceiverLostError when one of them is lost."""
     is_over = Event()
     found: list[str] = []
 

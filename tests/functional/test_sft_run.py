@@ -83,7 +83,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
         policy__train_micro_batch_size=16,
         policy__megatron_cfg__scheduler__lr_warmup_iters=10,
         policy__megatron_cfg__moe_z_loss_coeff=1e-3,
-        logger__expert_load_images__every_steps=20,
+        logger__expert_load_plots__every_steps=20,
     )
     # Started where the user may not want files: whatever is not asked for would show up here.
     (folder / "work").mkdir()
@@ -145,7 +145,7 @@ def test_four_loggers_hold_the_same_metrics(run: FinishedRun) -> None:
         assert values_of(tensorboard, key) == pytest.approx(values_of(history, key), rel=FLOAT32_EPSILON), key
 
 
-def test_three_loggers_hold_images_of_the_load(run: FinishedRun) -> None:
+def test_three_loggers_hold_plots_of_the_load(run: FinishedRun) -> None:
     load = read_run(run.run_folder).expert_load
     assert load is not None
     images = [

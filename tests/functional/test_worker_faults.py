@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +24,7 @@ import ray
 
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
-from nemo_rl_moe.errors import ConfigurationError, WorkerDiedError
+from nemo_rl_moe.errors import ConfigurationError, DamagedCheckpointError, WorkerDiedError
 from tests.support.clusters import cluster_config
 
 NUM_WORKERS = 2
@@ -130,6 +130,9 @@ class Ranks:  # pragma: no cover  (runs in other processes)
 
     def set_variable(self, name: str, value: str) -> None:
         os.environ[name] = value
+
+    def refuse_checkpoint(self) -> None:
+        raise DamagedCheckpointError([f"rank {self.rank}: damaged", "and more"]) from BrokenModelError(1, "unreadable")
 
     def unpicklable(self) -> Any:
         return threading.Lock()
@@ -273,6 +276,17 @@ def test_raise_at_start(cluster: RayCluster, tmp_path: Path):
     assert_all_gone(tmp_path)
 
 
+def refuse_model(rank: int, world_size: int, *, refusing: Collection[int]) -> Any:
+    return ConfigurationError(["no weights", "no tokenizer"]) if rank in refusing else object()
+
+
+@pytest.mark.parametrize(("refusing", "where"), [((0, 1), ""), ((1,), " (on rank 1)")])
+def test_errors_that_ranks_return_at_the_start(cluster: RayCluster, refusing: tuple[int, ...], where: str):
+    with pytest.raises(ConfigurationError) as error:
+        WorkerGroup(cluster, partial(refuse_model, refusing=refusing), START_TIMEOUT_S, CALL_TIMEOUT_S)
+    assert error.value.problems == [f"no weights{where}", f"no tokenizer{where}"]
+
+
 @pytest.mark.slow
 def test_never_starts(cluster: RayCluster, tmp_path: Path):
     with pytest.raises(WorkerDiedError) as error:
@@ -363,6 +377,13 @@ def test_a_workers_child_is_stopped_too(group: WorkerGroup[Ranks], tmp_path_fact
     group.call_all(Ranks.set_variable, "CHILD_NOTES", str(notes))
     assert "ValueError: the child is left alone" in fail_in_a_step(group, Ranks.start_a_child_and_raise)
     assert_all_gone(notes, expected=1)
+
+
+def test_an_error_that_ranks_survive_comes_back_as_it_is(group: WorkerGroup[Ranks]):
+    with pytest.raises(DamagedCheckpointError) as error:
+        group.call_all(Ranks.refuse_checkpoint)
+    assert error.value.problems == ["rank 0: damaged", "and more"]
+    assert group.call_all(Ranks.all_reduce, 1.5) == [3.0, 3.0]
 
 
 def test_a_result_that_cannot_travel(group: WorkerGroup[Ranks]):

@@ -293,7 +293,8 @@ def save_and_resume(*, rehearse: bool) -> dict[str, Any]:
         for shard in shards[:2]:
             first.train([shard], sft_loss)
         began = time.perf_counter()
-        problem = first.start_checkpoint(Path(folder), with_optimizer=True).finish()
+        first.start_checkpoint(Path(folder), with_optimizer=True)
+        problem = first.finish_checkpoint()
         saved = time.perf_counter()
         if problem is not None:
             raise Failed(problem, {})

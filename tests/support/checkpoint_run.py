@@ -25,10 +25,10 @@ def train_and_save(settings: RunSettings, folder: str, save_after: int, num_step
         steps = []
         for step in range(num_steps):
             if step == save_after:
-                write = trainer.start_checkpoint(Path(folder), with_optimizer=True)
+                trainer.start_checkpoint(Path(folder), with_optimizer=True)
             steps.append(_train(trainer, settings, step))
             if step == save_after:
-                assert write.finish() is None
+                assert trainer.finish_checkpoint() is None
         return steps
 
 
@@ -48,7 +48,8 @@ def spoil_save_and_train(settings: RunSettings, folder: str, num_steps: int) -> 
     with parallel_job(settings.policy):
         trainer = build_trainer(settings)
         trainer.train([shard_of_step(trainer, settings, 0)], SpoiledLoss("both"))
-        assert trainer.start_checkpoint(Path(folder), with_optimizer=True).finish() is None
+        trainer.start_checkpoint(Path(folder), with_optimizer=True)
+        assert trainer.finish_checkpoint() is None
         return [_train(trainer, settings, step) for step in range(1, num_steps)]
 
 
@@ -91,7 +92,8 @@ def save_once(settings: RunSettings, folder: str, with_optimizer: bool = True) -
     with parallel_job(settings.policy):
         trainer = build_trainer(settings)
         _train(trainer, settings, 0)
-        return trainer.start_checkpoint(Path(folder), with_optimizer=with_optimizer).finish()
+        trainer.start_checkpoint(Path(folder), with_optimizer=with_optimizer)
+        return trainer.finish_checkpoint()
 
 
 def problems_of_saving(settings: RunSettings, folders: list[list[str]], file_limit: int | None = None) -> list[str]:
@@ -114,9 +116,9 @@ def problems_of_saving(settings: RunSettings, folders: list[list[str]], file_lim
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 limit = file_limit if number == 0 else resource.RLIM_INFINITY
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            write = trainer.start_checkpoint(Path(choice[rank]), with_optimizer=True)
+            trainer.start_checkpoint(Path(choice[rank]), with_optimizer=True)
             _train(trainer, settings, number)
-            problems.append(write.finish() or "saved")
+            problems.append(trainer.finish_checkpoint() or "saved")
     return problems
 
 
@@ -124,10 +126,10 @@ def save_with_an_index_that_cannot_be_written(settings: RunSettings, folder: str
     """Save with something in the first rank's index that no pickle takes; returns the problem."""
     with parallel_job(settings.policy) as rank:
         trainer = build_trainer(settings)
-        write = trainer.start_checkpoint(Path(folder), with_optimizer=True)
+        trainer.start_checkpoint(Path(folder), with_optimizer=True)
         if rank == 0:
-            write._plan.planner_data = lambda: None
-        return write.finish()
+            trainer._write._plan.planner_data = lambda: None
+        return trainer.finish_checkpoint()
 
 
 def problem_of_a_rank_s_folder(settings: RunSettings, folders: list[str]) -> str:

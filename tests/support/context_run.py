@@ -121,7 +121,7 @@ def observe(policy: Any, lengths: Mapping[str, int], capture: bool) -> Observed:
             ]
             rows = (row for values in found for row in values)
             own = {index: row[: int(first.lengths[index])].numpy() for index, row in zip(mine, rows, strict=False)}
-            routes = dict(zip(mine, of_sequences, strict=False))
+            routes = dict(zip(mine, (rows.pieces[0].source for rows in of_sequences), strict=False))
             _, totals = trainer.compare_routes(shard(first).microbatches)
             compared = {
                 name: getattr(totals, name).tolist() for name in ("rows", "captured_experts", "live_experts", "tokens")
@@ -176,7 +176,6 @@ MEASURED = {
     "moe_per_layer_logging": True,
     "router_gradients__every_n_steps": 1,
     "router_gradients__num_microbatches": None,
-    "router_gradients__at_logits_every_n_steps": 1,
 }
 
 

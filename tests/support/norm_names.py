@@ -75,7 +75,8 @@ def save_under_each_name(
                     stack.enter_context(_of_transformer_engine())
                 if "unchanged" in way:
                     stack.enter_context(patch.object(contents, "plain_norm_name", lambda name: name))
-                assert trainer.start_checkpoint(directory, with_optimizer=True).finish() is None
+                trainer.start_checkpoint(directory, with_optimizer=True)
+                assert trainer.finish_checkpoint() is None
             index = check_folder(directory).index
             names[way] = {name for name in index.state_dict_metadata if "norm" in name}
         train(1)

@@ -19,14 +19,10 @@ from nemo_rl_moe.launch import early_start, grpo
 from nemo_rl_moe.launch.start import RunLaunch
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import MetricSeries, Reduction
-from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
+from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy import model_workers
-from nemo_rl_moe.models.policy.megatron_policy_worker import (
-    LoadOutcome,
-    MegatronPolicyWorker,
-    WeightsOutcome,
-    WorkerDescription,
-)
+from nemo_rl_moe.models.rank_results import RankDescription, RankTrainResult
 from nemo_rl_moe.weight_sync.folder import FolderTransport
 from tests.functional import grpo_runs, sft_runs
 from tests.support.grpo_fakes import FakeEngine, FakeRewardFunction
@@ -46,25 +42,25 @@ class RecordedWorkers:
     def call_all(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         """As of `WorkerGroup`."""
         places = [SimpleNamespace(data_parallel_rank=n, data_parallel_size=2, reports_loss=True) for n in (0, 1)]
-        if method == MegatronPolicyWorker.describe:
-            return [WorkerDescription(coordinates=place) for place in places]
-        if method == MegatronPolicyWorker.save_weights:
+        if method == MegatronModel.describe:
+            return [RankDescription(coordinates=place) for place in places]
+        if method == MegatronModel.save_weights:
             arguments[0].mkdir(parents=True, exist_ok=True)
             write_inventory(arguments[0])
-            return [WeightsOutcome(left_out=[]) for _ in places]
-        if method == MegatronPolicyWorker.load_checkpoint:
+            return [[] for _ in places]
+        if method == MegatronTrainer.load_checkpoint:
             _calls.append(method.__name__)
-            return [LoadOutcome(self.num_updates) for _ in places]
-        if method not in (MegatronPolicyWorker.checkpoint_is_written, MegatronPolicyWorker.finish_checkpoint):
+            return [self.num_updates for _ in places]
+        if method not in (MegatronTrainer.checkpoint_is_written, MegatronTrainer.finish_checkpoint):
             _calls.append(method.__name__)
-        return [True if method == MegatronPolicyWorker.checkpoint_is_written else None for _ in places]
+        return [True if method == MegatronTrainer.checkpoint_is_written else None for _ in places]
 
     def start_each(
         self, method: Callable[..., Any], arguments: Sequence[tuple[Any, ...] | None]
     ) -> Callable[[], dict[int, RankTrainResult]]:
         """As of `WorkerGroup`."""
         assert None not in arguments, "every rank enters"
-        assert method == MegatronPolicyWorker.train
+        assert method == MegatronTrainer.train
         _calls.append(method.__name__)
         self.num_updates += 1
         return lambda: {rank: self._trained(*given) for rank, given in enumerate(arguments) if given is not None}

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-rl-moe data`: what is trained on, context and cut off, as a program in a terminal and in this process."""
+"""`nemo-rl-moe data`: what is trained on, context and truncated, as a program in a terminal and in this process."""
 
 import json
 import os
@@ -103,13 +103,13 @@ def test_conversations(shown: Callable[..., str]) -> None:
         "1 left out: no response before truncation, "
         "1 bad line left out, the first: train.jsonl:3: the tokenizer cannot encode the text: "
     )
-    assert (longest, legend) == ("longest: 64 tokens, of at most 64", "tokens: context [[trained on]] {{cut off}}")
+    assert (longest, legend) == ("longest: 64 tokens, of at most 64", "tokens: context [[trained on]] {{truncated}}")
     assert samples == [
         "",
         "train.jsonl:1: 15 tokens, 10 to train on",
         "12+3=[[<think>2+3=5</think>15<eos>]]",
         "",
-        "train.jsonl:2: 64 tokens, 60 to train on, 41 cut off",
+        "train.jsonl:2: 64 tokens, 60 to train on, 41 truncated",
         f"4+4=[[{'8' * 60}]]{{{{{'8' * 40}<eos>}}}}",
     ]
 
@@ -120,7 +120,7 @@ def test_pairs_with_what_was_cut_of_each(tmp_path: Path, shown: Callable[..., st
     text = shown("data.train.path=pairs.jsonl", config="dpo_tiny_moe.yaml")
     assert text.split("\n", 3)[3] == (
         "\npairs.jsonl:1 (chosen): 6 tokens, 2 to train on\n1+1=[[2<eos>]]\n"
-        "\npairs.jsonl:1 (rejected): 64 tokens, 60 to train on, more than 200 cut off\n"
+        "\npairs.jsonl:1 (rejected): 64 tokens, 60 to train on, more than 200 truncated\n"
         f"1+1=[[{'3' * 60}]]{{{{{'3' * 200}}}}}{{{{ ...}}}}"
     )
 
@@ -133,7 +133,7 @@ def test_prompts_with_what_the_template_adds(tmp_path: Path, shown: Callable[...
     assert shown(*overrides, config="grpo_tiny_moe.yaml").splitlines() == [
         "train.jsonl: 3 prompts, 17 tokens, 1 left out: longer than a prompt may be",
         "longest: 7 tokens, of at most 33",
-        "tokens: context [[trained on]] {{cut off}}",
+        "tokens: context [[trained on]] {{truncated}}",
         "",
         "train.jsonl:1: 7 tokens",
         "12+3=;<think>",
@@ -202,5 +202,5 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["data", "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for word in ("--show N", "NO_COLOR", "cut off", "nemo-rl-moe data --config sft_tiny_moe.yaml", "section.key=value"):
+    for word in ("--show N", "NO_COLOR", "truncated", "nemo-rl-moe data --config sft_tiny_moe.yaml", "section.key="):
         assert word in text

@@ -301,7 +301,7 @@ def test_own_estimator_and_objective(tmp_path: Path) -> None:
 
 
 def test_environment_that_is_added_scores(tmp_path: Path) -> None:
-    make = run_block(PYTHON_BLOCKS[MODULES["pattern"]], tmp_path)["PatternEnvironment"]
+    make = run_block(PYTHON_BLOCKS[MODULES["pattern"]], tmp_path)["PatternReward"]
     assert callable(make)
     environment = make("6+")
     for response, is_correct in ((" 66\n", True), ("67", False), ("66 7", False)):

@@ -24,18 +24,6 @@ CLOSING_S = 2.0
 
 @dataclass
 class EngineActor:
-    """One actor, and what it is doing.
-
-    Attributes:
-        number: From 0.
-        handle: Of the `VllmWorker`.
-        results: Its stream of answers; None while it has nothing to do.
-        requests: Numbers of the requests that it has not answered yet.
-        progress: Its steps when it was last asked.
-        since: When they last grew.
-        asleep: Parts of its memory that are given back.
-    """
-
     number: int
     handle: Any
     results: Any = None
@@ -46,38 +34,18 @@ class EngineActor:
 
     @property
     def name(self) -> str:
-        """Name for users."""
         return f"vLLM engine {self.number}"
 
     def ask_num_steps(self) -> Any:
-        """Ask for the number of its steps: answered also while it generates or receives, unless it is
-        frozen.
-        """
+        """Ask for the number of its steps: answered while it generates or receives, unless it is frozen."""
         return self.handle.num_steps.options(concurrency_group=PROGRESS).remote()
 
     def end(self) -> None:
-        """Kill it."""
         with suppress(RayError, ValueError):
             ray.kill(self.handle, no_restart=True)
 
 
 class EngineActors:
-    """The actors that are there.
-
-    Args:
-        settings: Of each engine.
-        number: Engines that there are to be.
-        start_timeout_s: Seconds until they are to be ready.
-        stall_timeout_s: Seconds without an answer after which one is given up.
-        placement: Places of the engines.
-        warn: Receives a line on an engine that was given up.
-
-    Attributes:
-        present: Those that are there, by number.
-        num_started: Actors started so far.
-        num_lost: Actors given up so far.
-    """
-
     def __init__(
         self,
         settings: VllmSettings,
@@ -96,11 +64,7 @@ class EngineActors:
         self._placement, self._warn = placement, warn
 
     def start_missing(self) -> None:
-        """Start engines until all are there; new ones have no weights yet.
-
-        Raises:
-            GenerationError: One does not start.
-        """
+        """Start engines until all are there; new ones have no weights yet."""
         missing = sorted(set(range(self.number)) - {actor.number for actor in self.present})
         if not missing:
             return
@@ -158,15 +122,7 @@ class EngineActors:
     def ask(
         self, question: Callable[[Any], Any], actors: Sequence[EngineActor] | None = None
     ) -> tuple[list[tuple[EngineActor, Any]], str | None]:
-        """Call actors at the same time; those that die or do not answer are given up.
-
-        Args:
-            question: Makes a call of an actor's handle.
-            actors: Who is asked; None: all.
-
-        Returns:
-            The answer of each that gave one, and the name of the last one that was lost with the reason.
-        """
+        """Call actors at the same time; return their answers, and the name and reason of the last one lost."""
         calls = [(actor, question(actor.handle)) for actor in (self.present if actors is None else actors)]
         answers: list[tuple[EngineActor, Any]] = []
         lost = None

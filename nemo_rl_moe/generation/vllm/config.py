@@ -39,7 +39,6 @@ class VllmConfig(StrictModel):
 
 
 def section_of(config: "GRPOMasterConfig") -> VllmConfig:
-    """Return the section of a configuration."""
     return config.policy.generation.section_of(VllmConfig)
 
 

@@ -38,19 +38,6 @@ class VllmEngine:
     answered go to the others, and another engine takes its place with the next weights. Where none is left, engines are
     started anew at once and get the weights that the policy has.
 
-    Args:
-        settings: Of each engine.
-        num_engines: Engines, which share the requests.
-        start_timeout_s: Seconds until they are to be ready.
-        stall_timeout_s: Seconds without a step after which an engine that generates is given up.
-        placement: Places of the engines.
-        refit: Sends this engine the weights that the policy has now.
-        warn: Reports the user of an engine that was given up.
-
-    Attributes:
-        dtype: Number format of the weights.
-        ranks_per_engine: Processes that share the weights of an engine.
-
     Raises:
         GenerationError: An engine does not start.
     """
@@ -112,11 +99,6 @@ class VllmEngine:
     ) -> list[list[Float[np.ndarray, " tokens"]]]:
         """Return the log-probability of each token after the first, by each engine: `[engine][sequence]`.
 
-        Args:
-            sequences: Tokens.
-            temperature: Divides the logits.
-            model_inputs: Of each sequence, as of a `GenerationRequest`; none at all where all are text.
-
         Raises:
             GenerationError: An engine has no weights, or died, or does not answer; another one takes the place of such
                 a one with the next weights.
@@ -146,18 +128,13 @@ class VllmEngine:
         return found
 
     def _answers_of_all(self, doing: str, question: Callable[[Any], Any]) -> list[Any]:
-        """Ask every engine at the same time; return what each answers.
-
-        Raises:
-            GenerationError: An engine died or does not answer while it is `doing`.
-        """
+        """Ask every engine at the same time; return what each answers."""
         answers, lost = self._actors.ask(question)
         if lost is not None:
             raise GenerationError(f"{lost} while it {doing}")
         return [answer for _, answer in answers]
 
     def process_ids(self) -> list[int]:
-        """Return the processes of the engines that are there."""
         return list(ray.get([actor.handle.process_id.remote() for actor in self._actors.present]))
 
     def num_steps(self) -> int:
@@ -165,15 +142,12 @@ class VllmEngine:
         return sum(ray.get([actor.ask_num_steps() for actor in self._actors.present]))
 
     def module_outputs(self, copy: int, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
-        """Return the output of every module of an engine for one sequence, by its name in the model; copy: as `score`
-        counts.
-        """
+        """Return the output of every module of an engine for one sequence, by its name in the model."""
         call = self._actors.present[copy].handle.module_outputs.remote(token_ids)
         return dict(ray.get(call, timeout=self._actors.stall_timeout_s))
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """Have all ranks of all engines receive while the trainer sends; engines that were given up are replaced
-        before.
+        """Have all ranks of all engines receive while the trainer sends; missing engines are replaced first.
 
         Raises:
             ReceiverLostError: An engine died or froze meanwhile. All of them have been ended; the next transfer starts
@@ -232,11 +206,7 @@ class VllmEngine:
             actor.asleep.remove(part)
 
     def _require_awake(self) -> None:
-        """Ask the engines themselves: one that sleeps in part would take requests and answer none of them.
-
-        Raises:
-            GenerationError: One sleeps.
-        """
+        """Ask the engines themselves: one that sleeps in part would take requests and answer none of them."""
         for actor, parts in self._actors.ask(lambda handle: handle.asleep.remote())[0]:
             if parts:
                 raise GenerationError(
@@ -245,16 +215,10 @@ class VllmEngine:
                 )
 
     def shutdown(self) -> None:
-        """End the actors."""
         self._actors.end_all()
 
 
 def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
-    """Return the engines of `backend: vllm`.
-
-    Raises:
-        GenerationError: An engine does not start.
-    """
     config = setup.config
     generation, cluster = config.policy.generation, config.cluster
     chosen = section_of(config)

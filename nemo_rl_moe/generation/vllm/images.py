@@ -42,8 +42,6 @@ class ImageSettings:
     Attributes:
         model_type: One of `MODULES`.
         architecture: The class that the model's `config.json` names.
-        rule: Numbers and patches of pixels.
-        token_id: The image token.
         side: Height and width of the square of pixels that an image token stands for.
     """
 
@@ -54,7 +52,6 @@ class ImageSettings:
     side: int
 
     def num_tokens(self, image: ModelImage) -> int:
-        """Return the image tokens of an image."""
         height, width, _ = image.pixels.shape
         return (height // self.side) * (width // self.side)
 
@@ -63,11 +60,6 @@ def image_runs(
     settings: ImageSettings, token_ids: Sequence[int], inputs: Mapping[str, ModelInput]
 ) -> list[tuple[ModelImage, int, int]]:
     """Return each image of a prompt with its first image token and the number of them.
-
-    Args:
-        settings: Of the model.
-        token_ids: The prompt's, with as many image tokens for each image as the trainer takes.
-        inputs: The prompt's, as `models.images.image_inputs` makes them; none is text.
 
     Raises:
         GenerationError: The images give other numbers of tokens than the prompt has.
@@ -108,22 +100,14 @@ def model_inputs(settings: ImageSettings, image: ModelImage) -> dict[str, Tensor
 
 
 class ImagePrompts:
-    """Prompts of a call of an engine: each distinct image is made into patches once.
-
-    Args:
-        settings: Of the model; None: it takes text alone.
-    """
+    """Prompts of a call of an engine: each distinct image is made into patches once."""
 
     def __init__(self, settings: ImageSettings | None):
         self._settings = settings
         self._items: dict[int, Any] = {}
 
     def prompt(self, token_ids: Sequence[int], inputs: Mapping[str, ModelInput]) -> Any:
-        """Return a prompt as vLLM's engine takes it.
-
-        Raises:
-            GenerationError: Images and image tokens do not go together.
-        """
+        """Return a prompt as vLLM's engine takes it."""
         runs = image_runs(self._settings, token_ids, inputs) if self._settings is not None else []
         if not runs:
             return {"prompt_token_ids": list(token_ids)}
@@ -139,9 +123,7 @@ class ImagePrompts:
         )
 
     def _item(self, digest: int, image: ModelImage) -> Any:
-        """Return the inputs of vLLM's model for an image, each tensor with the way in which those of several are
-        joined.
-        """
+        """Return the inputs of vLLM's model for an image, each with how those of several are joined."""
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
         assert self._settings is not None  # there is an image
@@ -160,11 +142,7 @@ class ImagePrompts:
 
 
 def register(settings: ImageSettings) -> dict[str, Any]:  # pragma: no cover  (runs in the engine's process)
-    """Have vLLM build the model's class with a processor that does nothing; before an engine is made.
-
-    Returns:
-        Further arguments of the engine.
-    """
+    """Have vLLM build the model's class with a processor that does nothing; return further engine arguments."""
     module, name = MODULES[settings.model_type]
     with stand_in_for_torchvision():
         model_class = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
@@ -217,8 +195,6 @@ def as_loader_expects(settings: ImageSettings | None, name: str, tensor: Tensor)
     """Return a tensor of a refit in the layout that vLLM's loader takes.
 
     Args:
-        settings: Of the model; None: it takes text alone.
-        name: The tensor's Hugging Face name.
         tensor: As transformers writes it: of Qwen3-VL-MoE's experts `[experts, out, in]`, where vLLM expects the
             transposed ones of the released files, whatever their shapes.
     """

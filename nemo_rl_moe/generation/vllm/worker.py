@@ -20,7 +20,7 @@ from jaxtyping import Float, Shaped
 
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.distributed.node_tools import folder_of_this_process
-from nemo_rl_moe.distributed.stored_rows import StoredRows
+from nemo_rl_moe.distributed.stored_rows import RowStore, StoredRows
 from nemo_rl_moe.distributed.worker_process import outlive_requests_to_stop
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, store_routes
 from nemo_rl_moe.generation.vllm import releases
@@ -39,16 +39,10 @@ class VllmSettings:
         model_files: The model's folder, file name to content, without weights: all of them come from the trainer.
         decodes_text: Load the tokenizer of these files, for stop strings.
         dtype: Number format of the weights, such as `float32`.
-        max_tokens: Most tokens of a sequence.
-        max_sequences: Most sequences that are generated at a time; None: vLLM's default.
-        seed: Of the weights that the engine starts with.
-        on_gpus: False: on a CPU.
-        tensor_parallel_size: Ranks of this engine.
         expert_parallel: Experts are divided among these ranks, not cut.
         gpu_memory_utilization: Share of a GPU's memory that weights and key-value cache may take.
         cpu_cache_gib: Gibibytes of the key-value cache on a CPU.
         num_threads: Threads of one engine on a CPU.
-        gpus: GPUs of its machine that an engine uses, by number; empty on a CPU, and where Ray has chosen them.
         captures_routes: Sequences get their routed experts. On GPUs no graphs are captured then.
         image_settings: Of a model of images and text; None: it takes text alone.
     """
@@ -71,13 +65,6 @@ class VllmSettings:
 
 
 class VllmWorker:  # pragma: no cover  (runs in another process)
-    """One engine.
-
-    Args:
-        settings: Of the engine.
-        search_path: The driver's `sys.path`; Ray passes on only some of it.
-    """
-
     def __init__(self, settings: VllmSettings, search_path: Sequence[str]):
         outlive_requests_to_stop()
         sys.path += [folder for folder in search_path if folder not in sys.path]
@@ -157,7 +144,6 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def process_id(self) -> int:
-        """This process."""
         return os.getpid()
 
     def num_steps(self) -> int:
@@ -215,13 +201,12 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             replace(sequence, routed_experts=StoredRows.of(routes[output.request_id]))
             for output, sequence in zip(outputs, found, strict=True)
         ]
-        return store_routes(found, self._store)
+        return store_routes(found, RowStore(put=self._store))
 
     def _store(self, array: Shaped[np.ndarray, "rows ..."]) -> Any:
-        """Put an array into Ray's object store, and hold it there until the next generation.
+        """Put an array into Ray's object store, and hold it until the next generation.
 
-        Survives a handle that is lost on its way: of what a streaming task yields Ray now and then frees the objects
-        that it holds before the driver has them in its name (3 of 8,420 in a trial).
+        A streaming task's own objects are now and then freed before the driver names them (3 of 8,420 in a trial).
         """
         self._stored.append(ray.put(array))
         return self._stored[-1]
@@ -281,9 +266,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             self._engine.wake_up(tags=[part])
 
     def asleep(self) -> list[str]:
-        """Return the parts that sleep by vLLM's own account: while there are any, it takes requests and answers
-        none.
-        """
+        """Return the parts that sleep by vLLM's own account: it would take requests and answer none."""
         return releases.sleeping_parts(self._engine)
 
 
@@ -344,7 +327,7 @@ def _with_outputs_noted(worker: Any, forward: Callable[[], object]) -> dict[str,
 
 
 def sampling_of(sampling: SamplingParameters, seed: int) -> Any:
-    """Return the vLLM's parameters of one request."""
+    """Convert a request's sampling parameters to vLLM's."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -368,7 +351,6 @@ def sampling_of(sampling: SamplingParameters, seed: int) -> Any:
 
 
 def sequence_of(output: Any, version: int) -> GeneratedSequence:
-    """Return a finished output of vLLM."""
     (completion,) = output.outputs
     logprobs = [each[token].logprob for each, token in zip(completion.logprobs, completion.token_ids, strict=True)]
     return GeneratedSequence(

@@ -25,7 +25,6 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "qwen3": dense.QWEN3,
     "qwen3_moe": softmax_moe.QWEN3_MOE,
 }
-"""By the `model_type` of `config.json`."""
 
 
 VISION_FAMILIES: Mapping[str, VisionFamily] = {
@@ -65,9 +64,7 @@ def num_patches_of(hf_config: Any) -> Callable[[int, int], int] | None:
 
 
 def vision_family_of(config_json: Mapping[str, Any]) -> VisionFamily | None:
-    """Return the vision-language family of a `config.json`; None for models of text alone, and for those not
-    supported.
-    """
+    """Return the vision-language family of a `config.json`; None for text alone or an unsupported one."""
     model_type = config_json.get("model_type")
     return VISION_FAMILIES.get(model_type) if isinstance(model_type, str) else None
 
@@ -79,9 +76,6 @@ def decoder_type_of(config_json: Mapping[str, Any]) -> Any:
 
 def family_of_type(model_type: Any, section: str = "") -> ModelFamily:
     """Return the family of a text model's or a decoder's `model_type`.
-
-    Args:
-        section: Of `config.json`, such as `text_config.`.
 
     Raises:
         ConfigurationError: It is not supported.

@@ -31,29 +31,16 @@ _ALWAYS_KNOWN = field_names("rope_type type rope_theta")
 
 
 def rotary_base(hf_config: Any) -> float:
-    """Return the base period of the rotary embedding.
-
-    Raises:
-        ConfigurationError: The scaling of the positions is not supported.
-    """
     return float(_rope_parameters(hf_config)["rope_theta"])
 
 
 def inverse_frequencies(hf_config: Any) -> Float[Tensor, " half_head"] | None:
-    """Return inverse frequencies of scaled positions; None for those that follow from the base alone.
-
-    Raises:
-        ConfigurationError: See `rotary_base`.
-    """
+    """Return inverse frequencies of scaled positions; None for those that follow from the base alone."""
     return _stretched(hf_config)[0]
 
 
 def softmax_scale(hf_config: Any, head_dim: int) -> float | None:
-    """Return the factor of the scores; None for the usual `head_dim ** -0.5`.
-
-    Raises:
-        ConfigurationError: See `rotary_base`.
-    """
+    """Return the factor of the scores; None for the usual `head_dim ** -0.5`."""
     factor = _stretched(hf_config)[1]
     return None if factor == 1.0 else float(factor**2 * head_dim**-0.5)
 
@@ -142,12 +129,7 @@ def decoder_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def expert_fields(hf_config: Any, *, num_experts: int, ffn_hidden_size: int) -> dict[str, Any]:
-    """Return the TransformerConfig fields of layers with experts that most families share.
-
-    Args:
-        num_experts: Routed experts of a layer.
-        ffn_hidden_size: Of each expert.
-    """
+    """Return the TransformerConfig fields of layers with experts that most families share."""
     coefficient = float(getattr(hf_config, "router_aux_loss_coef", None) or 0.0)
     return {
         "num_moe_experts": num_experts,
@@ -215,7 +197,7 @@ ATTENTION: dict[str, Rule] = {
 QKV_BIAS: dict[str, Rule] = {
     f"{LAYER}self_attention.linear_qkv.bias": rule(
         *(f"{HF_LAYER}self_attn.{part}_proj.bias" for part in "qkv"), layout=QueryGroups()
-    ),
+    )
 }
 QK_NORMS: dict[str, Rule] = {
     f"{LAYER}self_attention.{part}_layernorm.weight": rule(f"{HF_LAYER}self_attn.{part}_norm.weight") for part in "qk"

@@ -12,7 +12,6 @@ from nemo_rl_moe.models.families.decoder import rotary_base
 from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily, Rule, RuleTable, field_names, rule
 
 WHERE = "policy.model_name: config.json:"
-"""Prefix of error messages."""
 READ_FIELDS = (decoder.READ_FIELDS - {"head_dim"}) | field_names(
     "aux_loss_alpha first_k_dense_replace kv_lora_rank moe_intermediate_size n_group n_routed_experts n_shared_experts "
     "num_experts num_experts_per_tok num_local_experts q_lora_rank qk_nope_head_dim qk_rope_head_dim "
@@ -45,11 +44,6 @@ ROUTER_FIELDS: Mapping[str, str | None] = {
 
 
 def decoder_fields(hf_config: Any) -> dict[str, Any]:
-    """Map Hugging Face fields to TransformerConfig fields, except the router's.
-
-    Raises:
-        ConfigurationError: The scaling of positions is not supported, or heads share keys.
-    """
     heads, dense_layers = hf_config.num_attention_heads, hf_config.first_k_dense_replace
     rotated, head_dim = hf_config.qk_rope_head_dim, getattr(hf_config, "head_dim", None)
     if head_dim not in (None, rotated):
@@ -92,18 +86,11 @@ def _balancing_fields(hf_config: Any) -> dict[str, Any]:
     """Return the auxiliary loss; the file may say nothing of it, and transformers has none."""
     coefficient = float(getattr(hf_config, "aux_loss_alpha", None) or 0.0)
     kind = "seq_aux_loss" if getattr(hf_config, "seq_aux", None) in (True, None) else "aux_loss"
-    return {
-        "moe_router_load_balancing_type": kind if coefficient > 0 else "none",
-        "moe_aux_loss_coeff": coefficient,
-    }
+    return {"moe_router_load_balancing_type": kind if coefficient > 0 else "none", "moe_aux_loss_coeff": coefficient}
 
 
 def group_fields(hf_config: Any) -> dict[str, int | None]:
-    """Return the groups of experts, where a token may not use all of them.
-
-    Raises:
-        ConfigurationError: The groups have too few experts.
-    """
+    """Return the groups of experts, where a token may not use all of them."""
     groups, usable = hf_config.n_group, hf_config.topk_group
     limited = groups is not None and usable is not None and usable < groups
     if limited and usable * hf_config.n_routed_experts // groups < hf_config.num_experts_per_tok:
@@ -111,18 +98,11 @@ def group_fields(hf_config: Any) -> dict[str, int | None]:
             f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, more than the experts in {usable} of "
             f"{groups} groups"
         )
-    return {
-        "moe_router_num_groups": groups if limited else None,
-        "moe_router_group_topk": usable if limited else None,
-    }
+    return {"moe_router_num_groups": groups if limited else None, "moe_router_group_topk": usable if limited else None}
 
 
 def rotary_fields(hf_config: Any) -> dict[str, Any]:
-    """Return rotary positions, plain or scaled by YaRN (Peng et al. 2023), with their factor of the scores.
-
-    Raises:
-        ConfigurationError: Another scaling, or unrounded limits.
-    """
+    """Return rotary positions, plain or scaled by YaRN (Peng et al. 2023), with their factor of the scores."""
     base = {"rotary_base": rotary_base(hf_config), "rotary_percent": 1.0}
     rope = hf_config.rope_parameters
     kind = rope.get("rope_type", "default")
@@ -244,11 +224,6 @@ EXPERT_BIAS = {f"{decoder.LAYER}mlp.router.expert_bias": rule(f"{decoder.HF_LAYE
 
 
 def deepseek_v3_fields(hf_config: Any) -> dict[str, Any]:
-    """Map Hugging Face fields to TransformerConfig fields.
-
-    Raises:
-        ConfigurationError: See `decoder_fields`; or a token has one expert.
-    """
     if hf_config.num_experts_per_tok < 2:
         # transformers makes its weight 1, and Megatron-Core takes the score.
         raise ConfigurationError(

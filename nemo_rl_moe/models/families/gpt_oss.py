@@ -39,11 +39,6 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def window_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the TransformerConfig fields of the layers with sliding windows.
-
-    Raises:
-        ConfigurationError: There are layers of another kind, or windows without a size.
-    """
     kinds, window = hf_config.layer_types, hf_config.sliding_window
     key = "policy.model_name: config.json: "
     if unknown := sorted(set(kinds) - set(_LAYER_TYPES)):

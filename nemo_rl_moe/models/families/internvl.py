@@ -17,8 +17,6 @@ from nemo_rl_moe.models.image_patches import tiles
 
 
 class TowerAndProjector(nn.Module):
-    """Transformers' tower and projector under their names in the whole model."""
-
     def __init__(self, hf_config: Any):
         super().__init__()
         from transformers import AutoModel
@@ -38,23 +36,13 @@ class TowerAndProjector(nn.Module):
     def forward(
         self, inputs: Float[Tensor, "tiles 3 height width"], merge: int
     ) -> Float[Tensor, "tiles tokens hidden"]:
-        """Return the embeddings of tiles.
-
-        Args:
-            merge: Side, in patches, of a square that becomes one token.
-        """
         states: Tensor = self.vision_tower(pixel_values=inputs).last_hidden_state[:, 1:]
         embeddings: Tensor = self.multi_modal_projector(pixel_shuffle(states, merge))
         return embeddings
 
 
 def pixel_shuffle(states: Float[Tensor, "tiles patches size"], merge: int) -> Float[Tensor, "tiles tokens merged_size"]:
-    """Merge each square of patches into one token by concatenating their states row by row.
-
-    Args:
-        states: Of square tiles, row by row.
-        merge: Side of a square, in patches.
-    """
+    """Merge each square of `merge` x `merge` patches of square tiles into one token: their states, row by row."""
     count, patches, size = states.shape
     side = round(patches**0.5)
     rows = side // merge
@@ -146,10 +134,7 @@ INTERNVL = VisionFamily(
         },
     ),
     decoder_name=lambda name: f"language_model.{name}",
-    prefixes={
-        "vision.vision_tower.": "vision_tower.",
-        "vision.multi_modal_projector.": "multi_modal_projector.",
-    },
+    prefixes={"vision.vision_tower.": "vision_tower.", "vision.multi_modal_projector.": "multi_modal_projector."},
     projector=("vision.multi_modal_projector.",),
     build=TowerAndProjector,
     encode=_encode,

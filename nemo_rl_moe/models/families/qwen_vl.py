@@ -194,9 +194,7 @@ def _qwen3_problems(flat: Any) -> list[str]:
 
 
 def _qwen3_moe_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of a decoder that always normalises the weights of the chosen experts, and has no field for
-    it.
-    """
+    """Return the fields of a decoder that always normalises the weights of the chosen experts."""
     always = copy.copy(hf_config)
     always.norm_topk_prob = True
     return softmax_moe.qwen3_moe_fields(always)

@@ -63,8 +63,6 @@ class ConfigFields:
         """Return a line for each unsupported field of a configuration.
 
         Args:
-            config_json: The file's content, or a section of it.
-            hf_config: The transformers configuration, with defaults.
             section: Prefix of each name, such as `vision_config.`.
         """
         lines = [
@@ -123,13 +121,9 @@ class Source:
 class TensorLayout(Protocol):
     """Layout of a parameter's source tensors within it; also for the pieces of a tensor-parallel rank."""
 
-    def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
-        """Combine the source tensors into the parameter."""
-        ...
+    def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor: ...
 
-    def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
-        """Split the parameter into the source tensors."""
-        ...
+    def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -184,9 +178,7 @@ class Rule:
 
     Attributes:
         sources: Tensors that it consists of, in order, under the names that are written.
-        layout: How they are combined.
         alternatives: Other forms that are read where `sources` are missing or only these match the file's shapes.
-        expert: Its expert, once known.
     """
 
     sources: tuple[Source, ...]
@@ -198,7 +190,6 @@ class Rule:
 def rule(
     *sources: str | Source, layout: TensorLayout | None = None, alternatives: Sequence[Sequence[Source]] = ()
 ) -> Rule:
-    """Make a rule; a tensor that is copied can be given by its name."""
     as_sources = tuple(Source(source) if isinstance(source, str) else source for source in sources)
     return Rule(as_sources, Rows() if layout is None else layout, tuple(map(tuple, alternatives)))
 
@@ -226,12 +217,7 @@ class RuleTable:
         return None
 
     def within(self, rename: Callable[[str], str], prefixes: Mapping[str, str]) -> "RuleTable":
-        """Return the table of a larger model that contains this one.
-
-        Args:
-            rename: Maps a source tensor's name to its name in the larger model.
-            prefixes: Of the larger model's other parameters.
-        """
+        """Return the table of a larger model that contains this one."""
 
         def renamed(sources: Sequence[Source]) -> tuple[Source, ...]:
             return tuple(replace(source, name=rename(source.name)) for source in sources)
@@ -272,9 +258,7 @@ class ModelFamily:
     """Mapping of one Hugging Face model type to Megatron-Core.
 
     Attributes:
-        name: For people.
         transformer_fields: Maps the Hugging Face configuration to TransformerConfig fields (without the layout).
-        rotary_base: Base period of the rotary embedding.
         router_fields: The field of `config.json` for each router field of TransformerConfig that the model decides;
             None where the architecture leaves no choice.
         unused_tensors: Regular expressions (full match) of tensors that the model may ignore, each with the reason.

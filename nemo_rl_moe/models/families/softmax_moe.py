@@ -10,18 +10,12 @@ from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily, RuleTab
 MIXTRAL_READ_FIELDS = decoder.READ_FIELDS | field_names("num_experts_per_tok num_local_experts router_aux_loss_coef")
 MIXTRAL_FIXED_FIELDS = {**dense.MISTRAL_FIXED_FIELDS, "router_jitter_noise": (0.0,)}
 
-_OURS, _THEIRS, _IN_MEMORY = (
-    f"{decoder.LAYER}mlp.",
-    f"{decoder.HF_LAYER}block_sparse_moe.",
-    f"{decoder.HF_LAYER}mlp.",
-)
+_OURS, _THEIRS, _IN_MEMORY = (f"{decoder.LAYER}mlp.", f"{decoder.HF_LAYER}block_sparse_moe.", f"{decoder.HF_LAYER}mlp.")
 _OF_FC1, _OF_FC2 = decoder.stacked_swiglu_experts(f"{_IN_MEMORY}experts")
 _EXPERTS = {
     f"{_OURS}router.weight": rule(f"{_THEIRS}gate.weight", alternatives=[[Source(f"{_IN_MEMORY}gate.weight")]]),
     f"{_OURS}experts.{{expert}}.linear_fc1.weight": rule(
-        f"{_THEIRS}experts.{{expert}}.w1.weight",
-        f"{_THEIRS}experts.{{expert}}.w3.weight",
-        alternatives=_OF_FC1,
+        f"{_THEIRS}experts.{{expert}}.w1.weight", f"{_THEIRS}experts.{{expert}}.w3.weight", alternatives=_OF_FC1
     ),
     f"{_OURS}experts.{{expert}}.linear_fc2.weight": rule(
         f"{_THEIRS}experts.{{expert}}.w2.weight", alternatives=_OF_FC2
@@ -97,7 +91,6 @@ def moe_layer_pattern(hf_config: Any) -> list[int]:
 
 
 def routed_expert_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields of the routed experts and their layers."""
     experts = decoder.expert_fields(
         hf_config, num_experts=hf_config.num_experts, ffn_hidden_size=hf_config.moe_intermediate_size
     )

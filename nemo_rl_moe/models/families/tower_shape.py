@@ -37,12 +37,7 @@ class TowerShape:
     num_class_tokens: int = 0
 
     def forward_flops(self, rows: int, columns: int) -> tuple[int, int]:
-        """Count operations of tower and projector in a forward pass over one image, as `models.flops` does.
-
-        Args:
-            rows: In patches, a multiple of `merge_size`.
-            columns: As `rows`.
-        """
+        """Count operations of tower and projector in a forward pass over an image of so many patches."""
         patches = rows * columns
         places, hidden = patches + self.num_class_tokens, self.hidden_size
         of_a_block = 4 * hidden**2 + (3 if self.is_gated else 2) * hidden * self.intermediate_size
@@ -57,10 +52,6 @@ class TowerShape:
 
         A backward pass has one product for each gradient of a trained weight, and one for the gradient of each input
         that depends on a trained weight. Pixels get no gradient, but their one product is counted.
-
-        Args:
-            images: Rows and columns of patches of each.
-            freeze: Parts that are not trained.
         """
         trains_tower, trains_projector = not freeze.vision_tower, not freeze.projector
         found = 0
@@ -78,10 +69,6 @@ class TowerShape:
         bytes a number and no gate this is 32 bytes x patches x hidden size: the 34 of Korthikanti et al., "Reducing
         Activation Recomputation in Large Transformer Models" (2022), equation 1, without its dropout masks and
         attention matrices. Float32 norms, rotary embeddings and the projector are left out.
-
-        Args:
-            patches: Of a microbatch's distinct images.
-            bytes_each: Of a number.
         """
         of_the_mlp = (4 if self.is_gated else 2) * self.intermediate_size
         of_a_block = _KEPT_BY_A_BLOCK * self.hidden_size + of_the_mlp

@@ -43,13 +43,10 @@ class VisionFamily:
         decoder: The decoder's family; None: named by `text_config`.
         config_fields: Fields of `config.json` outside its sections; the read ones are kept when flattened.
         tower_fields: Fields of `vision_config`.
-        decoder_name: Maps a decoder tensor's name in a text model to its name here.
         prefixes: Name in files for each prefix of canonical names of tower and projector.
         projector: Prefixes of the projector's canonical names; all else under `vision.` is the tower.
-        build: Makes tower and projector from a flattened configuration, without weights.
         encode: Runs them over images, `[height, width, 3]` each.
         pixels_per_token: Height and width in pixels of an image token.
-        shape: Sizes of tower and projector from a flattened configuration.
         has_mrope: Image tokens have positions in time, height and width.
         interleaves_mrope: Frequencies of these three alternate in a head; otherwise they form blocks.
         deep_layers: First decoder layers to whose output the tower adds features.
@@ -92,12 +89,6 @@ class VisionFamily:
         )
 
     def num_image_tokens(self, hf_config: Any, height: int, width: int) -> int:
-        """Return the number of image tokens of an image (or tile).
-
-        Args:
-            height: In pixels, a multiple of `pixels_per_token`.
-            width: As `height`.
-        """
         side = self.pixels_per_token(hf_config)
         return (height // side) * (width // side)
 
@@ -111,7 +102,6 @@ class VisionFamily:
         return height // side * merge, width // side * merge
 
     def is_projector(self, name: str) -> bool:
-        """Return True for the canonical name of one of the projector's parameters."""
         return name.startswith(self.projector)
 
     def embed(
@@ -121,8 +111,6 @@ class VisionFamily:
 
         Args:
             pixels: Of all images in order, row by row; on the tower's device.
-            sizes: Height and width of each image.
-            hf_config: Flattened, with its `pixel_rule`.
         """
         parts = pixels.split([height * width * 3 for height, width in sizes])
         images = [part.view(*size, 3) for part, size in zip(parts, sizes, strict=True)]
@@ -130,10 +118,6 @@ class VisionFamily:
 
     def flattened(self, hf_config: Any, decoder_type: str) -> Any:
         """Merge the decoder's, the outer and the tower's fields into one configuration of the whole model.
-
-        Args:
-            hf_config: From transformers, with sections.
-            decoder_type: The decoder's `model_type`.
 
         Raises:
             ConfigurationError: A field has a value that is not supported.
@@ -210,9 +194,7 @@ def _common_problems(flat: Any, family: VisionFamily) -> list[str]:
 
 
 def built_config(plain: Any, config_class: type) -> Any:
-    """Make the configuration object that a module of transformers wants from the plain one that workers
-    get.
-    """
+    """Make the configuration object that a transformers module wants from the plain one."""
     if isinstance(plain, config_class):
         return copy.deepcopy(plain)
     known = config_class().to_dict().keys() - {"model_type", "transformers_version"}

@@ -34,12 +34,6 @@ _BUILD_PREFIX = "0_torch_"
 
 
 def build_environment(environment: Mapping[str, str], site_packages: Path) -> dict[str, str]:
-    """Return the environment variables to compile the extension with.
-
-    Args:
-        environment: Those of this process.
-        site_packages: Folder of the installed packages.
-    """
     nvidia = site_packages / "nvidia"
     toolkit = nvidia / f"cu{CUDA}"
     # With a compiler, Transformer Engine looks for headers of other packages nowhere.
@@ -55,13 +49,7 @@ def build_environment(environment: Mapping[str, str], site_packages: Path) -> di
 
 
 def compile_command(pip: Sequence[str], limits: Sequence[str], torch_version: str) -> list[str]:
-    """Return pip's call that compiles and installs Transformer Engine, and notes for which torch.
-
-    Args:
-        pip: Beginning of a call of pip.
-        limits: Arguments of pip that choose the releases.
-        torch_version: Version of torch with its build, such as `2.13.0+cu130`.
-    """
+    """Return pip's call that compiles and installs Transformer Engine, and notes for which torch."""
     note = f"--config-settings=--build-option=--build-number={_BUILD_PREFIX}{torch_version}"
     # Not from pip's cache, which may hold the extension as compiled for another torch.
     return [*pip, "install", "--no-build-isolation", "--no-cache-dir", note, *limits, ENGINE]
@@ -96,14 +84,6 @@ def problem_with_extension() -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Install the compiler, then compile and install Transformer Engine.
-
-    Args:
-        arguments: Words of the command; None: those of this process.
-
-    Returns:
-        The exit code.
-    """
     parser = argparse.ArgumentParser(description="Compile Transformer Engine against the torch that is installed.")
     parser.add_argument("--constraint", type=Path, help="file with the releases of packages, for pip")
     parsed = parser.parse_args(arguments)

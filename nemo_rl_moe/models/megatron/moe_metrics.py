@@ -197,16 +197,6 @@ def _reduce_tracker(loss_scale: float, device: torch.device) -> dict[str, dict[i
 
 @dataclass(frozen=True)
 class _Reduced:
-    """The sums and maxima over all ranks, on the host.
-
-    Attributes:
-        losses: Auxiliary losses by name and MoE layer, summed over the microbatches.
-        load: Assignments of each layer's experts; None without a recorder.
-        image_load: Those of image tokens; None where the recorder does not distinguish them.
-        overload: Overload factors of the size that ran and of those that are asked for; None where nobody asks.
-        peak_ratio: Highest of all ranks' `cumulative_peak_ratios`; None with `overload`.
-    """
-
     losses: Float[Tensor, "names layers"]
     load: Int[Tensor, "layers experts"] | None = None
     image_load: Int[Tensor, "layers experts"] | None = None

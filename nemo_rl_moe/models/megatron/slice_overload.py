@@ -40,18 +40,6 @@ def overload_of_rank(
 
     Collectives: a sum over the slice where it has several ranks; for sizes above the one that ran, an exchange among
     the slices where there are several. Neither waits for the host.
-
-    Args:
-        recorder: Counts and passes of this rank.
-        config: The model's effective configuration.
-        what_if_sizes: Other expert-parallel sizes, see `overload_sums`.
-
-    Returns:
-        Sums over the share, of the MoE layers of the whole model; and the highest of the slice's
-        `cumulative_peak_ratios` on this pipeline stage.
-
-    Raises:
-        ValueError: The experts cannot be split evenly over so many ranks.
     """
     chunks = moe_positions_of_chunks(config, parallel_state.get_pipeline_model_parallel_rank())
     held = [position for layers in chunks for position in layers]
@@ -78,11 +66,7 @@ def _on(held: Sequence[int], counts: Tensor) -> Int[Tensor, " held"]:
 def _counts_of_slice(
     recorder: ExpertLoadRecorder, held: Sequence[int], *, num_blocks: int
 ) -> Int[Tensor, "microbatches held blocks"]:
-    """Return the assignments of the ranks that exchange tokens, summed over blocks of experts that all sizes keep
-    whole.
-
-    Those ranks share their rank in the expert-data-parallel group and the stage; their counts add up.
-    """
+    """Sum the assignments of the ranks that exchange tokens over blocks of experts that all sizes keep whole."""
     own = recorder.counts.index_select(1, _on(held, recorder.counts))
     # More tokens than int32 can count go through no microbatch.
     blocks: Tensor = rank_loads(own, num_blocks).to(torch.int32).contiguous()
@@ -95,7 +79,7 @@ def _counts_of_slice(
 def _share(
     counts: Int[Tensor, "events blocks"], *, exchange: bool
 ) -> tuple[Int[Tensor, "slices share blocks"], Int[Tensor, " share"]]:
-    """This rank's share of the events, and their numbers; of all slices after an exchange, else of its own.
+    """Return this rank's share of the events, and their numbers; of all slices after an exchange.
 
     Ranks of a slice take events in turn; after an exchange so do the slices. The shares are equally long: some end with
     events past the last one, of which nothing is routed.

@@ -5,7 +5,6 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from nemo_rl_moe.distributed.microbatches import (
     plan_microbatches,
 )
 from nemo_rl_moe.distributed.stored_rows import StoredRows
-from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
+from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.families import family_of
@@ -41,16 +40,15 @@ from nemo_rl_moe.models.interfaces import (
     TrainResult,
     WriteOutcome,
 )
-from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker
+from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers, in_rows, join_metrics
+from nemo_rl_moe.models.rank_results import RankTrainResult
 from nemo_rl_moe.routing.replay import UNKNOWN
 from nemo_rl_moe.weight_sync.fingerprints import Fingerprints
 from nemo_rl_moe.weight_sync.folder import FolderTransport, folder_of_one_machine
 from nemo_rl_moe.weight_sync.transport import TransportSpec
 from nemo_rl_moe.weight_sync.transport_backends import TransportBackend, make_backend
-
-if TYPE_CHECKING:
-    from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
 
 
 class TrainableModel(ModelWorkers):
@@ -129,7 +127,7 @@ class TrainableModel(ModelWorkers):
         ]
         shards = [list(of_rank) for of_rank in zip(*by_global_batch, strict=True)]
         to_ranks = self._to_ranks(shards, loss_function)
-        results = list(self._workers.start_each(MegatronPolicyWorker.train, to_ranks)().values())
+        results = list(self._workers.start_each(MegatronTrainer.train, to_ranks)().values())
         self._is_offloaded = False  # ranks have it back where nobody asked before
         first = results[0]
         self.weight_version = first.weight_version
@@ -153,7 +151,7 @@ class TrainableModel(ModelWorkers):
         self,
         batch: TokenBatch,
         by_global_batch: Sequence[Sequence[GlobalBatchShard]],
-        results: Sequence["RankTrainResult"],
+        results: Sequence[RankTrainResult],
     ) -> GpuUse | None:
         """Use of the GPUs in a `train` call; None on CPUs."""
         names = [name for name in self._gpus if name is not None]
@@ -194,19 +192,19 @@ class TrainableModel(ModelWorkers):
         Raises:
             CheckpointSaveError: A rank could not write its part.
         """
-        outcomes = self._workers.call_all(MegatronPolicyWorker.save_weights, directory.absolute(), self.model_files)
-        if problems := [outcome.problem for outcome in outcomes if outcome.problem is not None]:
-            raise CheckpointSaveError(problems[0])
-        return outcomes[0].left_out
+        try:
+            return self._workers.call_all(MegatronModel.save_weights, directory.absolute(), self.model_files)[0]
+        except CheckpointError as error:
+            raise CheckpointSaveError(error.problems) from None
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
         """Take a snapshot of the training state and begin to write it; training may go on at once."""
-        self._workers.call_all(MegatronPolicyWorker.start_checkpoint, directory.absolute(), with_optimizer)
+        self._workers.call_all(MegatronTrainer.start_checkpoint, directory.absolute(), with_optimizer)
 
     def poll_checkpoint(self, *, wait: bool) -> WriteOutcome | None:
         """Return the outcome of the writing; None while it goes on."""
-        if wait or all(self._workers.call_all(MegatronPolicyWorker.checkpoint_is_written)):
-            return WriteOutcome(self._workers.call_all(MegatronPolicyWorker.finish_checkpoint)[0])
+        if wait or all(self._workers.call_all(MegatronTrainer.checkpoint_is_written)):
+            return WriteOutcome(self._workers.call_all(MegatronTrainer.finish_checkpoint)[0])
         return None
 
     def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
@@ -216,23 +214,20 @@ class TrainableModel(ModelWorkers):
             DamagedCheckpointError: Its files are not what was written; another checkpoint must be loaded before a step.
             CheckpointError: It holds anything but tensors, or belongs to another model.
         """
-        outcomes = self._workers.call_all(MegatronPolicyWorker.load_checkpoint, directory.absolute(), with_optimizer)
-        for outcome in outcomes:
-            if outcome.problem is not None:
-                raise outcome.problem
+        versions = self._workers.call_all(MegatronTrainer.load_checkpoint, directory.absolute(), with_optimizer)
         self._is_offloaded = False  # ranks have it back
-        self.weight_version = outcomes[0].weight_version
+        self.weight_version = versions[0]
 
     def _offload_optimizer(self, is_wanted: bool, clock: PhaseClock) -> None:
         if is_wanted and self._trains and not self._is_offloaded:
             with clock.phase("offload_optimizer"):
-                self._workers.call_all(MegatronPolicyWorker.offload_optimizer)
+                self._workers.call_all(MegatronTrainer.offload_optimizer)
             self._is_offloaded = True
 
     def _onload_optimizer(self, clock: PhaseClock) -> None:
         if self._is_offloaded:
             with clock.phase("onload_optimizer"):
-                self._workers.call_all(MegatronPolicyWorker.onload_optimizer)
+                self._workers.call_all(MegatronTrainer.onload_optimizer)
             self._is_offloaded = False
 
 
@@ -287,7 +282,7 @@ class MegatronPolicy(TrainableModel):
         generates = generating(self._policy)
         self._offload_optimizer(generates is not None and generates.offload_optimizer_for_generation, clock)
         if self._engines_share_gpus:
-            self._workers.call_all(MegatronPolicyWorker.empty_cache)
+            self._workers.call_all(MegatronModel.empty_cache)
 
     def prepare_for_logprobs(self, clock: PhaseClock) -> None:
         """Do the same before log-probability passes, as configured for these."""
@@ -310,7 +305,7 @@ class MegatronPolicy(TrainableModel):
             return self.logprobs(batch), None
         batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
         plan, filled, shares = self._plan_logprobs(batch, batching)
-        started = self._workers.start_each(MegatronPolicyWorker.logprobs_and_routes, self._to_ranks(shares))
+        started = self._workers.start_each(MegatronModel.logprobs_and_routes, self._to_ranks(shares))
         by_rank = self._reported(started())
         rows: list[StoredRows | None] = [None] * len(filled)
         for microbatches, (_, routes) in zip(plan.by_rank, by_rank, strict=True):
@@ -326,8 +321,8 @@ class MegatronPolicy(TrainableModel):
         """Return the experts that routers choose against those of the batch's capture, which is not replayed."""
         batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
         plan, filled, shares = self._plan_logprobs(batch, batching)
-        started = self._workers.start_each(MegatronPolicyWorker.compare_routes, self._to_ranks(shares, reference))
-        by_rank = self._reported(started())
+        compare = MegatronTrainer.compare_reference_routes if reference else MegatronModel.compare_routes
+        by_rank = self._reported(self._workers.start_each(compare, self._to_ranks(shares))())
         logprobs = in_rows(plan, [found for found, _ in by_rank], batch, filled)
         return RouteComparison(logprobs, by_rank[0][1])
 
@@ -338,7 +333,7 @@ class MegatronPolicy(TrainableModel):
         # Neighbours are often answers to one prompt, and alike in length: deal them out.
         shares = [batch.share(rank, size) for rank in range(size)]
         to_ranks = self._to_ranks(shares, self._max_generation_batch_size)
-        by_rank = self._reported(self._workers.start_each(MegatronPolicyWorker.generate, to_ranks)())
+        by_rank = self._reported(self._workers.start_each(MegatronModel.generate, to_ranks)())
         return [by_rank[number % size][number // size] for number in range(len(batch.prompts))]
 
     def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> FolderTransport:
@@ -361,7 +356,7 @@ class MegatronPolicy(TrainableModel):
             number_format: Of `weight_sync.fingerprints.fingerprint`.
         """
         asked = [(number_format,)] * len(self._coordinates)
-        by_rank = self._workers.start_each(MegatronPolicyWorker.weight_fingerprints, asked)
+        by_rank = self._workers.start_each(MegatronModel.weight_fingerprints, asked)
         return lambda: {name: found for of_rank in by_rank().values() for name, found in of_rank.items()}
 
     def _transfer_folder(self) -> Path:
@@ -382,10 +377,10 @@ class MegatronPolicy(TrainableModel):
 
     def _send_weights(self, altered: bool, then: Callable[[], object], transfer: TransportSpec) -> int:
         asked = [(transfer, altered)] * len(self._coordinates)
-        sending = self._workers.start_each(MegatronPolicyWorker.send_weights, asked)
+        sending = self._workers.start_each(MegatronModel.send_weights, asked)
         then()
-        outcomes = list(sending().values())
-        if problems := [outcome.problem for outcome in outcomes if outcome.problem is not None]:
+        try:
+            return sum(sending().values())
+        except WeightSyncError as error:
             self._num_failed_transfers += 1
-            raise WeightSyncError(problems[0])
-        return sum(outcome.num_bytes for outcome in outcomes)
+            raise WeightSyncError(str(error)) from None  # a sender cannot know that a receiver is lost

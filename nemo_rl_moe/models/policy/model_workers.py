@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple, cast
 
 import ray
 import torch
@@ -32,7 +32,7 @@ from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.metrics import MetricSeries, concatenate
 from nemo_rl_moe.models.families import num_patches_of
-from nemo_rl_moe.models.hf_files import ModelSource, load_hf_config, plain_config
+from nemo_rl_moe.models.hf_files import ModelSource, load_config_json, load_hf_config, plain_config
 from nemo_rl_moe.models.images import image_patches
 from nemo_rl_moe.models.interfaces import (
     EvaluationResult,
@@ -40,10 +40,9 @@ from nemo_rl_moe.models.interfaces import (
     LossFunction,
     missing_heads,
 )
-from nemo_rl_moe.models.policy.megatron_policy_worker import (
-    MegatronPolicyWorker,
-    WorkerDescription,
-)
+from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.models.policy.start_rank import start_rank
 
 Share = TypeVar("Share")
 Further = TypeVarTuple("Further")
@@ -105,29 +104,32 @@ class ModelWorkers:
         self._max_generation_batch_size = generates.generation.max_batch_size if generates else None
         self._hf_config = load_hf_config(str(source.folder()))
         self._num_patches = num_patches_of(self._hf_config)
-        self._workers = WorkerGroup(
-            cluster,
-            partial(
-                MegatronPolicyWorker,
-                policy=policy,
-                source=source,
-                hf_config=plain_config(self._hf_config),
-                seed=seed,
-                num_steps=num_steps,
-                keep_reference=keep_reference,
-                decodes_text=generates is not None and bool(generates.generation.stop_strings),
-                heads=self._heads,
-            ),
-            start_timeout_s=cluster.config.worker_start_timeout_s,
-            call_timeout_s=cluster.config.worker_call_timeout_s,
-            environment=_environment(policy, on_gpus=cluster.config.gpus_per_node > 0),
+        make_rank = partial(
+            start_rank,
+            policy=policy,
+            source=source,
+            hf_config=plain_config(self._hf_config),
+            seed=seed,
+            num_steps=num_steps,
+            keep_reference=keep_reference,
+            decodes_text=generates is not None and bool(generates.generation.stop_strings),
+            heads=self._heads,
         )
-        answers = self._workers.call_all(MegatronPolicyWorker.describe)
-        if problems := _problems_of_ranks(answers):
-            self._workers.shutdown()
-            whose = "" if role == POLICY_ROLE else f"role {role}: "
-            raise ConfigurationError([f"{whose}{problem}" for problem in problems])
-        descriptions = [answer for answer in answers if isinstance(answer, WorkerDescription)]
+        try:
+            started = WorkerGroup(
+                cluster,
+                make_rank,
+                start_timeout_s=cluster.config.worker_start_timeout_s,
+                call_timeout_s=cluster.config.worker_call_timeout_s,
+                environment=_environment(policy, on_gpus=cluster.config.gpus_per_node > 0),
+            )
+        except ConfigurationError as error:
+            if role == POLICY_ROLE:
+                raise
+            raise ConfigurationError([f"role {role}: {problem}" for problem in error.problems]) from error
+        # Without optimizer steps ranks are no trainers, and are called by methods of `MegatronModel` alone.
+        self._workers = cast("WorkerGroup[MegatronTrainer]", started)
+        descriptions = self._workers.call_all(MegatronModel.describe, load_config_json(str(source.folder())))
         first = descriptions[0]
         self._coordinates = [description.coordinates for description in descriptions]
         self._data_parallel_size = first.coordinates.data_parallel_size
@@ -151,7 +153,7 @@ class ModelWorkers:
         self._require_heads(loss_function)
         plan, filled = self._plan_forward(batch, self._batching)
         shards = make_shards(filled, plan.by_rank, batch)
-        by_rank = self._workers.start_each(MegatronPolicyWorker.evaluate, self._to_ranks(shards, loss_function))()
+        by_rank = self._workers.start_each(MegatronModel.evaluate, self._to_ranks(shards, loss_function))()
         return EvaluationResult(microbatch_metrics=join_metrics(list(by_rank.values())))
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
@@ -161,7 +163,7 @@ class ModelWorkers:
     def start_logprobs(
         self, batch: TokenBatch, *, by_one_copy: bool = False, reference: bool = False
     ) -> Callable[[], Tensor]:
-        """Return the start `logprobs`, after what the workers do already; return a function that waits for the result.
+        """Start `logprobs` after what the workers do already; return a function that waits for the result.
 
         Args:
             batch: The sequences.
@@ -171,7 +173,8 @@ class ModelWorkers:
         """
         alone = by_one_copy and _has_its_own_experts(self._policy.megatron_cfg)
         plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching, 1 if alone else None)
-        by_rank = self._workers.start_each(MegatronPolicyWorker.logprobs, self._to_ranks(shares, reference))
+        measure = MegatronTrainer.reference_logprobs if reference else MegatronModel.logprobs
+        by_rank = self._workers.start_each(measure, self._to_ranks(shares))
         return lambda: in_rows(plan, self._reported(by_rank()), batch, filled)
 
     def values(self, batch: TokenBatch) -> Tensor:
@@ -186,7 +189,7 @@ class ModelWorkers:
         if Head.VALUE not in self._heads:
             raise ValueError(f"the model of role {self._role} has no value head")
         plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
-        by_rank = self._workers.start_each(MegatronPolicyWorker.values, self._to_ranks(shares))()
+        by_rank = self._workers.start_each(MegatronModel.values, self._to_ranks(shares))()
         return in_rows(plan, self._reported(by_rank), batch, filled)
 
     def _require_heads(self, loss_function: LossFunction) -> None:
@@ -283,16 +286,6 @@ def in_rows(plan: EvaluationPlan, by_rank: Sequence[Sequence[Tensor]], batch: To
             result[list(indices), : values.shape[1]] = values
     columns = torch.arange(result.shape[1])
     return result[: len(batch)].where(columns < batch.lengths[:, None], 0.0)
-
-
-def _problems_of_ranks(answers: Sequence[WorkerDescription | list[str]]) -> list[str]:
-    """Return the problems of the first rank that has any, with its number where others have none."""
-    found = [(rank, answer) for rank, answer in enumerate(answers) if not isinstance(answer, WorkerDescription)]
-    if not found:
-        return []
-    rank, problems = found[0]
-    where = f" (on rank {rank})" if len(found) < len(answers) else ""
-    return [f"{problem}{where}" for problem in problems]
 
 
 def join_metrics(by_rank: list[dict[str, MetricSeries]]) -> dict[str, MetricSeries]:

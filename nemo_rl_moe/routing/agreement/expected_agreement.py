@@ -49,9 +49,7 @@ def unexplained_disagreement(totals: AgreementTotals, layers: Sequence[int]) -> 
 
 
 def _ties_alone(totals: AgreementTotals) -> Bool[np.ndarray, " layers"]:
-    """Return True for layers that differ where margins are narrowest alone: of experts with equal scores either is
-    right.
-    """
+    """Return True for layers that differ only where margins are narrowest: near ties explain them."""
     margins = totals.margins.numpy()
     usable, differing = margins.sum(1).T
     of_others, differing_of_others = margins[:, 1:].sum(1).T

@@ -36,7 +36,6 @@ class Renumbering:
 
     Attributes:
         router_ids: From captured ids to those of the router, where they differ and are known.
-        before: Share of a sample's captured experts that the router would choose.
         after: Share of them that it would choose once they are renumbered; None where the sample has too few rows.
     """
 
@@ -57,12 +56,7 @@ class Renumbering:
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """Counts of one layer over all rows of a step, by expert.
-
-    Attributes:
-        live: How often the router would choose each, for the same tokens.
-        agreed: How often both do.
-    """
+    """Counts of one layer over all rows of a step, by expert."""
 
     captured: Int[np.ndarray, " experts"]
     live: Int[np.ndarray, " experts"]
@@ -126,17 +120,7 @@ def find_renumbering(
 
 @dataclass(frozen=True)
 class _Together:
-    """Numbers of rows of a sample in which a captured id and one of the router stand together.
-
-    Attributes:
-        ids: The captured ids, and those of the router.
-        both: Rows that have the one captured, and the router choose the other.
-        captured: Rows of each captured id.
-        live: Rows of each of the router's.
-        itself: Rows of each captured id in which the router chooses the same.
-        itself_live: Rows in which the router chooses the captured id.
-        rows: All of them.
-    """
+    """Numbers of rows of a sample in which a captured id and one of the router stand together."""
 
     ids: tuple[Int[np.ndarray, " some"], Int[np.ndarray, " others"]]
     both: Float[np.ndarray, "some others"]
@@ -166,7 +150,7 @@ class _Together:
         return cls(parts[0].ids, *(np.sum([getattr(part, name) for part in parts], 0) for name in names))
 
     def partners(self) -> dict[int, int]:
-        """Return each captured id that goes with another one of the router, each the other's only best.
+        """Return captured ids that go with another id of the router, each the other's only best.
 
         What counts is the share of the rows of either that both have: a popular expert stands beside every other one.
         """

@@ -24,13 +24,6 @@ _LEAST_LEAD, _SIGMAS = 0.2, 6.0
 
 @dataclass(frozen=True)
 class RankShare:
-    """One rank's share of something.
-
-    Attributes:
-        share: Share of its rows.
-        of_others: The share of all other ranks together.
-    """
-
     slot: int
     share: float
     of_others: float
@@ -44,9 +37,7 @@ def rows_by_rank(rows: Int[Tensor, "layers kinds"], data_parallel_rank: int) -> 
 
 
 def missing_in_one_rank(by_slot: Int[Tensor, "slots kinds"]) -> RankShare | None:
-    """Rank that alone lacks rows: at least 5% of its own, and four times what the others lack; None without
-    one.
-    """
+    """Return the rank that alone lacks rows: 5% of its own or more, and four times what the others lack."""
     rows = by_slot.numpy()
     found = _furthest(rows[:, Row.MISSING], rows[:, Row.EXPECTED])
     if found is None or found.share < _LEAST_MISSING or found.of_others > _OTHERS_AT_MOST * found.share:
@@ -57,8 +48,7 @@ def missing_in_one_rank(by_slot: Int[Tensor, "slots kinds"]) -> RankShare | None
 def rank_anomalies(
     by_slot: Int[Tensor, "slots kinds"], num_layers: int, name_of: Callable[[int], str]
 ) -> list[RoutingAnomaly]:
-    """Return the rank whose routers would choose other experts than its capture has, while those of the others agree
-    with theirs.
+    """Report the rank whose capture disagrees with its routers while those of the others agree.
 
     Its agreement is lower by 0.2 and by six standard errors, a token counting once for all layers.
     """

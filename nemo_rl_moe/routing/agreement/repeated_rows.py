@@ -32,12 +32,6 @@ class Repeat(IntEnum):
 
 
 class RepeatedRows:
-    """Counts of one step of training on one rank, on the device and without a host synchronisation.
-
-    Attributes:
-        counts: One number for each `Repeat`.
-    """
-
     def __init__(self, device: torch.device):
         self.counts: Int[Tensor, " kinds"] = torch.zeros(len(Repeat), dtype=torch.long, device=device)
 
@@ -49,14 +43,7 @@ class RepeatedRows:
         distance: int,
         follows: Bool[Tensor, " tokens"],
     ) -> None:
-        """Add the forward pass of some layers over a microbatch.
-
-        Args:
-            live: The routers' own choices, `in_planes`.
-            fed: Tokens that were fed to the model that made the capture.
-            distance: Places from a token to the next one of the same sequence.
-            follows: Tokens that have one before them, at that distance.
-        """
+        """Add the forward pass of some layers over a microbatch."""
         of_capture_and_router = torch.stack([routes.planes[:, :_MOST_LAYERS], live[:, :_MOST_LAYERS]], 1)
         here, before = of_capture_and_router[..., distance:], of_capture_and_router[..., :-distance]
         repeated = all_of((num_in_common(here, before) == len(live)).transpose(0, 1))
@@ -70,7 +57,7 @@ class RepeatedRows:
 
 
 def repeat_anomalies(counts: Int[Tensor, " kinds"]) -> list[RoutingAnomaly]:
-    """Return the rows that stand more than once.
+    """Report rows that stand more than once.
 
     Routes of other tokens repeat as often as those of these tokens: then either kind of token is as frequent, and the
     difference has the standard deviation `sqrt(capture + router)` (McNemar's test); six of them count.

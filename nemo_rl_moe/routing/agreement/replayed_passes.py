@@ -21,7 +21,6 @@ class ReplayedPass:
     """Forward pass of some layers over one microbatch or several, one behind the other.
 
     Attributes:
-        seen: Choices of the layers' routers.
         distance: Places from a token to the next one of the same sequence.
         follows: Tokens that have one before them, at that distance.
     """

@@ -1,7 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a step's capture: its agreement statistics, its checks and the identity of its rows, of a live step as
-of files."""
+"""The report of a step's capture, live or of files: agreement statistics, checks, identity of rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,11 +26,8 @@ class CheckTotals:
     """A step's counts over all ranks, on the host.
 
     Attributes:
-        repeats: Counts of `RepeatedRows`.
         by_slot: Rows of each rank, see `rows_by_rank`.
-        num_ranks: Data-parallel ranks.
         is_exact: The capture was made with the weights of training, both in float32: rows differ by near ties alone.
-        rank_names: Names of the ranks; by default their numbers.
     """
 
     repeats: Int[Tensor, " kinds"]
@@ -71,12 +67,7 @@ def routing_report(
     per_layer: bool,
     more_anomalies: Sequence[RoutingAnomaly] = (),
 ) -> RoutingReport:
-    """Return the content of a step's capture, and its anomalies.
-
-    Args:
-        sample: Routes of a few sequences; None where nothing is known of training.
-        more_anomalies: Anomalies of rows that the totals do not count.
-    """
+    """Return the content of a step's capture, and its anomalies."""
     anomalies = [*more_anomalies, *row_anomalies(totals, layers), *checked.anomalies(len(layers))]
     if sample is not None:
         anomalies += find_anomalies(sample, num_experts, layers, sequences, totals.of_experts)

@@ -32,12 +32,7 @@ than 0.8, rows of another layer, token or sequence with their right partner in m
 
 @dataclass(frozen=True)
 class RouteSample:
-    """Routes of a few sequences, in windows of successive tokens; `UNKNOWN` (-1) in rows that are not known.
-
-    Attributes:
-        capture: As the capture has them.
-        live: As the routers that train would choose.
-    """
+    """Routes of a few sequences, in windows of successive tokens; `UNKNOWN` (-1) in rows that are not known."""
 
     capture: Int[np.ndarray, "sequences tokens layers topk"]
     live: Int[np.ndarray, "sequences tokens layers topk"]
@@ -45,14 +40,6 @@ class RouteSample:
 
 @dataclass(frozen=True)
 class RoutingAnomaly:
-    """Rows that belong elsewhere.
-
-    Attributes:
-        kind: Of another layer, token or sequence; with ids that mean other experts; of a layer that agrees with
-            nothing; rows that hold what no router chooses, or that are repeated; rows of one data-parallel rank.
-        layer: Global index of the layer whose rows they are; None: several layers, or all.
-    """
-
     kind: AnomalyKind
     text: str
     layer: int | None = None
@@ -64,10 +51,7 @@ class OneHot:
     A row is 0 throughout where no router chooses it: an unknown one, or an expert twice.
 
     Attributes:
-        both: Captured routes, and those of the routers.
         has_live: The routers' row is known.
-        num_named: Experts of the capture's row.
-        topk: Experts of a row that is known.
     """
 
     def __init__(self, sample: RouteSample, num_experts: int):
@@ -90,13 +74,6 @@ class OneHot:
 
 
 class Overlap(NamedTuple):
-    """Agreement of the capture's rows with several partners.
-
-    Attributes:
-        share: Share of the capture's experts that the partner's routers would choose.
-        chance: The agreement that the experts' popularity alone makes.
-    """
-
     share: Float[np.ndarray, "rows partners"]
     chance: Float[np.ndarray, "rows partners"]
 
@@ -109,8 +86,7 @@ def _may_belong_elsewhere(hot: OneHot) -> bool:
 
 
 def layer_overlap(sample: RouteSample, num_experts: int) -> Float[np.ndarray, "layers layers"]:
-    """Return the share of the capture's experts in layer `i` that the routers of layer `j` would choose for the same
-    token.
+    """Return the share of layer `i`'s captured experts that layer `j`'s routers would choose for the same token.
 
     NaN in rows of layers whose routes are not known.
     """
@@ -128,8 +104,7 @@ def _layer_overlap(hot: OneHot) -> Overlap:
 
 
 def shift_overlap(hot: OneHot) -> Overlap:
-    """Return the share of the capture's experts that the routers would choose for the token `SHIFTS` places further, by
-    sequence.
+    """Return the share of the capture's experts that routers would choose `SHIFTS` places further, by sequence.
 
     A capture whose routes are one token late has those of the token before: the shift -1 wins.
     """
@@ -145,9 +120,7 @@ def shift_overlap(hot: OneHot) -> Overlap:
 
 
 def sequence_overlap(hot: OneHot) -> Overlap:
-    """Return the share of the capture's experts in sequence `i` that the routers would choose for sequence `j` at the
-    same place.
-    """
+    """Return the share of sequence `i`'s captured experts that routers would choose at the place in sequence `j`."""
     number = len(hot.capture)
     matches = hot.capture.reshape(number, -1) @ hot.live.reshape(number, -1).T
     known = hot.num_named.reshape(number, -1) @ hot.has_live.reshape(number, -1).T
@@ -158,17 +131,14 @@ def sequence_overlap(hot: OneHot) -> Overlap:
 
 
 def ownership(hot: OneHot) -> tuple[Float[np.ndarray, " sequences"], Int[np.ndarray, " sequences"]]:
-    """Return the share by which each sequence's capture prefers its own live routes to those of others: 1 for its own,
-    near 0 else.
+    """Return by how much each capture prefers its own sequence's live routes (1 for its own, near 0 else), and the
+    rows.
 
     Routes of another step or of an earlier response agree with every sequence a little: texts begin alike, and experts
     differ in popularity. So only rows count in which the routers choose otherwise for this sequence than for another
     one at the same place; there the capture has `own` experts of the one and `other` of the other, which have `common`
     ones, and the ownership is `sum(own - other) / sum(topk - common)`: what the capture prefers its own sequence by,
     over what the routers' own choice does.
-
-    Returns:
-        The ownership, NaN where nothing can be compared, and the number of rows that it rests on.
     """
     # Pairs of a sequence and another one at the same place, of all places at once.
     found, common = hot.both.transpose(0, 2, 3, 1, 4) @ hot.live.transpose(1, 2, 3, 0)
@@ -198,11 +168,6 @@ def find_anomalies(
 
     A partner wins when its overlap is above that of the right one by 0.1 and by 6 standard errors of a share, and
     beyond chance above 0.5.
-
-    Args:
-        sequences: Names of the sampled sequences, for the texts; their numbers otherwise.
-        counts: How often the captured routes, the routers and both name each expert, over all rows; None: those of the
-            sample.
     """
     names = list(sequences) or [str(number) for number in range(len(sample.capture))]
     hot = OneHot(sample, num_experts)
@@ -237,7 +202,6 @@ def _renumbered(hot: OneHot, counts: Int[np.ndarray, "kinds layers experts"] | N
 
 
 def _of_ids(renumbered: Mapping[int, Renumbering], layers: Sequence[int]) -> list[RoutingAnomaly]:
-    """Return one anomaly for all layers whose ids are renumbered: the cause is one."""
     texts = [f"layer {layers[place]}: {of_layer.text}" for place, of_layer in renumbered.items()]
     if len(texts) == 1:
         return [RoutingAnomaly("ids", texts[0], int(layers[next(iter(renumbered))]))]
@@ -286,9 +250,7 @@ def _strangers(hot: OneHot, names: Sequence[str], named: AbstractSet[int]) -> li
 
 
 def _agreement_of(hot: OneHot, places: Sequence[int]) -> tuple[str, str]:
-    """Return the mean agreement of some sequences' captures with their own live routes, and with those of all other
-    sequences.
-    """
+    """Return the mean agreement of some captures with their own live routes, and with those of other sequences."""
     overlap = sequence_overlap(hot).share[places]
     is_custom = np.zeros(overlap.shape, dtype=bool)
     is_custom[np.arange(len(places)), places] = True
@@ -302,12 +264,7 @@ def least_lead(counts: Int[np.ndarray, "*rows"]) -> Float[np.ndarray, "*rows"]:
 
 
 def foreign_capture(slot_kappa: float | None) -> list[RoutingAnomaly]:
-    """Report routes of other tokens altogether, such as those of the step before: they agree with the
-    routers by chance alone.
-
-    Args:
-        slot_kappa: Kappa of all rows of the step; None where none is usable.
-    """
+    """Report routes of other tokens altogether, such as those of the step before, by the kappa of all rows."""
     if slot_kappa is None or slot_kappa >= LEAST_KAPPA:
         return []
     text = f"the routes are not those of these tokens: beyond chance they agree in {slot_kappa:.3f} of the experts"

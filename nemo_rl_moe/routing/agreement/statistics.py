@@ -1,7 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The agreement statistics of a captured routing: what its rows hold, and how far the routers that train agree with
-them.
+"""Agreement statistics of captured routing: what its rows hold, and how far the routers that train agree.
 
 A capture has the experts of each token in each MoE layer as another pass chose them, such as the rollout. Everything is
 counted on the device and without a host synchronisation, in tensors of the same shape on every rank, which one
@@ -30,11 +29,7 @@ _NARROW = MARGIN_EDGES.index(1e-2)
 
 
 def classify_rows(routes: ReplayRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Row, Bool[Tensor, "*layers tokens"]]:
-    """Return the kinds of a capture's rows, as masks.
-
-    Args:
-        fed: Tokens that were fed to the model that chose these routes.
-    """
+    """Return the kinds of a capture's rows, as masks."""
     planes, unknown, in_range, usable, _ = routes
     zero = all_of(planes == 0) & ~usable
     return {
@@ -51,18 +46,9 @@ def classify_rows(routes: ReplayRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Ro
 class AgreementStatistics:
     """Counts of one step of training on one rank.
 
-    Args:
-        num_layers: MoE layers of the whole model; a rank fills those that it holds.
-        num_experts: Routed experts of a layer.
-
     Attributes:
         rows: A row for each MoE layer, a column for each `Row`.
-        captured_experts: How often the capture's usable rows name each expert, by layer.
-        live_experts: How often the routers would choose each, for the same tokens.
-        agreed_experts: How often they would choose an expert that the capture names, for the same token.
         margins: Usable rows by class of the router's margin, `[layers, classes, 2]`: all, and those that differ.
-        tokens: Tokens of each microbatch, by its number: `_COMPARED` where a layer had a usable row, `_DIFFERS` where
-            the router of any would choose other experts.
     """
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device):
@@ -77,7 +63,6 @@ class AgreementStatistics:
         self._last_layers: Int[Tensor, " layers"] | None = None
 
     def clear(self) -> None:
-        """Start anew."""
         for counts in (self.rows, self._experts, self.margins):
             counts.zero_()
         self.tokens.clear()
@@ -90,18 +75,12 @@ class AgreementStatistics:
         fed: Bool[Tensor, " tokens"],
         seen: Sequence[RoutedTokens],
     ) -> Int[Tensor, "topk layers tokens"] | None:
-        """Add the forward pass of some layers over a microbatch, or over several, one behind the other.
+        """Add the forward pass of some layers over one or several microbatches; return the routers' choices,
+        `in_planes`.
 
         Args:
             number: Number of the microbatch in the step, the same on all pipeline stages; for several, with their
                 numbers of tokens.
-            layers: Positions of the MoE layers, of which a stage may have none.
-            routes: The capture's rows of these layers, of the tokens in the routers' order.
-            fed: Tokens that were fed to the model that made the capture.
-            seen: Choices of the layers' routers; none: the rows are counted and compared with nothing.
-
-        Returns:
-            What the routers would choose, `in_planes`; None where nothing is seen.
         """
         tokens = {number: len(fed)} if isinstance(number, int) else number
         for each, count in tokens.items():
@@ -172,12 +151,7 @@ class AgreementStatistics:
         self._places_of_experts = ((of_kinds * len(self.rows) + layers) * self._num_experts)[:, None, :, None]
 
     def reduced(self, stages: dist.ProcessGroup | None = None) -> "AgreementTotals":
-        """Return the sums over all ranks, in one collective, once stages of a pipeline have shared their tokens' marks.
-        Every rank calls it.
-
-        Args:
-            stages: The ranks that hold other layers of this rank's tokens; None: it holds all of them.
-        """
+        """Return the sums over all ranks, once pipeline stages have shared their tokens' marks. Every rank calls it."""
         # One more than there are, so that no rank has nothing to share.
         marks = torch.cat([self.rows.new_zeros(1).to(torch.uint8), *(self.tokens[key] for key in sorted(self.tokens))])
         reports = True
@@ -193,13 +167,7 @@ class AgreementStatistics:
 
 @dataclass(frozen=True)
 class AgreementTotals:
-    """A step's counts over all ranks, on the host.
-
-    Attributes:
-        tokens: Number of tokens with a usable row in any layer, and of those for which any router would choose other
-            experts.
-        rows, captured_experts, live_experts, agreed_experts, margins: Counts as in `AgreementStatistics`.
-    """
+    """A step's counts over all ranks, on the host."""
 
     rows: Int[Tensor, "layers kinds"]
     captured_experts: Int[Tensor, "layers experts"]
@@ -228,14 +196,6 @@ class AgreementTotals:
 
 @dataclass(frozen=True)
 class RoutingReport:
-    """Content of one step's capture, and agreement of the routers that train with it.
-
-    Attributes:
-        layers: Global indices of the MoE layers.
-        metrics: `agreement_metrics` and `routing/anomalies`.
-        anomalies: Rows that cannot be right.
-    """
-
     layers: tuple[int, ...]
     totals: AgreementTotals
     metrics: dict[str, float]
@@ -243,8 +203,7 @@ class RoutingReport:
 
 
 def slot_chance(totals: AgreementTotals) -> Float[Tensor, " layers"]:
-    """Return the share of a token's experts on which capture and router would agree if either chose for a token of its
-    own.
+    """Return the share of a token's experts on which capture and router would agree by popularity alone.
 
     `sum_e a_e b_e / k`, with `a_e` and `b_e` the shares of tokens that have expert `e` on the capture and by the
     router: what the experts' popularity alone makes them agree on. NaN in a layer without usable rows.
@@ -310,9 +269,7 @@ _WRONG_ROWS = {
 
 
 def row_anomalies(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAnomaly]:
-    """Return the rows that hold what no router chooses; rows that are missing are none, as an engine may have been
-    lost.
-    """
+    """Report rows that hold what no router chooses; missing rows are none, as an engine may have been lost."""
     found = []
     by_kind = totals.rows.T.tolist()
     for kind, words in _WRONG_ROWS.items():

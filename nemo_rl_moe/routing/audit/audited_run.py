@@ -12,8 +12,8 @@ import numpy as np
 from nemo_rl_moe.routing.agreement.statistics import slot_chance
 from nemo_rl_moe.routing.audit.auditor import AuditedStep, names_of_slots
 from nemo_rl_moe.routing.findings.learning_signal import IdleKind
+from nemo_rl_moe.routing.findings.routing_signal import WRONG_ROUTES
 from nemo_rl_moe.routing.findings.tracker import Finding
-from nemo_rl_moe.routing.findings.wrong_routes import WRONG_ROUTES
 from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory
 from nemo_rl_moe.runs.folder.routing import RoutingHistory
@@ -38,14 +38,6 @@ _WANTED = {
 
 @dataclass(frozen=True)
 class AuditedRun:
-    """A run that was audited.
-
-    Attributes:
-        steps: In their order; at least one.
-        notices: What had to be assumed, each in a line.
-        writers: Writers of its files, in order.
-    """
-
     path: Path
     description: CaptureDescription
     steps: Sequence[AuditedStep]
@@ -54,7 +46,6 @@ class AuditedRun:
 
     @property
     def columns(self) -> frozenset[str]:
-        """Columns that all sequences have."""
         return frozenset.intersection(*(step.columns for step in self.steps))
 
     @property
@@ -72,14 +63,11 @@ class AuditedRun:
 
 @dataclass(frozen=True)
 class SideFinding:
-    """Findings over the steps of one side."""
-
     side: str
     finding: Finding
 
     @property
     def text(self) -> str:
-        """A line about it."""
         over = f"; over after step {self.finding.last_step}" if self.finding.is_over else ""
         return f"{self.side}: {self.finding.text}{over}"
 
@@ -100,9 +88,6 @@ def sides_of(run: AuditedRun, name: str = "") -> list[RunData]:
 
     The rollout has its load, and all about its routes: agreement statistics, how far training agrees, what is wrong.
     Training has its load, the mismatch and the noise floor.
-
-    Args:
-        name: Put before the names of the sides, where several runs are looked at.
     """
     keys = {key for step in run.steps for key in step.metrics}
     rollout: dict[str, Series] = {}

@@ -34,18 +34,6 @@ _OF_TOKENS = (*LOGPROBS, "advantages")
 
 @dataclass(frozen=True)
 class AuditedStep:
-    """Audit of one step.
-
-    Attributes:
-        metrics: Names as a run of this project logs them, without `train/`.
-        report: Report of the rollout's routes; None without any.
-        rollout_load: Assignments of each layer's experts in the rollout; None without routes.
-        training_load: Assignments in training.
-        layer_overlap: Of a sample, the share of the rollout's experts in one layer that training would choose in
-            another; None where one of the two is missing.
-        columns: Columns that all its sequences have.
-    """
-
     step: int
     num_sequences: int
     num_tokens: int
@@ -60,10 +48,9 @@ class AuditedStep:
 def audit_step(
     description: CaptureDescription, step: int, parts: Iterable[CapturedRows], writers: Sequence[str] = ()
 ) -> AuditedStep:
-    """Audit of one step.
+    """Audit one step, whose sequences come a few at a time.
 
     Args:
-        parts: Its sequences, a few at a time.
         writers: Writers of all rows, in order; without them, rows of one writer are not compared with those of others.
     """
     audit = _StepAudit(description, writers)
@@ -78,8 +65,6 @@ def names_of_slots(writers: Sequence[str]) -> list[str]:
 
 
 class _StepAudit:
-    """Sums over the sequences of one step."""
-
     def __init__(self, description: CaptureDescription, writers: Sequence[str]):
         self._description, self._writers = description, writers
         device = torch.device("cpu")
@@ -99,7 +84,6 @@ class _StepAudit:
         self._num_sequences = self._num_tokens = self._num_passes = 0
 
     def add(self, rows: CapturedRows) -> None:
-        """Add some sequences."""
         self._num_sequences += len(rows.lengths)
         self._num_tokens += int(rows.lengths.sum())
         self._columns = set(rows.columns) if self._columns is None else self._columns & set(rows.columns)
@@ -186,7 +170,7 @@ class _StepAudit:
         )
 
     def _add_up_processes(self) -> None:
-        """Counts of all processes in each, and the sampled sequences of the first ones; values of tokens stay apart."""
+        """Add up counts of all processes, and join the sampled sequences of the first ones."""
         if not dist.is_initialized() or (size := dist.get_world_size()) == 1:
             return
         names = list(self._loads)

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from nemo_rl_moe.routing.audit.sources import Source
 
 SUMMARY = (
-    "check the routed experts of an RL run, of any trainer: statistics, agreement, load balance, mismatch, findings"
+    "check the routed experts of an RL run of any framework: statistics, agreement, load balance, mismatch, findings"
 )
 EXAMPLES = """\
 A capture folder holds token ids, routed experts and log-probabilities of a run's sequences, step by step; docs/audit.md
 describes it, and which files of other frameworks are read: verl, slime, miles, NeMo-RL, prime-rl, SkyRL, vLLM, SGLang,
-transformers. Nothing in a file is run. PATH alone is needed: what it holds says its format.
+transformers. Nothing in a file is executed. Only PATH is needed: its format is detected.
 
 examples:
   nemo-rl-moe audit my_run/capture                 a capture folder, or the folder of a run of this project with one
@@ -33,12 +33,11 @@ examples:
   nemo-rl-moe audit my_run/capture --steps 10:20
   nemo-rl-moe audit my_run/capture --against yesterdays_run/capture
 
-exit code: 0 nothing is wrong; 1 routes cannot be right, each reported in a line; 2 there is nothing that can be read
+exit code: 0 nothing is wrong; 1 routes cannot be right, a line for each finding; 2 nothing can be read
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     parser.add_argument(
         "captures", nargs="+", type=Path, metavar="PATH", help="a capture folder, or a framework's files"
     )
@@ -46,29 +45,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         default="auto",
         metavar="NAME",
-        help="of the files: capture, verl, slime (and miles), "
-        "nemo-rl, prime-rl, skyrl, vllm, sglang, transformers; auto, the default: by what they hold",
+        help="format of the files: capture, verl, slime (and miles), "
+        "nemo-rl, prime-rl, skyrl, vllm, sglang, transformers; auto, the default, detects it",
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="the model's folder or config.json: layers, experts")
     parser.add_argument(
-        "--training", type=Path, metavar="PATH", help="files with the training's routes of the same tokens"
+        "--training", type=Path, metavar="PATH", help="files with the routes of training for the same tokens"
     )
-    parser.add_argument(
-        "--against", type=Path, metavar="OTHER", help="compare with this: another engine or remedy, another day"
-    )
+    parser.add_argument("--against", type=Path, metavar="OTHER", help="compare with another run")
     parser.add_argument("--write-capture", type=Path, metavar="DIR", help="write what was read as a capture folder too")
     parser.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="only these steps; either may be left out")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="one HTML file about all of it; opens from disk, without a network"
+        "--html", type=Path, metavar="FILE", help="write one HTML file; it opens from disk, without a network"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="everything as JSON; - for standard output alone")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="everything as JSON; - for standard output alone",
+    )
 
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     """Audit each run, and print the findings.
-
-    Args:
-        more: Paths that follow an option.
 
     Raises:
         DataError: Nothing can be read there, or a file cannot be read.

@@ -40,12 +40,6 @@ _OF_SAME = (
 
 @dataclass(frozen=True)
 class LoadDistance:
-    """Distance of the loads of one side.
-
-    Attributes:
-        mean: Mean over the layers, beyond sampling noise.
-    """
-
     mean: float
     highest: float
     layer: int
@@ -53,15 +47,6 @@ class LoadDistance:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of two runs.
-
-    Attributes:
-        means: Key to the mean over the steps of each, of metrics that both have.
-        distances: Distance of the loads of each side that both have.
-        same: Side to the audits of sequences that both have, step by step.
-        note: Why sequences were not compared; empty where they were.
-    """
-
     run: AuditedRun
     other: AuditedRun
     means: Mapping[str, tuple[float, float]]
@@ -71,7 +56,7 @@ class Comparison:
 
     @property
     def problems(self) -> list[str]:
-        """Routes of the same tokens that cannot both be right."""
+        """Return routes of the same tokens that cannot both be right."""
         return [
             f"against {self.other.path}: step {step.step}: {side}: {text}"
             for side, steps in self.same.items()
@@ -81,7 +66,6 @@ class Comparison:
 
 
 def compared(run: AuditedRun, source: Source, other: AuditedRun, other_source: Source) -> Comparison:
-    """Return the comparison of two runs that were audited."""
     keys = sorted({key for step in run.steps for key in step.metrics})
     means = {key: (_mean(run.series(key)), _mean(there)) for key in keys if (there := other.series(key))}
     mine, theirs = run.description, other.description
@@ -131,7 +115,7 @@ def distance_lines(comparison: Comparison) -> list[str]:
 
 
 def comparison_json(comparison: Comparison) -> Mapping[str, Any]:
-    """Everything."""
+    """Convert to JSON."""
     return {
         "capture": str(comparison.other.path),
         "means": {key: list(values) for key, values in comparison.means.items() if all(map(isfinite, values))},

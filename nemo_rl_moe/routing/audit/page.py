@@ -15,15 +15,6 @@ _WORDS = PageWords("Audit of routes", "The load of the experts is not known: the
 
 
 def write_audit_page(runs: Sequence[AuditedRun], output: Path, notes: Sequence[str] = ()) -> None:
-    """Write one HTML file about the audited runs.
-
-    Args:
-        output: The HTML file; `check_output` of the report has passed it.
-        notes: Further lines about the first run.
-
-    Raises:
-        DataError: The files hold nothing that a page shows, or it cannot be written.
-    """
     names = [str(run.path) if len(runs) > 1 else "" for run in runs]
     sides = [side for run, name in zip(runs, names, strict=True) for side in sides_of(run, name)]
     if not sides:

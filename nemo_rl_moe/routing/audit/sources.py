@@ -47,10 +47,8 @@ class Source:
     """Sequences of a run.
 
     Attributes:
-        read: Rows of each step, a few sequences or a file at a time.
         sequences: The sequences as they are written into a capture; None of a capture.
         notices: Assumptions, each in a line; grows while steps are read.
-        writers: Writers of all rows, in order.
     """
 
     description: CaptureDescription
@@ -69,9 +67,7 @@ def open_source(
         path: A capture folder, a folder of a run of this project with one, or files of a framework: one, or a folder of
             them.
         kind: One of `FORMATS`.
-        model: Experts of the model; None: as the files have them.
         training: Files with the training's side of the same sequences.
-        chosen: First and last step; None: all.
 
     Raises:
         DataError: There is nothing that can be read.
@@ -147,15 +143,6 @@ def _file_name(number: int) -> str:
 
 
 class _Files:
-    """Files of one format.
-
-    Args:
-        path: A file, or a folder of them.
-        kind: Name of an adapter, or `AUTO`.
-        model: Experts of the model.
-        chosen: First and last step.
-    """
-
     def __init__(self, path: Path, kind: str, model: RouterShape | None, chosen: Steps | None):
         self.path, self.model = path, model
         steps = files_by_step(path)
@@ -177,7 +164,6 @@ class _Files:
         self.adapter: Adapter = ADAPTERS[name]
 
     def read(self, step: int) -> Iterator[list[CapturedSequence]]:
-        """Yield the sequences of a step, a file at a time, with the layers that the file has."""
         for file in self.steps[step]:
             content: Any = load(file)
             if not self.adapter.claims(content):
@@ -193,16 +179,6 @@ class _Files:
 
 
 class _CapturedRoutes:
-    """Sequences of a capture folder, read as those of other files are.
-
-    Args:
-        folder: The capture's.
-        model: Experts of the model.
-
-    Raises:
-        DataError: It is of another model.
-    """
-
     def __init__(self, folder: Path, model: RouterShape | None):
         self.path, self._description = folder, read_description(folder)
         self.steps = _only(steps_of(folder), None, folder)
@@ -214,7 +190,6 @@ class _CapturedRoutes:
             )
 
     def read(self, step: int) -> Iterator[list[CapturedSequence]]:
-        """Read the sequences of a step, a few at a time."""
         for rows in read_step(self._description, step, self.steps[step]):
             yield sequences_of(rows)
 
@@ -238,12 +213,6 @@ def _unknown(path: Path) -> str:
 
 
 class _Converted:
-    """Sequences of files as a capture has them.
-
-    Args:
-        training: Files of training; None: its columns are in `files`.
-    """
-
     def __init__(self, files: _Files, training: _Files | _CapturedRoutes | None):
         self._files, self._training, self._model = files, training, files.model
         self.notices: list[str] = []
@@ -281,11 +250,6 @@ class _Converted:
         return CaptureDescription(tuple(range(shape[0])), largest + 1, shape[1], made_by)
 
     def sequences(self, step: int) -> Iterator[list[CapturedSequence]]:
-        """Yield the sequences of a step, a file at a time.
-
-        Raises:
-            DataError: Files do not fit the model or each other.
-        """
         partners = None if self._training is None else _Partners(self._training, step, self._fitted)
         for part in self._files.read(step):
             kept = [self._fitted(sequence, self._files.path) for sequence in part]
@@ -323,12 +287,7 @@ def _of_moe_layers(values: np.ndarray, model: RouterShape, where: str) -> np.nda
 
 
 class _Partners:
-    """Training's side of a step's sequences, by their token ids.
-
-    Args:
-        files: Files of training; those of one step serve every step.
-        fitted: Brings a sequence to the layers of the capture.
-    """
+    """Training's side of a step's sequences, by their token ids."""
 
     def __init__(
         self, files: _Files | _CapturedRoutes, step: int, fitted: Callable[[CapturedSequence, Path], CapturedSequence]
@@ -359,11 +318,7 @@ class _Partners:
         return replace(sequence, columns={**sequence.columns, **(found.pop(0) if len(found) > 1 else found[0])})
 
     def reported(self, step: int) -> str:
-        """Return the parts that were not found; empty for none.
-
-        Raises:
-            DataError: No sequence was found.
-        """
+        """Return the parts that were not found; empty for none."""
         if not self._joined:
             raise DataError(f"--training {self._path}: has the token ids of no sequence of step {step}")
         total = self._joined + self._missing
@@ -375,9 +330,7 @@ def _key(sequence: CapturedSequence) -> bytes:
 
 
 def _as_training(sequence: CapturedSequence) -> Mapping[str, np.ndarray]:
-    """Return the columns of training; routes that are only called routes, such as verl's recorded ones, are those of
-    training.
-    """
+    """Return the columns of training; routes that are only called routes, such as verl's, are training's."""
     found = {name: sequence.columns[name] for name in _OF_TRAINING if name in sequence.columns}
     if "training_experts" not in found and "rollout_experts" in sequence.columns:
         found["training_experts"] = sequence.columns["rollout_experts"]

@@ -67,7 +67,7 @@ def lines_of(run: AuditedRun) -> list[str]:
 
 
 def problems_of(run: AuditedRun) -> list[str]:
-    """Everything that cannot be right or is sick, a line each."""
+    """List everything that cannot be right or is sick, a line each."""
     return _of_steps(run) + [found.text for found in findings_over_steps(run)]
 
 
@@ -119,7 +119,7 @@ def anomalies_of(step: AuditedStep) -> list[str]:
 
 
 def as_json(run: AuditedRun) -> Mapping[str, Any]:
-    """Everything of a run."""
+    """Convert a run to JSON."""
     description = run.description
     return {
         "capture": str(run.path),

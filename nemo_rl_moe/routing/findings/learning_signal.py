@@ -6,36 +6,17 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 IdleKind = Literal["no_advantages", "all_truncated"]
-METRICS = (
-    "train/advantages/min",
-    "train/advantages/max",
-    "train/reward",
-    "train/reward_std",
-    "train/truncation_rate",
-)
+METRICS = ("train/advantages/min", "train/advantages/max", "train/reward", "train/reward_std", "train/truncation_rate")
 """Keys that `LearningSignal` reads."""
 
 
 class LearningSignal:
-    """Streaks of steps that teach nothing, fed step by step.
-
-    Args:
-        num_steps: Steps in a row that make a streak; None: no streak is reported.
-    """
-
     def __init__(self, num_steps: int | None):
         self._num_steps = num_steps
         self._since: dict[IdleKind, tuple[int, int]] = {}
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[IdleKind, int, str]]:
-        """Return the streaks that are long enough with the next step.
-
-        Args:
-            metrics: A step that lacks a condition's keys ends its streak.
-
-        Yields:
-            The condition, the first step of its streak, and the description.
-        """
+        """Yield the condition, first step and description of each streak that is long enough with the next step."""
         if self._num_steps is None:
             return
         reward = metrics.get("train/reward")

@@ -15,13 +15,6 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class FailedResponses:
-    """Responses of a step or a validation that the environment failed to score.
-
-    Attributes:
-        split: `train` or `val`.
-        responses: Number of all responses, scored ones too.
-    """
-
     split: str
     number: int
     responses: int
@@ -29,7 +22,6 @@ class FailedResponses:
 
     @property
     def share(self) -> float:
-        """Failed ones among all responses."""
         return self.number / self.responses
 
 
@@ -39,12 +31,7 @@ def is_reward_metric(key: str) -> bool:
 
 
 class RewardSignal:
-    """Tracker of failed responses and of rewards that never vary, fed step by step.
-
-    Args:
-        failed_share: Share of failed responses above which failures are reported; None: never.
-        num_steps: Steps from the first one on without any variation of a reward that are reported; None: never.
-    """
+    """Tracker of failed responses and of rewards that never vary, fed step by step."""
 
     def __init__(self, failed_share: float | None, num_steps: int | None, quiet_steps: int):
         self._failed_share, self._num_steps, self._quiet_steps = failed_share, num_steps, quiet_steps
@@ -56,11 +43,7 @@ class RewardSignal:
     def observe(
         self, step: int, metrics: Mapping[str, float], failed: Sequence[FailedResponses] = ()
     ) -> Iterator[tuple[RewardKind, int, str]]:
-        """Look at the next step.
-
-        Yields:
-            The condition, the first step of the episode, and the description.
-        """
+        """Yield the condition, first step and description of each episode that begins with the next step."""
         if self._failed_share is not None:
             sick = [found for found in failed if found.share > self._failed_share]
             if sick:
@@ -117,7 +100,6 @@ class _History:
     varies: bool = False
 
     def observe(self, mean: float, deviation: float) -> None:
-        """Add a step."""
         bound = _ROUNDING * max(1.0, abs(mean))
         self.varies |= not (abs(mean - self.value) <= bound and deviation <= bound)  # asked so, NaN varies
         self.steps += 1

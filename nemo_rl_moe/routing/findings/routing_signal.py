@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signs that rollout and training route by different rules, or that balancing stands still, from a step's metrics.
 
-Such failures leave rows well-shaped and the loss finite.
-"""
+Such failures leave rows well-shaped and the loss finite."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from nemo_rl_moe.routing.findings.running_level import RunningLevel
+from nemo_rl_moe.routing.agreement.route_identity import AnomalyKind, RoutingAnomaly
+from nemo_rl_moe.routing.findings.level_shift import RunningLevel
 
 RoutingKind = Literal["low_agreement", "float32_flips", "clear_choices_differ", "missing_rows", "frozen_expert_bias"]
 LIVE_AGREEMENT = "train/moe/routing/live_agreement"
@@ -28,12 +28,7 @@ router that computes in bfloat16 it is some 1e-3."""
 
 
 class RoutingSignal:
-    """Streaks of steps whose routing cannot be right, fed step by step.
-
-    Args:
-        num_steps: Steps in a row that make a streak; None: no streak is reported.
-        rank_names: Names of data-parallel ranks; by default their numbers.
-    """
+    """Streaks of steps whose routing cannot be right, fed step by step."""
 
     def __init__(self, num_steps: int | None, rank_names: Sequence[str] = ()):
         self._num_steps, self._rank_names = num_steps, rank_names
@@ -41,14 +36,7 @@ class RoutingSignal:
         self._since: dict[RoutingKind, tuple[int, int]] = {}
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[RoutingKind, int, str]]:
-        """Return the streaks that are long enough with the next step.
-
-        Args:
-            metrics: A step that lacks a condition's keys ends its streak.
-
-        Yields:
-            The condition, the first step of its streak, and the description, with `{}` for that step.
-        """
+        """Yield condition, first step and description (`{}` for that step) of each streak that is long enough now."""
         if self._num_steps is None:
             return
         texts = self._conditions(metrics)
@@ -98,3 +86,39 @@ class RoutingSignal:
                 " moe_router_bias_update_rate is above 0: nothing evens out their loads"
             )
         return found
+
+
+WrongRoutesKind = Literal[
+    "malformed_routes",
+    "routes_of_another_layer",
+    "permuted_expert_ids",
+    "routes_of_another_token",
+    "routes_of_another_sequence",
+    "unrelated_routes",
+    "repeated_routes",
+    "routes_lost_in_one_rank",
+]
+WRONG_ROUTES: dict[AnomalyKind, WrongRoutesKind] = {
+    "rows": "malformed_routes",
+    "layer": "routes_of_another_layer",
+    "ids": "permuted_expert_ids",
+    "token": "routes_of_another_token",
+    "sequence": "routes_of_another_sequence",
+    "unrelated": "unrelated_routes",
+    "repeated": "repeated_routes",
+    "rank": "routes_lost_in_one_rank",
+}
+ANOMALIES_METRIC = "train/moe/routing/anomalies"
+"""Key of the number of anomalies: every step with a capture has it."""
+MISSING_METRIC = "train/moe/routing/rows_missing_share"
+_MOST_TEXTS = 2
+
+
+def wrong_routes(anomalies: Sequence[RoutingAnomaly]) -> Iterator[tuple[WrongRoutesKind, int | None, str]]:
+    """Yield kind, layer (None: several or all) and description of each kind and layer that has an anomaly."""
+    found: dict[tuple[WrongRoutesKind, int | None], list[str]] = {}
+    for anomaly in anomalies:
+        found.setdefault((WRONG_ROUTES[anomaly.kind], anomaly.layer), []).append(anomaly.text)
+    for (kind, layer), texts in found.items():
+        more = [f"and {len(texts) - _MOST_TEXTS} more like it"] if len(texts) > _MOST_TEXTS else []
+        yield kind, layer, "; ".join(texts[:_MOST_TEXTS] + more)

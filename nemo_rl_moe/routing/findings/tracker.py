@@ -1,11 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of sick routing, wrong routes, failing reward functions and idle steps, in words: for alerts, the report and
-`watch`.
+"""Findings of sick routing, wrong routes, failing rewards and idle steps, in words: for alerts, report, `watch`.
 
-A finding is an episode: it begins when a condition has held for enough steps in a row, and is over at the first step
-at which it does not hold. A condition that returns soon continues the same episode. Chance is not a finding: a router
-that sends tokens to experts at random, layer by layer, has none.
+A finding is an episode: it begins when a condition has held for enough steps in a row, and is over at the first step at
+which it does not hold. A condition that returns soon continues the same episode. Chance is not a finding: a router that
+sends tokens to experts at random, layer by layer, has none.
 """
 
 import math
@@ -17,11 +16,16 @@ import numpy as np
 
 from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.findings.learning_signal import IdleKind, LearningSignal
-from nemo_rl_moe.routing.findings.load_shift import LEAST_SHARE, SuddenlyIdle
+from nemo_rl_moe.routing.findings.level_shift import LEAST_SHARE, RunningLevel, SuddenlyIdle
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses, RewardKind, RewardSignal
-from nemo_rl_moe.routing.findings.routing_signal import RoutingKind, RoutingSignal
-from nemo_rl_moe.routing.findings.running_level import RunningLevel
-from nemo_rl_moe.routing.findings.wrong_routes import MISSING_METRIC, WRONG_ROUTES, WrongRoutesKind, wrong_routes
+from nemo_rl_moe.routing.findings.routing_signal import (
+    MISSING_METRIC,
+    WRONG_ROUTES,
+    RoutingKind,
+    RoutingSignal,
+    WrongRoutesKind,
+    wrong_routes,
+)
 from nemo_rl_moe.routing.metrics.load_arrays import (
     coefficient_of_variation,
     dead,
@@ -81,13 +85,6 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Finding:
-    """One episode.
-
-    Attributes:
-        layer: Index of the layer in the whole model; None: the whole model.
-        is_over: Whether it has ended; one that returns within `QUIET_STEPS` goes on again.
-    """
-
     kind: FindingKind
     layer: int | None
     first_step: int
@@ -102,9 +99,7 @@ class Finding:
 
 
 def likewise(others: Sequence[Finding]) -> str:
-    """Return the end of a line about one finding that names further layers with the same one; empty where there are
-    none.
-    """
+    """Return the end of a finding's line that names further layers with the same one."""
     if not others:
         return ""
     named = [str(finding.layer) for finding in others[:_MOST_LAYERS_NAMED]]
@@ -117,7 +112,6 @@ class FindingTracker:
 
     Args:
         topk: Experts that each token is routed to; None where that is not known: no imbalance is found then.
-        rank_names: Names of data-parallel ranks; by default their numbers.
     """
 
     def __init__(self, thresholds: Thresholds, topk: int | None, rank_names: Sequence[str] = ()):
@@ -144,22 +138,14 @@ class FindingTracker:
         counts: Int[np.ndarray, "layers experts"] | None = None,
         failed: Sequence[FailedResponses] = (),
     ) -> list[Finding]:
-        """Return findings that begin with the next step, except those of its captured routes.
-
-        Args:
-            metrics: Complete key to value, `train/moe/...`.
-            layers: Index of each MoE layer in the whole model.
-            counts: Assignments of each expert; None where they are not known.
-            failed: Responses of the step and its validation that could not be scored.
-        """
+        """Return findings that begin with the next step, except those of its captured routes."""
         found = list(self._of_step(step, metrics, layers, counts))
         for kind, since, text in self._rewards.observe(step, metrics, failed):
             found.append(Finding(kind, None, since, step, False, text))
         return self._continue({key for key in self._latest if key[0] not in WRONG_ROUTES.values()}, found)
 
     def observe_anomalies(self, step: int, anomalies: Sequence[RoutingAnomaly]) -> list[Finding]:
-        """Return findings that begin with the captured routes of a step; a run may end by it, before its metrics are
-        there."""
+        """Return findings that begin with the captured routes of a step, before its metrics are there."""
         found = []
         for kind, layer, text in wrong_routes(anomalies):
             since = self._since(kind, layer, step)
@@ -167,7 +153,7 @@ class FindingTracker:
         return self._continue({key for key in self._latest if key[0] in WRONG_ROUTES.values()}, found)
 
     def _continue(self, known: Set[tuple[str, int | None]], found: Sequence[Finding]) -> list[Finding]:
-        """Continue and ends episodes, those of the known keys alone; those that begin."""
+        """Continue and end episodes of the known keys; return those that begin."""
         present = {finding.key: finding for finding in found}
         begun = []
         for key in known - present.keys():
@@ -302,7 +288,7 @@ class _Streaks:
         self.since = np.zeros(num_places, dtype=np.int64)
 
     def observe(self, step: int, is_so: Bool[np.ndarray, " places"]) -> None:
-        """Extend or ends the streaks with the next step."""
+        """Extend or end the streaks with the next step."""
         self.since = np.where(is_so & (self.length == 0), step, self.since)
         self.length = np.where(is_so, self.length + 1, 0)
 
@@ -327,11 +313,7 @@ class _IdleExperts:
         self._total += counts
 
     def longer_than(self, num_steps: int, share: float = 1.0) -> Bool[np.ndarray, "layers experts"]:
-        """Return experts that have been dead for at least so many steps, and for longer than chance explains.
-
-        Args:
-            share: Fraction of a fair share that an expert would get.
-        """
+        """Return experts that have been dead for at least so many steps, and for longer than chance explains."""
         # By chance an expert misses all of its expected tokens with probability exp(-expected), in its layer some
         # expert with at most E times that.
         beyond_chance = share * self._expected > math.log(max(self.shape[1], 1) / CHANCE)
@@ -339,8 +321,7 @@ class _IdleExperts:
         return chosen
 
     def outliers(self) -> Bool[np.ndarray, "layers experts"]:
-        """Return experts that never had a token, where each of the others in the layer has half of a fair share or
-        more."""
+        """Return experts that never had a token, where all others of the layer have half of a fair share."""
         has_load = self._total > 0
         lowest = np.where(has_load, utilization(self._total), np.inf).min(1, keepdims=True)
         found: Bool[np.ndarray, "layers experts"] = ~has_load & np.isfinite(lowest) & (lowest >= LEAST_SHARE)

@@ -20,13 +20,6 @@ from nemo_rl_moe.shapes import Bool, Float, Int
 
 
 class PassKind(NamedTuple):
-    """Kind of a forward pass.
-
-    Attributes:
-        is_training: The routers are in training mode, and gradients were on where the model was entered.
-        has_cache: It was given a cache of keys and values, as generation does.
-    """
-
     is_training: bool
     has_cache: bool
 
@@ -36,14 +29,11 @@ class RoutedPass:
     """Routes of one forward pass, on the host.
 
     Attributes:
-        num_cached: Columns of the batch that an earlier pass has fed; 0 without a cache.
         experts: Experts of every row of the routers, int16; `UNKNOWN` where a token was dropped.
         margins: Probability of the least likely expert chosen less that of the likeliest one left out, by layer; None
             where the router shows no logits, or does not choose the largest.
-        real: False on padding.
         shape: Sequences and tokens of each, where rows are sequence by sequence; None where that is not known: a rank
             of tensor parallelism sees a part of them.
-        token_ids: None where the model was not given any.
     """
 
     kind: PassKind
@@ -57,9 +47,6 @@ class RoutedPass:
 
 class RouteRecorder(ForwardWatcher):
     """Recorder of the passes of one model.
-
-    Args:
-        model: What the training loop calls, a wrapper of it, or one chunk of it (virtual pipeline stage).
 
     Raises:
         ValueError: No router is known, or layers have different numbers of experts.
@@ -155,11 +142,6 @@ def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> 
 
     A cache of fixed size gets such masks, prepared before the model is entered, and a padded token is seen by none.
     Some kernels cannot have a row that sees nothing, and open it to every key: to later ones too, which no token sees.
-
-    Args:
-        masks: `[batch, 1, tokens, keys]`, bool or added to the scores (0 where a key is seen); or one of each kind of
-            attention, by its name.
-        num_cached: Keys before those of the tokens.
     """
     kinds = masks.values() if isinstance(masks, Mapping) else [masks]
     found = [mask for mask in kinds if isinstance(mask, Tensor) and mask.ndim == 4]
@@ -178,9 +160,7 @@ def _by_sequence(rows: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def _entry(model: nn.Module, router: nn.Module) -> nn.Module:
-    """Return the innermost module around a router that is given token ids: some losses call it without what is around
-    it.
-    """
+    """Return the innermost module around a router that is given token ids: some losses call it directly."""
     modules = dict(model.named_modules())
     path = next(name for name, module in modules.items() if module is router)
     while path:

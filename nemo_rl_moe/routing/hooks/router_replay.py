@@ -38,7 +38,7 @@ from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
 from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.routing.metrics.load_balance_tracking import ForwardWatcher, watch_model
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
-from nemo_rl_moe.routing.replay import UNKNOWN, ReplayRoutes, RoutedTokens, in_order, margins
+from nemo_rl_moe.routing.replay import UNKNOWN, ReplayRoutes, RoutedTokens, in_order, margins, or_tied
 from nemo_rl_moe.routing.routers import RouterKind, RouterLayer, moe_layer_indices, routed_experts, router_kind
 from nemo_rl_moe.shapes import Bool, Int
 
@@ -49,8 +49,6 @@ Unfed = Callable[[Mapping[str, Any]], Bool[Tensor, "batch tokens"]]
 
 
 class _Place(NamedTuple):
-    """Place of this process in the layout: the stages of its pipeline, None where it is the only one."""
-
     stages: dist.ProcessGroup | None
     tensor_rank: int
     tensor_size: int
@@ -60,7 +58,6 @@ class RouterReplayAudit:
     """Hooks on the model chunks of one rank, and the counts of one step.
 
     Args:
-        chunks: The rank's model chunks, with `moe_enable_routing_replay`; wrapped or not.
         unfed: From the arguments of a chunk's forward, by name, to the tokens of which the rollout has no routes, such
             as padding and the last one of each sequence, whatever their targets hold. Without it all tokens count.
 
@@ -85,7 +82,6 @@ class RouterReplayAudit:
         self._watchers = [_ChunkWatcher(self, chunk) for chunk in chunks]
 
     def close(self) -> None:
-        """Take the hooks off the model."""
         for watcher in self._watchers:
             watcher.remove()
 
@@ -135,13 +131,7 @@ class RouterReplayAudit:
         return by_column.reshape(-1)
 
     def add(self, number: int, seen: Mapping[int, "_Seen"], fed: Bool[Tensor, " tokens"], num_sequences: int) -> None:
-        """Add one forward pass of a chunk.
-
-        Args:
-            number: Number of the pass in the step, the same on all stages.
-            seen: Routes of each layer under replay, by its index; empty without replay.
-            fed: Tokens that count.
-        """
+        """Add one forward pass of a chunk."""
         if not self._counts:
             return
         layers = sorted(seen)
@@ -165,7 +155,6 @@ class RouterReplayAudit:
         self._recomputed[self._position[layer], _RECOMPUTED_WRONG] += wrong
 
     def rows_of_batch(self, token_ids: Tensor) -> int:
-        """Return the tokens of a batch that routers of this rank would see."""
         parts = self._place.tensor_size if self._config.sequence_parallel else 1
         return token_ids.numel() // parts
 
@@ -254,7 +243,6 @@ class _ChunkWatcher(ForwardWatcher):
         watch_model(self._chunk, routers, self)
 
     def remove(self) -> None:
-        """Take the hooks off."""
         self.remove_hooks()
         for replay, own in self._replays:
             if own is None:
@@ -263,7 +251,6 @@ class _ChunkWatcher(ForwardWatcher):
                 replay.get_replay_topk = own
 
     def start_step(self) -> None:
-        """Forget the passes of the step."""
         self._num_passes = 0
         self._taken.clear()
 
@@ -298,8 +285,7 @@ class _ChunkWatcher(ForwardWatcher):
         super().leave_model()
 
     def _size_of_pass(self) -> tuple[int, int]:
-        """Return the rows that this rank's routers see, and sequences; a stage behind the first one may be given no
-        tokens.
+        """Return the rows that this rank's routers see, and sequences.
 
         Stages share the marks of all tokens, those without a router too.
         """
@@ -337,8 +323,12 @@ class _ChunkWatcher(ForwardWatcher):
             self._taken[number].append(taken)
         if is_replaying and target is not None and default_compute_topk is not None:
             with torch.no_grad():
-                live = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
-                margin = None if group_topk else margins(scores.detach(), topk)
+                live, margin = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1], None
+                if not group_topk:
+                    margin = margins(scores.detach(), topk)
+                    if target.shape == live.shape:
+                        (captured,) = ReplayRoutes.of(target[:, None], scores.shape[1]).by_layer()
+                        live = or_tied(live, scores.detach(), captured)
             self._note(number, target, RoutedTokens(live, taken.to(live.dtype), margin))
         return values, taken
 
@@ -363,9 +353,7 @@ def _is_replaying(replay: Any) -> bool:
 
 
 def _decoder_routers(chunk: nn.Module) -> list[tuple[RouterLayer, Any]]:
-    """Return the routers of the decoder's layers; those that predict further tokens (MTP) are no layers of a rollout's
-    routes.
-    """
+    """Return the routers of the decoder's layers, without those that predict further tokens (MTP)."""
     return [
         (RouterLayer(module.layer_number - 1, RouterKind.MEGATRON, int(module.num_experts), int(module.topk)), module)
         for name, module in chunk.named_modules()
@@ -405,9 +393,7 @@ def _not_taken(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAn
 
 
 def _other_recomputed(recomputed: Int[Tensor, "layers 2"], layers: Sequence[int]) -> list[RoutingAnomaly]:
-    """Return the layers whose repeated pass took other experts than the first one: its gradient is of another
-    function.
-    """
+    """Report layers whose recomputed pass took other experts: its gradient is of another function."""
     return [
         RoutingAnomaly(
             "rows", f"the repeated forward of layer {layer} took other experts in {wrong:,} of {rows:,} rows", layer

@@ -38,11 +38,7 @@ _ALONE = f"process-{uuid.uuid4().hex[:12]}"
 
 
 class Routes:
-    """Routes of the passes that ran inside of `record_routes`, one process's.
-
-    Attributes:
-        description: Layers, experts and top-k.
-    """
+    """Routes of the passes that ran inside of `record_routes`, one process's."""
 
     def __init__(self, recorder: RouteRecorder):
         self.passes: list[RoutedPass] = []
@@ -57,7 +53,7 @@ class Routes:
         return ExpertLoad(self.description.layers, counts)
 
     def load_balance_metrics(self, *, detailed: bool = False) -> dict[str, float]:
-        """Return the load balance metrics of all passes together, as `moe.load_balance_metrics` has them."""
+        """Return the load balance metrics of all passes together: `routing.metrics.load_balance_metrics`."""
         return load_balance_metrics(self.expert_load(), router_topk=self.description.topk, detailed=detailed)
 
     def sequences(self) -> list[RoutedSequence]:
@@ -65,28 +61,19 @@ class Routes:
         return sequences_of(self.passes)
 
     def capture(self, rollout: "Routes | None" = None) -> list[CapturedSequence]:
-        """Return the sequences as a capture has them, these routes as the training's side.
-
-        Args:
-            rollout: Routes of the rollout that sampled them; other sequences are left out.
-        """
+        """Return the sequences as a capture has them, these routes as the training's side."""
         if rollout is None:
             return training_sequences(self.sequences())
         return paired_sequences(rollout.sequences(), self.sequences())
 
     def audit(self, rollout: "Routes", step: int = 0) -> AuditedStep:
-        """Return the agreement of these routes with those of a rollout of the same tokens, load balance of both, and
-        findings.
-        """
+        """Return the agreement with a rollout of the same tokens, load balance of both, and findings."""
         return audit_sequences(self.description, step, self.capture(rollout))
 
     def write_capture(self, folder: Path, step: int, rollout: "Routes | None" = None) -> Path | None:
         """Write the sequences into a capture folder; return the file, or None without any sequence.
 
         The writer is the same at every step, so that findings can name it: the rank of the process in its job.
-
-        Args:
-            folder: Several processes may write into it.
         """
         sequences = self.capture(rollout)
         from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter  # files need pyarrow, metrics do not
@@ -102,9 +89,6 @@ def _writer() -> str:
 @contextmanager
 def record_routes(model: nn.Module) -> Iterator[Routes]:
     """Record the passes of a model while it is open; they are there once it is closed.
-
-    Args:
-        model: With routers of Megatron-Core or transformers, wrapped or not; of several chunks, one.
 
     Raises:
         ValueError: No router is known, or layers have different numbers of experts.

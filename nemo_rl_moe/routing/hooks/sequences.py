@@ -20,13 +20,6 @@ from nemo_rl_moe.shapes import Float, Int
 
 @dataclass(frozen=True)
 class RoutedSequence:
-    """One sequence without its padding.
-
-    Attributes:
-        experts: Choices of the routers.
-        margins: See `RoutedPass`; None where any of its passes has none.
-    """
-
     token_ids: Int[np.ndarray, " tokens"]
     experts: Int[np.ndarray, "tokens layers topk"]
     margins: Float[np.ndarray, "tokens layers"] | None
@@ -100,9 +93,6 @@ def paired_sequences(
 
     A rollout feeds all but the last token of a sequence, and goes on with padding where others of its batch are longer:
     it sampled a sequence that begins what it fed.
-
-    Args:
-        first: Number of the first one, for their names.
     """
     found = []
     for number, sequence in enumerate(training, start=first):

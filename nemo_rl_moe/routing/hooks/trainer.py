@@ -62,7 +62,6 @@ class RoutingCallback(TrainerCallback):
 
     @property
     def findings(self) -> list[Finding]:
-        """All findings so far."""
         return [] if self._tracker is None else self._tracker.findings
 
     def attach(self, trainer: Any) -> None:
@@ -70,24 +69,17 @@ class RoutingCallback(TrainerCallback):
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **more: Any) -> None:
-        """Put the hooks on the model.
-
-        Raises:
-            ValueError: It has no MoE layer whose router is known, or layers with different numbers of experts.
-        """
         recorder = RouteRecorder(model, self._wants)  # first: it may refuse the model
         enable_load_balance_tracking(model)
         self._model, self._recorder = model, recorder
         self._tracker = FindingTracker(self._thresholds, self._recorder.topk)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Drop what an evaluation generated."""
         if self._recorder is not None:
             self._recorder.take()
             self._has_generated = bool(self._rollout)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Take the routes of the step."""
         if self._recorder is not None:
             self._compare_passes(self._recorder.take())
 
@@ -100,7 +92,6 @@ class RoutingCallback(TrainerCallback):
         state.log_history[-1].update(metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Take the hooks off the model."""
         if self._model is not None and self._recorder is not None:
             self._recorder.remove_hooks()
             disable_load_balance_tracking(self._model)
@@ -108,7 +99,7 @@ class RoutingCallback(TrainerCallback):
         self._rollout, self._compared = [], []
 
     def _wants(self, kind: PassKind) -> bool:
-        """Pass of a generation; those of training where there was one to compare them with."""
+        """Return whether a pass is compared: generation, and training where there was one."""
         if kind.is_training:
             return self._has_generated and len(self._compared) < self._max_sequences
         self._has_generated |= kind.has_cache
@@ -148,9 +139,7 @@ class RoutingCallback(TrainerCallback):
 
 
 def _matrix(loads: dict[int, LayerLoad] | dict[str, LayerLoad]) -> tuple[tuple[int, ...], Any]:
-    """Return the indices of the layers, and their counts as one matrix; None where layers have different numbers of
-    experts.
-    """
+    """Return the layers and their counts as one matrix; None where numbers of experts differ."""
     indices = indices_of_layers(loads)
     counts = [loads[key]["expert_load"] for key in indices]  # type: ignore[index]
     alike = len({len(row) for row in counts}) == 1

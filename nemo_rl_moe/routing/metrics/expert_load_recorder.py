@@ -19,12 +19,7 @@ def add_assignments(
     routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
     valid: Bool[Tensor, " tokens"] | None,
 ) -> None:
-    """Add one router call to the counts, in place.
-
-    Args:
-        routed: A map of the assignments, or the indices of the experts that each token is routed to.
-        valid: Tokens that count; None: all of them.
-    """
+    """Add one router call (a map, or indices of experts) to the counts, in place."""
     if routed.dtype == torch.bool:
         counts.add_((routed if valid is None else routed & valid[:, None]).sum(0))
         return
@@ -42,7 +37,6 @@ class StepEvent(NamedTuple):
 
     Attributes:
         chunk: Index of the model chunk on this pipeline stage (virtual stage).
-        microbatch: Index within the `train()` call.
     """
 
     kind: int
@@ -54,10 +48,6 @@ class ExpertLoadRecorder:
     """The counts `c[m,i,e]` of one `train()` call, and the order of its forward and backward passes.
 
     Only passes inside `training_forward` count: no recomputed, evaluation, log-prob or generation pass enters it.
-
-    Args:
-        num_moe_layers: MoE layers of the whole model; each rank fills the rows of those that it holds.
-        num_experts: Routed experts of a layer.
 
     Attributes:
         counts: `c[m,i,e]` of this rank.
@@ -78,11 +68,7 @@ class ExpertLoadRecorder:
         self.expert_load: ExpertLoad | None = None
 
     def start(self, num_microbatches: int, *, counts_images: bool = False) -> None:
-        """Clear what was recorded and make room for so many microbatches.
-
-        Args:
-            counts_images: Count image tokens apart too; the same on every rank.
-        """
+        """Clear what was recorded and make room for so many microbatches."""
         self.events = []
         self.image_counts = torch.zeros(self._shape, dtype=torch.long, device=self._device) if counts_images else None
         if self.counts.shape[0] == num_microbatches:
@@ -94,12 +80,7 @@ class ExpertLoadRecorder:
     def training_forward(
         self, chunk: int, microbatch: int, is_image: Bool[Tensor, " tokens"] | None = None
     ) -> Iterator[None]:
-        """While open, the routers' assignments count for this microbatch.
-
-        Args:
-            is_image: True on image tokens, of the tokens that this rank's routers see, in their order; None: all are
-                text.
-        """
+        """While open, routers' assignments count for this microbatch; `is_image` is in the routers' order."""
         self.events.append(StepEvent(FORWARD, chunk, microbatch))
         self._microbatch = microbatch
         self._is_image = None if self.image_counts is None else is_image
@@ -128,12 +109,7 @@ class ExpertLoadRecorder:
         routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
         padding: Bool[Tensor, "..."] | None,
     ) -> None:
-        """Add one router call; does nothing outside `training_forward`. Indices are counted at its end.
-
-        Args:
-            routed: A map of the assignments, or the indices of the routed experts.
-            padding: True on tokens that do not count, in whatever shape the router got it; None: all count.
-        """
+        """Add one router call; does nothing outside `training_forward`. Indices are counted at its end."""
         if self._microbatch is None:
             return
         if routed.dtype == torch.bool:
@@ -149,12 +125,7 @@ class ExpertLoadRecorder:
         calls: Sequence[tuple[int, Tensor, Tensor | None]],
         only: Bool[Tensor, " tokens"] | None,
     ) -> None:
-        """Add router calls, those that saw the same tokens together: on small models each operation takes its time.
-
-        Args:
-            calls: Row of the layer, indices and padding of each call.
-            only: Tokens that count; None: all but padding.
-        """
+        """Add router calls, those that saw the same tokens together: on small models each operation takes its time."""
         alike: dict[Any, list[tuple[int, Tensor, Tensor | None]]] = {}
         for call in calls:
             _, routed, padding = call
@@ -189,17 +160,10 @@ def sum_over_ranks(parts: list[Tensor], device: torch.device) -> list[Tensor]:
 def reduce_over_ranks(
     sums: list[Tensor], maxima: list[Tensor], device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the sums and maxima of tensors over all ranks of the job: a collective for each kind that there is, one
-    copy.
+    """Return sums and maxima over all ranks, float64 on the host: one collective for each kind that there is.
 
     A rank without some part gives zeros of its shape, or numbers that are no maximum. Numbers travel as float64, in
     which counts below 2^53 are exact.
-
-    Args:
-        sums: Tensors of the same shapes and in the same order on every rank, and so are `maxima`.
-
-    Returns:
-        Both as float64 tensors on the host, in the shapes of the parts; the same on every rank.
     """
     packed = [
         torch.cat([part.to(device=device, dtype=torch.float64).reshape(-1) for part in parts]) if parts else None

@@ -17,7 +17,6 @@ POLICY, AUXILIARY, Z = "policy", "aux", "z"
 
 
 def inner_products(parts: Float[Tensor, "parts layers weights"]) -> Float[Tensor, "layers parts parts"]:
-    """Return the inner products of the parts in each layer, in float64."""
     # A layer at a time: a copy of all of them in float64 would be twice the gradients' memory.
     of_layers = [parts[:, layer].double() for layer in range(parts.shape[1])]
     return torch.stack([part @ part.T for part in of_layers])
@@ -31,40 +30,15 @@ def gradient_metrics(
     With parts `g_p`, whose sum is the gradient `g`: `norm_{p}` is `|g_p|`; `share_{p}` is `<g_p, g> / <g, g>`, what the
     part contributes along the gradient (shares add up to 1; one that pulls against the others is negative); and
     `cosine_policy_{p}` is `<g_policy, g_p> / (|g_policy| |g_p|)`. A share or cosine of a gradient that is 0 is absent.
-
-    Args:
-        products: `<g_p, g_q>` of each layer.
-        names: Names of the parts; the first one is `POLICY`.
     """
-    return _named("router_gradient", products.sum(0), products, names, layers if per_layer else ())
-
-
-def last_layer_metrics(
-    products: Float[Tensor, "layers parts parts"], names: Sequence[str], layers: Sequence[int], *, per_layer: bool
-) -> dict[str, float]:
-    """Return the metrics of parts that are exact in the last layer alone, under `router_gradient_exact_in_last_layer/`.
-
-    Norms, shares and cosines as in `gradient_metrics`, of the last layer. `per_layer` adds norms and cosines of each
-    layer, where the policy's part holds what later layers' auxiliary losses send back through the hidden states.
-    """
-    prefix = "router_gradient_exact_in_last_layer"
-    return _named(prefix, products[-1], products, names, layers if per_layer else ())
-
-
-def _named(
-    prefix: str,
-    whole: Float[Tensor, "parts parts"],
-    products: Float[Tensor, "layers parts parts"],
-    names: Sequence[str],
-    layers: Sequence[int],
-) -> dict[str, float]:
+    whole = products.sum(0)
     metrics = _norms_and_cosines(whole, names, "")
     if total := float(whole.sum()):
         metrics |= {f"share_{name}": float(row.sum()) / total for name, row in zip(names, whole, strict=True)}
-    # Of no layers, where each one's own are not asked for.
-    for layer, of_layer in zip(layers, products, strict=False):
-        metrics |= _norms_and_cosines(of_layer, names, f"_layer_{layer}")
-    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+    if per_layer:
+        for layer, of_layer in zip(layers, products, strict=True):
+            metrics |= _norms_and_cosines(of_layer, names, f"_layer_{layer}")
+    return {f"router_gradient/{name}": value for name, value in metrics.items()}
 
 
 def _norms_and_cosines(products: Float[Tensor, "parts parts"], names: Sequence[str], ending: str) -> dict[str, float]:

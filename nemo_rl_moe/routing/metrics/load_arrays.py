@@ -13,11 +13,8 @@ import numpy as np
 from nemo_rl_moe.shapes import Bool, Float, Int, Num
 
 
-def utilization(
-    counts: Num[np.ndarray, "*steps layers experts"],
-) -> Float[np.ndarray, "*steps layers experts"]:
-    """Return the load over fair share `[..., layers, experts]`, `E * c / sum c`: 1 is fair, 0 dead; 0 in a layer
-    without load.
+def utilization(counts: Num[np.ndarray, "*steps layers experts"]) -> Float[np.ndarray, "*steps layers experts"]:
+    """Return `E * c / sum c`: 1 is fair, 0 dead; 0 in a layer without load.
 
     Both steps round once at most, so equal loads have equal bits in any layout.
     """
@@ -32,9 +29,7 @@ def coefficient_of_variation(counts: Num[np.ndarray, "*steps layers experts"]) -
     return deviation_of_utilization(utilization(counts)) * (counts.sum(-1) > 0)
 
 
-def deviation_of_utilization(
-    shares: Float[np.ndarray, "*steps layers experts"],
-) -> Float[np.ndarray, "*steps layers"]:
+def deviation_of_utilization(shares: Float[np.ndarray, "*steps layers experts"]) -> Float[np.ndarray, "*steps layers"]:
     """Return the coefficient of variation from the utilization, of layers with load."""
     # The mean of the utilizations is 1: no difference of large numbers, and balance gives exactly 0.
     off = shares - 1
@@ -45,13 +40,7 @@ def deviation_of_utilization(
 def null_variance(
     counts: Num[np.ndarray, "*steps layers experts"], topk: float | Float[np.ndarray, " layers"]
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return the mean square of the coefficient of variation under random routing of the same tokens, `(1 - k / E) * E
-    / (T * k)`.
-
-    Args:
-        counts: Assignments, `T * k` in each layer, where nothing is dropped.
-        topk: Experts that each token is routed to; one number, or one of each layer.
-    """
+    """Return the mean square of cv under random routing of the same tokens, `(1 - k / E) * E / (T * k)`."""
     num_experts, totals = counts.shape[-1], counts.sum(-1)
     variance: Float[np.ndarray, "*steps layers"] = (1 - topk / num_experts) * num_experts / (totals + (totals == 0))
     return np.maximum(variance, 0) * (totals > 0)
@@ -83,14 +72,10 @@ def load_distance(
 def highest_coefficient_of_variation_by_chance(
     counts: Int[np.ndarray, "*steps layers experts"], topk: int, probability: float
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return the quantile of the coefficient of variation under random routing: it is exceeded with about this
-    probability.
+    """Return the quantile of cv under random routing that is exceeded with about this probability (below 0.5).
 
     The sum of squared deviations over its expectation follows chi-square with `E - 1` degrees of freedom over `E - 1`;
     its quantile is approximated as by Wilson and Hilferty (1931).
-
-    Args:
-        probability: Below 0.5.
     """
     num_experts = counts.shape[-1]
     degrees = max(num_experts - 1, 1)
@@ -109,14 +94,9 @@ def dead(counts: Int[np.ndarray, "*steps layers experts"]) -> Bool[np.ndarray, "
 def overload_of_steps(
     counts: Int[np.ndarray, "*steps layers experts"], expert_parallel_size: int
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return the load of the busiest expert-parallel rank over that of the mean one, for the tokens of a whole step
-    together.
+    """Return the load of the busiest expert-parallel rank over the mean one's, for a whole step's tokens together.
 
     The metric `avg_overload_factor` is the mean over microbatches, where chance weighs more, and is higher.
-
-    Args:
-        counts: Assignments; rank r of R would hold the experts `r * E / R .. (r + 1) * E / R - 1`.
-        expert_parallel_size: R, a divisor of E.
     """
     loads = counts.reshape(*counts.shape[:-1], expert_parallel_size, -1).sum(-1)
     totals = loads.sum(-1)

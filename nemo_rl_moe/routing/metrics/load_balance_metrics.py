@@ -70,9 +70,7 @@ def compute_brief_metrics(
 def compute_detailed_metrics(
     layer_loads: Mapping[int, LayerLoad] | Mapping[str, LayerLoad], top_k: int = 5, *, router_topk: int | None = None
 ) -> dict[str, float]:
-    """Return the detailed load balance metrics: the brief ones and `layer_{i}/...` of each layer. Arguments as
-    there.
-    """
+    """Return the brief metrics and `layer_{i}/...` of each layer. Arguments as in `compute_brief_metrics`."""
     return _compute(layer_loads, top_k, router_topk, detailed=True)
 
 
@@ -87,7 +85,6 @@ def load_balance_metrics(
     """Return the brief or detailed metrics of a load matrix: of layers that all have the same number of experts.
 
     Args:
-        load: The load matrix; its layers are the `i` in the keys, and may come in any order.
         router_topk: Experts that each token goes to; None leaves the noise-corrected keys out.
         aux_losses: Load balancing loss of each row before its coefficient; None for one without.
     """
@@ -151,11 +148,7 @@ def _losses_on_host(entries: Sequence[LayerLoad]) -> list[float | None]:
 
 
 def _metrics(
-    layers: LayerStatistics,
-    indices: Sequence[int],
-    aux_losses: Sequence[float | None],
-    top_k: int,
-    detailed: bool,
+    layers: LayerStatistics, indices: Sequence[int], aux_losses: Sequence[float | None], top_k: int, detailed: bool
 ) -> dict[str, float]:
     losses = [loss for loss in aux_losses if loss is not None]
     metrics = {

@@ -32,22 +32,15 @@ class ForwardWatcher:
         self._attention_mask: Tensor | None = None
 
     def enter_model(self, arguments: Mapping[str, Any]) -> None:
-        """Note the start of the model's forward.
-
-        Args:
-            arguments: Arguments of the call, by the names of the parameters.
-        """
         self._gradients_at_entry = torch.is_grad_enabled()
         mask = arguments.get("attention_mask")
         # Masks of more dimensions say who sees whom, not what is padding.
         self._attention_mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
     def leave_model(self) -> None:
-        """Note the end of the model's forward, also of one that failed."""
         self._gradients_at_entry = self._attention_mask = None
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Take one call of a router."""
         raise NotImplementedError
 
     def keep(self, handle: RemovableHandle) -> None:
@@ -55,7 +48,6 @@ class ForwardWatcher:
         self._handles.append(handle)
 
     def remove_hooks(self) -> None:
-        """Remove all hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -108,11 +100,6 @@ class LoadCounter(ForwardWatcher):
 
 
 def watch_model(model: nn.Module, routers: Sequence[tuple[RouterLayer, nn.Module]], watcher: ForwardWatcher) -> None:
-    """Put the hooks on the model and its routers.
-
-    Args:
-        model: What the training loop calls, or a part of it through which each forward pass goes.
-    """
     parameters = list(inspect.signature(model.forward).parameters)
 
     def enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watcher: ForwardWatcher) -> None:
@@ -201,7 +188,6 @@ def enable_load_balance_tracking(model: nn.Module) -> int:
 
 
 def disable_load_balance_tracking(model: nn.Module) -> None:
-    """Stop counting and drop the counts. Does nothing for a model that is not tracked."""
     for module in model.modules():
         counter = _COUNTERS.pop(module, None)
         if counter is not None:

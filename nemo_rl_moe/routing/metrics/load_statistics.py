@@ -1,9 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Load statistics of one step: pure functions of the assignment counts of layers and experts, on the host.
-
-For the worker's metrics; utilization and coefficient of variation are those of `load_arrays`.
-"""
+"""Load statistics of one step: pure functions of the assignment counts of layers and experts, on the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,10 +61,6 @@ def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int
     """Return the positions of order statistics: `sorted(range(n), key=lambda i: (values[i], i))[rank]` for each rank.
 
     The order is total, so equal values cannot be picked differently from one run to the next.
-
-    Args:
-        values: Finite numbers, at least one.
-        ranks: From 0 to n - 1, in any order.
     """
     wanted_ranks = torch.tensor(ranks, dtype=torch.long)
     if len(values) <= _MOST_SORTED:
@@ -97,18 +90,15 @@ class LayerStatistics:
     """Load statistics of each layer, in float64 on the host.
 
     A layer that got no tokens has no imbalance and no live expert: cv, its null and excess, violation, diversity and
-    all utilizations are 0, and the dead fraction is 1. With one expert there is nothing to compare: cv is 0,
-    diversity 1.
+    all utilizations are 0, and the dead fraction is 1. With one expert there is nothing to compare: cv is 0, diversity
+    1.
 
     Attributes:
         utilization: Load over fair share, `E * c / sum c`; 1 is fair, 0 is dead. All experts of the first layer, then
             all of the second, and so on.
-        utilization_mean: Mean of the layer's utilizations: 1, or 0 without load.
         cv: Sample standard deviation (ddof 1) of the loads over their mean.
         cv_null: What cv would be on average (root mean square) if the same tokens were routed at random; None when
             the routers' top-k is not known.
-        cv_excess: `sqrt(max(0, cv^2 - cv_null^2))`; None with `cv_null`.
-        max_violation: Highest utilization - 1.
         expert_diversity: `exp(entropy) / E`; 1 for uniform loads, 1/E for one expert, 0 for no load.
     """
 
@@ -126,12 +116,6 @@ class LayerStatistics:
 def layer_statistics(
     counts_LE: Num[Tensor, "layers experts"], topk: float | Float[np.ndarray, " layers"] | None
 ) -> LayerStatistics:
-    """Return the statistics of each row.
-
-    Args:
-        counts_LE: Assignments of each layer's experts, not negative, on the host.
-        topk: Experts that a token goes to, in all layers or in each; None where that is not known.
-    """
     # Products of counts in fewer bits would not fit.
     counts = (counts_LE if counts_LE.dtype == torch.int64 else counts_LE.to(torch.float64)).numpy()
     num_experts = counts.shape[1]
@@ -139,12 +123,7 @@ def layer_statistics(
     # With p = u / E, exp(-sum p log p) / E is exp(-sum u log u / E). 0 * log(smallest) is 0, the limit of u log u.
     u_log_u = (shares * np.log(np.maximum(shares, _SMALLEST))).sum(1)
     cv = deviation_of_utilization(shares)
-    rows = [
-        shares.sum(1) / num_experts,
-        cv,
-        shares.max(1) - 1,
-        np.minimum(np.exp(u_log_u / -num_experts), 1.0),
-    ]
+    rows = [shares.sum(1) / num_experts, cv, shares.max(1) - 1, np.minimum(np.exp(u_log_u / -num_experts), 1.0)]
     if topk is not None:
         variance = null_variance(counts, topk)
         rows += [np.sqrt(variance), excess_coefficient_of_variation(cv, variance)]
@@ -164,11 +143,7 @@ def layer_statistics(
 
 
 def joined(parts: Sequence[LayerStatistics], rows: Sequence[int]) -> LayerStatistics:
-    """Return the statistics of several groups of layers as one, in the order of the model.
-
-    Args:
-        rows: For each layer of the first part, then the second and so on, its row in the result.
-    """
+    """Return the statistics of several groups of layers as one, in the order of the model."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     num_experts = [number for part in parts for number in part.num_experts]
     utilization = torch.cat([part.utilization for part in parts]).split(num_experts)

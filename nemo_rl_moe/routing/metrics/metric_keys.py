@@ -13,7 +13,6 @@ _INTEGER = re.compile(r"\d+")
 
 
 def outlier_key(layer: int, expert: int) -> str:
-    """Return the metric key of the utilization of one of the most or least loaded experts."""
     return f"{OUTLIER_PREFIX}layer_{layer}_expert_{expert}"
 
 
@@ -31,9 +30,7 @@ def natural_order(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def number_in_name(name: str) -> int | None:
-    """Return the layer's number in a module path: the first component that is a number, else the first number; or
-    None.
-    """
+    """Return the number in a module path: the first component that is one, else the first digits; or None."""
     component = next((part for part in name.split(".") if part.isdecimal()), None)
     if component is not None:
         return int(component)

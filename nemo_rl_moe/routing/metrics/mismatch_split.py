@@ -64,10 +64,6 @@ def gap_metrics(gap: PerToken, limits: RatioLimits | None = None) -> dict[str, f
     - `mult_prob_error`: mean of `exp(|d|)`; 1 is none
     - `effective_samples`: `(sum w)^2 / (n sum w^2)` of the importance weights `w = exp(d)`; 1 is none lost
     - `clip_fraction`: share of tokens whose ratio `exp(d)` is beyond the limits
-
-    Args:
-        gap: At least one token.
-        limits: Limits of the ratio; None: no `clip_fraction`.
     """
     bounded = gap.clip(max=LARGEST_LOG_RATIO)
     weights = np.exp(bounded)
@@ -85,12 +81,7 @@ def gap_metrics(gap: PerToken, limits: RatioLimits | None = None) -> dict[str, f
 
 
 def variance_shares(parts: Mapping[str, PerToken]) -> dict[str, float]:
-    """Return the share of each part in the variance of the total: its covariance with it over that variance; they sum
-    to 1.
-
-    Returns:
-        Empty where all tokens have the same gap.
-    """
+    """Return each part's covariance with the total over the total's variance; they sum to 1. Empty without variance."""
     centered = parts["total"] - parts["total"].mean()
     variance = float(np.square(centered).sum())
     if variance == 0:

@@ -25,18 +25,11 @@ def specialization(
     image_counts: Int[np.ndarray, "*steps layers experts"],
     topk: int | None,
 ) -> Float[np.ndarray, "*steps layers experts"]:
-    """Leaning of each expert, beyond chance: 1 where all its tokens are image tokens, -1 where all are text.
+    """Return each expert's leaning beyond chance: 1 all image tokens, -1 all text; NaN without tokens of both kinds.
 
     With `q` the image share of the expert's tokens, and `b` the furthest that it could be from `s` on its side (`1 - s`
     or `s`), `sign(q - s) sqrt(max(0, (q - s)^2 - v) / (b^2 - v))`, where `v` is the variance of `q` by chance; 0 where
     not even `b` is beyond chance, as for an expert with a few tokens.
-
-    Args:
-        topk: Experts that each token is routed to; None where that is not known: taken for 1, which makes chance larger
-            than it is.
-
-    Returns:
-        NaN where an expert has no token, or its layer tokens of one modality alone.
     """
     shares = image_share_of_layers(counts, image_counts)[..., None]
     off_share = _ratio(image_counts, counts) - shares
@@ -54,17 +47,13 @@ def modality_separation(
     image_counts: Int[np.ndarray, "*steps layers experts"],
     topk: int | None,
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return the separation of image tokens from text tokens by a layer's experts, beyond chance: 0 not at all, 1
-    wholly.
+    """Return how far experts part image from text tokens, beyond chance: 0 not at all, 1 wholly; NaN for one kind.
 
     Cramer's V of modality and expert, `V^2 = sum_e c_e (q_e - s)^2 / (s (1 - s) sum_e c_e)`, corrected for its mean by
     chance `V0^2 = (E' - k) / ((T - 1) k)`, with `E'` the experts that have tokens: `sqrt(max(0, V^2 - V0^2) / (1 -
-    V0^2))`. The correction is that of Bergsma (2013, Journal of the Korean Statistical Society 42) with the mean of
-    the permutation, which holds for tokens that go to several experts. 0.5 in an even mix means that experts have
-    three tokens of one modality for each of the other.
-
-    Returns:
-        NaN in a layer with tokens of one modality alone.
+    V0^2))`. The correction is that of Bergsma (2013, Journal of the Korean Statistical Society 42) with the mean of the
+    permutation, which holds for tokens that go to several experts. 0.5 in an even mix means that experts have three
+    tokens of one modality for each of the other.
     """
     shares = image_share_of_layers(counts, image_counts)
     tokens, totals = _num_tokens(counts, topk), counts.sum(-1)
@@ -80,14 +69,10 @@ def modality_separation(
 def modality_overlap(
     counts: Int[np.ndarray, "*steps layers experts"], image_counts: Int[np.ndarray, "*steps layers experts"]
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return the overlap of the experts of image tokens and of text tokens: 1 for the same load, 0 where they share no
-    expert.
+    """Return the overlap of image and text tokens' experts: 1 same load, 0 none shared; NaN for one kind.
 
     Weitzman's coefficient `sum_e min(i_e / sum i, t_e / sum t)` of the loads `i` of image and `t` of text tokens: what
     of one kind's load stays in place if the other's routes were taken for it. Chance leaves it a little below 1.
-
-    Returns:
-        NaN in a layer with tokens of one modality alone.
     """
     text_counts = counts - image_counts
     shares = [_ratio(of_kind, of_kind.sum(-1, keepdims=True)) for of_kind in (image_counts, text_counts)]

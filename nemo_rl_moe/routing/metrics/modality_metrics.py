@@ -15,12 +15,6 @@ _OF_EACH = ("max_violation", "expert_diversity", "dead_expert_frac")
 
 
 def modality_metrics(load: ExpertLoad, *, detailed: bool = False) -> dict[str, float]:
-    """Return the load balance of image tokens and of text tokens by themselves, and how far experts part them.
-
-    Returns:
-        Key to value, without the `moe/` prefix; empty where image tokens are not counted apart. Where all tokens
-        are of one modality, `image/token_share` alone.
-    """
     if load.image_counts is None:
         return {}
     counts, image_counts = load.counts, load.image_counts

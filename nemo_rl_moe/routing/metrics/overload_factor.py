@@ -28,7 +28,6 @@ class StageEvents:
     Attributes:
         events: (kind, chunk, microbatch) in the order in which the schedule ran them; kind is 1 for a forward and -1
             for a backward pass, chunk counts the stage's virtual stages.
-        chunk_layers: For each chunk, the positions of its MoE layers on the axis L.
     """
 
     events: Sequence[tuple[int, int, int]]
@@ -36,8 +35,6 @@ class StageEvents:
 
 
 class PredictedOverload(NamedTuple):
-    """Overload factors of one expert-parallel size."""
-
     average: float
     maximum: float
 
@@ -63,7 +60,7 @@ def rank_loads(
 
 def overload_factors(
     loads_DMLR: Num[Tensor, "slices *events ranks"], *, of_nothing: float = 1.0
-) -> Float[Tensor, "slices *events"]:
+) -> Float[Tensor, " slices *events"]:
     """Return the highest load over mean load; `of_nothing` where a slice routed nothing.
 
     Counts are integers, so balanced loads give exactly 1, all tokens on one rank exactly R, and one rank exactly 1.
@@ -112,10 +109,6 @@ class OverloadSums:
 
     An event is a layer in a microbatch of a slice. Sums of `factors` and `routed` and maxima of `maxima` over parts of
     the events are those of all of them, so that ranks can share the events out among themselves.
-
-    Attributes:
-        factors: Sum over the events that routed anything.
-        maxima: Highest factor; 1 without any.
     """
 
     factors: Float[Tensor, "sizes layers"]
@@ -173,12 +166,6 @@ def overload_sums(
 def overload_metrics(
     sums: OverloadSums, layer_indices: Sequence[int], peak_ratio: float | None = None, *, per_layer: bool = False
 ) -> dict[str, float]:
-    """Return the overload metrics of one step.
-
-    Returns:
-        `avg_overload_factor` and `max_overload_factor` over all layers, microbatches and slices that routed anything,
-        and `max_cum_overload_factor`, over all ranks. 1 where nothing was routed at all.
-    """
     of_all, *_ = predictions(sums)
     metrics = {"avg_overload_factor": of_all.average, "max_overload_factor": of_all.maximum}
     if peak_ratio is not None:

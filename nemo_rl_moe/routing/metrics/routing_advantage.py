@@ -24,12 +24,6 @@ _MOST_COUNTS = 1 << 18
 
 @dataclass(frozen=True)
 class AdvantageScores:
-    """Scores of a step's experts.
-
-    Attributes:
-        scores: `advantage_scores` of shares, on the host.
-    """
-
     layers: tuple[int, ...]
     scores: Float[Tensor, "layers experts"]
 
@@ -40,14 +34,7 @@ def add_sequence_assignments(
     routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"] | Int[Tensor, "layers tokens topk"],
     rows: Int[Tensor, " tokens"],
 ) -> None:
-    """Add one router call, or those of several layers, to the counts, in place, without a host synchronisation.
-
-    Args:
-        counts: Assignments of each row, a sequence, so far.
-        layer: Position of the router's layer; positions of several, where these are given by indices.
-        routed: A map of the assignments, or the indices of the experts that each token is routed to.
-        rows: Row of each token.
-    """
+    """Add one router call, or those of several layers, to the counts of sequences, in place, without a host sync."""
     if routed.dtype == torch.bool:
         counts[:, layer].index_add_(0, rows, routed.to(counts.dtype))
         return
@@ -57,21 +44,12 @@ def add_sequence_assignments(
 
 
 class CentredAdvantages(NamedTuple):
-    """Advantages less the means of their groups.
-
-    Attributes:
-        off_mean: `a_s - mean a` of each sequence.
-        spread: `sum_s (a_s - mean a)^2 / (m - 1)` of its group, which has `m` sequences.
-        sizes: `m`.
-    """
-
     off_mean: Float[Tensor, " sequences"]
     spread: Float[Tensor, " sequences"]
     sizes: Float[Tensor, " sequences"]
 
 
 def centred(advantages: Float[Tensor, " sequences"], groups: Int[Tensor, " sequences"]) -> CentredAdvantages:
-    """Return the advantages less the means of their groups, in float64."""
     values, numbers = advantages.double().numpy(), groups.numpy()
     sizes = np.bincount(numbers)
     # Off one of the group first: a mean of equal numbers can be off by their last bit, and no spread be a tiny one.
@@ -94,8 +72,7 @@ def sums_of_groups(
 def beyond_length(
     counts: Float[Tensor, "sequences *layers experts"], of_groups: Float[Tensor, "sequences *layers experts"]
 ) -> Float[Tensor, "sequences *layers experts"]:
-    """Return the excess of a sequence's assignments over its length's share: `n[s,e] - T[s] p[g,e]`, exactly 0 where
-    it has none.
+    """Return the excess of a sequence's assignments over its length's share: `n[s,e] - T[s] p[g,e]`.
 
     `T[s] = sum_e n[s,e]`, and `p[g,e]` is the expert's share of all tokens of the sequence's group. Both add up to 0:
     over the experts of a sequence, and over the sequences of a group.
@@ -107,16 +84,10 @@ def beyond_length(
 def permutation_moments(
     off_mean: Float[Tensor, "sequences experts"], advantages: CentredAdvantages
 ) -> tuple[Float[Tensor, " experts"], Float[Tensor, " experts"]]:
-    """`S[e] = sum_s a_s n[s,e]` less its mean, and its variance, where advantages change places within their groups.
+    """Return `S[e] = sum_s a_s n[s,e]` less its mean, and its variance, where advantages change places within groups.
 
-    For a group of `m` sequences, `E = mean(a) * sum_s n` and
-    `Var = sum_s (a_s - mean a)^2 * sum_s (n_s - mean n)^2 / (m - 1)`; those of all groups add up.
-
-    Args:
-        off_mean: `n_s - mean n`, the counts less the means of their groups.
-
-    Returns:
-        `S - E` and `Var`; both exactly 0 where the variance is.
+    For a group of `m` sequences, `E = mean(a) * sum_s n` and `Var = sum_s (a_s - mean a)^2 * sum_s (n_s - mean n)^2 /
+    (m - 1)`; those of all groups add up.
     """
     return advantages.off_mean @ off_mean, advantages.spread @ off_mean.square()
 
@@ -126,17 +97,7 @@ def advantage_scores(
     advantages: Float[Tensor, " sequences"],
     groups: Int[Tensor, " sequences"],
 ) -> tuple[Float[Tensor, "layers experts"], Float[Tensor, "layers experts"]]:
-    """`z = (S - E) / sqrt(Var)` of `permutation_moments`; NaN where the variance is 0.
-
-    Args:
-        counts: Tokens of each sequence that a layer sends to an expert; these and what follows on the host.
-        groups: Sequences whose advantages were compared with each other have the same number. Where no group has two,
-            all are one.
-
-    Returns:
-        Scores of the counts, and scores of shares, the counts `beyond_length`: an expert prefers what has a larger
-        share of its own tokens than of all, and an advantage that goes with length is no preference.
-    """
+    """Return `z = (S - E) / sqrt(Var)` of the counts, and of shares (`beyond_length`); NaN where the variance is 0."""
     numbers, groups = groups.unique(return_inverse=True)
     if len(groups) == len(numbers):
         groups = torch.zeros_like(groups)
@@ -162,9 +123,6 @@ def advantage_metrics(
 
     `excess` is the mean of `z^2 - 1`, which is 0 by chance, and `max_abs_z` the largest size of a score, of all layers
     and experts and of each layer's.
-
-    Args:
-        of_shares: They are of shares: so are the names, `excess_of_shares` and `max_abs_z_of_shares`.
     """
     kind, on_host = "_of_shares" if of_shares else "", scores.cpu().numpy()
     is_known = ~np.isnan(on_host)

@@ -26,11 +26,7 @@ TABLE = StepTable(FOLDER_NAME, ("step", "layer", "expert"), {"score": pa.float32
 
 @dataclass(frozen=True)
 class AdvantageHistory:
-    """Scores of every expert over the steps of a run.
-
-    Attributes:
-        scores: NaN where an expert has none.
-    """
+    """Scores of every expert over the steps of a run."""
 
     steps: Int[np.ndarray, " steps"]
     layers: Int[np.ndarray, " layers"]
@@ -38,12 +34,9 @@ class AdvantageHistory:
 
 
 class AdvantageWriter(StepTableWriter["AdvantageScores"]):
-    """Writer of the scores of each step."""
-
     table = TABLE
 
     def write(self, step: int, artifact: "AdvantageScores") -> None:
-        """Add one step; steps ascend."""
         scores = artifact.scores.numpy().astype(np.float32)
         self.add(step, (artifact.layers, range(scores.shape[1])), {"score": scores})
 

@@ -1,10 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the arrays that a training step leaves beside its metrics; `runs/loggers/artifacts.py` writes and plots
-them.
-
-Ranks import this module too: it loads nothing.
-"""
+"""Names of the arrays that a training step leaves beside its metrics. Ranks import it too: it loads nothing."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,16 +18,9 @@ StepArtifacts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ArtifactKey(Generic[Artifact]):
-    """Name of one kind of artifact, with its type.
-
-    Attributes:
-        name: In snake case; warnings show it with spaces.
-    """
-
     name: str
 
     def of(self, artifacts: StepArtifacts) -> Artifact | None:
-        """Return the artifact of this kind; None where the step has none."""
         return cast("Artifact | None", artifacts.get(self.name))
 
 

@@ -33,6 +33,8 @@ from nemo_rl_moe.runs.folder.captured_sequences import (
 
 FORMAT, VERSION = "routing-capture", 1
 DESCRIPTION_FILE = "capture.json"
+_OLD_FORMAT, _OLD_DESCRIPTION_FILE = "routing-tape", "tape.json"  # older name
+CAPTURE_FOLDERS = ("capture", "tape")  # older name last
 CAPTURE_FOLDER = "capture"
 """Folder of captured routes in a run's folder."""
 _TOKEN_TYPES: Mapping[str, pa.DataType] = {name: pa.from_numpy_dtype(kind) for name, kind in TOKEN_TYPES.items()}
@@ -50,7 +52,6 @@ class CaptureFolderWriter:
     """Writer of one process; others write into the same folder at the same time.
 
     Args:
-        folder: Is made where it is missing.
         name: Name of this writer, such as "rank-3": letters, digits and dashes; findings name it. None: a random one.
 
     Raises:
@@ -115,9 +116,7 @@ class CaptureFolderWriter:
 
 
 def _moved(staging: Path, path: Path) -> bool:
-    """Return True once a file has its name; False where that name is taken: by a run that was resumed, or another
-    writer.
-    """
+    """Return False where the name is taken: by a run that was resumed, or another writer."""
     if path.exists():
         return False
     try:

@@ -36,7 +36,6 @@ class CaptureDescription:
 
     Attributes:
         layers: Indices of the MoE layers in the whole model, ascending.
-        made_by: For the reader of the folder.
         is_exact: Rollout and training had the same weights and computed in float32: their routes differ by near ties
             alone.
     """
@@ -59,7 +58,6 @@ class CapturedSequence:
     """One sequence as it is written.
 
     Attributes:
-        name: Names its source.
         columns: Values on the token axis; experts may end with the token before the last, which no engine feeds.
     """
 
@@ -104,11 +102,7 @@ def checked_column(
 
 
 def rows_of(description: CaptureDescription, step: int, sequences: Sequence[CapturedSequence]) -> CapturedRows:
-    """Return sequences that are in memory as a reader of a folder gives them.
-
-    Raises:
-        ValueError: A column has another shape than the description says.
-    """
+    """Return sequences that are in memory as a reader of a folder gives them."""
     columns = {}
     for name, kind in TOKEN_TYPES.items():
         values = [checked_column(description, sequence, name) for sequence in sequences]

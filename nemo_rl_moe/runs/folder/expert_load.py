@@ -30,7 +30,6 @@ class ExpertLoadHistory:
     """Load of every expert over the steps of a run.
 
     Attributes:
-        counts: Each real token counts `topk` times.
         image_counts: Counts of image tokens; None where the run did not count them apart.
     """
 
@@ -46,12 +45,9 @@ class ExpertLoadHistory:
 
 
 class ExpertLoadWriter(StepTableWriter["ExpertLoad"]):
-    """Writer of the load matrix of each step."""
-
     table = TABLE
 
     def write(self, step: int, artifact: "ExpertLoad") -> None:
-        """Add one step; steps ascend."""
         values = {"count": artifact.counts.numpy()}
         if artifact.image_counts is not None:
             values[IMAGE_COUNT] = artifact.image_counts.numpy()
@@ -59,13 +55,6 @@ class ExpertLoadWriter(StepTableWriter["ExpertLoad"]):
 
 
 def read_expert_load(run_folder: Path, first_step: int = 0) -> ExpertLoadHistory:
-    """Read the expert load that a run has written so far, each step once.
-
-    Raises:
-        FileNotFoundError: There is no such step.
-        DataError: A file is damaged, for example by a copy that was interrupted; or it counts more image tokens than
-            tokens.
-    """
     rows = read_steps(TABLE, run_folder, first_step)
     steps, layers, _ = rows.axes
     counts, image_counts = rows.values["count"], rows.values.get(IMAGE_COUNT)
@@ -83,12 +72,9 @@ class ExpertLoadTail:
         self.problems: list[str] = []
 
     def read(self, last_step: int) -> ExpertLoadHistory | None:
-        """Step written since the last call; None where there are none.
+        """Read what was written since the last call, up to `last_step`; None where there is none.
 
         Behind a damaged file only `last_step` is read, and `problems` names the file.
-
-        Args:
-            last_step: The last step to take: later ones may be left from before the run was resumed.
         """
         try:
             found = self._read(self._next_step, last_step)

@@ -36,12 +36,6 @@ class ScoredTrajectory(Protocol):
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """One line of `environment_failures.jsonl`.
-
-    Attributes:
-        step: The step; of a validation, the step that it followed.
-    """
-
     step: int
     failed: FailedResponses
 
@@ -65,13 +59,11 @@ class FailureWriter:
         self._lines: LineFile | None = None
 
     def write(self, step: int, failed: FailedResponses) -> None:
-        """Add the failures of a step or a validation."""
         self._lines = self._lines or LineFile(self._path, self._warn, self._message)
         values = {"failed": failed.number, "responses": failed.responses, "first": failed.first}
         self._lines.append([json.dumps({"step": step, "split": failed.split, **values})])
 
     def close(self) -> None:
-        """Try once more to write what is kept."""
         if self._lines is not None:
             self._lines.close()
 
@@ -84,7 +76,6 @@ class FailuresTail(LineTail[FailureRecord]):
 
 
 def failures_by_step(records: Sequence[FailureRecord]) -> dict[int, list[FailedResponses]]:
-    """Return the failures of each step that has any."""
     found: dict[int, list[FailedResponses]] = {}
     for record in records:
         found.setdefault(record.step, []).append(record.failed)

@@ -54,11 +54,7 @@ def create_run_folder(log_dir: str | Path, run_id: str | None = None, algorithm:
     Two processes that call this at the same moment get two folders.
 
     Args:
-        log_dir: The log folder.
         run_id: Id by which `find_run_folder` finds the folder again; None: a random one.
-
-    Returns:
-        The new folder; it holds nothing but `run.json`.
 
     Raises:
         ConfigurationError: The folder cannot be made there.
@@ -130,11 +126,6 @@ def write_run_files(
     and of the packages, `git.json` the state of the git checkout around the working directory. A resumed run leaves
     these as they were first written; contents that differ go into files beside them, such as
     `config_resumed_at_step_40.yaml`.
-
-    Args:
-        resolved_config: The nested configuration, nothing left to resolve.
-        extra: Further files: name to content, each written as `<name>.json`.
-        resumed_at: Step of the checkpoint from which the run resumes; None for a new run.
     """
     config = yaml.safe_dump(to_plain(resolved_config), sort_keys=False, allow_unicode=True)
     contents = {"versions": collect_versions(), "git": read_git_state(Path.cwd()), **extra}
@@ -149,9 +140,7 @@ def write_run_files(
 
 
 def collect_versions() -> dict[str, Any]:
-    """Return the versions of Python, the platform and the packages that shape a run's numbers; None where not
-    installed.
-    """
+    """Return the versions of Python, the platform and the packages that shape a run's numbers."""
     return {
         "nemo_rl_moe": nemo_rl_moe.__version__,
         "python": sys.version.split()[0],
@@ -163,12 +152,8 @@ def collect_versions() -> dict[str, Any]:
 def read_git_state(directory: Path) -> dict[str, Any]:
     """Return the state of the git checkout around a directory.
 
-    Survives a machine without git and a folder that is no repository: the result says so. The address of the remote
-    is left out, since it may carry a password.
-
-    Returns:
-        `{"available": True, "root", "commit", "branch", "dirty", "untracked_files", "diff_stat"}`, where `commit` is
-        None before the first commit and `branch` None for a detached head; or `{"available": False, "reason"}`.
+    Survives a machine without git and a folder that is no repository: the result says so. The address of the remote is
+    left out, since it may carry a password.
     """
     try:
         root = _git(directory, "rev-parse", "--show-toplevel")

@@ -19,7 +19,6 @@ class NewRecords(Generic[Record]):
 
     Attributes:
         begins_anew: Whether the file has been cut or replaced: these are all of its records, earlier ones are void.
-        num_damaged: Lines that are no records.
     """
 
     records: list[Record]
@@ -32,10 +31,6 @@ class LineTail(Generic[Record]):
 
     Survives a torn last line, which is left for the next look, and a run that was resumed meanwhile, which cuts its
     file back to the checkpoint.
-
-    Args:
-        path: The file, which need not exist yet.
-        parse: Reads a line, of the file that it names; raises a DataError where it is no record.
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes, str], Record]):
@@ -44,11 +39,7 @@ class LineTail(Generic[Record]):
         self._last_bytes = b""
 
     def read(self) -> NewRecords[Record]:
-        """Return lines that have been written since the last call.
-
-        Raises:
-            DataError: The file cannot be read.
-        """
+        """Return the lines that were written since the last call."""
         try:
             with self._path.open("rb") as file:
                 return self._read(file)

@@ -62,11 +62,6 @@ class LineFile:
     Survives a full disk: up to 64 MiB of lines wait in memory and are written when there is space again. A file that
     somebody removes, with its folder perhaps, is begun anew, with a warning. A kill may leave a torn last line, which
     `rewind_lines` removes before a run goes on.
-
-    Args:
-        path: The file, created by the first call even where that brings no line.
-        warn: Called once when writing fails, and when lines are lost.
-        message: Called when writing works again.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None], message: Callable[[str], None]):
@@ -100,12 +95,9 @@ class LineFile:
             self._warn(f"{self._path} was removed; it is begun anew, and lacks the lines before")
 
     def flush_to_disk(self) -> bool:
-        """Write the waiting lines and wait until the disk has them (fsync); may be called from any thread.
+        """Write the waiting lines and fsync; False where the disk does not take them. Any thread may call it.
 
         A checkpoint must not outlive, in a power failure, the metrics of its steps.
-
-        Returns:
-            False where lines still wait because the disk does not take them.
         """
         try:
             with self._lock:
@@ -120,7 +112,7 @@ class LineFile:
         return True
 
     def close(self) -> None:
-        """Write the waiting lines if the disk takes them, and closes the file."""
+        """Write the waiting lines if the disk takes them, and close the file."""
         self.append(())
         with self._lock:
             self._release()
@@ -174,11 +166,7 @@ def _is_in_place(file: FileIO, path: Path) -> bool:
 
 
 def rewind_lines(path: Path, step: int) -> None:
-    """Cut a file of JSON records at the first record of a later step, and a torn last line; steps ascend.
-
-    Raises:
-        OSError: The file cannot be cut.
-    """
+    """Cut a file of JSON records at the first record of a later step, and a torn last line; steps ascend."""
     with path.open("r+b") as file:
         end = 0
         for line in file:
@@ -191,7 +179,7 @@ def rewind_lines(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """Step of a record; minus infinity for a line that is not a record, which is kept."""
+    """Return the step of a record; minus infinity for a line that is not one, which is kept."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -19,23 +19,15 @@ MetricHistory = dict[str, list[tuple[int, float]]]
 """Metrics of a run: complete key to `(step, value)` pairs, steps ascending."""
 METRICS_FILE_NAME = "metrics.jsonl"
 RENAMED_METRICS = {
-    "train/moe/routing/tape_bytes": "train/moe/routing/captured_bytes",  # older name
+    "train/moe/routing/tape_bytes": "train/moe/routing/captured_bytes"  # older name
 }
 """Keys in files of older runs, and what they are called now."""
 LAST_STEP = 10**8 - 1
-"""Names of files have eight digits for a step."""
 _LAST_SECOND = 253_402_300_799  # of the year 9999
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Record of one step: one line of the file.
-
-    Attributes:
-        time: Unix seconds when the line was written.
-        metrics: Complete key to value; NaN and infinities are floats again.
-    """
-
     step: int
     time: float
     metrics: dict[str, float]
@@ -55,7 +47,6 @@ class JsonlLogger:
         self._lines = LineFile(run_folder / METRICS_FILE_NAME, warn, message)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line."""
         record = {"step": step, "time": time.time(), "metrics": {key: json_number(v) for key, v in metrics.items()}}
         self._lines.append([json.dumps(record, allow_nan=False)])
 
@@ -67,7 +58,6 @@ class JsonlLogger:
         """Do nothing: the run folder holds the configuration as `config.yaml`."""
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Close the file."""
         self._lines.close()
 
 
@@ -105,7 +95,7 @@ class MetricsTail(LineTail[StepRecord]):
 
 
 def parse_record(line: bytes, place: str) -> StepRecord:
-    """Step record in one line of the file.
+    """Parse one line of the file.
 
     Raises:
         DataError: It is not a step record.

@@ -56,8 +56,6 @@ class RoutingHistory:
     """Content of a run's captures over its steps.
 
     Attributes:
-        rows: Rows by kind, in the order of `Row`.
-        slots: Single experts of usable rows.
         slot_chance: Share of these on which capture and router agree by chance; NaN without usable rows.
         margins: Usable rows by class of the router's margin: all, and those that differ.
         layer_overlap: Of a sample, the share of the capture's experts in one layer that routers of another would choose
@@ -74,14 +72,11 @@ class RoutingHistory:
 
 
 class RoutingWriter(StepTableWriter["RoutingReport"]):
-    """Writer of what each step's capture holds, and of its anomalies."""
-
     table = TABLE
     line_files = (ANOMALIES_FILE_NAME,)
     _anomalies: LineFile | None = None
 
     def write(self, step: int, artifact: "RoutingReport") -> None:
-        """Add one step; steps ascend."""
         from nemo_rl_moe.routing.agreement.statistics import slot_chance
 
         totals = artifact.totals
@@ -96,7 +91,6 @@ class RoutingWriter(StepTableWriter["RoutingReport"]):
             self._anomalies.append(json.dumps(_record(step, anomaly)) for anomaly in artifact.anomalies)
 
     def close(self) -> None:
-        """Try once more to write what is kept."""
         super().close()
         if self._anomalies is not None:
             self._anomalies.close()
@@ -124,8 +118,6 @@ def read_routing(run_folder: Path, first_step: int = 0) -> RoutingHistory:
 
 @dataclass(frozen=True)
 class AnomalyRecord:
-    """One line of `routing_anomalies.jsonl`."""
-
     step: int
     anomaly: RoutingAnomaly
 
@@ -138,7 +130,6 @@ class AnomaliesTail(LineTail[AnomalyRecord]):
 
 
 def anomalies_by_step(records: Sequence[AnomalyRecord]) -> dict[int, list[RoutingAnomaly]]:
-    """Return the anomalies of each step that has any."""
     found: dict[int, list[RoutingAnomaly]] = {}
     for record in records:
         found.setdefault(record.step, []).append(record.anomaly)

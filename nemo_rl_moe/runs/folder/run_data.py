@@ -38,8 +38,6 @@ _MOST_VALUES, _LARGEST_NUMBER = 100_000, 2.0**53
 
 @dataclass(frozen=True)
 class Series:
-    """Values of one metric over the steps."""
-
     steps: Int[np.ndarray, " steps"]
     values: Float[np.ndarray, " steps"]
 
@@ -50,15 +48,8 @@ class RunData:
 
     Attributes:
         metrics: Complete key to its series.
-        expert_load: None where the run did not track its experts.
-        config: Resolved configuration; empty where the folder has none.
         moe_configuration: Router settings that were in force; empty for a dense model.
         notes: One line for each file that could not be read.
-        routing: Statistics of the captured routes; None where the run has none.
-        advantages: Scores of experts by advantage; None where the run has none.
-        anomalies: Anomalies of the captured routes, by step.
-        failures: Responses that the environment failed to score, by step.
-        label: Name in a report, where it is not the end of the folder's path.
         rank_names: Names of data-parallel ranks, where they have any.
     """
 
@@ -143,9 +134,7 @@ def read_run(folder: Path) -> RunData:
 
 
 def describe_run(folder: Path) -> RunData:
-    """Return the configuration of a run, which is in its folder before the first step; no metrics and no expert
-    load.
-    """
+    """Return the configuration of a run, which is in its folder before the first step."""
     notes: list[str] = []
     config, moe = (_mapping(folder / name, notes) for name in (CONFIG_FILE_NAME, EFFECTIVE_MOE_FILE_NAME))
     return RunData(folder, {}, None, config, moe, notes)

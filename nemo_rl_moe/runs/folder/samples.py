@@ -63,10 +63,6 @@ class SampleLog:
 
     The same prompts come first in every validation. Thumbnails are of responses that `read_samples` may choose: the
     first ones to the first prompts, of all validations and of `has_images` steps.
-
-    Args:
-        num_to_save: Responses to save of each step and each validation; None: all. Above 0, a few that could not be
-            scored are saved besides.
     """
 
     def __init__(self, run_folder: Path, console: Console, num_to_print: int, num_to_save: int | None):
@@ -87,7 +83,6 @@ class SampleLog:
         """Write the trajectories of a step.
 
         Args:
-            split: `train` or `val`.
             trajectories: As many for each prompt, one prompt after the other.
         """
         kept = [*trajectories[: self._num_to_save], *self._further_failures(trajectories)]
@@ -108,9 +103,7 @@ class SampleLog:
 
 
 def has_images(step: int) -> bool:
-    """Return True for the steps of training that keep images: all below 20, each tenth below 200, hundredth below
-    2000.
-    """
+    """Return whether a training step keeps images: all below 20, each tenth below 200, hundredth below 2000."""
     return step % 10 ** (len(str(step // 2)) - 1) == 0
 
 
@@ -142,11 +135,11 @@ def _record(step: int, split: str, trajectory: SavedTrajectory, thumbnails: Sequ
 
 
 def _shown(trajectory: SavedTrajectory) -> str:
-    """Return one line: `  right   228+378=  ->  <think></think>606`."""
-    verdict = "right" if trajectory.is_correct else "cut off" if trajectory.is_truncated else "wrong"
+    """Return one line: `  right      228+378=  ->  <think></think>606`."""
+    verdict = "right" if trajectory.is_correct else "truncated" if trajectory.is_truncated else "wrong"
     if trajectory.fault is not None:
         verdict = "failed"
-    return f"  {verdict:8}{_on_one_line(trajectory.prompt_text)}  ->  {_on_one_line(trajectory.response_text)}"
+    return f"  {verdict:11}{_on_one_line(trajectory.prompt_text)}  ->  {_on_one_line(trajectory.response_text)}"
 
 
 def _on_one_line(text: str) -> str:
@@ -159,12 +152,7 @@ STEPS_OF_A_SPLIT, PROMPTS_OF_A_STEP, LONGEST_TEXT = 4, 6, 2000
 
 
 def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Return the responses to the first prompts of four evenly spaced steps of training and of validation, the last
-    one included.
-
-    Where a run has images, all but the last are steps that have some. Validation comes first. A torn last line is
-    skipped.
-    """
+    """Return responses to the first prompts of four evenly spaced steps of training and of validation."""
     path = folder / SAMPLES_FILE_NAME
     if not path.is_file():
         return []
@@ -199,11 +187,7 @@ def _shown_steps(steps: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> list[i
 
 
 def named_thumbnails(path: Path) -> set[str]:
-    """Return the names of all thumbnails in a file of samples; none where there is no such file.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return the names of all thumbnails in a file of samples; none where there is no such file."""
     if not path.is_file():
         return set()
     with path.open("rb") as lines:
@@ -254,7 +238,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _verdict(record: dict[str, Any]) -> str:
     if record.get("fault"):
         return str(record["fault"])[:LONGEST_TEXT]
-    return "right" if record.get("is_correct") else "cut off" if record.get("is_truncated") else "wrong"
+    return "right" if record.get("is_correct") else "truncated" if record.get("is_truncated") else "wrong"
 
 
 def _short(text: Any, length: int = LONGEST_TEXT) -> str:

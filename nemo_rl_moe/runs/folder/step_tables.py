@@ -41,10 +41,8 @@ class StepTable:
     """Form of a table: for each step a row for each place.
 
     Attributes:
-        axes: Columns that number the places, `step` first.
         values: Further columns, by their types: counts, or shares from 0 on, which may be NaN.
         is_signed: They may be below 0 too.
-        optional: Further columns that a run has at every step or at none.
     """
 
     folder_name: str
@@ -62,13 +60,6 @@ class StepTable:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rows of one or several steps.
-
-    Attributes:
-        axes: Numbers along each axis of the table, ascending: first the steps.
-        values: Column to its values, in the shape of the axes.
-    """
-
     axes: tuple[Int[np.ndarray, " places"], ...]
     values: Mapping[str, NDArray[Any]]
 
@@ -85,14 +76,6 @@ class StepTableWriter(ABC, Generic[Artifact]):
 
     Survives a full disk: the newest 1,000 steps are kept in memory meanwhile and written when there is space again;
     training goes on.
-
-    Args:
-        warn: Called once when writing fails, and when steps are lost.
-        message: Called when writing works again.
-        max_delay_s: Seconds since the last file was written in which steps are kept for the next one.
-
-    Attributes:
-        line_files: Names of the files of lines, `{"step": ...}` each, that it writes beside the table.
     """
 
     table: ClassVar[StepTable]
@@ -121,12 +104,6 @@ class StepTableWriter(ABC, Generic[Artifact]):
         """Add one step; steps ascend."""
 
     def add(self, step: int, places: Sequence[Sequence[int]], values: Mapping[str, NDArray[Any]]) -> None:
-        """Add the rows of one step; steps ascend.
-
-        Args:
-            places: Numbers along each axis behind the first, ascending.
-            values: Column to its values, in the shape of these axes.
-        """
         axes = (np.array([step]), *map(np.asarray, places))
         self._kept.append(StepRows(axes, {name: of_step[None] for name, of_step in values.items()}))
         if len(self._kept) > _MOST_STEPS_KEPT:
@@ -136,12 +113,10 @@ class StepTableWriter(ABC, Generic[Artifact]):
             self._write_kept()
 
     def flush(self) -> None:
-        """Write what is kept."""
         if self._kept:
             self._write_kept()
 
     def close(self) -> None:
-        """Try once more to write what is kept."""
         self.flush()
         if lost := self._num_lost + len(self._kept):
             self._warn(f"{self._name} lacks {lost} steps that could not be written")
@@ -193,12 +168,7 @@ class StepTableWriter(ABC, Generic[Artifact]):
 
 
 def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepRows:
-    """Read the rows that a run has written so far, each step once.
-
-    Raises:
-        FileNotFoundError: There is no such step.
-        DataError: A file is damaged, for example by a copy that was interrupted.
-    """
+    """Read the rows that a run has written so far, each step once."""
     folder = run_folder / table.folder_name
     parts: list[StepRows] = []
     # File by file: the rows of all steps together would take several times the memory of their values.
@@ -302,11 +272,7 @@ def _write_whole(content: pa.Table, path: Path, compression: str = "zstd") -> No
 
 
 def _file(table: StepTable, path: Path) -> pa.Table:
-    """Return the rows of one file.
-
-    Raises:
-        ValueError: They are more than its steps can have: some kilobytes may say that there are billions.
-    """
+    """Return the rows of one file."""
     metadata = pq.read_metadata(path)
     if metadata.num_rows > _MOST_ROWS:
         raise ValueError(f"{metadata.num_rows:,} rows, expected at most {_MOST_ROWS:,}")
@@ -314,14 +280,7 @@ def _file(table: StepTable, path: Path) -> pa.Table:
 
 
 def _as_rows(table: StepTable, content: pa.Table, last: int) -> StepRows:
-    """Return the rows of one file.
-
-    Args:
-        last: The last step, by the file's name.
-
-    Raises:
-        ValueError: They are not a row for each place, for each step.
-    """
+    """Check and return the rows of one file, of which `last` is the last step."""
     if any(column.null_count for column in content.columns):
         raise ValueError("it has rows without a number")
     numbers = [content[axis].to_numpy() for axis in table.axes]

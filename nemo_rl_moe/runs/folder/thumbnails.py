@@ -43,9 +43,6 @@ class ThumbnailWriter:
     """Writer of thumbnails, each model image once in a run.
 
     Survives a disk that takes none: it warns once, and samples go without until it takes some again.
-
-    Args:
-        warn: Called once when writing fails, and once when the run has as many as it may.
     """
 
     def __init__(self, run_folder: Path, warn: Callable[[str], None]):
@@ -55,12 +52,7 @@ class ThumbnailWriter:
         self._written: set[str] | None = None
 
     def write(self, model_images: Iterable[SavedImage]) -> list[str]:
-        """Write the first model images of a sample; those that the run has are not written again.
-
-        Returns:
-            Names of its thumbnails in the folder; fewer than there are model images where the disk or the limit is
-            full.
-        """
+        """Write the first model images of a sample, each once in a run; return the names of those that are there."""
         names = []
         for model_image in list(model_images)[:IMAGES_OF_A_SAMPLE]:
             try:
@@ -137,11 +129,7 @@ def read_thumbnail(run_folder: Path, name: str) -> bytes:
 
 
 def remove_thumbnails(run_folder: Path, named: Collection[str]) -> None:
-    """Remove the thumbnails that no sample names any more; other files stay.
-
-    Raises:
-        OSError: One cannot be removed.
-    """
+    """Remove the thumbnails that no sample names any more; other files stay."""
     folder = run_folder / FOLDER_NAME
     for path in folder.iterdir() if folder.is_dir() else ():
         if _FILE_NAME.fullmatch(path.name) and path.stem not in named:

@@ -15,8 +15,8 @@ from nemo_rl_moe.config.schema_run import AlertsConfig
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
+from nemo_rl_moe.routing.findings.routing_signal import ANOMALIES_METRIC
 from nemo_rl_moe.routing.findings.tracker import QUIET_STEPS, Finding, FindingTracker, Thresholds, likewise
-from nemo_rl_moe.routing.findings.wrong_routes import ANOMALIES_METRIC
 from nemo_rl_moe.runs.folder.expert_load import read_expert_load
 from nemo_rl_moe.runs.folder.failures import FailuresTail, failures_by_step
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
@@ -27,25 +27,12 @@ _MOST_LINES = 20
 
 @dataclass(frozen=True)
 class Alert:
-    """Alert about the findings of one kind that begin at one step.
-
-    Attributes:
-        title: Short, and different at each step: W&B sends at most one mail a minute with the same title.
-        text: A line for each finding.
-    """
-
     line: str
     title: str
     text: str
 
 
 class AlertWatch:
-    """Watch over the steps of a run.
-
-    Args:
-        topk: Experts that each token is routed to; None where that is not known.
-    """
-
     def __init__(self, settings: AlertsConfig, topk: int | None):
         thresholds = Thresholds(**{field.name: getattr(settings, field.name) for field in fields(Thresholds)})
         self._tracker = FindingTracker(thresholds, topk)
@@ -68,8 +55,7 @@ class AlertWatch:
         counts: Int[np.ndarray, "layers experts"] | None = None,
         failed: Sequence[FailedResponses] = (),
     ) -> list[Alert]:
-        """Return the alerts that begin with the next step; without training metrics, as of a validation, those of
-        failures.
+        """Return the alerts that begin with this step; without training metrics those of failures alone.
 
         Without counts, those that `observe_load` was given for this step are used.
         """
@@ -80,7 +66,6 @@ class AlertWatch:
         return alerts_of(step, self._tracker.observe(step, metrics, layers, counts, failed))
 
     def observe_load(self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> None:
-        """Keep the load of the next step until its metrics are there."""
         self._load = step, layers, counts
 
     def observe_anomalies(self, step: int, anomalies: Sequence[RoutingAnomaly]) -> list[Alert]:

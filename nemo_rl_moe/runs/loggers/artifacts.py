@@ -18,11 +18,9 @@ from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, EXPERTS_BY_ADVANTAGE,
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.runs.folder.routing import RoutingWriter
 from nemo_rl_moe.runs.folder.step_tables import MAX_DELAY_S, StepTableWriter
-from nemo_rl_moe.runs.loggers.advantage_plots import advantage_plots
 from nemo_rl_moe.runs.loggers.alerts import Alert, AlertWatch
 from nemo_rl_moe.runs.loggers.expert_load_plots import expert_load_plots
-from nemo_rl_moe.runs.loggers.modality_plots import modality_plots
-from nemo_rl_moe.runs.loggers.routing_plots import routing_plots
+from nemo_rl_moe.runs.loggers.plots import advantage_plots, modality_plots, routing_plots
 
 if TYPE_CHECKING:
     # Loggers work without torch.
@@ -40,7 +38,6 @@ class ArtifactKind(Generic[Artifact]):
     """One kind of artifact.
 
     Attributes:
-        name: Its name in `TrainResult.artifacts`; in snake case, and shown with spaces.
         plot: Draws it at a step, as PNG files by the keys under which they are logged. Runs in the thread of a logger,
             takes seconds, and must not change the artifact.
         alerts: Shows it to the watch, before the metrics of the step.
@@ -89,8 +86,6 @@ ARTIFACTS: dict[str, ArtifactKind[Any]] = {
 
 
 class ArtifactTables:
-    """The tables of a run's artifacts, a writer for each kind."""
-
     def __init__(
         self,
         run_folder: Path,
@@ -104,19 +99,12 @@ class ArtifactTables:
         }
 
     def write(self, step: int, name: str, artifact: Any) -> None:
-        """Add the artifact of a step; steps ascend.
-
-        Raises:
-            KeyError: No kind of this name is registered.
-        """
         self._writers[name].write(step, artifact)
 
     def flush(self) -> None:
-        """Write what waits to be written together with later steps."""
         for writer in self._writers.values():
             writer.flush()
 
     def close(self) -> None:
-        """Try once more to write what is kept."""
         for writer in self._writers.values():
             writer.close()

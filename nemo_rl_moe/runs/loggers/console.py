@@ -33,21 +33,14 @@ _TRAIN_FIELDS = (
     ("train/refit/logprob_gap", "refit_gap", ".1e"),
     ("train/refit/checks_failed", "refit_checks_failed", ".0f"),
 )
-_VALIDATION_FIELDS = (
-    ("val/loss", "loss", ".4g"),
-    ("val/reward", "reward", ".4g"),
-    ("val/accuracy", "accuracy", ".4g"),
-)
+_VALIDATION_FIELDS = (("val/loss", "loss", ".4g"), ("val/reward", "reward", ".4g"), ("val/accuracy", "accuracy", ".4g"))
 _EPOCH_KEY = "train/epoch"
 _SPEED_KEY = "timing/train/tokens_per_second"
 _STEPS_REMEMBERED = 20
 
 
 def train_line(step: int, total_steps: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:
-    """Return the format, for example, `step 12/200  loss 1.2345  grad_norm 0.93  lr 3.0e-03  9,812 tok/s  eta 1:03`.
-
-    Empty when the step holds no training metrics.
-    """
+    """Return a line such as `step 12/200  loss 1.2345  lr 3.0e-03  eta 1:03`; empty without training metrics."""
     if not any(key.startswith("train/") for key in metrics):
         return ""
     parts = [f"step {step}/{total_steps}"]
@@ -82,11 +75,7 @@ class TimeLeft:
         self._seen: deque[tuple[int, float]] = deque(maxlen=_STEPS_REMEMBERED + 1)
 
     def update(self, step: int, now: float) -> float | None:
-        """Return the seconds left after a step has ended; None while only one step is known.
-
-        Args:
-            now: Seconds on any clock that only goes forward.
-        """
+        """Return the seconds left after a step has ended; None while only one step is known."""
         self._seen.append((step, now))
         first_step, first_time = self._seen[0]
         if step <= first_step:
@@ -110,12 +99,6 @@ class ConsoleLogger:
     In a terminal the current step is one line that renews itself at the bottom; validation results, messages and the
     last step stay above it. Elsewhere every step is a line of its own, never wrapped. Text is shown as it is: no
     markup, no control characters.
-
-    Args:
-        total_steps: The step at which training will end; 0 while that is not known (`begin` sets it).
-        live: `auto` shows the live line in a terminal; `always` and `never` decide it whatever the stream is.
-        stream: Where to write; None means standard output.
-        clock: Seconds on a clock that only goes forward.
     """
 
     name = "console"
@@ -145,7 +128,6 @@ class ConsoleLogger:
         self._time_left = TimeLeft(total_steps)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the step, as `train_line` and `validation_line` write it."""
         line = train_line(step, self._total_steps, metrics, None)
         if line:
             line = train_line(step, self._total_steps, metrics, self._time_left.update(step, self._clock()))
@@ -169,20 +151,14 @@ class ConsoleLogger:
         self._refresh()
 
     def message(self, text: str) -> None:
-        """Show text."""
         self._print(text)
 
     def warn(self, text: str) -> None:
-        """Show a warning."""
         self._print(f"warning: {text}", "yellow")
 
     @contextmanager
     def phase(self, text: str) -> Iterator[Callable[[float], None]]:
-        """Phase of a run that takes long, shown with its duration at the end.
-
-        Yields:
-            A function that shows which share of it is done, from 0 to 1.
-        """
+        """Show a long phase with its duration at the end; yields a function that takes the share done, from 0 to 1."""
         started = last_shown = self._clock()
         spinner = Spinner("dots", Text(f"{printable(text)} ..."))
 
@@ -213,7 +189,7 @@ class ConsoleLogger:
         self._console.print(Text(printable(text), style=style), soft_wrap=True)
 
     def _refresh(self) -> None:
-        """Start, renews or removes the live display, depending on whether there is a phase or a step to show."""
+        """Start, renew or remove the live display, depending on whether there is a phase or a step to show."""
         if self._phases or (self._step_line and self._is_live):
             if self._display is None:
                 # Transient: what should stay is printed, so nothing is left half drawn.
@@ -263,11 +239,9 @@ class Notices:
         self._message, self._warn = message, warn
 
     def message(self, text: str) -> None:
-        """Show a line."""
         self._show(self._message, text, text)
 
     def warn(self, text: str) -> None:
-        """Show a warning."""
         self._show(self._warn, text, f"warning: {text}")
 
     def _show(self, show: Callable[[str], None], text: str, line: str) -> None:
@@ -279,7 +253,6 @@ class Notices:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the error as one line of text."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"the package {error.name} is not installed"
     text = " ".join(str(error).split())

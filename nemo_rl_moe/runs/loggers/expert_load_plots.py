@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from nemo_rl_moe.routing.metrics.load_arrays import coefficient_of_variation, dead, utilization
-from nemo_rl_moe.runs.loggers.figures import BOTTOM, LEFT, RIGHT, TOP, add_title, as_png, axes_at, new_figure
+from nemo_rl_moe.runs.loggers.plots import BOTTOM, LEFT, RIGHT, TOP, add_title, as_png, axes_at, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,26 +40,21 @@ _LINEAR_UP_TO = 2.0
 
 @dataclass(frozen=True)
 class HeatmapGeometry:
-    """Positions of the cells of a heatmap, in whole pixels from the plot's upper left corner."""
-
     num_layers: int
     num_experts: int
 
     @property
     def cell(self) -> tuple[int, int]:
-        """Width and height of a cell."""
         width, height = _HEATMAP_PIXELS
         return min(72, max(3, width // self.num_experts)), min(40, max(8, height // self.num_layers))
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height of the plot."""
         width, height = self.cell
         # Wide enough for the title, however few experts there are; high enough for the scale.
         return LEFT + max(640, width * self.num_experts) + RIGHT, TOP + max(200, height * self.num_layers) + BOTTOM
 
     def center(self, row: int, expert: int) -> tuple[int, int]:
-        """Return the pixel in the middle of a cell."""
         width, height = self.cell
         return LEFT + width * expert + width // 2, TOP + height * row + height // 2
 
@@ -73,9 +68,7 @@ def expert_load_plots(step: int, layers: Sequence[int], counts: Int[np.ndarray, 
 
 
 def cell_colors(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, "layers experts rgb"]:
-    """Return the RGB colour of each cell, 0 to 1: half of the fair share is as blue as twice is red, 1 is white, dead
-    is black.
-    """
+    """Return each cell's RGB: half of the fair share as blue as twice is red, 1 white, dead black."""
     log_utilization = np.log2(np.clip(utilization(counts), 2.0**-MOST_DOUBLINGS, 2.0**MOST_DOUBLINGS))
     places = (log_utilization + MOST_DOUBLINGS) / (2 * MOST_DOUBLINGS)
     colors: Float[np.ndarray, "layers experts rgb"] = _colormap()(places)[..., :3]
@@ -202,9 +195,7 @@ def _draw_bands(axes: "Axes", ranks: Int[np.ndarray, " experts"], loads: Float[n
 
 
 def _by_chance(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, " experts"]:
-    """Return the sorted utilization of random routing at the median load of the layers, with Poisson approximated as
-    normal.
-    """
+    """Return the sorted utilization of random routing at the layers' median load (Poisson, taken as normal)."""
     num_experts = counts.shape[1]
     deviation = math.sqrt(num_experts / float(np.median(counts.sum(-1)))) if len(counts) else 0.0
     normal = NormalDist()

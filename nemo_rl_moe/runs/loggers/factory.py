@@ -28,11 +28,7 @@ from nemo_rl_moe.runs.loggers.wandb import WandbLogger, abandon_service, choose_
 
 @dataclass(frozen=True)
 class LoggerResume:
-    """State of the loggers in the checkpoint from which a run resumes.
-
-    Attributes:
-        run_ids: `FanOutLogger.run_ids` at that time; `logger_run_ids.json` in the run's folder may have more.
-    """
+    """State of the loggers in the checkpoint from which a run resumes."""
 
     step: int
     run_ids: Mapping[str, str]
@@ -50,12 +46,6 @@ def build_loggers(
 
     Survives a run that was killed and resumed: steps that TensorBoard or a service lacks, such as those that waited in
     a queue at the kill, are sent again from `metrics.jsonl`.
-
-    Args:
-        run_folder: Where the run is resumed, `rewind_run_folder` has rewound it.
-        resume: State of the loggers in the checkpoint; None for a new run.
-        patience: Limits on waiting for TensorBoard, W&B and MLflow; None: the usual ones.
-        topk: Experts that each token is routed to; None: a dense model, or not known.
     """
     notices = Notices(console.message, console.warn)
     run_ids = {**resume.run_ids, **read_logger_run_ids(run_folder)} if resume else {}
@@ -85,10 +75,7 @@ def build_loggers(
             raise
 
     if logger_config.tensorboard_enabled:
-        isolate(
-            TensorBoardLogger.name,
-            partial(TensorBoardLogger, run_folder, resume.step if resume else None),
-        )
+        isolate(TensorBoardLogger.name, partial(TensorBoardLogger, run_folder, resume.step if resume else None))
     if logger_config.wandb_enabled:
         is_resumed = WandbLogger.name in run_ids
         open_wandb = partial(
@@ -123,11 +110,7 @@ def build_loggers(
 
 
 def find_custom_backends(logger_config: LoggerConfig) -> dict[str, Callable[[Path], Backend]]:
-    """Import the user's own loggers, by the name that the configuration gives them.
-
-    Raises:
-        ConfigurationError: There is no such thing, or it does not take a folder.
-    """
+    """Import the user's own loggers, by the name that the configuration gives them."""
     key = "logger.backends"
     if twice := [name for name, count in Counter(logger_config.backends).items() if count > 1]:
         raise ConfigurationError(f"{key}: got {twice[0]} twice, expected each logger once")

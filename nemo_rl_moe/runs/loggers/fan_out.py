@@ -24,12 +24,6 @@ class FanOutLogger:
 
     Survives a logger that raises, as with a closed terminal: it warns once and is left out. Survives a metric that is
     not a number, as an environment may return: it warns once, and the other metrics are logged.
-
-    Args:
-        direct: Loggers that run in the caller's thread, in order.
-        isolated: Loggers with threads of their own; they are opening already.
-        earlier_run_ids: Ids of the run at services, from before it was resumed.
-        closing_s: Seconds that `close` waits for all isolated loggers together.
     """
 
     name = "all loggers"
@@ -92,17 +86,12 @@ class FanOutLogger:
         self._failed.append(failed)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Log the configuration to every logger that still takes part."""
         self._for_each("failed to store the configuration", lambda logger: logger.log_config(config))
         for isolated in self._isolated:
             isolated.log_config(config)
 
     def flush_to_disk(self) -> bool:
-        """Wait until the disk has every logged step; may be called from any thread.
-
-        Returns:
-            False where some steps cannot be written yet.
-        """
+        """Wait until the disk has every logged step; False where some cannot be written yet. Any thread may call it."""
         files = [logger for logger in list(self._direct) if isinstance(logger, FlushesToDisk)]
         return all(logger.flush_to_disk() for logger in files)
 

@@ -72,12 +72,7 @@ class Backend(MetricLogger, Protocol):
         ...
 
     def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
-        """Log the plots of a step, before the step's metrics.
-
-        Args:
-            step: Most steps have no plots.
-            plots: Key, such as `plots/expert_load`, to PNG file.
-        """
+        """Log the plots of a step, before the step's metrics."""
         ...
 
 

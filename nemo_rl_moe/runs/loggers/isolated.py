@@ -25,8 +25,6 @@ class Patience:
         opening_s: Seconds that the start waits for a backend to open; it may still open later.
         silence_s: Seconds without an answer after which the user is warned.
         closing_s: Seconds that the end waits for all backends together, where a backend itself does not ask for more.
-        most_waiting: Steps in the queue before further ones are dropped.
-        most_plots_waiting: Steps whose plots are in the queue before those of further ones are dropped.
     """
 
     opening_s: float = 60.0
@@ -62,10 +60,6 @@ class IsolatedLogger:
         earlier_steps: Reads the steps from before the run was resumed; those that the backend lacks are sent first.
         abandon: Called where the backend hangs at the end: lets the process end all the same. Must be quick.
         run_id: Id of the run at the service, where that is known before the backend is open.
-
-    Attributes:
-        is_active: True while the backend takes part.
-        run_id: Id of the run at the service; None while it is not known.
     """
 
     def __init__(
@@ -133,11 +127,9 @@ class IsolatedLogger:
         self._put(_Job("alert", "an alert", send))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Queue the configuration."""
         self._put(_Job("config", "the configuration", lambda backend: backend.log_config(config)))
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Ask the backend to close and waits for it."""
         self.ask_to_close(outcome)
         self.wait_until_closed(time.monotonic() + self._patience.closing_s)
 
@@ -149,12 +141,7 @@ class IsolatedLogger:
             self._changed.notify()
 
     def wait_until_closed(self, deadline: float) -> None:
-        """Wait until the backend has closed, after `ask_to_close`; one that has not is left behind.
-
-        Args:
-            deadline: On the clock of `time.monotonic`. A backend that asks for more, as one that uploads, gets it if
-                the run finished; an interrupt ends that wait.
-        """
+        """Wait until the backend has closed or `deadline` has passed; an upload gets the time it asks for."""
         try:
             self._thread.join(max(0.0, deadline - time.monotonic()))
             longer = self._backend.seconds_to_close if self._backend else 0.0

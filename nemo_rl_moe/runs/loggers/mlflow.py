@@ -29,12 +29,6 @@ class MlflowLogger:
 
     A resumed run continues its MLflow run. MLflow cannot take values back: steps that were logged before the resume
     keep their values and plots, and are not logged again. Where the store no longer has the run, a new one starts.
-
-    Args:
-        tracking_uri: A server or store in MLflow's notation; `local_store_uri` makes one for a folder.
-        experiment_name: Created where it does not exist yet.
-        run_name: None leaves it to MLflow.
-        resumed_run_id: Id of the MLflow run to continue; None starts one.
     """
 
     name = "mlflow"
@@ -91,7 +85,6 @@ class MlflowLogger:
             self._client.log_batch(self.run_id, params=batch)
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Mark the run as finished, failed or killed."""
         self._client.set_terminated(self.run_id, status=outcome.upper())
 
     def _resumed(self, run_id: str) -> Any:

@@ -25,9 +25,6 @@ def rewind_run_folder(run_folder: Path, step: int) -> None:
     Survives a full disk, since each file of lines is truncated in place, and a kill in between, since truncation is
     atomic. TensorBoard, W&B and MLflow rewind their own files when they are opened.
 
-    Args:
-        step: The last step that is kept; -1 keeps none, not even step 0, measured before the first update.
-
     Raises:
         CheckpointError: A file cannot be cut; names it.
     """

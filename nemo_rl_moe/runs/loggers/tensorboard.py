@@ -18,13 +18,10 @@ from nemo_rl_moe.runs.folder.metrics import RunOutcome
 class TensorBoardLogger:
     """Writes scalars to `<run folder>/tensorboard/events.out.tfevents.*`, on disk before `log_step` returns.
 
-    Scalars are float32, as TensorBoard's own; NaN and infinities are kept, and shown by TensorBoard as such. Survives
-    a full disk: an event that it does not take raises, and leaves nothing half written.
+    Scalars are float32, as TensorBoard's own; NaN and infinities are kept, and shown by TensorBoard as such. Survives a
+    full disk: an event that it does not take raises, and leaves nothing half written.
 
     A resumed run gets a further file, whose first event makes TensorBoard forget the steps after `resumed_after`.
-
-    Args:
-        resumed_after: Step of the checkpoint from which the run resumes; None for a new run.
     """
 
     name = "tensorboard"
@@ -54,7 +51,6 @@ class TensorBoardLogger:
             self._write(self._event_type(wall_time=time.time(), step=resumed_after + 1, session_log=start))
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one event that holds all metrics of the step."""
         value_type = self._summary_type.Value
         values = [value_type(tag=key, simple_value=float(value)) for key, value in metrics.items()]
         self._write(self._event_type(wall_time=time.time(), step=step, summary=self._summary_type(value=values)))
@@ -67,10 +63,7 @@ class TensorBoardLogger:
         for key, content in plots.items():
             plot = PIL.Image.open(BytesIO(content))
             image = self._summary_type.Image(
-                encoded_image_string=content,
-                width=plot.width,
-                height=plot.height,
-                colorspace=len(plot.getbands()),
+                encoded_image_string=content, width=plot.width, height=plot.height, colorspace=len(plot.getbands())
             )
             summary.value.add(tag=key, image=image)
         self._write(self._event_type(wall_time=time.time(), step=step, summary=summary))
@@ -86,7 +79,6 @@ class TensorBoardLogger:
         self._write(self._event_type(wall_time=time.time(), step=step, summary=text_pb("config", block)))
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Close the file."""
         self._file.close()
 
     def _write(self, event: Any) -> None:
@@ -102,9 +94,7 @@ def _seconds_in_names(folder: Path) -> list[int]:
 
 
 def _last_step(folder: Path) -> int:
-    """Return the last step that TensorBoard shows of a folder; -1 for none. A torn last event, which a kill leaves, is
-    skipped.
-    """
+    """Return the last step that TensorBoard shows of a folder, -1 for none; a torn last event is skipped."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto import event_pb2
 

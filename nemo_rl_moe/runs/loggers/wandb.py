@@ -51,11 +51,6 @@ _BEST_AND_LAST = {
 
 
 def define_charts(run: Any, has_outlier_chart: bool) -> None:
-    """Set up the charts of a W&B run.
-
-    Args:
-        has_outlier_chart: Whether the outliers get a chart together, in place of one for each expert.
-    """
     for summary, keys in _BEST_AND_LAST.items():
         for key in keys:
             run.define_metric(key, summary=summary)
@@ -66,17 +61,12 @@ def define_charts(run: Any, has_outlier_chart: bool) -> None:
 
 
 class OutlierChart:
-    """The most and the least loaded experts of each step, on one chart.
-
-    Attributes:
-        rows: Step, load over fair share, and expert, such as `layer_3_expert_17`; the latest 10,000 of a long run.
-    """
+    """The most and the least loaded experts of each step, on one chart."""
 
     def __init__(self) -> None:
         self.rows: deque[tuple[int, float, str]] = deque(maxlen=_MOST_ROWS)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the outliers of a step."""
         for key, value in metrics.items():
             if key.startswith(_OUTLIERS):
                 self.rows.append((step, value, key.removeprefix(_OUTLIERS)))
@@ -102,18 +92,12 @@ _CREDENTIAL_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 class WandbLogger:
     """One W&B run in `<run folder>/wandb`; asks nothing, prints nothing, keeps NaN and infinities.
 
-    A user who set `WANDB_MODE` gets that mode. Otherwise the run is online when the user is logged in, and offline
-    when not; an offline run contacts nobody and can be uploaded later with `wandb sync`.
+    A user who set `WANDB_MODE` gets that mode. Otherwise the run is online when the user is logged in, and offline when
+    not; an offline run contacts nobody and can be uploaded later with `wandb sync`.
 
-    A resumed run keeps its id. Offline it gets a further folder, whose steps replace those of the earlier ones from
-    its first step on. Online it goes on where the server's history ends: W&B takes no step twice, so steps that were
-    logged before the resume keep their values and plots.
-
-    Args:
-        is_resumed: Whether a run of that id may exist.
-        earlier_steps: Reads the steps from before the run was resumed, for charts over all steps.
-        outlier_chart_every_steps: Steps between drawings of the most and the least loaded experts on one chart; None
-            or 0: never, and each of them keeps the chart that W&B makes of a key.
+    A resumed run keeps its id. Offline it gets a further folder, whose steps replace those of the earlier ones from its
+    first step on. Online it goes on where the server's history ends: W&B takes no step twice, so steps that were logged
+    before the resume keep their values and plots.
     """
 
     name = "wandb"
@@ -187,7 +171,6 @@ class WandbLogger:
                 self._run.log(chart, step=step, commit=False)
 
     def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
-        """Put the plots into the step's row."""
         if step < self._first_step:
             return
         import PIL.Image
@@ -202,7 +185,6 @@ class WandbLogger:
         self._run.alert(title, text, level="WARN")
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Store the configuration as the run's config."""
         self._run.config.update(to_plain(config), allow_val_change=True)
 
     def close(self, outcome: RunOutcome = "finished") -> None:
@@ -252,11 +234,7 @@ def choose_run_id(environment: Mapping[str, str]) -> str:
 
 
 def choose_mode(environment: Mapping[str, str]) -> Literal["offline"] | None:
-    """Return the mode of a W&B run: None where the user's own settings decide, `offline` where nobody is logged in.
-
-    Raises:
-        RuntimeError: `WANDB_MODE` asks for an online run and nobody is logged in: W&B would stop and ask for a key.
-    """
+    """Return the mode of a W&B run: None where the user's own settings decide, `offline` where nobody is logged in."""
     chosen = environment.get("WANDB_MODE")
     if chosen in _MODES_WITHOUT_LOGIN or _is_logged_in(environment):
         return None

@@ -28,12 +28,7 @@ def wandb_files(folder: Path, run_id: str = "*") -> list[Path]:
 
 
 def wandb_history(path: Path) -> Iterator[tuple[int, dict[tuple[str, ...], Any]]]:
-    """Yield the history in a run file: step, and the path to each value of a row: the key, or the key and a part's
-    name.
-
-    Raises:
-        DataError: The file is damaged before its end.
-    """
+    """Yield the history in a run file: step, and the path to each value of a row (the key, or key and part)."""
     for history in wandb_records(path, "history"):
         row = {tuple(item.nested_key) or (item.key,): json.loads(item.value_json) for item in history.item}
         yield int(row["_step",]), row
@@ -57,11 +52,7 @@ def last_wandb_step(folder: Path, run_id: str) -> int:
 
 
 def wandb_records(path: Path, kind: str) -> Iterator[Any]:
-    """Yield the records of one kind in a run file, such as `history`, `metric` or `alert`.
-
-    Raises:
-        DataError: The file is damaged before its end.
-    """
+    """Yield the records of one kind in a run file, such as `history`, `metric` or `alert`."""
     messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     for data in _wandb_records(path):
         record = messages.Record()
@@ -71,9 +62,7 @@ def wandb_records(path: Path, kind: str) -> Iterator[Any]:
 
 
 def _wandb_records(path: Path) -> Iterator[bytes]:
-    """Yield the records of a W&B run file, put together again where a block's end cut them; a cut last one is left
-    out.
-    """
+    """Yield the records of a W&B run file, joined where a block's end cut them; a torn last one is left out."""
     content = path.read_bytes()
     if not content.startswith(_WANDB_HEADER):
         raise DataError(f"{path}: not a W&B run file of a known version")

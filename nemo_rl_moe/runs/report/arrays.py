@@ -57,10 +57,7 @@ def narrowest(counts: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def thinned(series: Series, most: int) -> Series:
-    """At most `most` points of a series: of each stretch of steps the lowest and the highest, so that spikes stay.
-
-    A NaN or an infinity of a stretch is kept too, and the last point of the series.
-    """
+    """Return at most `most` points: lowest, highest and non-finite of each stretch of steps, and the last one."""
     number = len(series.steps)
     if number <= most:
         return series
@@ -80,20 +77,14 @@ def thinned(series: Series, most: int) -> Series:
 def highest_of_stretches(
     values: Shaped[np.ndarray, "steps places"], most: int
 ) -> tuple[Int[np.ndarray, " stretches"], Shaped[np.ndarray, "stretches places"]]:
-    """Return the highest value of each stretch of steps at each place, for at most `most` stretches.
-
-    Returns:
-        Position of each stretch's last row, and the values.
-    """
+    """Return the highest value of each stretch of steps at each place, for at most `most` stretches."""
     last = evenly_spaced(len(values), most)
     first = np.concatenate([[0], last[:-1] + 1])
     return last, np.maximum.reduceat(values, first, axis=0)
 
 
 def in_parts(function: Callable[..., NDArray[Any]], *of_steps: NDArray[Any]) -> NDArray[Any]:
-    """Return the result for all steps, 64 steps at a time: the intermediate arrays of all steps would take several
-    gigabytes.
-    """
+    """Apply a function to 64 steps at a time: intermediate arrays of all steps would take several gigabytes."""
     starts = range(0, len(of_steps[0]), _STEPS_AT_A_TIME)
     return np.concatenate(
         [function(*(part[start : start + _STEPS_AT_A_TIME] for part in of_steps)) for start in starts]

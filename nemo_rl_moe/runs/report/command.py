@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nemo_rl_moe.runs.folder.run_data import RunData
     from nemo_rl_moe.runs.report.page_data import PageData, PageWords
 
-SUMMARY = "one HTML file about a run, or about several beside each other; opens from disk, without a network"
+SUMMARY = "write one HTML file about a run, or about several side by side; it opens from disk, without a network"
 EXAMPLES = """\
 examples:
   nemo-rl-moe report logs/sft_tiny_moe/exp_001
@@ -53,7 +53,6 @@ _PAGE = files("nemo_rl_moe.runs.report") / "page"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's folder, such as logs/sft/exp_001"
     )
@@ -67,11 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Write the report, and print its path and the number of findings of each run.
-
-    Raises:
-        DataError: A folder is not a run's, or the file cannot be written.
-    """
+    """Write the report, and print its path and the number of findings of each run."""
     folders = [*options.runs, *map(Path, more)]
     output = options.output or folders[0] / FILE_NAME
     findings = write_report(folders, output)
@@ -84,14 +79,6 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
 
 
 def write_report(folders: Sequence[Path], output: Path) -> list[int]:
-    """Write the report of these runs.
-
-    Returns:
-        Number of findings of each run.
-
-    Raises:
-        DataError: A folder is not a run's, or the file cannot be written.
-    """
     from nemo_rl_moe.runs.folder.run_data import read_run
 
     runs = [read_run(folder) for folder in folders]
@@ -100,17 +87,7 @@ def write_report(folders: Sequence[Path], output: Path) -> list[int]:
 
 
 def write_page(runs: "Sequence[RunData]", output: Path, words: "PageWords | None" = None) -> list[int]:
-    """Write a page about runs that have been read.
-
-    Args:
-        output: The HTML file; `check_output` has passed it.
-
-    Returns:
-        Number of findings of each run.
-
-    Raises:
-        DataError: The file cannot be written.
-    """
+    """Write a page about runs that have been read."""
     from nemo_rl_moe.runs.report.page_data import page_data
 
     data = page_data(runs, MOST_BYTES - _SPARE_BYTES - len(_plotly()[1]), words)

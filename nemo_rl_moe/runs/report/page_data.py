@@ -2,27 +2,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data of a page about one run or several: texts as JSON, numbers as packed arrays, within a budget of bytes."""
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory
 from nemo_rl_moe.runs.folder.lines import flattened
 from nemo_rl_moe.runs.folder.run_data import RunData, Series
 from nemo_rl_moe.runs.folder.samples import LONGEST_TEXT, evenly_spaced, read_samples, shortened
+from nemo_rl_moe.runs.folder.thumbnails import read_thumbnail
 from nemo_rl_moe.runs.report.arrays import ArrayPool, narrowest, thinned
-from nemo_rl_moe.runs.report.charts import charts_of
-from nemo_rl_moe.runs.report.load_view import load_view
-from nemo_rl_moe.runs.report.modality_charts import MODALITIES
-from nemo_rl_moe.runs.report.modality_view import modality_view
-from nemo_rl_moe.runs.report.routing_charts import MISMATCH, ROUTING
+from nemo_rl_moe.runs.report.charts import MISMATCH, MODALITIES, ROUTING, charts_of
+from nemo_rl_moe.runs.report.load_view import load_view, modality_view
 from nemo_rl_moe.runs.report.routing_view import advantage_view, layer_tables, routing_view
 from nemo_rl_moe.runs.report.run_findings import episodes_of, findings_of, thresholds_of
-from nemo_rl_moe.runs.report.sample_images import MOST_IMAGES, embedded_thumbnails
+
+MOST_IMAGES = 48
+"""Images of a page, however many runs it is about."""
+
+
+def embedded_thumbnails(
+    run_folder: Path, samples: Sequence[Mapping[str, Any]], most: int, budget: int, notes: list[str]
+) -> dict[str, str]:
+    """Return the PNG files in base64 by name, within `budget` characters; `notes` gets a line on those left out."""
+    names = dict.fromkeys(name for sample in samples for name in sample.get("thumbnails", ()))
+    found: dict[str, str] = {}
+    problems: list[str] = []
+    num_left_out = 0
+    for name in names:
+        try:
+            text = base64.b64encode(read_thumbnail(run_folder, name)).decode("ascii")
+        except DataError as error:
+            problems += error.problems
+            continue
+        if len(found) < most and len(text) <= budget:
+            found[name] = text
+            budget -= len(text)
+        else:
+            num_left_out += 1
+    if problems:
+        notes.append(f"images of samples that cannot be shown: {len(problems)}, the first of them {problems[0]}")
+    if num_left_out:
+        notes.append(f"images of samples that are left out: {num_left_out}; the page has room for {len(found)}")
+    return found
+
 
 _LATEST = (
     ("train/reward", "reward"),
@@ -60,13 +90,6 @@ class PageWords:
 
 @dataclass(frozen=True)
 class PageData:
-    """Data of a page.
-
-    Attributes:
-        text: The JSON document.
-        blobs: Packed arrays by the name that the document gives them.
-    """
-
     title: str
     text: str
     blobs: Mapping[str, str]
@@ -74,11 +97,7 @@ class PageData:
 
 
 def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = None) -> PageData:
-    """Return the data of the page, with as much detail as fits.
-
-    Args:
-        budget: Bytes that the document and its arrays may take together, as far as that is possible.
-    """
+    """Return the data of the page, with as much detail as fits."""
     words = words or PageWords("Runs compared" if len(runs) > 1 else "Report of a run", _WITHOUT_LOAD)
     names = _names(runs)
     keys = sorted({key for run in runs for key in run.metrics})
@@ -131,13 +150,7 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
 
 
 def configuration_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return the settings of the runs side by side: first those of the configuration, then those in force in the
-    routers.
-
-    Returns:
-        For each setting its `key`, the `values` of all runs as text (None: the run lacks it), and whether they
-        `differ`.
-    """
+    """Return all settings with the `values` of each run as text, and whether they `differ`; routers' settings last."""
     columns = [
         _as_texts(run.config) | {f"in force: {key}": value for key, value in _as_texts(run.moe_configuration).items()}
         for run in runs

@@ -108,12 +108,7 @@ def _identity(routing: RoutingHistory, pool: ArrayPool) -> dict[str, Any] | None
 
 
 def layer_tables(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
-    """Return the tables of the metrics that a run has of single layers beside its agreement statistics, at the last
-    step that has them.
-
-    Returns:
-        For each family `title`, `step`, `columns`, and `rows`: a layer and its values as text, None where it has none.
-    """
+    """Return tables (`title`, `step`, `columns`, `rows`) of single layers, at the last step that has them."""
     families: dict[str, dict[str, dict[int, Series]]] = {}
     for key, series in metrics.items():
         match = _OF_A_LAYER.fullmatch(key)

@@ -11,8 +11,8 @@ from nemo_rl_moe.config.files import find_config, read_with_defaults
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.findings import learning_signal, routing_signal
 from nemo_rl_moe.routing.findings.reward_signal import is_reward_metric
+from nemo_rl_moe.routing.findings.routing_signal import ANOMALIES_METRIC, MISSING_METRIC
 from nemo_rl_moe.routing.findings.tracker import Finding, FindingTracker, Thresholds
-from nemo_rl_moe.routing.findings.wrong_routes import ANOMALIES_METRIC, MISSING_METRIC
 from nemo_rl_moe.runs.folder.failures import FailuresTail
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_history
 from nemo_rl_moe.runs.folder.run_data import RunData, describe_run, number_at, series_of
@@ -39,20 +39,14 @@ class Episodes:
 
 
 def thresholds_of(config: Mapping[str, Any]) -> Thresholds:
-    """Return the thresholds in `logger.alerts` of a resolved configuration; keys that an older run lacks have shipped
-    values.
-    """
+    """Return `logger.alerts` of a resolved configuration; keys that an older run lacks have shipped values."""
     shipped = read_with_defaults(find_config(_BASE_CONFIGURATION))
     alerts = {**_alerts(shipped), **_alerts(config)}
     return Thresholds(**{field.name: alerts[field.name] for field in fields(Thresholds)})
 
 
 def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Finding]:
-    """Return the findings of a run so far, in the order in which they began.
-
-    Args:
-        thresholds: None: those of its own configuration.
-    """
+    """Return the findings of a run so far, in the order in which they began."""
     tracker = FindingTracker(thresholds or thresholds_of(run.config), run.topk, run.rank_names)
     metrics: dict[int, dict[str, float]] = {}
     for key in (*_METRICS, *filter(is_reward_metric, run.metrics)):
@@ -72,10 +66,7 @@ def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Find
 
 
 def scoring_lines(run_folder: Path) -> list[str]:
-    """Return lines for the end of a run: responses that could not be scored, and rewards that teach nothing.
-
-    Files that cannot be read have been reported, or will be by the report.
-    """
+    """Return lines for the end of a run: responses that could not be scored, and rewards that teach nothing."""
     try:
         failures, history = FailuresTail(run_folder).read().records, read_history(run_folder / METRICS_FILE_NAME)
     except (OSError, DataError):

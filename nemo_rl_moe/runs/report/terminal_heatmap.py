@@ -54,12 +54,7 @@ def terminal_heatmap(load: ExpertLoadHistory, width: int, height: int, in_color:
 
 
 def merged(shares: Float[np.ndarray, "layers experts"], rows: int, columns: int) -> Float[np.ndarray, "rows columns"]:
-    """Return the heatmap with fewer cells: each is the one of its cells whose factor to 1 is largest, a dead one
-    before all.
-
-    Args:
-        shares: Utilization; NaN for a layer without load, which gives way to all others.
-    """
+    """Shrink the heatmap: each cell is the one of its cells farthest from 1 (as a factor), dead ones first."""
     for axis, number in ((1, columns), (0, rows)):
         with np.errstate(divide="ignore"):
             deviation = np.where(np.isnan(shares), -1.0, np.abs(np.log2(shares)))
@@ -72,9 +67,7 @@ def merged(shares: Float[np.ndarray, "layers experts"], rows: int, columns: int)
 
 
 def load_color(share: float) -> Color:
-    """Return the colour of a utilization: half is as blue as twice is red, 1 is white, dead is yellow, NaN (no load)
-    grey.
-    """
+    """Return the colour of a utilization: half as blue as twice is red, 1 white, dead yellow, NaN grey."""
     if np.isnan(share):
         return _color_of(_UNUSED_LEVEL)
     if share == 0:

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     from nemo_rl_moe.runs.report.watch_state import RunWatcher
 
-SUMMARY = "a run in the terminal while it goes on: sparklines, the load of the experts, findings in words"
+SUMMARY = "show a run in the terminal while it goes on: sparklines, expert load, findings"
 EXAMPLES = """\
 what it shows:
-  step, pace and whether the run still writes; reward, loss, cv (the spread of the expert loads; "cv excess" is what
+  step, speed and whether the run still writes; reward, loss, cv (the spread of the expert loads; "cv excess" is what
   chance does not explain), overload (work of the busiest expert-parallel rank over the mean one's) and gradient norm;
-  layers x experts of the newest step, where white is the fair share, red more, blue less, and yellow or x a dead
-  expert; and what is wrong with the routing, by the limits in logger.alerts of the run's own configuration.
-  Ctrl-C ends it, and never touches the run. Where the output is no terminal, one frame is printed as plain text.
+  the load of each expert in the newest step: white is the fair share, red more, blue less, yellow or x a dead expert;
+  and findings, by the limits in logger.alerts of the run's own configuration.
+  Ctrl-C ends it, and never touches the run. If the output is no terminal, one frame is printed as plain text.
 
 examples:
   nemo-rl-moe watch logs/sft_tiny_moe/exp_001
@@ -38,21 +38,15 @@ _LEAST_INTERVAL, _LONGEST_INTERVAL = 0.1, 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder, such as logs/sft/exp_001")
     parser.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="time from look to look; default: 1"
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="time between two frames; default: 1"
     )
     parser.add_argument("--once", action="store_true", help="print one frame and end")
 
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Show a run until Ctrl-C, or once.
-
-    Raises:
-        ConfigurationError: More than one run is named.
-        DataError: The folder is not a run's.
-    """
+    """Show a run until Ctrl-C, or once."""
     if more:
         raise ConfigurationError(f"watch: takes one RUN_DIR, got also {printable(' '.join(more))!r}")
     try:

@@ -30,14 +30,6 @@ _LEAST_HEATMAP_LINES = 5
 
 @dataclass(frozen=True)
 class Room:
-    """Size and abilities of the terminal.
-
-    Attributes:
-        height: Lines; None: without a limit.
-        in_color: Whether it has at least 256 colours.
-        is_unicode: Whether it has block characters.
-    """
-
     width: int
     height: int | None
     in_color: bool
@@ -45,7 +37,6 @@ class Room:
 
 
 def frame(run: WatchedRun, now: float, room: Room) -> list[Text]:
-    """Return the lines of the frame."""
     header = _header(run, now, room.width)
     if run.step is None:
         return _cropped([*header, Text("nothing has been written yet; waiting for the first step")], room)
@@ -76,9 +67,7 @@ def status(run: WatchedRun, now: float) -> str:
 
 
 def finding_lines(episodes: Sequence[Episodes]) -> list[str]:
-    """Return the findings as lines: one for each kind that goes on and one for each that is over, however many layers
-    have it.
-    """
+    """Return one line for each kind of finding that goes on, and one for each that is over."""
     groups: dict[tuple[bool, str], list[Episodes]] = {}
     for episode in episodes:
         groups.setdefault((episode.latest.is_over, episode.latest.kind), []).append(episode)

@@ -11,8 +11,8 @@ from statistics import median
 
 from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
+from nemo_rl_moe.routing.findings.routing_signal import ANOMALIES_METRIC
 from nemo_rl_moe.routing.findings.tracker import FindingTracker
-from nemo_rl_moe.routing.findings.wrong_routes import ANOMALIES_METRIC
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory, ExpertLoadTail
 from nemo_rl_moe.runs.folder.failures import FAILURES_FILE_NAME, FailuresTail, failures_by_step
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, MetricHistory, MetricsTail, StepRecord
@@ -45,11 +45,7 @@ class WatchedRun:
 
     Attributes:
         described: The run without its history.
-        step: Last step; None where nothing has been written yet.
-        tokens_per_second: Speed of the last step's training; None where that is not known.
         routing: `ROUTING_METRICS` of the last step with captured routes.
-        num_wrong_steps: Steps whose captured routes cannot be right.
-        notes: One line for each file that cannot be read.
     """
 
     described: RunData
@@ -75,18 +71,12 @@ class WatchedRun:
 
 
 class RunWatcher:
-    """Follower of a run."""
-
     def __init__(self, folder: Path):
         self._folder = folder
         self._begin()
 
     def look(self) -> WatchedRun:
-        """Return the state of the run after reading the new records.
-
-        Raises:
-            DataError: The metrics or the anomalies cannot be read.
-        """
+        """Return the state of the run after reading the new records."""
         # A run writes a step's anomalies and failures before its metrics.
         new, wrong, failed = self._metrics.read(), self._anomalies.read(), self._failures.read()
         if new.begins_anew or wrong.begins_anew or failed.begins_anew:

@@ -137,10 +137,6 @@ PIPELINE_2 = f"{M}.pipeline_model_parallel_size=2"
             )
         ),
         (
-            (f"{M}.router_gradients.at_logits_every_n_steps=1", f"{M}.moe_router_fusion=true"),
-            f"{M}.router_gradients.at_logits_every_n_steps: got 1, expected null with {M}.moe_router_fusion true",
-        ),
-        (
             (f"{M}.moe_layer_recompute=true", f"{M}.activation_checkpointing=full"),
             f"{M}.moe_layer_recompute: true contradicts {M}.activation_checkpointing full; leave it out and use"
             " activation_checkpointing: none, full or moe",
@@ -185,7 +181,7 @@ def _follows_from_context_parallel(problem: str, line: str) -> bool:
         (2, ("policy.sequence_packing.enabled=true",)),
         (2, ("policy.dynamic_batching.enabled=true", "policy.train_global_batch_size=6")),
         (2, (f"{M}.moe_layer_recompute=true", f"{M}.activation_checkpointing=moe")),
-        (2, (f"{M}.router_gradients={{every_n_steps: 5, num_microbatches: null, at_logits_every_n_steps: 2}}",)),
+        (2, (f"{M}.router_gradients={{every_n_steps: 5, num_microbatches: null}}",)),
         (
             2,
             (

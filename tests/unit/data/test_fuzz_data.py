@@ -116,7 +116,7 @@ def shows(output: Output, good: Sequence[tuple[int, Any]], other: tuple[int, Any
             return f"record {number} is not shown: {report}"
         if lacking := [text for text in expected_texts(record) if text not in output.printed]:
             return f"record {number} is shown without {lacking}"
-    is_whole = other is not None and other[0] in shown and "cut off\n" not in output.printed
+    is_whole = other is not None and other[0] in shown and "truncated\n" not in output.printed
     lacking = [text[:200] for text in expected_texts(other[1]) if text not in output.printed] if is_whole else []
     return f"the odd record is taken without {lacking}" if lacking else None
 
@@ -243,7 +243,7 @@ def tables(generator: random.Random, folder: Path) -> Case:
         number += int(repeated[1]) if repeated else 0
         if on_bad_line == "stop" and number != len(rows) and "left out" not in output.printed:
             return f"{number} of {len(rows)} rows are taken"
-        shown = "cut off\n" in output.printed
+        shown = "truncated\n" in output.printed
         lacking = [text for row in rows[:1] for text in expected_texts(row) if text not in output.printed]
         return (
             f"shown without {[text[:100] for text in lacking]}"

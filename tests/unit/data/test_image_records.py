@@ -124,7 +124,7 @@ def test_a_prompt_under_another_key_is_reported() -> None:
         {"image": "a.jpg", "prompt": "no mark", "completion": "<image>"},
         {"image": 7},
         {"image": None},
-        {"image": "a.jpg"},
+        {"photo": "a.jpg"},
         {"image": "a.jpg", "images": "b.jpg"},
     ],
 )
@@ -135,7 +135,7 @@ def test_a_record_with_image_in_it_may_be_one_of_text(changes: dict[str, object]
 def test_a_table_is_read_with_the_columns_that_may_hold_images() -> None:
     assert image_columns(["prompt", "image", "images"], "images") == ["images"]
     assert image_columns(["prompt", "image"], "images") == ["image"]
-    assert image_columns(["prompt", "image", "images"], "images") == ["images"]
+    assert image_columns(["prompt", "image", "photos"], "photos") == ["photos"]
     assert image_columns(["prompt", "image"], None) == []
 
 

@@ -41,7 +41,7 @@ def test_report_counts_by_hand(write_jsonl, demo_tokenizer):
     assert report.summary() == (
         f"{path}: 2 examples, 13 tokens (5 to train on), 1 truncated at the maximum length, 1 left out: no"
         f" response before "
-        f"the cut, 2 bad lines left out, the first: {report.bad_lines[0]}"
+        f"truncation, 2 bad lines left out, the first: {report.bad_lines[0]}"
     )
 
 

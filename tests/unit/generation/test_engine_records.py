@@ -25,7 +25,7 @@ MAY_NAME_VLLM = {
     "config/nemo_rl.py": "translation of NeMo-RL's keys",
     "config/nemo_rl_grpo.py": "translation of NeMo-RL's keys",
     "config/nemo_rl_keys_run.py": "translation of NeMo-RL's keys",
-    "audit": "dumps that vLLM has written",
+    "routing/audit": "dumps that vLLM has written",
     "launch/evaluate_command.py": "an example in the help",
     "launch/generate_command.py": "an example in the help",
     "runs/folder/folder.py": "packages whose versions a run notes",

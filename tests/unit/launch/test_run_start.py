@@ -16,8 +16,9 @@ from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError
+from nemo_rl_moe.launch.saved_training import FINAL_RUN_FILE
 from nemo_rl_moe.launch.start import RunLaunch
-from nemo_rl_moe.launch.training_run import FINAL_RUN_FILE, TrainingRun
+from nemo_rl_moe.launch.training_run import TrainingRun
 from tests.support.saving_run import Run as SavedRun
 
 NUM_STEPS = 12
@@ -49,15 +50,15 @@ def write_final(saved: SavedRun, origin: dict[str, Any]) -> None:
 
 def test_goes_on_and_is_not_complete(saved: SavedRun) -> None:
     with prepared(saved.config) as run:
-        assert run.resume is not None
-        assert run.resume.step == 10
+        assert run.saved.resume is not None
+        assert run.saved.resume.step == 10
         assert not run.is_complete
 
 
 def test_complete_is_what_has_written_its_own_final_weights(saved: SavedRun) -> None:
     with prepared(saved.config, num_steps=10) as run:
         assert not run.is_complete, "the final weights are missing"
-        origin = run.origin_of_weights(10)
+        origin = run.saved.origin_of_weights(10)
     write_final(saved, origin | {"first_run_id": "another"})
     with prepared(saved.config, num_steps=10) as run:
         assert not run.is_complete, "those are another training's"
@@ -72,7 +73,7 @@ def test_complete_is_what_has_written_its_own_final_weights(saved: SavedRun) -> 
 
 def test_prompts_that_are_used_up_are_the_end_too(saved: SavedRun, capsys: pytest.CaptureFixture[str]) -> None:
     with prepared(saved.config) as run:
-        origin = run.origin_of_weights(10)
+        origin = run.saved.origin_of_weights(10)
     write_final(saved, origin)
     capsys.readouterr()
     with prepared(saved.config) as run:
@@ -88,7 +89,7 @@ def test_no_second_run_on_the_same_checkpoints(saved: SavedRun) -> None:
     ):
         pass
     with prepared(saved.config, run_id="third") as run:
-        assert run.resume is not None
+        assert run.saved.resume is not None
 
 
 def test_a_second_run_is_refused_when_it_is_entered(saved: SavedRun) -> None:
@@ -101,7 +102,7 @@ def test_a_second_run_is_refused_when_it_is_entered(saved: SavedRun) -> None:
         pass
     assert not folder.exists()
     with second:
-        assert second.resume is None
+        assert second.saved.resume is None
 
 
 def test_a_damaged_checkpoint_is_reported_when_the_run_is_entered(saved: SavedRun) -> None:
@@ -124,7 +125,7 @@ def test_the_end_of_a_run_warns_of_weights_that_are_left_out(
 
     policy: Any = Policy()
     with prepared(saved.config, num_steps=10) as run:
-        run._trained, run._folder = {"policy": policy}, tmp_path
+        run.saved.models, run._folder = {"policy": policy}, tmp_path
         run.end(RunSummary.of(LoopState(step=10), None))
         assert run.is_complete
     assert (
@@ -145,7 +146,7 @@ def test_final_weights_that_vanish_before_they_are_signed_are_reported_in_one_li
 
     policy: Any = Policy()
     with prepared(saved.config, num_steps=10) as run:
-        run._trained, run._folder = {"policy": policy}, tmp_path
+        run.saved.models, run._folder = {"policy": policy}, tmp_path
         with pytest.raises(CheckpointError, match=r"final: cannot be written: .*No such file or directory"):
             run.end(RunSummary.of(LoopState(step=10), None))
 

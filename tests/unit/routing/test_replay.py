@@ -112,6 +112,25 @@ def test_a_hook_gathers_the_routers_own_scores_and_their_gradient() -> None:
     assert hook.take() == []
 
 
+@pytest.mark.parametrize("replays", [False, True])
+def test_a_captured_expert_that_ties_with_the_last_chosen_one_agrees(replays: bool) -> None:
+    scores = torch.tensor([[0.4, 0.2, 0.2, 0.1], [0.3, 0.3, 0.3, 0.3], [0.4, 0.2, 0.2, 0.1], [0.4, 0.2, 0.2, 0.1]])
+    capture = torch.tensor([[0, 2], [3, 1], [0, 3], [0, 9]], dtype=torch.int16)[:, None]
+    rows = ReplayRoutes.of(capture, 4)
+    hook = RouterHook()
+    (hook.compared,) = rows.by_layer()
+    hook.routes = hook.compared if replays else None
+    hook.shows = hook.shows_margin = True
+    _, taken = hook.get_replay_topk(scores, 2, None, None, plain_topk)
+    own = plain_topk(scores, 2)[1]
+    assert taken.tolist() == ([[0, 2], [3, 1], [0, 3], own[3].tolist()] if replays else own.tolist())
+    statistics = AgreementStatistics(1, 4, torch.device("cpu"))
+    statistics.add(0, torch.tensor([0]), rows, torch.ones(4, dtype=torch.bool), hook.take())
+    found = statistics.rows[0]
+    assert (int(found[Row.USABLE]), int(found[Row.LIVE_SAME])) == (3, 2), "either of two equal experts is right"
+    assert int(found[Row.TAKEN_SAME]) == (3 if replays else 2)
+
+
 def test_a_hook_of_a_router_that_has_groups_asks_what_stood_there_before() -> None:
     class LastExperts:
         def get_replay_topk(self, scores, topk, num_groups, group_topk, default_compute_topk):  # type: ignore[no-untyped-def]

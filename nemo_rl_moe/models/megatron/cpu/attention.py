@@ -24,11 +24,7 @@ _LARGEST_PADDED_SHARE = 1.5
 
 
 def packed_lengths(packed: PackedSeqParams, total: int) -> list[int]:
-    """Return the lengths of the packed sequences, including their own padding.
-
-    Raises:
-        ValueError: The format is not `thd`, or lengths do not add up to `total`.
-    """
+    """Return the lengths of the packed sequences, including their own padding."""
     if packed.qkv_format != "thd":
         raise ValueError(f"packed sequences: qkv_format must be 'thd', got {packed.qkv_format!r}")
     padded = packed.cu_seqlens_q_padded
@@ -59,7 +55,6 @@ class PaddedBatch:
 
     @classmethod
     def of(cls, lengths: list[int]) -> "PaddedBatch":
-        """Return the batch for sequences of these lengths."""
         # The same few tensors for every layer of a microbatch are cheaper to make than to keep.
         places = [torch.arange(length).mul_(len(lengths)).add_(index) for index, length in enumerate(lengths)]
         return cls(max(lengths), len(lengths), torch.cat(places))
@@ -75,11 +70,7 @@ class PaddedBatch:
 
 
 def causal_mask(queries: int, keys: int, device: torch.device | None = None, window: int | None = None) -> Tensor:
-    """Return a mask `[queries, keys]`, True where a query may look at a key; the last query belongs to the last key.
-
-    Args:
-        window: Number of keys that a query sees, its own included; None: all up to its own.
-    """
+    """Return a mask `[queries, keys]`, True where a query may look; the last query belongs to the last key."""
     allowed = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
     return allowed if window is None else allowed.triu_(keys - queries - window + 1)
 
@@ -165,7 +156,6 @@ def packed_attention(
     """Compute attention inside each sequence of a pack.
 
     Args:
-        attend: Takes queries, keys and values as `causal_attention` does.
         query: `[tokens, heads, dim]`.
         key: `[tokens, groups, dim]`.
         value: `[tokens, groups, value_dim]`.
@@ -185,11 +175,6 @@ def packed_attention(
 
 class SDPAttention(MegatronModule):
     """Core attention for Megatron-Core's `SelfAttention` and `MLASelfAttention`: causal only, no dropout.
-
-    Args:
-        attn_mask_type: Must be causal, or causal with padding at the end.
-        softmax_scale: Factor of the scores; None means `dim ** -0.5`.
-        **_others: Megatron-Core's other arguments, which the tensors or the layer spec determine; unused.
 
     Raises:
         ValueError: Another `attn_mask_type`.
@@ -216,11 +201,7 @@ class SDPAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend to whole sequences or, with `packed_seq_params`, inside each sequence of a pack.
-
-        Raises:
-            ValueError: A mask other than the causal one, or an attention bias.
-        """
+        """Attend to whole sequences or, with `packed_seq_params`, inside each sequence of a pack."""
         if attention_bias is not None:
             raise ValueError("attention_bias is not supported here; choose Megatron-Core's own layer spec")
         queries, keys = query.shape[0], key.shape[0]
@@ -234,7 +215,6 @@ class SDPAttention(MegatronModule):
         return self.attend(query, key, value)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `causal_attention`."""
         return causal_attention(query, key, value, self.softmax_scale)
 
 

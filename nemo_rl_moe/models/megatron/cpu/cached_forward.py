@@ -28,11 +28,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 
 
 class Rotation:
-    """Cosines and sines of a batch's rotary angles, shared by all layers.
-
-    Args:
-        angles: Of all slots: shared by all rows or, where images give rows their own positions, for each row.
-    """
+    """Cosines and sines of a batch's rotary angles, shared by all layers."""
 
     def __init__(self, angles: Float[Tensor, "slots rows_or_1 1 dim"]):
         angles = angles[:, :, :, None]
@@ -56,7 +52,6 @@ class LayerCache:
 
     Attributes:
         keys_and_values: Keys normalised and rotated.
-        weight: Of the norms of query heads and key.
         swapped: The other half of each weight, the first half negative.
     """
 
@@ -70,9 +65,7 @@ class LayerCache:
         self._products = None if self.rotation.of_rows else self._products_of(slice(None))
 
     def factors(self, slots: slice) -> tuple[Float[Tensor, "some rows_or_1 1 heads dim"], ...]:
-        """Return the factors of normalised heads and of their swapped halves: cosines and sines times the norms'
-        weights.
-        """
+        """Return cosines and sines times the norms' weights, for heads and for their swapped halves."""
         if self._products is None:
             return self._products_of(slots)
         return tuple(product[slots] for product in self._products)
@@ -92,7 +85,6 @@ class PaddedInferenceContext(StaticInferenceContext):
 
     Args:
         num_slots: Tokens of each row, padding included.
-        rotation: Of all slots.
         num_pads: Padding before each row; None where there is none.
     """
 
@@ -113,11 +105,7 @@ class PaddedInferenceContext(StaticInferenceContext):
         self._mask = None
 
     def added_mask(self, queries: int, dtype: torch.dtype) -> Float[Tensor, "rows 1 queries keys"] | None:
-        """Return an additive mask of the next `queries` slots: minus infinity for padding and later slots.
-
-        Returns:
-            None where there is no padding.
-        """
+        """Return an additive mask of the next slots: minus infinity for padding and later slots; None: no padding."""
         if self._hidden_slots is None:
             return None
         first = self.sequence_len_offset
@@ -140,12 +128,6 @@ def new_layer_cache(
     key_weight: Float[Tensor, " dim"],
     layout: HeadLayout,
 ) -> LayerCache:
-    """Make the empty cache of one layer.
-
-    Args:
-        query_weight: Of the RMS norm of each query head.
-        key_weight: Of the RMS norm of the keys.
-    """
     half = layout.dim // 2
     shape = (context.max_batch_size, layout.groups, 2, context.max_sequence_length, layout.dim)
     weight = torch.cat([query_weight.expand(layout.heads_per_group, layout.dim), key_weight.view(1, layout.dim)])
@@ -165,9 +147,6 @@ def cached_attention(
 
     Args:
         mixed: Queries, keys and values in Megatron-Core's layout; overwritten. Several slots only into an empty cache.
-        context: Says which slots these are.
-        eps: Of the norms of queries and keys.
-        scale: Factor of the scores.
     """
     queries, rows, _ = mixed.shape
     groups, heads, dim = layout.groups, layout.heads_per_group, layout.dim
@@ -223,13 +202,7 @@ the decoder's input, and what is added to the hidden states after each of its fi
 
 
 class CachedForward:
-    """Run one batch through one chunk as its modules would, without keeping state in them.
-
-    Args:
-        chunk: A GPTModel chunk with `has_cached_forward`.
-        context: The batch's empty key-value cache.
-        place_images: Of a model with vision.
-    """
+    """Run one batch through one chunk as its modules would, without keeping state in them."""
 
     def __init__(self, chunk: Any, context: PaddedInferenceContext, place_images: PlaceImages | None = None):
         self._context, self._place_images = context, place_images
@@ -244,10 +217,6 @@ class CachedForward:
         self, token_ids: Int[Tensor, "rows columns"], received: Float[Tensor, "columns rows hidden"] | None
     ) -> Float[Tensor, "columns rows hidden"]:
         """Run the next tokens, and cache their keys and values.
-
-        Args:
-            token_ids: For the first pipeline stage.
-            received: Output of the stage before, for all others.
 
         Returns:
             Hidden states; only of the last column where they go into the output layer.
@@ -269,12 +238,6 @@ class CachedForward:
 
 
 class _CachedLayer:
-    """One transformer layer of `CachedForward`.
-
-    Attributes:
-        last_column_only: Only the last column is used after this layer.
-    """
-
     last_column_only = False
 
     def __init__(self, layer: Any, context: PaddedInferenceContext):
@@ -368,8 +331,6 @@ def add_experts(
 
     Args:
         residual: Overwritten with the sum.
-        probs: Of the chosen experts.
-        weights_1: Gate rows before up rows.
     """
     numbers = torch.arange(weights_1.shape[0], device=tokens.device)
     # Stable, so that an expert sees its tokens in their order, as in training.

@@ -237,11 +237,7 @@ def _replace_torch_cuda() -> None:
 
 
 def _hide_transformer_engine() -> None:
-    """Make this process look as if Transformer Engine were not installed.
-
-    Megatron-Core takes its optimizer wherever it can be imported, and that one asks for a GPU. An import then raises
-    `ModuleNotFoundError`, and `importlib.util.find_spec` returns None. One that is imported already stays.
-    """
+    """Make this process look as if Transformer Engine were not installed."""
     for name in ("transformer_engine", "transformer_engine_torch"):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 

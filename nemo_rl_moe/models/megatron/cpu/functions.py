@@ -39,14 +39,9 @@ class CrossEntropyFunction(torch.autograd.Function):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Compute the loss of each token.
+    """Compute each token's loss in nats, float32 `[batch, sequence]`, from `[sequence, batch, vocabulary]` logits.
 
-    Args:
-        logits: `[sequence, batch, vocabulary]`, any floating type.
-        labels: `[batch, sequence]`, token ids; one outside the vocabulary (such as -100) has loss and gradient zero.
-
-    Returns:
-        `[batch, sequence]`, in nats, float32.
+    A label outside the vocabulary (such as -100) has loss and gradient zero.
     """
     sequence, batch, vocabulary = logits.shape
     losses = CrossEntropyFunction.apply(logits.reshape(-1, vocabulary), labels.t().reshape(-1))
@@ -59,11 +54,7 @@ class PlainColumnLinear(ColumnParallelLinear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Multiply `[..., input_size]` by the weight; there is nothing to gather.
-
-        Returns:
-            The product `[..., output_size]`, and a bias that the caller adds.
-        """
+        """Multiply `[..., input_size]` by the weight; return the product and a bias that the caller adds."""
         chosen = self.weight if weight is None else weight
         if self.skip_bias_add:
             return F.linear(input_, chosen), self.bias
@@ -74,11 +65,7 @@ class PlainRowLinear(RowParallelLinear):
     """`RowParallelLinear` for a tensor-parallel group of one rank."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Multiply `[..., input_size]` by the weight; there is nothing to reduce.
-
-        Returns:
-            The product `[..., output_size]`, and a bias that the caller adds.
-        """
+        """Multiply `[..., input_size]` by the weight; return the product and a bias that the caller adds."""
         if self.skip_bias_add:
             return F.linear(input_, self.weight), self.bias
         return F.linear(input_, self.weight, self.bias), None
@@ -111,11 +98,7 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm with sequence parallelism, which Megatron's wrapper of the torch norm refuses.
-
-    Args:
-        **_others: Arguments of some versions of Megatron-Core for every norm (`has_residual`, `name`); unused.
-    """
+    """RMSNorm with sequence parallelism, which Megatron's wrapper of the torch norm refuses."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_others: Any):
         super().__init__()
@@ -125,7 +108,6 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Normalise `[..., hidden]`; statistics are float32 for every type."""
         if inputs.dtype == torch.float32 and self.weight.dtype == torch.float32:
             return RMSNormFunction.apply(inputs, self.weight, self.eps)
         return F.rms_norm(inputs, self.weight.shape, self.weight, self.eps)
@@ -138,15 +120,7 @@ _cache_of_microbatches: _Cache = OrderedDict()
 
 
 def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines of Megatron's rotary angles once for all layers and microbatches.
-
-    Args:
-        angles: `[positions, 1 or batch, 1, dim]`, never changed in place.
-        of_microbatch: The angles belong to one microbatch.
-
-    Returns:
-        Two tensors in the shape of `angles`.
-    """
+    """Compute cosines and sines of Megatron's rotary angles once for all layers and microbatches."""
     key = (angles.data_ptr(), tuple(angles.shape), angles.stride(), dtype)
     cache, most = (_cache_of_microbatches, _CACHED_MICROBATCHES) if of_microbatch else (_cache, _CACHED_LENGTHS)
     entry = cache.get(key)
@@ -162,13 +136,7 @@ def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool
 
 
 def rotate(inputs: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate the halves of the last dimension against each other, into a new tensor.
-
-    Args:
-        inputs: `[..., dim]`.
-        cosines: Broadcasts against `inputs`; its halves are equal.
-        sines: As `cosines`; negative sines rotate back.
-    """
+    """Rotate the halves of the last dimension against each other, into a new tensor."""
     half = inputs.size(-1) // 2
     rotated = inputs * cosines
     rotated[..., :half].addcmul_(inputs[..., half:], sines[..., :half], value=-1)

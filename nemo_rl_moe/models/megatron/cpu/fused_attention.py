@@ -29,12 +29,7 @@ LONGEST_SEQUENCE = 192
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Layout of Megatron-Core's fused queries, keys and values: for each group its query heads, its key, its value.
-
-    Attributes:
-        groups: On this rank.
-        heads_per_group: Query heads that share a key.
-    """
+    """Layout of Megatron-Core's fused queries, keys and values: for each group its query heads, its key, its value."""
 
     groups: int
     heads_per_group: int
@@ -43,7 +38,7 @@ class HeadLayout:
 
 @functools.lru_cache(maxsize=32)
 def _added_mask(sequence: int, heads_per_group: int) -> Tensor:
-    """Return the minus infinity where a query must not look, `[heads_per_group * sequence, sequence]`."""
+    """Make a mask `[heads_per_group * sequence, sequence]`, minus infinity where a query must not look."""
     # A tensor made in inference mode could not be saved for a later backward pass.
     with torch.inference_mode(False):
         return torch.full((sequence, sequence), float("-inf")).triu_(1).repeat(heads_per_group, 1)
@@ -72,7 +67,6 @@ class FusedAttentionFunction(torch.autograd.Function):
             key_weight: As `query_weight`, of the keys.
             cosines: `[sequence, 1 or batch, 1, dim]`.
             sines: As `cosines`.
-            eps: Of both norms.
 
         Returns:
             `[sequence, batch, groups * heads_per_group * dim]`.
@@ -131,10 +125,7 @@ class FusedAttentionFunction(torch.autograd.Function):
 
 
 class FastSelfAttention(SelfAttention):
-    """`SelfAttention` with a short forward pass for causal sequences, packed or not.
-
-    Other cases (inference contexts, cross attention, recomputed core attention) go through the stock pass.
-    """
+    """`SelfAttention` with a short forward pass for causal sequences, packed or not."""
 
     @property
     def has_own_norms(self) -> bool:
@@ -162,11 +153,6 @@ class FastSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend over `[sequence, batch, hidden]`.
-
-        Returns:
-            `[sequence, batch, hidden]`, and the output projection's bias.
-        """
         known = key_value_states is None and inference_context is None and isinstance(rotary_pos_emb, Tensor)
         if not known or not self._can_shorten(rotary_pos_emb, others):
             return super().forward(

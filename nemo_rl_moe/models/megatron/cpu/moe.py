@@ -35,15 +35,7 @@ class IndexTopKRouter(TopKRouter):
     last_topk_indices: Tensor | None = None
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the routes each token.
-
-        Args:
-            input: `[sequence, batch, hidden]`.
-            padding_mask: `[sequence, batch]`, True for padding, which is routed but not in the auxiliary loss.
-
-        Returns:
-            Probabilities and expert indices, both `[tokens, k]` with tokens = sequence x batch.
-        """
+        """Return probabilities and expert indices, both `[sequence * batch, k]`; padding is routed too."""
         logits = self.gating(input).view(-1, self.num_experts)
         probs, indices = self._choose(logits)
         # Not when a checkpointed segment runs without gradients: its second pass counts.
@@ -129,7 +121,7 @@ class CombineFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Return every row gets its token's gradient."""
+        """Give every row its token's gradient."""
         (source,) = ctx.saved_tensors
         return grad.index_select(0, source), None, None
 
@@ -150,16 +142,7 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         self._num_experts = config.num_moe_experts
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sort copies of the tokens by expert.
-
-        Args:
-            hidden_states: `[sequence, batch, hidden]`.
-            routing_map: The experts' indices `[tokens, k]`.
-            probs: `[tokens, k]`.
-
-        Returns:
-            `[tokens * k, hidden]` and the probabilities `[tokens * k]`, in the same order.
-        """
+        """Sort copies of the tokens by expert: `[tokens * k, hidden]`, with their probabilities `[tokens * k]`."""
         self._hidden_shape = hidden_states.shape
         experts = routing_map.reshape(-1)
         # Stable, so that each expert sees its tokens in their order, as with the stock dispatcher.
@@ -173,7 +156,6 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         return DispatchFunction.apply(tokens, self._source, self._place), probs.reshape(-1).index_select(0, order)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Nothing to send."""
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,11 +163,9 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         return hidden_states, self._tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Nothing to do."""
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Nothing to receive."""
         return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
@@ -214,13 +194,7 @@ _GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class ExpertProducts:
-    """Products of each expert's rows, which are contiguous.
-
-    Args:
-        ends: End of each expert's rows, `[experts]`, int32.
-        rows: Example of the rows' type and number.
-        widths: Last dimensions of all operands.
-    """
+    """Products of each expert's contiguous rows, which end at `ends`."""
 
     def __init__(self, ends: Tensor, rows: Tensor, widths: tuple[int, ...]):
         # torch's grouped product wants every line of a matrix to be a multiple of 16 bytes, and some rows.
@@ -292,10 +266,6 @@ class GroupedExperts(MegatronModule):
     Attributes:
         linear_fc1_weights: `[local experts, 2 * expert_ffn, hidden]`, gate rows before up rows.
         linear_fc2_weights: `[local experts, hidden, expert_ffn]`.
-
-    Args:
-        pg_collection: Unused: the dispatcher communicates.
-        **_others: Arguments of some versions of Megatron-Core for every module (`name`).
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None, **_others: Any):
@@ -327,16 +297,7 @@ class GroupedExperts(MegatronModule):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Apply each expert to its rows.
-
-        Args:
-            permuted_local_hidden_states: `[tokens, hidden]`, sorted by local expert.
-            tokens_per_expert: `[local experts]`, adding up to `tokens`.
-            permuted_probs: `[tokens]`, each row's routing probability.
-
-        Returns:
-            `[tokens, hidden]`, and no bias.
-        """
+        """Apply each expert to its rows of `[tokens, hidden]`, which are sorted by local expert."""
         output = SwigluExpertsFunction.apply(
             permuted_local_hidden_states,
             permuted_probs,

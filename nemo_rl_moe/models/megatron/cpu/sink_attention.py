@@ -9,12 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.cpu.attention import (
-    SDPAttention,
-    causal_attention,
-    causal_mask,
-    masked_attention,
-)
+from nemo_rl_moe.models.megatron.cpu.attention import SDPAttention, causal_attention, causal_mask, masked_attention
 
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,28 +17,12 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 
 
 def sink_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor,
-    scale: float | None = None,
-    window: int | None = None,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float | None = None, window: int | None = None
 ) -> Tensor:
     """Compute causal attention with one more score in each head's softmax, of a key without a value.
 
     These are the learnt sinks of Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks
     (arXiv:2309.17453), as in gpt-oss: each query's weights add up to less than 1.
-
-    Args:
-        query: `[queries, batch, heads, dim]`, the last positions of the keys.
-        key: `[keys, batch, groups, dim]`, heads a multiple of groups.
-        value: As `key`.
-        sinks: `[heads]`, the additional scores, which are not scaled.
-        scale: Factor of the other scores; None means `dim ** -0.5`.
-        window: Number of keys that a query sees, its own included; None: all up to its own.
-
-    Returns:
-        `[queries, batch, heads * dim]`.
     """
     queries, batch, heads, dim = query.shape
     scale = dim**-0.5 if scale is None else scale
@@ -66,13 +45,6 @@ class SinkAttention(SDPAttention):
     Attributes:
         softmax_offset: `[heads of this rank]`, the sinks, under Megatron-Core's name; None without.
         window: Number of keys that a query of this layer sees, its own included; None: all up to its own.
-
-    Args:
-        layer_number: Counted from 1 over the whole model.
-        **others: See `SDPAttention`.
-
-    Raises:
-        ValueError: Another `attn_mask_type`.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, **others: Any):
@@ -94,7 +66,6 @@ class SinkAttention(SDPAttention):
         return torch.nn.Parameter(sinks)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `sink_attention` or, without sinks, `causal_attention`."""
         if self.softmax_offset is None:
             return causal_attention(query, key, value, self.softmax_scale, self.window)
         return sink_attention(query, key, value, self.softmax_offset, self.softmax_scale, self.window)

@@ -63,11 +63,7 @@ _ANY_CORE_ATTENTION: Mapping[str, Any] = {
 }
 _CORE_ATTENTION: Mapping[str, Any] = {**_ANY_CORE_ATTENTION, "softmax_type": "vanilla", "window_size": None}
 _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
-    "norm": {
-        "normalization": "RMSNorm",
-        "layernorm_zero_centered_gamma": False,
-        "memory_efficient_layer_norm": False,
-    },
+    "norm": {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "memory_efficient_layer_norm": False},
     "linear": {
         "tensor_model_parallel_size": 1,
         "gradient_accumulation_fusion": False,
@@ -177,10 +173,7 @@ def eligible(module: FastModule, config: TransformerConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class BuildableSpec:
-    """Stand-in for a `ModuleSpec`, with the same content.
-
-    Older TransformerLayers warn of every ModuleSpec of an unknown class, but build this silently.
-    """
+    """Stand-in for a `ModuleSpec`, with the same content."""
 
     module: type
     submodules: Any
@@ -200,11 +193,7 @@ def replace_norms(config: TransformerConfig, layer_spec: ModuleSpec) -> ModuleSp
 
 
 def fast_layer_spec(config: TransformerConfig, layer_spec: ModuleSpec) -> ModuleSpec:
-    """Copy a layer spec with every fast module that the configuration allows.
-
-    Args:
-        layer_spec: Megatron-Core's local spec of a dense or MoE layer; modules in it that are not stock ones stay.
-    """
+    """Copy a layer spec with every fast module that the configuration allows."""
     layer_spec = replace_norms(config, layer_spec)
     layer = layer_spec.submodules
     linears = _fast_linears(config)
@@ -227,12 +216,7 @@ def fast_layer_spec(config: TransformerConfig, layer_spec: ModuleSpec) -> Module
 def block_spec(
     config: TransformerConfig, block: TransformerBlockSubmodules, *, fast: bool
 ) -> TransformerBlockSubmodules:
-    """Copy a block with replaced layers and final norm.
-
-    Args:
-        block: For instance from `get_gpt_decoder_block_spec`.
-        fast: True for `fast_layer_spec`, False for `replace_norms` alone.
-    """
+    """Copy a block with replaced layers and final norm."""
     change = fast_layer_spec if fast else replace_norms
     layers = [change(config, layer_spec) for layer_spec in block.layer_specs]
     own_norm = block.layer_norm is WrappedTorchNorm and eligible("norm", config)

@@ -35,11 +35,6 @@ def check_request(
 ) -> None:
     """Check a request against the engine's limits, before any rank has begun.
 
-    Args:
-        request: May be empty.
-        chunk: Any of the model's chunks.
-        max_batch_size: Maximum number of sequences at a time.
-
     Raises:
         ValueError: With what was got and what is allowed.
     """
@@ -98,11 +93,6 @@ def inference(
     """Put the chunks into inference mode: evaluation, hidden states as output, no sequence parallelism.
 
     They stay in evaluation mode; everything else is restored, including random states.
-
-    Args:
-        own_forward: Only this project's forward pass runs. Torch's inference mode is faster than disabled gradients,
-            but what other code keeps from it (Transformer Engine sequence boundaries, Megatron-Core a router's bias)
-            can never again be saved for a backward pass.
     """
     for chunk in chunks:
         chunk.eval()
@@ -151,14 +141,7 @@ LEAVE_SHARE = 0.1
 
 
 class MegatronGenerator:
-    """Generation engine of one rank, together with the ranks that hold the other parts of the model.
-
-    Args:
-        chunks: Without wrappers; the weights are shared with the trainer.
-        tokenizer: For stop strings; otherwise may be None.
-        hooks: Hooks on the chunks' routers that capture routed experts; None without.
-        stages: Pipeline stages of the MoE layers, with `hooks`.
-    """
+    """Generation engine of one rank, together with the ranks that hold the other parts of the model."""
 
     def __init__(
         self,
@@ -185,13 +168,6 @@ class MegatronGenerator:
 
         Every rank of the job calls it: those of one data-parallel rank with the same request, which may be empty. It
         leaves the model in evaluation mode, and everything else as it was.
-
-        Args:
-            weight_version: Recorded in the responses.
-            max_batch_size: Maximum number of sequences at a time; None: all.
-
-        Returns:
-            An empty list on ranks that do not report for their data-parallel rank.
 
         Raises:
             ValueError: The request is invalid; nothing has been done.

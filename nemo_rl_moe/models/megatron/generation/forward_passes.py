@@ -41,26 +41,12 @@ class StockInferenceContext(StaticInferenceContext):
 
 
 class StockForward:
-    """Run one batch through one chunk with Megatron-Core's cache.
-
-    Args:
-        chunk: A GPTModel chunk under `hidden_states_only`.
-        context: The batch's key-value cache.
-        images: The prompts' images, for a model with vision.
-    """
-
     def __init__(self, chunk: Any, context: StockInferenceContext, images: PromptImages | None):
         self._chunk, self._context, self._images = chunk, context, images
 
     def __call__(
         self, token_ids: Int[Tensor, "rows columns"], received: Float[Tensor, "columns rows hidden"] | None
     ) -> Float[Tensor, "columns rows hidden"]:
-        """Run the next tokens, and cache their keys and values.
-
-        Args:
-            token_ids: For the first pipeline stage.
-            received: Output of the stage before, for all others.
-        """
         columns, mask = token_ids.shape[1], None
         if columns > 1:
             # Without one Megatron-Core keeps a mask of each length: made in inference mode, no training could use it.
@@ -83,14 +69,6 @@ class StockForward:
 
 @dataclass(frozen=True)
 class CachedBatch:
-    """A batch with its key-value cache.
-
-    Attributes:
-        context: The cache; counts the filled slots.
-        forwards: For each of this rank's chunks.
-        images: The prompts' images, for a model with vision.
-    """
-
     context: PaddedInferenceContext | StockInferenceContext
     forwards: Sequence[CachedForward | StockForward]
     images: PromptImages | None = None
@@ -107,12 +85,6 @@ class CachedBatch:
 
 
 class ForwardPasses:
-    """Run this rank's model chunks under `inference`.
-
-    Attributes:
-        padded: Whether attention ignores padding before a prompt, so that short and long prompts can end together.
-    """
-
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device):
         self._chunks, self._config, self._device = chunks, config, device
         self.padded = all(map(has_cached_forward, chunks))
@@ -128,13 +100,6 @@ class ForwardPasses:
         num_pads: Int[Tensor, " rows"] | None,
         model_inputs: Sequence[Mapping[str, ModelInput]] = (),
     ) -> CachedBatch:
-        """Make a batch with an empty key-value cache.
-
-        Args:
-            num_slots: Tokens of each row.
-            num_pads: Padding before each row; only where `padded`.
-            model_inputs: Further inputs of each prompt; empty: none has any.
-        """
         images = None
         if isinstance(self._chunks[0], VisionInput):
             starts = [0] * num_rows if num_pads is None else num_pads.tolist()
@@ -156,11 +121,7 @@ class ForwardPasses:
     def logits(
         self, token_ids: Int[Tensor, "rows columns"], batch: CachedBatch
     ) -> Float[Tensor, "rows vocabulary"] | None:
-        """Put the next tokens into the cache and compute logits.
-
-        Returns:
-            Logits of the last column over the real vocabulary, on the last pipeline stage; None elsewhere.
-        """
+        """Put the next tokens into the cache; return the last column's logits on the last pipeline stage, else None."""
         self._any_peer_works(True)
         return self._through_all_stages(token_ids, batch)
 

@@ -22,12 +22,7 @@ _OF_IMAGES = frozenset({PIXELS, IMAGE_SIZES, IMAGE_IDS, IS_IMAGE})
 
 
 def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
-    """Describe the problem of a prompt's further inputs, to follow the prompt's name; None: they are valid.
-
-    Args:
-        chunk: Any of the model's chunks.
-        num_tokens: Of the prompt.
-    """
+    """Describe the problem of a prompt's further inputs, to follow the prompt's name; None: they are valid."""
     if not inputs:
         return None
     if not isinstance(chunk, VisionInput):
@@ -56,16 +51,6 @@ class PromptImages:
     """Images of a batch's prompts, as one pipeline stage needs them during generation.
 
     The tower's output is kept once for each distinct image, and for each slot the index of its row there.
-
-    Args:
-        chunks: Each a `VisionInput`.
-        inputs: Of each row's prompt; empty for text.
-        first_slots: Slot of each prompt's first token.
-        num_slots: Of the whole batch.
-
-    Attributes:
-        positions: Of all slots, in time, height and width, where the family has them: for each row or, without images,
-            shared by all rows; None otherwise.
     """
 
     def __init__(
@@ -91,16 +76,7 @@ class PromptImages:
     def place(
         self, hidden: Float[Tensor, "columns rows hidden"], first_slot: int
     ) -> tuple[Float[Tensor, "columns rows hidden"], list[Float[Tensor, "columns rows hidden"]]]:
-        """Replace the word embeddings of image tokens by features.
-
-        Args:
-            hidden: Word embeddings of the next slots.
-            first_slot: The first of these.
-
-        Returns:
-            The decoder's input, and what is added to the hidden states after each of its first layers; empty where
-            there is nothing to add.
-        """
+        """Replace the word embeddings of image tokens by features; also return what is added after each first layer."""
         if self._features is None or first_slot >= self._end:
             self._features = None
             return hidden, []
@@ -123,16 +99,6 @@ _WORD = -1
 
 
 class _ImagesOfPrompts:
-    """The prompts' images on the host.
-
-    Args:
-        chunk: Holds the family.
-
-    Attributes:
-        sizes: Height and width of each distinct image in pixels, by digest.
-        end: Slot after the last image token.
-    """
-
     def __init__(self, inputs: Sequence[Inputs], first_slots: Sequence[int], num_slots: int, chunk: Any):
         self._chunk, self._num_slots = chunk, num_slots
         self._pixels: dict[int, np.ndarray] = {}

@@ -24,24 +24,14 @@ class SampledTokens(NamedTuple):
 
 
 def uniform_numbers(seed: int, count: int) -> Float[np.ndarray, " count"]:
-    """Return numbers in [0, 1) that sample a response's first tokens; a longer list begins with a shorter one.
-
-    Args:
-        seed: Not negative; the key of a counter-based generator (Philox), so that other seeds give unrelated numbers.
-    """
+    """Return numbers in [0, 1) keyed by the seed (Philox); a longer list begins with a shorter one."""
     return np.random.Generator(np.random.Philox(key=seed)).random(count)
 
 
 def truncate(
     probs: Float[Tensor, "rows vocabulary"], top_k: int | None, top_p: float
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Set to zero what top-k leaves out, and then what top-p leaves out of the rest, without normalisation.
-
-    Args:
-        probs: Of equal ones the token with the lower id ranks first.
-        top_k: Keeps this many most likely tokens; None keeps all.
-        top_p: Keeps the fewest most likely tokens that hold this share of what top-k left; 1 keeps all.
-    """
+    """Zero what top-k leaves out, then what top-p leaves out of the rest, not normalised; ties keep the lower id."""
     vocabulary = probs.shape[-1]
     if (top_k is None or top_k >= vocabulary) and top_p >= 1:
         return probs
@@ -55,12 +45,7 @@ def truncate(
 
 
 def draw(weights: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """Invert the cumulative distribution at one number for each row; never returns a token of weight zero.
-
-    Args:
-        weights: Not negative, in any scale, some of each row positive.
-        uniforms: In [0, 1), float64.
-    """
+    """Invert the cumulative distribution at one number for each row; never returns a token of weight zero."""
     # In float32 the sum over a large vocabulary would lose its rare tokens.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = cumulative[:, -1:] * uniforms[:, None]
@@ -72,12 +57,7 @@ def draw(weights: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " ro
 def sample(
     logits: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"], parameters: SamplingParameters
 ) -> SampledTokens:
-    """Sample one token for each row: temperature, then top-k, then top-p; greedy at temperature 0.
-
-    Args:
-        logits: Of the real vocabulary, without padding.
-        uniforms: In [0, 1), float64; unused when greedy.
-    """
+    """Sample one token for each row: temperature, then top-k, then top-p; greedy at temperature 0."""
     logits = logits.float()
     greedy = parameters.temperature == 0
     if not greedy and parameters.temperature != 1:
@@ -98,11 +78,8 @@ class SlotPlan:
     the longer prompts goes in token by token while the others are being answered.
 
     Attributes:
-        prompt_tokens: 0 elsewhere.
         uniforms: Random number for the token of each slot; 0 on prompts.
         first_sampled: Slot of each row's first sampled token.
-        num_pads: Padding before each row; None where there is none.
-        prefill: Slots that the first forward pass fills.
     """
 
     prompt_tokens: Int[Tensor, "slots rows"]
@@ -125,14 +102,6 @@ class SlotPlan:
 def plan_slots(
     prompts: Sequence[TokenIds], seeds: Sequence[int], max_new_tokens: int, *, padded: bool, device: torch.device
 ) -> SlotPlan:
-    """Assign prompts to slots.
-
-    Args:
-        prompts: At least one, none empty.
-        seeds: One for each prompt.
-        max_new_tokens: Slots after each prompt.
-        padded: True: prompts end together; False: they begin together.
-    """
     lengths = np.array([len(prompt) for prompt in prompts])
     longest = int(lengths.max())
     num_pads = longest - lengths if padded else np.zeros_like(lengths)
@@ -159,9 +128,6 @@ _MARGIN = 8
 class StopCondition:
     """End of responses: end-of-sequence tokens and stop strings.
 
-    Args:
-        tokenizer: Needed for stop strings alone.
-
     Raises:
         ValueError: Stop strings without a tokenizer, or an empty one.
     """
@@ -180,12 +146,7 @@ class StopCondition:
     def ended(
         self, responses: Int[np.ndarray, "rows columns"], lengths: Int[np.ndarray, " rows"]
     ) -> Bool[np.ndarray, " rows"]:
-        """Return True for each response that its last token ends; call it after every token.
-
-        Args:
-            responses: Token ids; beyond the lengths anything.
-            lengths: Tokens of each so far, at least 1.
-        """
+        """Return True for each response that its last token ends; call it after every token."""
         last = responses[np.arange(len(lengths)), np.maximum(lengths, 1) - 1]
         # For so few numbers faster than numpy's isin.
         found = (last[:, None] == self._token_ids).any(1) & (lengths > 0)
@@ -201,14 +162,6 @@ class StopCondition:
 
 
 class Responses:
-    """Tokens, log-probabilities and ends of a batch's responses.
-
-    Args:
-        max_new_tokens: Of each response.
-        stop: Ends them earlier.
-        reports_kept_mass: Report the probability that top-k and top-p kept.
-    """
-
     def __init__(
         self, num_responses: int, max_new_tokens: int, stop: StopCondition, *, reports_kept_mass: bool = False
     ):
@@ -228,16 +181,7 @@ class Responses:
         sampled: Bool[np.ndarray, " rows"],
         kept_mass: Float[np.ndarray, " rows"] | None = None,
     ) -> Bool[np.ndarray, " rows"]:
-        """Add a token to each response that has not ended.
-
-        Args:
-            responses: Index of each batch row's response.
-            sampled: False where a row is still in its prompt; its token does not count.
-            kept_mass: Probability of the tokens after truncation.
-
-        Returns:
-            Which rows have ended.
-        """
+        """Add a token to each response that has not ended."""
         open_rows = sampled & ~self._ended(responses)
         growing = responses[open_rows]
         column = self._lengths[growing]
@@ -257,10 +201,6 @@ class Responses:
         self, weight_version: int, routed_experts: Sequence[StoredRows] | None = None
     ) -> list[GeneratedSequence]:
         """Return the finished responses in order.
-
-        Args:
-            weight_version: Of the weights that sampled them.
-            routed_experts: Of their tokens; None where not asked for.
 
         Raises:
             RuntimeError: A log-probability is not finite: the weights are not, or the forward pass failed.
@@ -285,5 +225,4 @@ class Responses:
 
     @property
     def lengths(self) -> Int[np.ndarray, " responses"]:
-        """Tokens of each response so far."""
         return self._lengths

@@ -27,11 +27,6 @@ class AllHeadsNorm(torch.nn.Module):
 
     Every rank holds the weights of all heads and uses its own: Megatron-Core treats query and key norms as replicas,
     and sums their gradients over the ranks.
-
-    Args:
-        hidden_size: Size of one head.
-        num_heads: Heads of all ranks.
-        **_others: Arguments of some versions of Megatron-Core for every norm; unused.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int, **_others: Any):
@@ -41,7 +36,6 @@ class AllHeadsNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(num_heads * hidden_size, dtype=config.params_dtype))
 
     def forward(self, heads: Float[Tensor, "sequence batch heads dim"]) -> Float[Tensor, "sequence batch heads dim"]:
-        """Normalise; statistics are float32 for every type."""
         values, weight = heads.flatten(2).float(), self.weight
         squares = values.pow(2).sum(-1, keepdim=True)
         if self.num_shards > 1:

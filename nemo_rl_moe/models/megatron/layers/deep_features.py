@@ -26,11 +26,6 @@ class DeepLayer(TransformerLayer):
     def forward(
         self, *args: Any, context: Float[Tensor, "layers columns rows hidden"] | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output, and the features where a later layer needs them.
-
-        Args:
-            context: Features of each deep layer in order, split among ranks as hidden states are; None: no images.
-        """
         hidden_states, _ = super().forward(*args, **kwargs)
         if context is None:
             return hidden_states, None

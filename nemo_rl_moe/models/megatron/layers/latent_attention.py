@@ -34,12 +34,7 @@ if not isinstance(multi_latent_attention.TELinear, type):
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """Linear layer without bias, replicated on every tensor-parallel rank.
-
-    Args:
-        weight: `[outputs, inputs]`.
-        sequence_parallel: Each rank sees its part of the sequence: gradients are summed over the ranks.
-    """
+    """Linear layer without bias, replicated on every tensor-parallel rank."""
 
     def __init__(self, weight: Tensor, *, sequence_parallel: bool):
         super().__init__()
@@ -47,11 +42,7 @@ class DuplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, None]:
-        """Multiply `[..., inputs]` by the weight.
-
-        Returns:
-            The product `[..., outputs]`, and no bias.
-        """
+        """Multiply `[..., inputs]` by the weight; there is no bias."""
         return F.linear(inputs, self.weight), None
 
 
@@ -76,10 +67,7 @@ class LatentSelfAttention(MLASelfAttention):
                 setattr(self, name, DuplicatedLinear(weight, sequence_parallel=config.sequence_parallel))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Return the modules around the norms of the latents from the layer spec, as in 0.16.
-
-        0.19 would normalise the layer's input once more for queries without a latent.
-        """
+        """Return the modules around the norms of the latents from the layer spec, as in 0.16."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 

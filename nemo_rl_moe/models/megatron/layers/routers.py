@@ -27,17 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def group_limited_topk(
     scores: Tensor, topk: int, num_groups: int, group_topk: int, best_of_group: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute group-limited top-k (DeepSeek-V2 and V3): the best groups of experts, then their best experts.
-
-    Args:
-        scores: Selection scores, `[tokens, experts]`.
-        topk: Experts of each token.
-        group_topk: Groups of each token.
-        best_of_group: Number of a group's best experts whose sum ranks it.
-
-    Returns:
-        Scores and indices of the chosen experts, both `[tokens, topk]`, the best first.
-    """
+    """Compute group-limited top-k (DeepSeek-V2 and V3): the best groups of experts, then their best experts."""
     of_groups = scores.unflatten(1, (num_groups, -1))
     group_scores = of_groups.topk(best_of_group, dim=-1).values.sum(-1)
     usable = torch.zeros_like(group_scores, dtype=torch.bool)
@@ -59,9 +49,7 @@ class GroupLimitedChoice:
         group_topk: int,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the top experts of each token, in place of `RouterReplay`'s: `[tokens, experts]` to twice `[tokens,
-        topk]`.
-        """
+        """Return the top experts of each token, in place of `RouterReplay`'s: twice `[tokens, topk]`."""
         return group_limited_topk(scores, topk, num_groups, group_topk, self._best_of_group)
 
 
@@ -84,11 +72,7 @@ def _replay_or_choose(replay: Callable[..., Any], choice: GroupLimitedChoice, *a
     return replay(*arguments[:-1], choice.get_replay_topk)
 
 
-FORCED_ROUTING_FIELDS = (
-    "moe_router_force_load_balancing",
-    "moe_router_force_biased",
-    "moe_router_force_hot_rank",
-)
+FORCED_ROUTING_FIELDS = ("moe_router_force_load_balancing", "moe_router_force_biased", "moe_router_force_hot_rank")
 """Each is a field of TransformerConfig or, where this version has none, an attribute set on it."""
 
 # Added to a logit; far above any real one, far below where float32 or bfloat16 lose the others to infinity.
@@ -208,23 +192,19 @@ class ExpertBias:
 
     @torch.no_grad()
     def start_step(self) -> None:
-        """Save the bias that a step begins with, for `metrics`."""
         self._at_start = [router.expert_bias.clone() for router in self._routers]
         self._num_frozen.zero_()
 
     @torch.no_grad()
     def snapshot(self) -> None:
-        """Save the bias; called before a step."""
         self._kept = [router.expert_bias.clone() for router in self._routers]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the saved bias."""
         for router, kept in zip(self._routers, self._kept, strict=True):
             router.expert_bias.copy_(kept)
 
     def count_frozen(self) -> None:
-        """Count this rank's layers whose bias has not changed since before the step; called after it."""
         self._num_frozen.zero_()
         for router, kept in zip(self._routers, self._kept, strict=True):
             self._num_frozen += (router.expert_bias == kept).all()

@@ -5,7 +5,7 @@
 import hashlib
 import json
 import threading
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,6 @@ def union_of_ranks(mine: Mapping[str, Any]) -> dict[str, Any]:
 
     The ranks take turns, and each adds what is new: ranks that hold the same model would fill the memory of all, if
     each sent its names to each.
-
-    Args:
-        mine: This rank's entries; for equal names the lowest rank's wins.
     """
     union: dict[str, Any] = {}
     for rank in range(dist.get_world_size()):
@@ -77,40 +74,30 @@ class DamageSearch:
 
     Each side finds in memory what the other has read: the disk is read once. A rank must ask for the damage before it
     uses what it has read. A folder without `files.json` has none.
-
-    Args:
-        folder: Each rank compares its share of the bytes.
-        in_parts: See `find_damage`.
-        left_out: See `find_damage`; equal on every rank.
     """
 
-    def __init__(self, folder: Path, *, in_parts: bool | None = None, left_out: Container[tuple[str, int, int]] = ()):
+    def __init__(self, folder: Path, *, in_parts: bool | None = None):
         self._found: list[str] = []
-        self._thread = threading.Thread(target=self._compare, args=(folder, in_parts, left_out), daemon=True)
+        self._thread = threading.Thread(target=self._compare, args=(folder, in_parts), daemon=True)
         self._share, self._num_shares = dist.get_rank(), dist.get_world_size()
         self._thread.start()
 
     def of_all_ranks(self) -> list[str]:
-        """Return the list damaged files, a line each, equal on every rank. Every rank calls it, and waits."""
+        """List damaged files, a line each, equal on every rank. Every rank calls it, and waits."""
         self._thread.join()
         found: list[Any] = [None] * self._num_shares
         dist.all_gather_object(found, self._found)
         return list(dict.fromkeys(problem for problems in found for problem in problems))
 
-    def _compare(self, folder: Path, in_parts: bool | None, left_out: Container[tuple[str, int, int]]) -> None:
+    def _compare(self, folder: Path, in_parts: bool | None) -> None:
         try:
-            self._found = find_damage(
-                folder, share=self._share, num_shares=self._num_shares, in_parts=in_parts, left_out=left_out
-            )
+            self._found = find_damage(folder, share=self._share, num_shares=self._num_shares, in_parts=in_parts)
         except Exception as error:  # what was not compared is not whole
             self._found = [f"{folder}: cannot be compared with its checksums: {one_line(error)}"]
 
 
 def agree_on_model(config_json: Mapping[str, Any], folder: Path, *, with_weights: bool) -> None:
     """Check that all ranks have found the same model. Every rank calls it before the first step that depends on it.
-
-    Args:
-        with_weights: Whether weights are going to be read from it.
 
     Raises:
         ConfigurationError: A rank has found another model than rank 0; raised on every rank.

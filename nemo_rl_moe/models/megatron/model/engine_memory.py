@@ -19,31 +19,14 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of one rank of an engine.
-
-    Attributes:
-        weights: Its share of the weights.
-        cache_of_a_token: Keys and values of one token in all layers, of its heads.
-    """
-
     weights: int
     cache_of_a_token: int
 
     def cache(self, total: int, utilization: float) -> int:
-        """Return the bytes of its share of a device that remain for keys and values, without the engine's buffers.
-
-        Args:
-            utilization: Share that the engine may take.
-        """
         return max(0, int(total * utilization) - self.weights)
 
     def fits_from(self, held_beside: int, utilization: float) -> float:
-        """Return the bytes of the smallest device that holds the engine's share and other content; infinite for none.
-
-        Args:
-            held_beside: Bytes of others on the device while the engine generates.
-            utilization: Share that the engine may take.
-        """
+        """Return the bytes of the smallest device that holds the share and other content; infinite for none."""
         rest = 1 - utilization
         beside = 0.0 if held_beside == 0 else float("inf") if rest == 0 else held_beside / rest
         return max(beside, self.weights / utilization)
@@ -54,11 +37,6 @@ def engine_memory(size: EngineSize, transformer: TransformerConfig, hf_config: A
 
     Every tensor-parallel rank has its part of each matrix; norms and routers are whole, and so are key and value heads
     where there are more ranks than heads. Experts come to the same, cut or divided among the ranks.
-
-    Args:
-        size: Ranks and number format of the engine.
-        transformer: What `build_transformer_config` made of the run's configuration.
-        hf_config: The model's Hugging Face configuration.
     """
     ranks, itemsize, multiple = size.ranks, _BYTES[size.dtype], size.vocabulary_multiple
     vocabulary = -(-hf_config.vocab_size // multiple) * multiple // ranks

@@ -56,15 +56,8 @@ class _PolicyOutput:
     - With `logprob_chunk_size`, logits exist for one chunk of tokens at a time.
 
     Attributes:
-        real_vocabulary_size: Without padding.
-        temperature: Divides the logits in the loss.
-        logprob_chunk_size: None: logits of all tokens exist at a time.
         returns_hidden_states: End with the final norm's output, [sequence, batch, hidden].
-        needs_entropy: Also compute the entropy where the loss is.
         entropy: Last result, [batch, sequence], with its graph; cleared by its reader.
-        has_value_head: True on the last stage of a model with a value head.
-        predicts_tokens: False where the loss takes values in place of log-probabilities.
-        values: As `entropy`.
         model_columns: Columns of the microbatch in its forward pass, by name: `[rows, columns, ...]` on the token axis,
             whole also under sequence parallelism. Empty afterwards, and so in activation recomputation: read them
             before the layers, or pass them to the layers.
@@ -83,7 +76,7 @@ class _PolicyOutput:
     model_columns: Mapping[str, Tensor] = MappingProxyType({})
 
     def forward(self, *args: Any, model_columns: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
-        """Return the chunk's forward pass, with the columns of its microbatch at hand."""
+        """Run the chunk with the columns of its microbatch at hand."""
         if not model_columns:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         self.model_columns = model_columns

@@ -13,7 +13,7 @@ from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.megatron.model.gpt_model import padded_vocabulary_size
 from nemo_rl_moe.models.megatron.model.transformer_config import layers_of_chunks, moe_layer_indices
 from nemo_rl_moe.models.megatron.model.vision_model import vision_parameters
-from nemo_rl_moe.models.megatron.training.chunked_step import CHUNK_PARAMETERS
+from nemo_rl_moe.models.megatron.training.optimizer import CHUNK_PARAMETERS
 
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -43,7 +43,6 @@ class Parameters:
 
     @property
     def trained(self) -> int:
-        """Parameters with gradients."""
         return self.dense + self.experts
 
     @property
@@ -68,11 +67,7 @@ def whole_model_parameters(config: TransformerConfig, hf_config: Any) -> int:
 
 
 def parameters_of_layers(config: TransformerConfig, hf_config: Any, tensor: int) -> int:
-    """Count the parameters of all layers on each of `tensor` tensor-parallel ranks, which also split the experts.
-
-    Args:
-        config: Its own layout does not matter.
-    """
+    """Count the parameters of all layers on each of `tensor` tensor-parallel ranks, which also split the experts."""
     cut = _Cut(tensor=tensor, expert_tensor=tensor)
     return sum(_layer(config, hf_config, index, cut, False).total for index in range(config.num_layers))
 
@@ -94,12 +89,7 @@ def rank_parameters(
     routers_frozen: bool = False,
     freeze: FreezeConfig | None = None,
 ) -> Parameters:
-    """Count the parameters of each rank of a pipeline stage, which is equal on all of its ranks.
-
-    Args:
-        routers_frozen: Whether the routers' weights are frozen.
-        freeze: Frozen parts; None: none.
-    """
+    """Count the parameters of each rank of a pipeline stage, which is equal on all of its ranks."""
     cut = _Cut(
         config.tensor_model_parallel_size, config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1
     )
@@ -121,7 +111,7 @@ def rank_parameters(
 
 
 def _vision(hf_config: Any, freeze: FreezeConfig | None) -> Parameters:
-    """Return the tower and projector, whole on every rank of the first stage."""
+    """Count tower and projector, whole on every rank of the first stage."""
     are_frozen = (False, False) if freeze is None else (freeze.vision_tower, freeze.projector)
     parts = zip(vision_parameters(hf_config), are_frozen, strict=True)
     found = [Parameters(frozen=size) if is_frozen else Parameters(dense=size) for size, is_frozen in parts]
@@ -147,9 +137,7 @@ def _layer(config: TransformerConfig, hf_config: Any, index: int, cut: _Cut, rou
 
 
 def _attention(config: TransformerConfig, tensor: int) -> int:
-    """Return the query, key, value and output matrices, and the layer's two norms; of latent attention, those of
-    latents too.
-    """
+    """Return the query, key, value and output matrices and norms, of latent attention its latents' too."""
     if config.multi_latent_attention:
         return _latent_attention(config, tensor)
     queries = config.num_attention_heads * config.kv_channels
@@ -159,9 +147,7 @@ def _attention(config: TransformerConfig, tensor: int) -> int:
 
 
 def _query_and_key_norms(config: TransformerConfig, hf_config: Any) -> int:
-    """Return the weights of the norms of queries and keys, whole on every rank: of one head, or in some families of
-    all heads.
-    """
+    """Return the weights of the query and key norms, whole on every rank."""
     if not config.qk_layernorm or config.multi_latent_attention:
         return 0
     of_all_heads = family_of(hf_config).normalizes_all_heads
@@ -170,7 +156,7 @@ def _query_and_key_norms(config: TransformerConfig, hf_config: Any) -> int:
 
 
 def _attention_vectors(config: TransformerConfig, tensor: int) -> int:
-    """Return the biases and sinks."""
+    """Count biases and sinks."""
     keys = config.num_query_groups * config.kv_channels
     queries = config.num_attention_heads * config.kv_channels
     mixed = (queries + 2 * keys) // tensor if config.add_bias_linear or config.add_qkv_bias else 0
@@ -193,9 +179,7 @@ def _latent_attention(config: TransformerConfig, tensor: int) -> int:
 
 
 def _shared_experts(config: TransformerConfig, tensor: int) -> int:
-    """Return the parameters of an MoE layer that all tokens pass besides its router: shared experts, latent
-    projections.
-    """
+    """Count what all tokens pass besides the router: shared experts, latent projections."""
     projections = 2 * config.hidden_size * (config.moe_latent_size or 0)
     if config.moe_shared_expert_intermediate_size is None:
         return int(projections)
@@ -211,7 +195,6 @@ def _routed_expert(config: TransformerConfig) -> int:
 
 
 def _gated_mlp(size: int, intermediate_size: int) -> int:
-    """Return the gate, up and down projections."""
     return 3 * size * intermediate_size
 
 
@@ -223,8 +206,6 @@ class OptimizerMemory:
         state: On the device: Adam's two moments and, unless the weights are float32, a float32 master copy; with
             updates on the host, also float32 gradients of the rest.
         on_the_host: Masters, moments and float32 gradients of the parameters that are updated on the host.
-        float32_gradients: Copies of gradients of other types, while the optimizer steps.
-        float32_moments: Copies of moments of other types, of a chunk of the parameters, while it steps.
     """
 
     state: int
@@ -238,16 +219,12 @@ class WorkerMemory:
     """Bytes of one worker, by arithmetic.
 
     Attributes:
-        weights: Parameters in the run's number format.
         gradients: Megatron-Core's buffers: float32 where they are reduced in it, else as the weights.
         optimizer: Sharded over (expert-)data-parallel and context-parallel ranks by the distributed optimizer.
         activations_at_least: A lower bound of what one microbatch keeps for the backward pass: the input of every layer
             and, on the last stage, float32 logits, of one chunk where there are several.
         tower_activations: The same bound for the vision tower with the maximum number of patches, which few
-            microbatches
-            have: it is in no sum.
-        key_value_cache: Of generation.
-        reference_weights: The reference model, on the host.
+            microbatches have: it is in no sum.
         is_moved: Gradients are freed and the optimizer's state moves to the host during generation.
     """
 
@@ -272,7 +249,7 @@ class WorkerMemory:
 
     @property
     def moved(self) -> int:
-        """Bytes that move from the device to the host."""
+        """Return bytes that move from the device to the host."""
         return self.optimizer.state if self.is_moved else 0
 
     @property
@@ -288,7 +265,6 @@ class WorkerMemory:
 
 
 def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> WorkerMemory:
-    """Estimate the memory of each worker of a pipeline stage."""
     megatron, generates = config.policy.megatron_cfg, generating(config.policy)
     parallel = megatron.distributed_data_parallel_config
     parameters = rank_parameters(
@@ -314,13 +290,6 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
 
 
 def _optimizer_memory(chosen: OptimizerConfig, updated: int, weight_bytes: int, gradient_bytes: int) -> OptimizerMemory:
-    """Estimate the memory of the optimizer.
-
-    Args:
-        updated: Parameters that this rank updates.
-        weight_bytes: Of one weight.
-        gradient_bytes: Of one gradient in its buffer.
-    """
     if chosen.optimizer_cpu_offload:
         on_the_host = round(updated * chosen.optimizer_offload_fraction)
         each = _MASTER_AND_MOMENTS + _FLOAT32  # float32 gradients stay beside them
@@ -335,7 +304,6 @@ def _optimizer_memory(chosen: OptimizerConfig, updated: int, weight_bytes: int, 
 
 
 def expert_data_parallel_size(config: MasterConfig) -> int:
-    """Return the copies of the routed experts."""
     megatron = config.policy.megatron_cfg
     of_one_copy = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     return config.cluster.world_size // (of_one_copy * megatron.pipeline_model_parallel_size)
@@ -388,9 +356,7 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
 
 
 def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
-    """Return the bytes on ranks of the first stage, each of which runs the whole tower; nothing is kept where it is
-    frozen.
-    """
+    """Return the bytes on first-stage ranks, each of which runs the whole tower; 0 where it is frozen."""
     vision = family_of(hf_config).vision
     if vision is None or stage > 0 or config.policy.freeze.vision_tower:
         return 0

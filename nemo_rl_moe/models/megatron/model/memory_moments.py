@@ -20,14 +20,6 @@ KEPT_BYTES = 1_500_000_000
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes of one GPU at a moment.
-
-    Attributes:
-        trainer: Lower bound of the trainer's tensors.
-        engine: Of the engine's rank.
-        processes: Contexts and communication of both.
-    """
-
     name: str
     trainer: int
     engine: int
@@ -40,22 +32,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class EngineShare:
-    """An engine's rank on a GPU of the trainer.
-
-    Attributes:
-        share: Bytes that it may take while awake, weights and key-value cache.
-    """
+    """An engine's rank on a GPU of the trainer."""
 
     memory: EngineMemory
     share: int
 
 
 def moments(worker: WorkerMemory, engine: EngineShare | None) -> list[Moment]:
-    """Return the memory of a GPU at each moment of a run.
-
-    Args:
-        engine: None: there is none, or it has GPUs of its own.
-    """
     if engine is None:
         found = [Moment("while training", worker.while_training_at_least, 0, PROCESS_BYTES)]
         if worker.key_value_cache:
@@ -78,11 +61,7 @@ def fullest(of_a_run: Sequence[Moment]) -> Moment:
 
 
 def smallest_device(worker: WorkerMemory, memory: EngineMemory, utilization: float) -> float:
-    """Return the bytes of the smallest GPU that holds trainer and engine at each moment; infinite where none does.
-
-    Args:
-        utilization: Share of the GPU that the engine may take.
-    """
+    """Return the bytes of the smallest GPU that holds trainer and engine at each moment; infinite where none does."""
     held = worker.while_generating + 2 * PROCESS_BYTES
     others = max(moment.total for moment in moments(worker, EngineShare(memory, share=0)))
     return max(memory.fits_from(held, utilization), others)

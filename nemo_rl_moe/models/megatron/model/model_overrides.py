@@ -38,9 +38,6 @@ _ADAPTER = ConfigDict(strict=True, arbitrary_types_allowed=True)
 def read_overrides(values: Mapping[str, Any], of_the_model: Collection[str]) -> dict[str, Any]:
     """Convert fields for the TransformerConfig: names of enumerations become their members.
 
-    Args:
-        of_the_model: Fields that the model's `config.json` decides.
-
     Raises:
         ConfigurationError: A field is unknown, is decided elsewhere, or does not take the value; one line each.
     """

@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -15,6 +14,7 @@ from torch.distributed import ProcessGroupGloo, Store, TCPStore, distributed_c10
 
 from nemo_rl_moe.config.schema_policy import MegatronConfig
 from nemo_rl_moe.models.megatron.cpu import cpu_backend
+from nemo_rl_moe.models.rank_results import ParallelCoordinates
 
 # isort: split
 from megatron.core import parallel_state
@@ -80,38 +80,7 @@ def _is_loopback(address: str) -> bool:
     return address == "localhost" or address.startswith("127.")
 
 
-@dataclass(frozen=True)
-class ParallelCoordinates:
-    """Coordinates of this rank in the parallel layout.
-
-    Attributes:
-        data_parallel_rank: Index of this rank's share of the batch.
-        pipeline_rank: Without virtual stages.
-        is_last_stage: True where the loss is computed.
-        context_rank: Rank among those that share each sequence.
-    """
-
-    data_parallel_rank: int
-    data_parallel_size: int
-    pipeline_rank: int
-    tensor_rank: int
-    is_last_stage: bool
-    context_rank: int = 0
-
-    @property
-    def reports_loss(self) -> bool:
-        """True on one rank for each share of the batch: the one whose metrics of the loss are counted."""
-        return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
-
-
 def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: int, local_rank: int, seed: int) -> None:
-    """Join the process group and split it into tensor, context, expert, data and pipeline groups.
-
-    Args:
-        rank: Global rank; the environment holds MASTER_ADDR and MASTER_PORT.
-        local_rank: Rank on this node; the CUDA device.
-        seed: Of dropout and the like, different for each pipeline stage and tensor rank as in Megatron.
-    """
     if not cpu_backend.ACTIVE:
         torch.cuda.set_device(local_rank)
     minutes = megatron.distributed_timeout_minutes

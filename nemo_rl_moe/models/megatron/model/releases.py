@@ -22,12 +22,7 @@ HAS_MOE_METRICS_TRACKER: bool = tuple(int(part) for part in MEGATRON_VERSION.spl
 
 
 def recorded_auxiliary_losses() -> dict[str, Tensor]:
-    """Return the auxiliary losses that this rank's routers recorded since the last clear.
-
-    Returns:
-        Name to a tensor with one entry for each decoder layer, summed over microbatches, not reduced over ranks. The
-        tensors are Megatron's own: do not write to them.
-    """
+    """Return the losses that routers recorded since the last clear: name to a value for each decoder layer."""
     if HAS_MOE_METRICS_TRACKER:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -46,7 +41,6 @@ def clear_auxiliary_losses() -> None:
 
 @functools.cache
 def transformer_config_fields() -> frozenset[str]:
-    """Return the names of the fields that this version's TransformerConfig has."""
     return frozenset(field.name for field in dataclasses.fields(TransformerConfig))
 
 
@@ -126,16 +120,9 @@ def needs_padding_mask(config: TransformerConfig) -> bool:
 def padding_mask_for_stage(
     padding_mask: Tensor | None, *, is_first_stage: bool, tensor_rank: int, tensor_size: int
 ) -> Tensor | None:
-    """Return the padding mask in the shape that this pipeline stage needs.
+    """Return the padding mask `[batch, sequence]` as this pipeline stage needs it: whole on the first, else its block.
 
     Megatron splits the mask for sequence parallelism in the embedding: later stages get it whole, and would fail.
-
-    Args:
-        padding_mask: [batch, sequence], True on padding.
-        is_first_stage: Whether this chunk holds the embedding.
-
-    Returns:
-        The whole mask on the first stage, this rank's block of the sequence on the others.
     """
     if padding_mask is None or is_first_stage or tensor_size == 1:
         return padding_mask

@@ -38,9 +38,7 @@ AUXILIARY_LOSSES = (*_NAME_OF_BALANCING_TYPE.values(), Z_LOSS)
 
 
 def auxiliary_loss_names(config: TransformerConfig) -> list[str]:
-    """Return the losses that this model's routers record, in a fixed order; by the configuration, so equal on all
-    ranks.
-    """
+    """Return the losses that this model's routers record, in a fixed order, equal on all ranks."""
     types, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(types, str):
         types, coefficients = [types], [coefficients]
@@ -133,7 +131,6 @@ FIRST_ENGINE_WITH_PACKED_SINKS = (2, 12)
 
 
 def use_transformer_engine(policy: PolicyConfig) -> bool:
-    """Return True where this policy's layers are Transformer Engine's."""
     return policy.megatron_cfg.layer_spec == "auto" and has_transformer_engine()
 
 
@@ -183,8 +180,7 @@ def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> TransformerConfig:
-    """Build the effective TransformerConfig: the model's fields, then the machine's, then the user's
-    `moe_*` fields.
+    """Build the effective TransformerConfig: the model's fields, then the machine's, then the user's `moe_*` fields.
 
     Raises:
         ConfigurationError: The family or a field is unsupported, or Megatron-Core refuses the combination.
@@ -305,9 +301,7 @@ def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str
 
 
 def _problems_with_packed_sinks(policy: PolicyConfig) -> list[str]:
-    """Return the packed sequences with attention sinks, for which older releases of Transformer Engine have no kernel
-    at all.
-    """
+    """Refuse packed sequences with attention sinks where Transformer Engine has no kernel for them."""
     found, first = _transformer_engine_version(), FIRST_ENGINE_WITH_PACKED_SINKS
     # A release that does not report its number may be any.
     is_too_old = use_transformer_engine(policy) and (0, 0) < found < first
@@ -326,10 +320,7 @@ def _problems_with_shared_sequences(fields: dict[str, Any]) -> list[str]:
     ranks, key = fields["context_parallel_size"], "policy.megatron_cfg"
     if ranks == 1:
         return []
-    of_model = {
-        "windows": fields.get("window_size") is not None,
-        "sinks": fields.get("softmax_type") == "learnable",
-    }
+    of_model = {"windows": fields.get("window_size") is not None, "sinks": fields.get("softmax_type") == "learnable"}
     problems = []
     if names := " and ".join(name for name, has_some in of_model.items() if has_some):
         problems.append(
@@ -463,9 +454,7 @@ def _problems_without_experts(policy: PolicyConfig) -> list[str]:
 
 
 def effective_moe_configuration(config: TransformerConfig) -> dict[str, Any]:
-    """Return the router and expert settings that are really in force, whoever set them; empty for a model without
-    experts.
-    """
+    """Return the router and expert settings in force, whoever set them; empty for a model without experts."""
     if config.num_moe_experts is None:
         return {}
     names = [

@@ -30,13 +30,7 @@ PREFIX = "vision."
 
 
 class MultimodalRotary(torch.nn.Module):
-    """Angles of positions in time, height and width, in place of Megatron-Core's, which cannot interleave.
-
-    Args:
-        section: Frequencies of each of the three axes.
-        interleaved: They alternate, as long as each has some left, and time has the rest (Qwen3-VL); otherwise they
-            form three blocks.
-    """
+    """Angles of positions in time, height and width, in place of Megatron-Core's, which cannot interleave."""
 
     def __init__(self, head_dim: int, base: float, section: Sequence[int], *, interleaved: bool):
         super().__init__()
@@ -67,10 +61,6 @@ class VisionInput:
     """Input of a vision-language model, as a mixin of GPTModel: image features among word embeddings.
 
     The registered module `vision`, tower and projector, exists on the first stage alone.
-
-    Attributes:
-        hf_config: The flattened configuration.
-        model_columns: Of the microbatch in its forward pass; see the policy's output mixin.
     """
 
     hf_config: Any
@@ -91,9 +81,7 @@ class VisionInput:
 
         Args:
             position_ids: `[3, rows, columns]` where the family has such positions; `[rows, columns]` is for text.
-            decoder_input: Replaces words and images; whole, also under sequence parallelism.
             deep: With `decoder_input`: features added after each of the first layers, whole as well.
-            padding_mask: `[rows, columns]`, True on padding.
         """
         if self.family.has_mrope and position_ids is not None and position_ids.ndim == 2:
             position_ids = position_ids.expand(3, *position_ids.shape)
@@ -128,14 +116,7 @@ class VisionInput:
         return found
 
     def image_features(self, columns: Mapping[str, Tensor]) -> TowerOutput | None:
-        """Compute the output of tower and projector, one row an image token; repeated images run once.
-
-        Args:
-            columns: The microbatch's; sizes and digests on the host, pixels of each distinct image once.
-
-        Returns:
-            In the order of the image tokens; None where there are no images.
-        """
+        """Compute tower and projector, one row for each image token; repeated images run once. None without images."""
         tower, family = self.vision, self.family  # type: ignore[attr-defined]
         if IMAGE_SIZES not in columns or not len(columns[IMAGE_SIZES]):
             return None
@@ -167,12 +148,7 @@ class VisionInput:
     def embed(
         self, input_ids: Int[Tensor, "rows columns"], columns: Mapping[str, Tensor], features: TowerOutput | None
     ) -> Float[Tensor, "columns rows hidden"]:
-        """Return word embeddings with image features in the place of the prompt's image tokens.
-
-        Args:
-            input_ids: Those of image tokens may be any.
-            columns: With the mask of image tokens, unless there are no features.
-        """
+        """Return word embeddings with image features in the place of the prompt's image tokens."""
         hidden: Tensor = self.embedding(input_ids=input_ids, position_ids=None)  # type: ignore[attr-defined]
         if features is None:
             return hidden
@@ -185,10 +161,6 @@ def placed(
     """Replace the hidden states of image tokens by features, row after row.
 
     No host sync: what is chosen depends on no number on the device.
-
-    Args:
-        is_image: `[rows, columns]`, with as many True as features.
-        features: One row for each image token.
     """
     number = is_image.flatten().long().cumsum(0).sub_(1).clamp_(0, len(features) - 1)
     by_token = torch.nn.functional.embedding(number.view(is_image.shape).T, features.to(hidden.dtype))
@@ -199,13 +171,7 @@ def placed(
 def deep_input(
     hidden: Float[Tensor, "columns rows hidden"], is_image: Tensor, features: TowerOutput
 ) -> list[Float[Tensor, "columns rows hidden"]]:
-    """Return what is added to the hidden states after each of the first layers: 0 except for image tokens.
-
-    Args:
-        hidden: Of all tokens, for shape and type.
-        is_image: `[rows, columns]`.
-        features: One row an image token.
-    """
+    """Return what is added to the hidden states after each of the first layers: 0 except for image tokens."""
     zeros = torch.zeros_like(hidden)
     return [placed(zeros, is_image, each) for each in features.deep]
 
@@ -228,11 +194,7 @@ def add_vision(chunk: GPTModel, hf_config: Any, init_seed: int) -> None:
 
 
 def draw_weights(tower: torch.nn.Module, hf_config: Any, seed: int) -> None:
-    """Fill tower and projector with random weights by transformers' rule, from the seed and each module's name alone.
-
-    Args:
-        tower: From the family's `build`, on the host; moves torch's generator.
-    """
+    """Fill tower and projector with random weights by transformers' rule, from seed and module names alone."""
     from transformers import PreTrainedModel
 
     owners: dict[str, Any] = {}
@@ -265,11 +227,6 @@ def tower_buffers_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
 
 
 def freeze_parts(chunk: GPTModel, freeze: FreezeConfig, hf_config: Any) -> None:
-    """Freeze parts of a model.
-
-    Args:
-        chunk: Not yet wrapped for data parallelism.
-    """
     family = family_of(hf_config).vision
     for name, parameter in chunk.named_parameters():
         if not name.startswith(PREFIX) or family is None:
@@ -294,9 +251,7 @@ _counted: dict[str, Any] = {}
 
 
 def vision_parameters(hf_config: Any) -> tuple[int, int]:
-    """Return the parameters of tower and of projector, which every rank of the first stage holds; 0 of a model of text
-    alone.
-    """
+    """Return the parameters of tower and projector, which every first-stage rank holds; 0 for text alone."""
     if family_of(hf_config).vision is None:
         return 0, 0
     key = repr((sorted(vars(hf_config.vision_config).items(), key=str), hf_config.hidden_size))

@@ -65,9 +65,6 @@ class CapturedRoutes:
 
     What many passes have chosen is brought together at once: a pass over one token of each sequence is short, and on
     small models each operation costs its start rather than its tokens.
-
-    Args:
-        hooks: Hooks on this rank's routers, under `shown`.
     """
 
     def __init__(self, hooks: RouterHooks, topk: int, device: torch.device):
@@ -79,12 +76,6 @@ class CapturedRoutes:
         hooks.take()
 
     def add(self, num_slots: int, rows: Int[np.ndarray, " rows"]) -> None:
-        """Note a forward pass.
-
-        Args:
-            num_slots: Slots that it has filled, next to those before.
-            rows: Rows of the first batch that are still generated.
-        """
         self._rows_of_slots += [rows] * num_slots
         self._num_kept += 1
         # Over several columns a layer may run twice, at last over the last one alone: what it chose then is left out.
@@ -101,15 +92,7 @@ class CapturedRoutes:
     def sequences(
         self, stages: StagesOfLayers, first_slots: Int[np.ndarray, " rows"], num_fed: Int[np.ndarray, " rows"]
     ) -> list[Int[np.ndarray, "tokens moe_layers topk"]]:
-        """Return routes of each sequence, of all layers on the rank that reports. Every rank calls it.
-
-        Args:
-            first_slots: Slot of each sequence's first token.
-            num_fed: Tokens of each that were fed to the model: all but the last one.
-
-        Returns:
-            Parts of one array, which holds nothing else.
-        """
+        """Return each sequence's routes in all layers, on the rank that reports. Every rank calls it."""
         self._bring_together()
         rows = np.concatenate(self._rows_of_slots)
         if len(self._own) == len(self._hooks.layers):
@@ -156,14 +139,7 @@ def routes_of_microbatch(
     stages: StagesOfLayers,
     cut: SequenceCut,
 ) -> list[Int[np.ndarray, "tokens moe_layers topk"]]:
-    """Return the routes of the tokens of each sequence of a microbatch but its last one, which no engine feeds to its
-    model.
-
-    The rank that reports gets all layers and tokens. Every rank calls it.
-
-    Args:
-        captured: What this rank's routers chose, in their order; -1 in layers of other stages.
-    """
+    """Return each sequence's routes except its last token's, which no engine feeds; every rank calls it."""
     if cut.size > 1:
         blocks = [torch.empty_like(captured).view(torch.uint8) for _ in range(cut.size)]
         group = parallel_state.get_tensor_model_parallel_group()

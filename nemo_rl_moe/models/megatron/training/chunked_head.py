@@ -75,13 +75,7 @@ def chunked_token_statistics(
     *,
     with_entropy: bool = False,
 ) -> TokenStatistics:
-    """Return the statistics of each target, differentiable in hidden states and the output layer's weight.
-
-    Args:
-        model: The GPTModel chunk that holds the output layer; its `logprob_chunk_size` tokens have logits at a time.
-        hidden_states: The final norm's output; with sequence parallelism this rank's columns.
-        with_entropy: Also the entropy of each token's distribution.
-    """
+    """Return the statistics of each target, differentiable in hidden states and the output layer's weight."""
     if model.config.sequence_parallel:
         # Each rank's gradient is a part of the sum, that of its columns of the vocabulary.
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
@@ -109,13 +103,6 @@ def chunked_token_statistics(
 
 @dataclass(frozen=True)
 class _Head:
-    """Settings of an output layer, but for its weight.
-
-    Attributes:
-        group: The tensor-parallel group, whose ranks hold a block of the vocabulary each.
-        mask_logits: Sets the logits of padded rows of the vocabulary.
-    """
-
     group: dist.ProcessGroup
     mask_logits: Callable[[Tensor], Tensor]
     temperature: float
@@ -139,13 +126,7 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> tuple[Tensor | None, ...]:
-        """Return for each token the log-probability, whether it ranks first, and the entropy or None.
-
-        Args:
-            hidden: `[tokens, hidden]`.
-            weight: This rank's rows of the output layer, `[local vocabulary, hidden]`, of the same type.
-            labels: `[tokens]`, global ids.
-        """
+        """Return for each token the log-probability, whether it ranks first, and the entropy or None."""
         sums = VocabularySums.joined(
             [
                 VocabularySums.of_columns(

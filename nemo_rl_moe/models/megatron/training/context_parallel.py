@@ -33,7 +33,6 @@ class ContextPlace(NamedTuple):
 
     @property
     def sequence_multiple(self) -> int:
-        """Number of columns that whatever is cut is padded to a multiple of."""
         return sequence_multiple(self.size)
 
 
@@ -42,20 +41,12 @@ ALONE = ContextPlace()
 
 
 def place_of_rank() -> ContextPlace:
-    """This rank's place."""
     group = parallel_state.get_context_parallel_group()
     return ContextPlace(group.rank(), group.size(), group) if group.size() > 1 else ALONE
 
 
 def zigzag_columns(segments: Sequence[int], num_ranks: int) -> Int[Tensor, "ranks local_columns"]:
-    """Return the columns that each rank holds of a row, in the order in which it holds them.
-
-    Args:
-        segments: Columns of what is cut by itself, one behind the other: a whole row, or the sequences packed in it.
-
-    Raises:
-        ValueError: A segment cannot be cut into as many equal chunks.
-    """
+    """Return the columns that each rank holds; each segment (a row, or a packed sequence) is split by itself."""
     num_chunks = 2 * num_ranks
     if wrong := [length for length in segments if length % num_chunks]:
         raise ValueError(f"a segment of {wrong[0]} columns cannot be cut into {num_chunks} equal chunks")
@@ -95,12 +86,10 @@ class ContextCut:
         return ContextCut(held, local, columns.flatten().argsort(), place.group)
 
     def to(self, device: torch.device) -> "ContextCut":
-        """Return a copy on a device; the copies may still be under way."""
         held, local, order = (to_device(each, device) for each in (self.held, self.local, self.order))
         return ContextCut(held, local, order, self.group)
 
     def part(self, values: Shaped[Tensor, "rows columns ..."]) -> Shaped[Tensor, "rows local_columns ..."]:
-        """This rank's columns of whole rows."""
         return values.index_select(1, self.held)
 
     def whole(self, values: Shaped[Tensor, "rows local_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:

@@ -152,24 +152,14 @@ class ExpertAdvantageRecorder(StepObserver):
 def rows_of_tokens(
     microbatch: ModelMicrobatch, first_row: int, other_row: int, cut: SequenceCut
 ) -> Int[Tensor, " tokens"]:
-    """Return the row of each token in the routers' order: that of its sequence where a trained token is predicted from
-    it.
-
-    Args:
-        first_row: Row of its first sequence.
-        other_row: Row of all other tokens, padding among them.
-    """
+    """Return each token's row in the routers' order: its sequence's where a trained token is predicted from it."""
     trained = microbatch.batch.token_mask[:, 1:]
     rows = torch.arange(first_row, first_row + len(trained), device=trained.device)[:, None].expand_as(trained)
     return in_router_order(microbatch.at_tokens(rows, trained, other_row), cut)
 
 
 def _facts_of(batch: TokenBatch) -> Float[np.ndarray, "3 sequences"]:
-    """Return advantage (the mean over a sequence's trained tokens), number of its group, and 1 where it has such a
-    token.
-
-    Responses to the same prompt, which advantages compare, come from the same sample.
-    """
+    """Return mean advantage over trained tokens, number of the group, and 1 where a sequence has such a token."""
     column, trained = batch.columns[ADVANTAGES], batch.token_mask[:, 1:].numpy()
     facts = np.empty((3, len(batch)))
     values = column.of_targets().values.double().numpy()

@@ -46,11 +46,7 @@ class ForwardBackward:
     Attributes:
         packed: Sequences are packed, not padded.
         explicit_mask: The core attention wants its causal mask as a tensor (Megatron's own does).
-        temperature: Divides the logits of forward passes without a backward pass; training divides in the model.
-        hooks: Hooks on the routers, for batches with captured routes; None without.
-        observers: See every training forward pass.
         counts: Training passes count in the agreement statistics; False for passes beside the step's own.
-        pixels_per_token: See `MicrobatchShape`.
     """
 
     config: TransformerConfig
@@ -75,10 +71,6 @@ class ForwardBackward:
 
         Where only the first few run, gradients are scaled to the size that those of all would have.
 
-        Args:
-            first_microbatch: Number of the first microbatch within the `train` call.
-            num_microbatches: Run the first so many; None: all.
-
         Returns:
             The loss function's metrics and its `loss`, for each microbatch; empty but on the last pipeline stage.
         """
@@ -101,7 +93,7 @@ class ForwardBackward:
         return self._run_forward(chunks, shard.microbatches, measure, needs_of(loss_function))
 
     def logprobs(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Return the forward passes only.
+        """Run forward passes only.
 
         Returns:
             For each microbatch, the log-probability of every token given those before it, `[sequences, longest]`; 0 for
@@ -114,11 +106,7 @@ class ForwardBackward:
         return self._run_forward(chunks, microbatches, collect, {Head.LOGPROBS})
 
     def values(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Run forward passes only, of a model with a value head.
-
-        Returns:
-            For each microbatch, the value of the state in which every token is chosen, entries as of `logprobs`.
-        """
+        """Run forward passes only, of a model with a value head; entries as of `logprobs`."""
 
         def collect(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> Tensor:
             assert statistics.values is not None

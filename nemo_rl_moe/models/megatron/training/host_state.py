@@ -24,13 +24,6 @@ class HostState:
 
     Tensors stay the objects that they are, so that optimizers and checkpoints find them wherever their values lie.
     Gradients are not kept: each global batch begins with buffers of zeros.
-
-    Args:
-        optimizer: Its masters and moments leave.
-        chunks: Their gradient buffers are freed.
-
-    Attributes:
-        is_away: True between `leave` and `come_back`.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], device: torch.device):
@@ -46,11 +39,7 @@ class HostState:
 
     @torch.no_grad()
     def leave(self) -> int:
-        """Move the state to the host and free the gradients' buffers.
-
-        Returns:
-            Bytes that the device has no longer; 0 where they are away already.
-        """
+        """Move the state to the host and free the gradients' buffers; return the freed bytes of the device."""
         if self.is_away:
             return 0
         self._moved = list(self._tensors())

@@ -4,24 +4,30 @@
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Int
 
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
+from nemo_rl_moe.distributed.stored_rows import IN_PLACE, RowStore, StoredRows
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, store_routes
 from nemo_rl_moe.metrics import MetricSeries
+from nemo_rl_moe.models.flops import forward_flops
 from nemo_rl_moe.models.interfaces import Head, LossFunction
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
-from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
+from nemo_rl_moe.models.megatron.model.transformer_config import (
+    attention_windows,
+    build_transformer_config,
+    effective_moe_configuration,
+)
 from nemo_rl_moe.models.megatron.model.vision_model import pixels_per_token_of_positions
 from nemo_rl_moe.models.megatron.training.captured_routes import StagesOfLayers, routes_of_microbatch
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward, metrics_to_host
@@ -30,6 +36,7 @@ from nemo_rl_moe.models.megatron.training.router_hooks import attach_hooks
 from nemo_rl_moe.models.megatron.weights.hf_export import save_weights, tensors_of_this_rank
 from nemo_rl_moe.models.megatron.weights.starting_weights import set_starting_weights
 from nemo_rl_moe.models.model_files import write_model_files
+from nemo_rl_moe.models.rank_results import RankDescription
 from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.transport import TransportSpec
@@ -46,9 +53,9 @@ class MegatronModel:
     Args:
         weights_folder: Folder to read weights from; None for random ones.
         tokenizer: Needed where responses end with stop strings.
+        store: Store of rows that batches refer to and results leave behind.
 
     Attributes:
-        notices: What a user should know of the weights that it starts with, a line each.
         num_updates: Optimizer steps that changed the weights: their version.
     """
 
@@ -60,8 +67,9 @@ class MegatronModel:
         *,
         tokenizer: Any = None,
         heads: Collection[Head] = (Head.LOGPROBS,),
+        store: RowStore = IN_PLACE,
     ):
-        self.policy, self.hf_config = policy, hf_config
+        self.policy, self.hf_config, self._store = policy, hf_config, store
         self.device = project_parallel_state.device()
         self.coordinates = project_parallel_state.parallel_coordinates()
         self.config = build_transformer_config(policy, hf_config)
@@ -93,41 +101,45 @@ class MegatronModel:
         """True where this rank runs a vision tower: others read no pixels."""
         return any(hasattr(chunk, "vision") for chunk in self.chunks)
 
+    def describe(self, config_json: Mapping[str, Any]) -> RankDescription:
+        """Describe the model as it has started.
+
+        Args:
+            config_json: Its Hugging Face configuration as it is in the file.
+        """
+        return RankDescription(
+            coordinates=self.coordinates,
+            moe_configuration=effective_moe_configuration(self.config),
+            moe_configuration_sources=setting_sources(self.policy, self.hf_config, config_json, self.config),
+            notices=self.notices,
+            forward_flops=forward_flops(self.config, self.hf_config.vocab_size, attention_windows(self.config)),
+            gpu=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
+        )
+
     def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
-        """Return the forward passes only. Returns the loss function's metrics of this rank's microbatches."""
+        """Run forward passes only; return the loss function's metrics of this rank's microbatches."""
+        shard = replace(shard, microbatches=self._fetched(shard.microbatches))
         self._evaluation_mode()
         with torch.no_grad():
             results = self._forward_backward.evaluate(self.modules, shard, loss_function)
         return self._series(results)
 
     def logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Run forward passes only.
-
-        Returns:
-            For each microbatch, the log-probability of every token given those before it, `[sequences, longest]`, on
-            the host; empty where no loss is computed.
-        """
+        """Return `ForwardBackward.logprobs` on the host."""
         self._evaluation_mode()
         with torch.no_grad():
-            found = self._forward_backward.logprobs(self.modules, microbatches)
+            found = self._forward_backward.logprobs(self.modules, self._fetched(microbatches))
         return [logprobs.cpu() for logprobs in found] if self.coordinates.reports_loss else []
 
     def values(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Run forward passes only, of a model with a value head.
-
-        Returns:
-            For each microbatch, the value of the state in which every token is chosen, `[sequences, longest]`, on the
-            host; empty where no loss is computed.
-        """
+        """Return `ForwardBackward.values` on the host."""
         self._evaluation_mode()
         with torch.no_grad():
-            found = self._forward_backward.values(self.modules, microbatches)
+            found = self._forward_backward.values(self.modules, self._fetched(microbatches))
         return [values.cpu() for values in found] if self.coordinates.reports_loss else []
 
-    def logprobs_and_routes(
-        self, microbatches: Sequence[TokenBatch]
-    ) -> tuple[list[torch.Tensor], list[Int[np.ndarray, "tokens moe_layers topk"]]]:
-        """Compute `logprobs`, and the routed experts of each sequence, microbatch after microbatch; of the
+    def logprobs_and_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], list[StoredRows]]:
+        """Compute `logprobs`, and the stored routed experts of each sequence, microbatch after microbatch; of the
         ranks that report.
 
         The model has MoE layers, and the configuration asks for a capture.
@@ -141,33 +153,26 @@ class MegatronModel:
             for microbatch, chosen in captured
             for rows in routes_of_microbatch(microbatch, chosen, self._stages, self._hooks.cut)
         ]
-        return found, routes if self.coordinates.reports_loss else []
+        return found, self._store.keep(routes) if self.coordinates.reports_loss else []
 
     def compare_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], AgreementTotals]:
-        """Compute `logprobs` with the routers' own experts, and their agreement with the captured routes;
-        every rank calls it.
-
-        The model has MoE layers, and the configuration asks for a capture.
-        """
+        """Compute `logprobs` with the routers' own experts, and compare these with the capture; every rank calls it."""
         assert self._hooks is not None
         with self._hooks.comparing() as totals:
             return self.logprobs(microbatches), totals()
 
     def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
-        """Return the responses to this data-parallel rank's prompts; empty where no loss is computed. Every rank calls
-        it.
+        """Return the responses to this data-parallel rank's prompts, with their routed experts in the store; empty
+        where no loss is computed. Every rank calls it.
         """
+        if self.has_tower:
+            request = request.fetched(self._store.fetch)
         self._evaluation_mode()
-        return self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)
+        found = self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)
+        return store_routes(found, self._store)
 
-    def send_weights(self, transfer: TransportSpec, *, altered: bool = False) -> int:
+    def send_weights(self, transfer: TransportSpec, altered: bool = False) -> int:
         """Send this rank's part of the weights to the workers of a generation engine. Every rank calls it.
-
-        Args:
-            altered: Send others in their place, of which every tensor differs.
-
-        Returns:
-            Bytes sent.
 
         Raises:
             WeightSyncError: A receiver or another rank could not go on; the model is as it was.
@@ -184,11 +189,7 @@ class MegatronModel:
             torch.cuda.empty_cache()  # of the tensors that were brought together: the engine's cache comes next
 
     def weight_fingerprints(self, number_format: str) -> dict[str, str]:
-        """Return the fingerprints of this rank's part of the weights. Every rank calls it.
-
-        Args:
-            number_format: See `weight_sync.fingerprints.fingerprint`.
-        """
+        """Return the fingerprints of this rank's part of the weights. Every rank calls it."""
         tensors = tensors_of_this_rank(self.chunks, self.config, self.hf_config)
         try:
             return fingerprints_of(tensors, number_format)
@@ -196,11 +197,12 @@ class MegatronModel:
             deque(tensors, maxlen=0)  # the others wait in its collectives
             torch.cuda.empty_cache()  # the engine's cache comes next
 
+    def empty_cache(self) -> None:
+        """Give the device's memory back that torch's allocator keeps for later."""
+        torch.cuda.empty_cache()
+
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
         """Write the weights as a Hugging Face folder. Every rank calls it.
-
-        Args:
-            model_files: What lies beside the weights, file name to content.
 
         Returns:
             Names of parameters that the family has no tensor for, which are left out.
@@ -213,6 +215,10 @@ class MegatronModel:
             write_model_files(model_files, staging)
 
         return save_weights(self.chunks, self.config, self.hf_config, folder, write_beside)
+
+    def _fetched(self, microbatches: Sequence[TokenBatch]) -> tuple[TokenBatch, ...]:
+        """Fetch the microbatches' stored columns, and images where they are read."""
+        return tuple(batch.fetched(self._store.fetch, with_shared=self.has_tower) for batch in microbatches)
 
     def _evaluation_mode(self) -> None:
         for chunk in self.modules:

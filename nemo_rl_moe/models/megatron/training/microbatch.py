@@ -56,7 +56,6 @@ class ModelMicrobatch:
 
     @property
     def num_columns(self) -> int:
-        """Columns of the whole rows."""
         return self.input_ids.shape[1] if self.context is None else len(self.context.order)
 
     def part(self, values: Shaped[Tensor, "rows whole_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:
@@ -68,19 +67,13 @@ class ModelMicrobatch:
         return values if self.context is None else self.context.whole(values)
 
     def local_columns(self, columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Return the places of columns of the whole rows among those that the model on this rank sees; -1: not among
-        them.
-        """
+        """Return where this rank's model holds columns of the whole rows; -1: nowhere."""
         return columns if self.context is None else self.context.local[columns]
 
     def at_tokens(
         self, values: Shaped[Tensor, "batch tokens"], counts: Bool[Tensor, "batch tokens"], other: Any
     ) -> Shaped[Tensor, "rows columns"]:
-        """Return values of the sequences' first tokens at their places in what the model on this rank sees.
-
-        Args:
-            counts: Tokens that have one.
-        """
+        """Return values of the sequences' first tokens at their places in what the model on this rank sees."""
         rows, columns = self.input_ids.shape[0], self.num_columns
         if self.packed_seq_params is None:  # sequences are rows: fewer operations
             found = torch.full((rows, columns), other, dtype=values.dtype, device=values.device)
@@ -94,9 +87,6 @@ class ModelMicrobatch:
 
     def per_sequence(self, values: Tensor) -> Tensor:
         """Bring values of flat positions back to one row a sequence; a collective of `whole`.
-
-        Args:
-            values: [rows, columns], one value for each target.
 
         Returns:
             [batch, longest - 1]; entries beyond a sequence's length are those of other positions and must be masked.
@@ -119,7 +109,6 @@ class MicrobatchShape:
             that context parallelism cuts them into.
         rows: Rows of every microbatch; 0: as many as it has sequences.
         columns: Columns of every microbatch's whole rows; 0: as many as it needs.
-        place: This rank's among those that share each sequence.
         pixels_per_token: Of a model whose image tokens have positions in time, height and width: height and width of
             the pixels of one; None: positions are those of text.
     """
@@ -248,12 +237,7 @@ class _CutTo:
 
 
 def _position_ids(batch: TokenBatch, positions: Tensor, pixels_per_token: int | None) -> Tensor:
-    """Return the positions that a rotary embedding turns by: of sequences one a row, which may be more rows than the
-    batch has.
-
-    Args:
-        pixels_per_token: See `MicrobatchShape`.
-    """
+    """Return the positions that a rotary embedding turns by, one row a sequence."""
     if pixels_per_token is None:
         return positions
     found = positions.expand(3, *positions.shape)
@@ -280,7 +264,6 @@ def _next_tokens(input_ids: Tensor) -> Tensor:
 
 
 def _padded(column: Column, rows: int, columns: int) -> Tensor:
-    """Return a column for the model, one row a sequence."""
     values = column.values
     if column.axis is Axis.RAGGED:
         return values

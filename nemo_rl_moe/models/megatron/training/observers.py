@@ -18,16 +18,10 @@ from nemo_rl_moe.models.megatron.moe_metrics import get_moe_metrics
 from nemo_rl_moe.models.megatron.training.expert_advantages import ExpertAdvantageRecorder
 from nemo_rl_moe.models.megatron.training.expert_load import attach_expert_load_recorder
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
-from nemo_rl_moe.models.megatron.training.gradients_at_logits import GradientsAtLogits
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
 from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, cut_of_rank, in_router_order
-from nemo_rl_moe.models.megatron.training.step_observer import (
-    StepObservations,
-    StepObserver,
-    TrainingForward,
-    is_due,
-)
+from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward, is_due
 from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
 
@@ -47,11 +41,7 @@ def make_observers(
     """Attach the observers that a configuration asks for; none to a model without MoE layers.
 
     Their order is that of their collectives, the same on every rank. Passes that an observer runs itself must not be
-    seen by those behind it: exact router gradients come first.
-
-    Args:
-        chunks: This rank's bare model chunks.
-        ddp_chunks: These chunks, wrapped.
+    seen by those behind it: router gradients come first.
     """
     megatron, config, device = policy.megatron_cfg, passes.config, passes.device
     if not moe_layer_indices(config):
@@ -59,11 +49,8 @@ def make_observers(
     per_layer, gradients, generates = megatron.moe_per_layer_logging, megatron.router_gradients, generating(policy)
     observers: list[StepObserver] = []
     if gradients.every_n_steps is not None:
-        exact = RouterGradients(passes, ddp_chunks, gradients.every_n_steps, gradients.num_microbatches, per_layer)
-        observers.append(exact)
-    if gradients.at_logits_every_n_steps is not None:
         observers.append(
-            GradientsAtLogits(ddp_chunks, config, device, gradients.at_logits_every_n_steps, per_layer=per_layer)
+            RouterGradients(passes, ddp_chunks, gradients.every_n_steps, gradients.num_microbatches, per_layer)
         )
     if passes.hooks is not None:
         observers.append(RoutingReports(passes.hooks, per_layer=per_layer))
@@ -75,11 +62,7 @@ def make_observers(
 
 
 class ExpertLoadReports(StepObserver):
-    """Load of every expert, overload factors and auxiliary losses, of training forward passes alone.
-
-    Attributes:
-        recorder: Counts of this rank's routers.
-    """
+    """Load of every expert, overload factors and auxiliary losses, of training forward passes alone."""
 
     def __init__(
         self, chunks: Sequence[GPTModel], passes: ForwardBackward, settings: MegatronConfig, *, per_layer: bool
@@ -92,7 +75,6 @@ class ExpertLoadReports(StepObserver):
         self._number = self._num_microbatches = 0
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        """Clear the counts."""
         self._number, self._num_microbatches = number, sum(len(shard.microbatches) for shard in shards)
         # A batch has its columns on every rank.
         counts_images = IS_IMAGE in shards[0].microbatches[0].columns
@@ -136,7 +118,6 @@ class RoutingReports(StepObserver):
         self._hooks, self._per_layer = hooks, per_layer
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        """Clear the counts."""
         self._hooks.start_step(len(shards))
 
     def end_step(self) -> StepObservations:
@@ -146,13 +127,10 @@ class RoutingReports(StepObserver):
 
 
 class ExpertBiasReports(StepObserver):
-    """Moves of the expert bias in a step."""
-
     def __init__(self, expert_bias: ExpertBias):
         self._expert_bias = expert_bias
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        """Save the bias that the step begins with."""
         self._expert_bias.start_step()
 
     def after_update(self, *, is_updated: bool) -> None:
@@ -161,7 +139,6 @@ class ExpertBiasReports(StepObserver):
             self._expert_bias.count_frozen()
 
     def end_step(self) -> StepObservations:
-        """Return the metrics of `ExpertBias.metrics`."""
         return StepObservations(self._expert_bias.metrics())
 
 

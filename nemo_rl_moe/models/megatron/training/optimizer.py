@@ -3,9 +3,11 @@
 """Megatron-Core's data-parallel wrapper, optimizer and learning-rate schedule from the user's configuration."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
@@ -14,8 +16,6 @@ from nemo_rl_moe.models.megatron.cpu import cpu_backend  # before megatron.core
 from nemo_rl_moe.models.megatron.layers.routers import router_state_in_float32
 from nemo_rl_moe.models.megatron.model.transformer_config import DTYPES
 from nemo_rl_moe.models.megatron.model.vision_model import tower_buffers_in_float32
-from nemo_rl_moe.models.megatron.training import chunked_step
-from nemo_rl_moe.models.megatron.training.chunked_step import step_in_chunks
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -30,6 +30,45 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+CHUNK_PARAMETERS = 2**28
+"""Parameters that an Adam with moments in bfloat16 updates at a time: 2 GiB of float32 copies."""
+
+
+def step_in_chunks(adam: Any, most_parameters: int) -> None:
+    """Have Transformer Engine's Adam update at most so many parameters at a time, with the same result.
+
+    It makes float32 copies of moments in other formats, of a whole group at once: for the experts' group that is more
+    than bfloat16 moments save.
+    """
+    step_of_groups = adam.step
+
+    def step(*arguments: Any, **keywords: Any) -> None:
+        groups = adam.param_groups
+        try:
+            for group in groups:
+                counted = {}
+                for tensors in _chunks(group["params"], most_parameters):
+                    chunk = {**group, "params": tensors}
+                    adam.param_groups = [chunk]
+                    step_of_groups(*arguments, **keywords)
+                    counted = {"step": chunk["step"]}
+                group.update(counted)
+        finally:
+            adam.param_groups = groups
+
+    adam.step = step
+
+
+def _chunks(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    chunk: list[Tensor] = []
+    for tensor in tensors:
+        if chunk and sum(other.numel() for other in chunk) + tensor.numel() > most:
+            yield chunk
+            chunk = []
+        chunk.append(tensor)
+    if chunk:
+        yield chunk
 
 
 def half_precision_modules(config: TransformerConfig, chunks: Sequence[GPTModel]) -> list[MegatronModule]:
@@ -65,11 +104,7 @@ def wrap_data_parallel(
 def build_optimizer(
     policy: PolicyConfig, config: TransformerConfig, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Return the Adam with float32 master weights where training is in bfloat16; weight decay on matrices only.
-
-    Raises:
-        ConfigurationError: Megatron-Core refuses the settings here, for want of a newer Transformer Engine for one.
-    """
+    """Build Adam with float32 master weights for bfloat16 training; weight decay on matrices only."""
     try:
         optimizer_config = _optimizer_config(policy, config)
     except (AssertionError, RuntimeError, ValueError) as error:
@@ -84,7 +119,7 @@ def build_optimizer(
     _fuse_adam(optimizer)
     if "bfloat16" in (policy.megatron_cfg.optimizer.exp_avg_dtype, policy.megatron_cfg.optimizer.exp_avg_sq_dtype):
         for part in optimizer_parts(optimizer):
-            step_in_chunks(part.optimizer, chunked_step.CHUNK_PARAMETERS)
+            step_in_chunks(part.optimizer, CHUNK_PARAMETERS)
     if config.bf16:
         config.grad_scale_func = optimizer.scale_loss
     return optimizer
@@ -134,16 +169,9 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def step_if_finite(optimizer: MegatronOptimizer, *, may_update: bool) -> tuple[float, bool]:
-    """Take one optimizer step, unless the loss or the gradient is NaN or infinite. All ranks come to the
-    same decision.
+    """Take one optimizer step unless `may_update` is false or the gradient is not finite; return its norm and whether.
 
     Clipping multiplies by the norm's inverse, so a gradient with one NaN would make every weight NaN.
-
-    Args:
-        may_update: The loss is finite, and of some target; the same on every rank.
-
-    Returns:
-        The gradient's norm before clipping, the same on every rank, and whether the weights were changed.
     """
     assert isinstance(optimizer, ChainedOptimizer)  # measures the norm over all ranks, then clips, then updates
     norm = math.nan
@@ -172,10 +200,6 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer, num_step
     It stands at the tick that the first step trains at. With a warm-up of `w` steps, that is tick 1: step `k` of the
     warm-up trains at `lr * k / w`, and at tick 0 the first one would train at 0. Without a warm-up it is tick 0, at
     `lr`. A run that is shorter than its warm-up sees the beginning of it, whatever the decay.
-
-    Args:
-        optimizer: The optimizer whose groups it sets; weight decay too acts only through it.
-        num_steps: Optimizer steps of the whole run; where the decay ends unless the user says otherwise.
     """
     chosen, rates = policy.megatron_cfg.scheduler, policy.megatron_cfg.optimizer
     # Megatron-Core wants a warm-up to end before the decay does.

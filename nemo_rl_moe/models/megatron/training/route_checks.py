@@ -1,17 +1,20 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Further checks of a step's capture: rows that stand twice, rows of each rank, and flips that float32 rules out."""
+"""Checks of a step's capture: a sample for the identity of its rows, repeated rows, ranks, flips in float32."""
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import generating, rollouts_in_float32
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.routing.agreement.rank_rows import rows_by_rank
 from nemo_rl_moe.routing.agreement.repeated_rows import RepeatedRows
 from nemo_rl_moe.routing.agreement.report import CheckTotals
+from nemo_rl_moe.routing.agreement.route_identity import RouteSample
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
 from nemo_rl_moe.routing.replay import ReplayRoutes
 
@@ -19,10 +22,69 @@ from nemo_rl_moe.routing.replay import ReplayRoutes
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+NUM_SEQUENCES, NUM_TOKENS = 2, 48
+"""Of each sampling rank's first microbatch: sequences, and the last tokens of each that were fed to the engine."""
+MOST_RANKS = 8
+"""Data-parallel ranks that sample; the sample must not grow with the job."""
+_CAPTURE, _LIVE = 0, 1
+
+
+class RouteProbe:
+    """The sample of one step; every (token, layer) of it lies on one rank, so that a sum brings all of it together."""
+
+    def __init__(self, num_layers: int, topk: int, device: torch.device):
+        ranks = min(parallel_state.get_data_parallel_world_size(), MOST_RANKS)
+        self._rank: int = parallel_state.get_data_parallel_rank()
+        self._samples = self._rank < ranks
+        # One is added to every number: 0 is what no rank knows.
+        shape = (2, ranks * NUM_SEQUENCES, NUM_TOKENS, num_layers, topk)
+        self._values = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the sampled sequences: their places in the first microbatch of their rank."""
+        count = self._values.shape[1]
+        return [f"{number % NUM_SEQUENCES} (data-parallel rank {number // NUM_SEQUENCES})" for number in range(count)]
+
+    def clear(self) -> None:
+        self._values.zero_()
+
+    def add(
+        self,
+        layers: Int[Tensor, " layers"],
+        routes: Int[Tensor, "topk layers tokens"],
+        live: Int[Tensor, "topk layers tokens"],
+        microbatch: ModelMicrobatch,
+        first_token: int,
+    ) -> None:
+        if not self._samples:
+            return
+        lengths = microbatch.batch.lengths[:NUM_SEQUENCES]
+        first = (lengths - 1 - NUM_TOKENS).clamp(min=0)[:, None]
+        positions = first + torch.arange(NUM_TOKENS, device=lengths.device)
+        flat = positions + microbatch.sequence_start[: len(lengths), None]
+        rows, columns = flat // microbatch.num_columns, microbatch.local_columns(flat % microbatch.num_columns)
+        places = columns * microbatch.input_ids.shape[0] + rows - first_token
+        num_tokens = routes.shape[-1]
+        known = (positions < lengths[:, None] - 1) & (places >= 0) & (places < num_tokens)
+        index = places.clamp(0, num_tokens - 1).reshape(-1)
+        start = self._rank * NUM_SEQUENCES
+        for kind, values in ((_CAPTURE, routes), (_LIVE, live)):
+            # In 8 bits, too, what is unknown becomes 0.
+            chosen = (values.index_select(2, index) + 1).permute(2, 1, 0).unflatten(0, places.shape).int()
+            target = self._values[kind, start : start + len(lengths)]
+            target.index_copy_(2, layers, chosen.where(known[..., None, None], 0))
+
+    def reduced(self) -> RouteSample:
+        """Return the sample of all ranks, in one collective; every rank calls it."""
+        values = self._values.clone()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(values)
+        on_host = (values - 1).cpu().numpy()
+        return RouteSample(capture=on_host[_CAPTURE], live=on_host[_LIVE])
+
 
 class RouteChecks:
-    """The counts of one step on one rank."""
-
     def __init__(self, device: torch.device, *, in_float32: bool):
         self._repeats = RepeatedRows(device)
         self._in_float32, self._num_updates = in_float32, 1
@@ -56,9 +118,7 @@ class RouteChecks:
 
 
 def computes_in_float32(policy: PolicyConfig, config: TransformerConfig) -> bool:
-    """Return True where the passes that make captures and those that train are known to compute alike: in float32, no
-    dropout.
-    """
+    """Return whether captures and training passes are known to compute alike: in float32, without dropout."""
     generates = generating(policy)
     if generates is None or config.attention_dropout or config.hidden_dropout:
         return False

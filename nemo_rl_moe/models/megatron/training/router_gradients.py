@@ -36,11 +36,6 @@ class RouterGradients(StepObserver):
     Each part is what the optimizer would get of that source alone for the microbatches that are looked at, brought to
     the size of a whole global batch: the parts add up to the gradient of a pass with all sources over the same
     microbatches, and, over all microbatches of the global batch, to that of the step itself.
-
-    Args:
-        passes: Runs the step's passes, without observers.
-        every: Measures in each so many `train` calls, the first global batch alone.
-        num_microbatches: First microbatches of a global batch to look at; None: all.
     """
 
     def __init__(
@@ -62,7 +57,6 @@ class RouterGradients(StepObserver):
         self.sources = sources_of(config)
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        """Find out whether this step is one to measure."""
         self._is_due, self._metrics = is_due(number, self._every), {}
 
     def start_global_batch(self, shard: GlobalBatchShard, loss_function: LossFunction) -> None:
@@ -83,7 +77,6 @@ class RouterGradients(StepObserver):
         self._metrics["router_gradient/seconds"] = time.perf_counter() - started
 
     def end_step(self) -> StepObservations:
-        """Return the metrics on rank 0 alone."""
         return StepObservations(self._metrics)
 
     def parts(self, shard: GlobalBatchShard, loss_function: LossFunction) -> Tensor:
@@ -118,9 +111,7 @@ def placed_routers(chunks: Sequence[DistributedDataParallel], config: Transforme
 
 
 def sources_of(config: TransformerConfig) -> tuple[str, ...]:
-    """Return the sources that a model's routers have: the algorithm's loss, and the auxiliary losses that are
-    enabled.
-    """
+    """Return the sources of a router's gradient: the algorithm's loss and the enabled auxiliary losses."""
     names = auxiliary_loss_names(config)
     balancing = [AUXILIARY] if any(name != Z_LOSS for name in names) else []
     return (POLICY, *balancing, *([Z] if Z_LOSS in names else []))

@@ -24,8 +24,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
-from nemo_rl_moe.models.megatron.training.route_checks import RouteChecks, computes_in_float32
-from nemo_rl_moe.models.megatron.training.route_probe import RouteProbe
+from nemo_rl_moe.models.megatron.training.route_checks import RouteChecks, RouteProbe, computes_in_float32
 from nemo_rl_moe.routing.agreement.replayed_passes import MOST_ENTRIES, ReplayedPass, join_passes
 from nemo_rl_moe.routing.agreement.report import routing_report
 from nemo_rl_moe.routing.agreement.statistics import AgreementStatistics, AgreementTotals, RoutingReport, Row
@@ -56,12 +55,10 @@ class SequenceCut(NamedTuple):
 
 
 def cut_of_rank(config: TransformerConfig) -> SequenceCut:
-    """This rank's block of columns."""
     if not config.sequence_parallel:
         return SequenceCut(0, 1)
     return SequenceCut(
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     )
 
 
@@ -81,17 +78,8 @@ class RouterHooks:
     """Hooks on all routers of this rank.
 
     Args:
-        replays: Have the routers take the experts of a microbatch's capture; False: only compare with them.
         counted_load: Experts that auxiliary losses and the expert bias count where a capture is replayed: those that
             the router would choose, which these losses and the bias are to even out, or those that it took.
-        in_float32: The passes that make the captures and those that train compute in float32, without dropout.
-
-    Attributes:
-        statistics: Counts of what the captures of the training passes hold, and of how far the routers agree.
-        probe: Sample of a step's capture, for the identity of its rows.
-        checks: Counts of what else can be wrong with it.
-        layers: Global indices of the MoE layers of the whole model.
-        positions: Of the MoE layers of each chunk, in the order of `layers`.
     """
 
     def __init__(
@@ -145,21 +133,18 @@ class RouterHooks:
         """While open, the forward pass of a chunk over one microbatch, with the routes of its capture.
 
         A pass that trains replays them where the configuration says so. Others replay the capture that they are given.
-
-        Args:
-            number: Number of the microbatch in the step, the same on all pipeline stages.
-            trains: A backward pass follows.
-            counts: Add it to the step's agreement statistics.
         """
         routes = self._routes(chunk, microbatch)
         statistics = self.statistics if counts else self._compared
         counts = statistics is not None and routes is not None and self._counts_statistics
         self._give(chunk, routes if (self._replays if trains else self._compared is None) else None)
-        for hook in self._hooks[chunk].values():
+        captured = routes.by_layer if counts and routes is not None else [None] * len(self._hooks[chunk])
+        for hook, of_layer in zip(self._hooks[chunk].values(), captured, strict=True):
             # Of a comparison nobody reads the margins.
-            hook.shows, hook.shows_margin = (
+            hook.shows, hook.shows_margin, hook.compared = (
                 counts or self._captured is not None,
                 counts and statistics is self.statistics,
+                of_layer,
             )
         try:
             yield
@@ -221,7 +206,6 @@ class RouterHooks:
             output.register_hook(lambda _: self._give(chunk, routes))
 
     def start_step(self, num_updates: int = 1) -> None:
-        """Empty statistics, probe and check, for a step of so many updates."""
         self._waiting.clear()
         self.statistics.clear()
         self.checks.start(num_updates)
@@ -279,11 +263,7 @@ class RouterHooks:
 
     @contextmanager
     def comparing(self) -> Iterator[Callable[[], AgreementTotals]]:
-        """While open, forward passes without a backward pass replay no capture, and are compared with it.
-
-        Yields:
-            The counts so far, over all ranks; every rank calls it.
-        """
+        """Compare forward passes with their capture, not replayed; yields a reader of all ranks' counts."""
         statistics = AgreementStatistics(len(self.layers), self._config.num_moe_experts, self.statistics.rows.device)
         self._compared = statistics
         try:
@@ -315,7 +295,6 @@ class RouterHooks:
 
     @property
     def cut(self) -> SequenceCut:
-        """This rank's block of columns."""
         return cut_of_rank(self._config)
 
     def _give(self, chunk: int, routes: "ChunkRoutes | None") -> None:
@@ -326,17 +305,16 @@ class RouterHooks:
 
 def _hide(hooks: Iterable[RouterHook]) -> None:
     for hook in hooks:
-        hook.shows = hook.shows_margin = False
+        hook.shows, hook.shows_margin, hook.compared = False, False, None
         hook.take()
 
 
 def attach_hooks(
     chunks: Sequence[GPTModel], config: TransformerConfig, policy: PolicyConfig, device: torch.device
 ) -> RouterHooks | None:
-    """Return the hooks as a policy's configuration asks for them; None where it has no capture, or the model no MoE
-    layers.
+    """Attach the hooks that a configuration asks for; None without a capture or MoE layers.
 
-    A fused router does not ask its slot, so that there is nothing to compare.
+    A fused router does not ask its slot, so there is nothing to compare.
     """
     generates = generating(policy)
     if generates is None or not moe_layer_indices(config) or config.moe_router_fusion:
@@ -355,9 +333,7 @@ def attach_hooks(
 
 
 def in_router_order(values: Int[Tensor, "rows columns ..."], cut: SequenceCut) -> Int[Tensor, "tokens ..."]:
-    """Return the values of the tokens that a rank's routers see, in their order: all rows of a column, then the next
-    column.
-    """
+    """Return the values of a rank's tokens in its routers' order: all rows of a column, then the next."""
     by_column = values.transpose(0, 1)
     if cut.size > 1:
         by_column = by_column.chunk(cut.size)[cut.rank]
@@ -365,9 +341,7 @@ def in_router_order(values: Int[Tensor, "rows columns ..."], cut: SequenceCut) -
 
 
 def fed_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
-    """Return True for the tokens that an engine has fed to its model: all but padding and the last one of each
-    sequence.
-    """
+    """Return True for tokens that an engine feeds to its model: all but padding and each sequence's last."""
     batch = microbatch.batch
     fed = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) < (batch.lengths - 1)[:, None]
     return in_router_order(microbatch.at_tokens(fed, fed, False), cut)

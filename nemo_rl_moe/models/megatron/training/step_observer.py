@@ -49,12 +49,7 @@ class StepObserver:
     """
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        """Prepare for a `train` call.
-
-        Args:
-            number: Number of the call in the whole run, counted from 1.
-            shards: This rank's part of each global batch.
-        """
+        """Prepare for a `train` call."""
 
     def start_global_batch(self, shard: GlobalBatchShard, loss_function: LossFunction) -> None:
         """See the next global batch before it is trained on."""

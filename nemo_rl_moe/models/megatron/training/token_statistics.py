@@ -35,13 +35,7 @@ class TokenStatistics(NamedTuple):
 
 
 class VocabularySums(NamedTuple):
-    """Sums over the columns of the vocabulary that a rank holds, or over all of them, for each token.
-
-    Attributes:
-        exponentials: Sum of `exp(x - highest)`.
-        weighted: Sum of `exp(x - highest) * (x - highest)`; None where no entropy is asked for.
-        target: Logit of the target; 0 where it is not among the columns.
-    """
+    """Sums over the columns of the vocabulary that a rank holds, or over all of them, for each token."""
 
     highest: Float[Tensor, "*tokens"]
     exponentials: Float[Tensor, "*tokens"]
@@ -56,11 +50,7 @@ class VocabularySums(NamedTuple):
         *,
         with_entropy: bool = False,
     ) -> "VocabularySums":
-        """Return the sums over this rank's columns of the vocabulary; the logits are used up.
-
-        Args:
-            logits: Rank r of the group holds the r-th block of the vocabulary.
-        """
+        """Return the sums over this rank's columns of the vocabulary; the logits are used up."""
         local, held = local_labels(labels, logits.shape[-1], group)
         target = logits.gather(-1, local[..., None])[..., 0].where(held, 0.0)
         highest = logits.amax(-1)
@@ -82,9 +72,7 @@ class VocabularySums(NamedTuple):
         )
 
     def of_group(self, group: dist.ProcessGroup) -> "VocabularySums":
-        """Return the sums over the whole vocabulary, out of those of all ranks: two collectives, however many
-        tokens.
-        """
+        """Reduce to sums over the whole vocabulary: two collectives, however many tokens."""
         if group.size() == 1:
             return self
         highest = self.highest.clone()
@@ -100,7 +88,6 @@ class VocabularySums(NamedTuple):
         return VocabularySums(highest, exponentials, weighted[0] if weighted else None, target)
 
     def statistics(self) -> TokenStatistics:
-        """Return the statistics of each token, of sums over the whole vocabulary."""
         logprobs = self.target - self.highest - self.exponentials.log()
         entropy = None if self.weighted is None else self.exponentials.log() - self.weighted / self.exponentials
         return TokenStatistics(logprobs, self.target >= self.highest, entropy)
@@ -118,11 +105,7 @@ def local_labels(
 def token_statistics(
     logits: Float[Tensor, "*tokens local_vocabulary"], labels: Int[Tensor, "*tokens"], group: dist.ProcessGroup
 ) -> TokenStatistics:
-    """Return the log-softmax at the labels, without gathering the vocabulary.
-
-    Args:
-        logits: This tensor-parallel rank's columns of the vocabulary.
-    """
+    """Return the log-softmax at the labels, without gathering the vocabulary."""
     return VocabularySums.of_columns(logits.to(torch.float32, copy=True), labels, group).of_group(group).statistics()
 
 
@@ -138,9 +121,6 @@ def vocabulary_entropy(
     """Return the entropy of each row's softmax in nats, differentiable, without gathering the vocabulary.
 
     `H = log Z - sum_v p_v x_v`, with the logits `x` shifted by their maximum.
-
-    Args:
-        logits: This tensor-parallel rank's columns of the vocabulary; the lowest number of their type on padded ones.
     """
     logits = logits.float()
     highest = logits.detach().amax(-1, keepdim=True)
@@ -155,9 +135,7 @@ def vocabulary_entropy(
 
 
 def _sum_over_vocabulary(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over the group whose gradient each rank takes for its own part: all ranks go on with the same
-    sum.
-    """
+    """Sum over the group; each rank's gradient is its own part's, as all go on with the same sum."""
     if group.size() == 1:
         return values
     return reduce_from_tensor_model_parallel_region(values)

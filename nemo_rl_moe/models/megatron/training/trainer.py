@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
+from nemo_rl_moe.distributed.stored_rows import IN_PLACE, RowStore
 from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
 from nemo_rl_moe.models.interfaces import Head, LossFunction
 from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpoint, start_write
@@ -30,39 +31,8 @@ from nemo_rl_moe.models.megatron.training.optimizer import (
 )
 from nemo_rl_moe.models.megatron.training.side_passes import zero_gradients
 from nemo_rl_moe.models.megatron.weights.starting_weights import ReferenceWeights
+from nemo_rl_moe.models.rank_results import RankTrainResult
 from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
-from nemo_rl_moe.runs.folder.artifacts import StepArtifacts
-
-
-@dataclass(frozen=True)
-class RankTrainResult:
-    """Result of one `train` call on one rank.
-
-    Attributes:
-        global_loss: Loss of the global batch over all ranks; of several, the mean. The same on every rank.
-        grad_norm: Norm before clipping; of several steps, the mean. The same on every rank.
-        num_microbatches: Microbatches of this data-parallel rank.
-        microbatch_metrics: The loss function's metrics of this rank's microbatches; empty where no loss is computed.
-        moe_metrics: Metrics of the observers, without the `moe/` prefix. Rank 0 has all of them.
-        num_skipped_updates: Optimizer steps left out for a loss or gradient that was not finite. The same on every
-            rank.
-        skipped_in_a_row: Number of the last steps of the call that were left out. The same on every rank.
-        weight_version: Optimizer steps that the weights have seen since the start of the run. The same on every rank.
-        artifacts: Arrays of the observers, by their registered names, on rank 0 alone.
-        memory: Metrics of this rank's memory, of `peak_memory_metrics`.
-    """
-
-    global_loss: float
-    grad_norm: float
-    lr: float
-    num_microbatches: int
-    microbatch_metrics: dict[str, MetricSeries]
-    moe_metrics: dict[str, float]
-    num_skipped_updates: int
-    skipped_in_a_row: int
-    weight_version: int
-    artifacts: StepArtifacts = field(default_factory=dict)
-    memory: dict[str, MetricSeries] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,9 +53,12 @@ class MegatronTrainer(MegatronModel):
         weights_folder: Folder to read weights from; None for random ones.
         num_steps: Optimizer steps of the whole run, for the learning-rate schedule.
         tokenizer: Needed where responses end with stop strings.
+        store: Store of rows that batches refer to and results leave behind.
 
     Attributes:
         host_state: Moves the optimizer's state between the device and the host.
+        reports_moe_metrics: False: results leave these out. They are thousands with each layer's, and the same on all
+            ranks: of a thousand ranks the driver would read 100 MB a step to keep the first one's.
     """
 
     def __init__(
@@ -98,8 +71,9 @@ class MegatronTrainer(MegatronModel):
         tokenizer: Any = None,
         keep_reference: bool = False,
         heads: Collection[Head] = (Head.LOGPROBS,),
+        store: RowStore = IN_PLACE,
     ):
-        super().__init__(policy, hf_config, weights_folder, tokenizer=tokenizer, heads=heads)
+        super().__init__(policy, hf_config, weights_folder, tokenizer=tokenizer, heads=heads, store=store)
         self.modules = self.ddp_chunks = wrap_data_parallel(policy, self.config, self.modules)
         self.optimizer = build_optimizer(policy, self.config, self.ddp_chunks)
         self.scheduler = build_scheduler(policy, self.optimizer, num_steps)
@@ -109,12 +83,15 @@ class MegatronTrainer(MegatronModel):
         self._forward_backward = replace(self._forward_backward, observers=self.observers)
         self._reference = ReferenceWeights(self.chunks) if keep_reference else None
         self.host_state = HostState(self.optimizer, self.ddp_chunks, self.device)
+        self.reports_moe_metrics = True
         self._calls = 0
+        self._write: CheckpointWrite | None = None
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> RankTrainResult:
         """Take one optimizer step for each global batch. Every rank calls it with as many shards and
         microbatches.
         """
+        shards = [replace(shard, microbatches=self._fetched(shard.microbatches)) for shard in shards]
         self.host_state.come_back()
         self._calls += 1
         for observer in self.observers:
@@ -127,13 +104,14 @@ class MegatronTrainer(MegatronModel):
             updates.append(self._update(shard, loss_function, first_microbatch=num_microbatches))
             num_microbatches += len(shard.microbatches)
         observed = [observer.end_step() for observer in self.observers]
+        reported = observed if self.reports_moe_metrics else []
         return RankTrainResult(
             global_loss=sum(update.loss for update in updates) / len(updates),
             grad_norm=sum(update.grad_norm for update in updates) / len(updates),
             lr=updates[-1].lr,
             num_microbatches=num_microbatches,
             microbatch_metrics=_mean_over_global_batches([update.series for update in updates]),
-            moe_metrics={name: value for found in observed for name, value in found.metrics.items()},
+            moe_metrics={name: value for found in reported for name, value in found.metrics.items()},
             artifacts={name: artifact for found in observed for name, artifact in found.artifacts.items()},
             num_skipped_updates=sum(update.is_skipped for update in updates),
             skipped_in_a_row=sum(1 for _ in takewhile(lambda update: update.is_skipped, reversed(updates))),
@@ -181,24 +159,41 @@ class MegatronTrainer(MegatronModel):
         with self._reference.in_place():
             return self.compare_routes(microbatches)
 
-    def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> CheckpointWrite:
-        """Take a snapshot and begin to write it; what is written must have ended before. Every rank calls
-        it.
-        """
-        counters = TrainerCounters(self.num_updates, self._calls, self.scheduler.num_steps) if with_optimizer else None
-        contents = sharded_contents(self._training_objects, counters)
-        return start_write(contents, directory)
+    def offload_optimizer(self) -> int:
+        """Move the optimizer's state to the host; return the bytes that this rank's device gained."""
+        return self.host_state.leave()
 
-    def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Go back to a checkpoint. Every rank calls it.
+    def onload_optimizer(self) -> None:
+        """Move it back."""
+        self.host_state.come_back()
+
+    def start_checkpoint(self, directory: Path, with_optimizer: bool) -> None:
+        """Take a snapshot and begin to write it; the one before must have been finished. Every rank calls it."""
+        counters = TrainerCounters(self.num_updates, self._calls, self.scheduler.num_steps) if with_optimizer else None
+        self._write = start_write(sharded_contents(self._training_objects, counters), directory)
+
+    def checkpoint_is_written(self) -> bool:
+        """Return whether this rank has written its part of the last checkpoint, well or not."""
+        return self._write is None or self._write.is_written
+
+    def finish_checkpoint(self) -> str | None:
+        """Complete the checkpoint that was started; return the problems of any rank, or None. Every rank calls it."""
+        assert self._write is not None  # one was started
+        write, self._write = self._write, None
+        return write.finish()
+
+    def load_checkpoint(self, directory: Path, with_optimizer: bool) -> int:
+        """Go back to a checkpoint; return the optimizer steps that its weights have seen. Every rank calls it.
 
         Raises:
-            CheckpointError: It is damaged, holds anything but tensors, or belongs to another model.
+            CheckpointError: It is damaged, holds anything but tensors, or belongs to another model. The same on every
+                rank.
         """
         self.host_state.come_back()
         counters = load_checkpoint(self._training_objects, directory, with_optimizer=with_optimizer)
         if counters is not None:
             self.num_updates, self._calls = counters.num_updates, counters.num_calls
+        return self.num_updates
 
     @property
     def _training_objects(self) -> TrainingObjects:

@@ -17,13 +17,7 @@ from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.megatron.model.agreement import SharedFailure
 from nemo_rl_moe.models.megatron.weights.hf_gather import Delivery, gather_tensors, plan_deliveries
-from nemo_rl_moe.models.safetensors_files import (
-    SafetensorsWriter,
-    TensorHeader,
-    file_names,
-    index_of,
-    split_into_files,
-)
+from nemo_rl_moe.models.safetensors_files import SafetensorsWriter, TensorHeader, file_names, index_of, split_into_files
 from nemo_rl_moe.models.safetensors_folder import INDEX_FILE, one_line
 
 # isort: split
@@ -48,14 +42,6 @@ def save_weights(
 
     The folder appears complete or not at all, replacing an older one; until then all goes to `FOLDER.incomplete`. All
     ranks must share the file system.
-
-    Args:
-        write_beside: Writes the small files (configuration, tokenizer) into a folder; runs on rank 0.
-        max_shard_bytes: Size limit of a file with several tensors.
-        progress: Called with the share of finished tensors of this rank's pipeline stage.
-
-    Returns:
-        Parameters left out because the family has no tensor for them; equal on every rank.
 
     Raises:
         CheckpointError: A rank could not write its part; nothing of it remains. Raised on every rank.

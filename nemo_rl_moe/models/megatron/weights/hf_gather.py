@@ -48,7 +48,6 @@ class Delivery:
 
     @property
     def is_mine(self) -> bool:
-        """True where this rank receives the tensor."""
         shard_rank, _ = _shards(self.items[0][0].is_expert)
         is_owner = not self.is_stacked or self.owner == parallel_state.get_expert_model_parallel_rank()
         return self.takes_part and shard_rank == self.shard and is_owner
@@ -94,11 +93,7 @@ def _replicas(is_expert: bool) -> tuple[int, int]:
 def plan_deliveries(
     chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
 ) -> tuple[list[Delivery], list[str]]:
-    """List the tensors that this rank has a part of, in the order in which all ranks gather them.
-
-    Returns:
-        The deliveries, and the parameters that the family has no tensor for.
-    """
+    """List the tensors that this rank has a part of, in the order in which all ranks gather them."""
     items: dict[str, list[tuple[ParameterPiece, Rule]]] = {}
     headers: dict[str, tuple[TensorHeader, bool]] = {}
     without_rule = []
@@ -120,9 +115,7 @@ def plan_deliveries(
     return _assigned([(*headers[name], by_expert[name]) for name in names]), without_rule
 
 
-def _assigned(
-    tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterPiece, Rule], ...]]],
-) -> list[Delivery]:
+def _assigned(tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterPiece, Rule], ...]]]) -> list[Delivery]:
     """Choose who writes what, with the same outcome on all ranks that have a part in a tensor."""
     (_, experts_copies), (_, expert_shards) = _replicas(True), _shards(True)
     (_, copies), (_, shards) = _replicas(False), _shards(False)
@@ -141,9 +134,6 @@ def gather_tensors(delivery: Delivery, hf_config: Any, failure: SharedFailure) -
     """Yield the tensor on the host of the gathering rank, a stacked one expert by expert; elsewhere nothing.
 
     Every rank must run through all deliveries in order, each to its end.
-
-    Args:
-        failure: Catches errors; nothing more is yielded then, and the caller checks it at the end.
     """
     if not delivery.takes_part:
         return
@@ -240,13 +230,10 @@ def _gather(is_expert: bool, part: Tensor, shards: Tensor | None, shard: int) ->
 
 
 def _joined(piece: ParameterPiece, shards: Tensor) -> Tensor:
-    """Join what `_gather` has brought."""
     # Along the rows the shards lie one behind another already.
     return shards.flatten(0, 1) if piece.shard_dimension == 0 else torch.cat(list(shards), piece.shard_dimension or 0)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the view a tensor as bytes, for collectives, which do not know every type; copies where it is not
-    contiguous.
-    """
+    """View a tensor as bytes for collectives, which do not know every type."""
     return tensor.contiguous().view(-1).view(torch.uint8)

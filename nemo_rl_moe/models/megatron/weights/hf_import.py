@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_rl_moe.checked_reading import PartsRead, Place
 from nemo_rl_moe.checksums import ACCEPTING
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
@@ -21,7 +19,7 @@ from nemo_rl_moe.models.megatron.model.agreement import DamageSearch, union_of_r
 from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PREFIX
 from nemo_rl_moe.models.megatron.weights.hf_sources import SourcePart, rule_of, source_parts
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
-from nemo_rl_moe.models.safetensors_files import TYPES, SliceReader, places_of
+from nemo_rl_moe.models.safetensors_files import TYPES, SliceReader
 from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, listed, one_line
 
 # isort: split
@@ -45,9 +43,7 @@ class LeftOut:
 
 
 def unused_patterns(hf_config: Any) -> dict[str, str]:
-    """Return the regular expressions of the tensors that such a model's files may hold and it does not use, each with
-    why.
-    """
+    """Return regular expressions of tensors that such a model does not use, each with the reason."""
     family = family_of(hf_config)
     output = family.rules.find("output_layer.weight")
     if output is None or not hf_config.tie_word_embeddings:
@@ -59,15 +55,7 @@ def unused_patterns(hf_config: Any) -> dict[str, str]:
 def sort_out(
     folder: SafetensorsFolder, wanted: Mapping[str, tuple[int, ...]], unused: Mapping[str, str]
 ) -> tuple[list[str], list[LeftOut]]:
-    """Compare a folder's tensors with those that the ranks of a job need.
-
-    Args:
-        wanted: Shape of each tensor that any rank needs.
-        unused: Regular expressions of tensors to ignore, each with the reason.
-
-    Returns:
-        Problems, a line for each kind; and what will be left out.
-    """
+    """Compare a folder's tensors with those that the ranks need; return problems, and what is left out."""
     problems = []
     missing = sorted(wanted.keys() - folder.tensors.keys())
     if missing:
@@ -116,8 +104,6 @@ def _count(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Reading:
-    """A piece of a parameter, and the source slices that it is joined from."""
-
     piece: ParameterPiece
     rule: Rule
     parts: list[SourcePart]
@@ -125,14 +111,6 @@ class _Reading:
 
 @dataclass
 class _Plan:
-    """Reads planned by one rank.
-
-    Attributes:
-        folder: None where it cannot be read.
-        problems: Reasons why the weights cannot be read, a line each.
-        readings: By file.
-    """
-
     folder: SafetensorsFolder | None = None
     problems: list[str] = field(default_factory=list)
     readings: list[_Reading] = field(default_factory=list)
@@ -154,13 +132,6 @@ def load_weights(
 
     An expert bias without a tensor in the folder stays zero, and a value head unchanged.
 
-    Args:
-        folder: Holds safetensors files, reachable for every rank.
-        progress: Called with the share that this rank has read.
-
-    Returns:
-        What of the folder was left out, a line for each reason; equal on every rank.
-
     Raises:
         ConfigurationError: The folder is damaged, lacks a tensor, or holds one too many, of another shape or of an
             unreadable type. Raised on every rank; after damage, the parameters must not be used.
@@ -168,20 +139,16 @@ def load_weights(
     plan = _plan(chunks, config, hf_config, folder)
     lines = _agreed(plan, hf_config, folder)
     assert plan.folder is not None  # all have agreed
-    shares = _compared_while_read(plan, folder)
-    # First, and not beside the reading: that maps the files page by page, and finds in memory what was compared.
-    _raise_damage(DamageSearch(folder, left_out=shares.of_all).of_all_ranks(), folder)
+    search = DamageSearch(folder)  # beside the reading: each finds in memory what the other has read
     problem = None
     try:
-        with SliceReader(plan.folder, parts=shares.parts, compared=shares.mine) as reader, torch.no_grad():
+        with SliceReader(plan.folder) as reader, torch.no_grad():
             for number, reading in enumerate(plan.readings, start=1):
                 _read(reading, reader, hf_config)
                 progress(number / len(plan.readings))
     except Exception as error:  # the others would wait for this rank for ever
         problem = f"policy.model_name: {folder}: cannot be read: {one_line(error)}"
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, shares.parts.problems() if shares.parts is not None else [])
-    _raise_damage([line for of_rank in found for line in of_rank], folder)
+    _raise_damage(search.of_all_ranks(), folder)
     _raise_together([] if problem is None else [problem])
     return lines
 
@@ -189,60 +156,7 @@ def load_weights(
 def _raise_damage(lines: Sequence[str], folder: Path) -> None:
     if lines:
         hint = ACCEPTING.format(folder=folder)
-        raise ConfigurationError([f"policy.model_name: {line}; {hint}" for line in dict.fromkeys(lines)])
-
-
-@dataclass(frozen=True)
-class _Shares:
-    """Tensors that a rank compares with their checksums while it reads them.
-
-    Attributes:
-        parts: Receives the checksums; None where the folder has none.
-        mine: This rank's tensors, with their places.
-        of_all: Places of the tensors of all ranks.
-    """
-
-    parts: PartsRead | None
-    mine: Mapping[str, Place]
-    of_all: frozenset[Place]
-
-
-def _compared_while_read(plan: _Plan, folder: Path) -> _Shares:
-    """Distribute the comparison of tensors that ranks read whole; each rank says in a bit a part which it
-    reads.
-
-    Other tensors, slices of which go to several ranks, are compared separately.
-    """
-    assert plan.folder is not None  # all have agreed
-    try:
-        parts, places = PartsRead.of_folder(folder), places_of(plan.folder)
-    except (OSError, ValueError):  # the search for damage reports it
-        parts, places = None, {}
-    listed_places = parts.places() if parts is not None else []
-    number_of = {place: number for number, place in enumerate(listed_places)}
-    whole = [
-        part.source.name
-        for reading in plan.readings
-        for part in reading.parts
-        if all(limits == (0, length) for limits, length in zip(part.ranges, part.shape, strict=True))
-        and places.get(part.source.name) in number_of
-    ]
-    bits = np.zeros(len(listed_places), dtype=bool)
-    bits[[number_of[places[name]] for name in whole]] = True
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (len(bits), np.packbits(bits).tobytes()))
-    if any(length != len(bits) for length, _ in found):  # a rank has another list, or none
-        return _Shares(None, {}, frozenset())
-    reads = np.stack([np.unpackbits(np.frombuffer(packed, np.uint8), count=len(bits)) for _, packed in found])
-    # Of the ranks that read a part whole, by turns from part to part, one compares it.
-    num_readers = reads.sum(axis=0)
-    turn = np.arange(len(bits)) % np.maximum(num_readers, 1) + 1
-    is_mine = (reads[dist.get_rank()] == 1) & (reads[: dist.get_rank() + 1].sum(axis=0) == turn)
-    return _Shares(
-        parts,
-        {name: places[name] for name in whole if is_mine[number_of[places[name]]]},
-        frozenset(place for place, count in zip(listed_places, num_readers, strict=True) if count),
-    )
+        raise ConfigurationError([f"policy.model_name: {line}; {hint}" for line in lines])
 
 
 def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, folder: Path) -> _Plan:
@@ -330,7 +244,6 @@ def _raise_together(problems: Sequence[str]) -> None:
 
 
 def _read(reading: _Reading, reader: SliceReader, hf_config: Any) -> None:
-    """Fill one piece of a parameter."""
     local = reading.piece.local
     if reading.piece.is_vocabulary:
         local.zero_()  # the padding stays so

@@ -16,13 +16,7 @@ from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece
 
 @dataclass(frozen=True)
 class SourcePart:
-    """Slice of a source tensor that a rank's piece needs.
-
-    Attributes:
-        shape: Of the whole tensor in its file.
-        ranges: First index and the one after the last, for each dimension.
-        local_shape: Of the resulting part, padding included.
-    """
+    """Slice of a source tensor that a rank's piece needs."""
 
     source: Source
     shape: tuple[int, ...]
@@ -30,7 +24,7 @@ class SourcePart:
     local_shape: tuple[int, ...]
 
     def in_file_order(self, part: Tensor) -> Tensor:
-        """Return the view a part as in the file, without padding."""
+        """View a part as in the file, without padding."""
         if self.source.is_transposed:
             part = part.transpose(0, 1)
         if self.source.is_stacked:
@@ -48,12 +42,7 @@ def rule_of(piece: ParameterPiece, hf_config: Any) -> Rule | None:
 def source_parts(
     piece: ParameterPiece, rule: Rule, sources: Sequence[Source], hf_config: Any, num_experts: int | None
 ) -> list[SourcePart]:
-    """Return the parts of all sources that form a rank's piece.
-
-    Args:
-        sources: The rule's sources, or one of its alternatives.
-        num_experts: Routed experts of a layer.
-    """
+    """Return the parts of all sources that form a rank's piece."""
     local = torch.empty(piece.local.shape, device="meta")
     parts = rule.layout.split(local, len(sources), hf_config)
     return [

@@ -23,10 +23,7 @@ class ParameterPiece:
 
     Attributes:
         name: Canonical name, see `families/rules.py`: global layer and expert numbers, no wrapper prefixes.
-        local: View of the local data.
         shard_dimension: Dimension that tensor parallelism splits; None: whole.
-        num_shards: Tensor-parallel (for experts: expert-tensor-parallel) ranks.
-        shard_rank: This rank among them.
         gated: The dimension holds two halves (gate, up) that are each split.
     """
 
@@ -49,7 +46,6 @@ class ParameterPiece:
         return self.name.endswith(_EXPERT_BIAS)
 
     def pad_vocabulary(self, rows: Tensor) -> Tensor:
-        """Add zero rows up to the full (padded) shape; other parameters pass through."""
         missing = self.full_shape()[0] - rows.shape[0]
         return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if self.is_vocabulary and missing else rows
 

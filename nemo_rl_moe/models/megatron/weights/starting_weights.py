@@ -86,14 +86,6 @@ def set_starting_weights(
 ) -> list[str]:
     """Fill every parameter. Every rank calls it.
 
-    Args:
-        folder: Source of the weights; None for random ones.
-        init_seed: Of random weights.
-        progress: Called with the share of Hugging Face files that has been read.
-
-    Returns:
-        Notices for the user, a line each; equal on every rank.
-
     Raises:
         UserError: The folder's weights cannot be used; raised on every rank.
     """

@@ -53,19 +53,10 @@ class RefusedError(pickle.UnpicklingError):
 
 
 class Inert:
-    """Stand-in for an object of a framework.
-
-    Attributes:
-        path: Name of its class, such as `verl.protocol.DataProto`.
-        args: Arguments of its constructor in the file.
-        state: State that the file gives it; None without any.
-        items: Items that the file gives it as a mapping.
-    """
-
     path = ""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Inert":
-        """An object of the arguments that the pickle gives, which are kept."""
+        """Make an object that keeps the arguments that the pickle gives."""
         made = super().__new__(cls)
         made.args, made.state, made.items = args, None, {}
         return made
@@ -76,11 +67,9 @@ class Inert:
         self.items: dict[Any, Any]
 
     def __setstate__(self, state: Any) -> None:
-        """Keeps the state."""
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Keeps an item."""
         self.items[key] = value
 
 
@@ -193,11 +182,7 @@ _KINDS: Mapping[str, Any] = {"numpy.ndarray": PickledArray, "numpy.dtype": _Pick
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Unpickler whose names lead into this module.
-
-    Args:
-        storages: Content of a tensor's storage by its key; None where the file can hold no tensors.
-    """
+    """Unpickler whose names lead into this module."""
 
     def __init__(self, content: bytes, storages: Callable[[str], bytes] | None):
         super().__init__(io.BytesIO(content))

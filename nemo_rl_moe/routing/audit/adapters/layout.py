@@ -1,7 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One place where what frameworks write becomes sequences of a capture: padding, joins of prompt and response, rows of
-routes.
+"""Convert what frameworks write into sequences of a capture: padding, joins of prompt and response, rows of routes.
 
 Frameworks give what is of a token for the whole sequence or for its response alone; which of both, its length reports.
 What is not known is never filled in: log-probabilities of a prompt are NaN, routes that are missing -1. Rows that a
@@ -24,11 +23,6 @@ _FLOATS = ("rollout_logprobs", "training_logprobs", "advantages")
 
 
 def array(value: Any, where: str) -> Shaped[np.ndarray, "..."]:
-    """Return the numbers as an array, of a tensor, an array or nested lists.
-
-    Raises:
-        DataError: It is none of them.
-    """
     if isinstance(value, PickledArray):
         value = value.values
     if isinstance(value, torch.Tensor):
@@ -47,8 +41,6 @@ def expert_rows(value: Any, length: int, where: str, *, first: int = 0) -> Int[n
 
     Args:
         value: Up to `length` rows, `[rows, layers, topk]`; the last token, which no engine feeds, may have none.
-        length: Tokens of the sequence.
-        first: Token of the first row.
 
     Raises:
         DataError: It has another shape, or numbers that are no experts.
@@ -72,7 +64,6 @@ def sequence(
 
     Args:
         prompt_length: Tokens before the response; None: not known, then everything covers the whole sequence.
-        reward: A number; anything else is left out.
         columns: Columns by name, of the whole sequence or of the response; None: there is none.
 
     Raises:
@@ -117,11 +108,6 @@ def _after_prompt(
 
 
 def real_tokens(mask: Any, where: str) -> Bool[np.ndarray, "sequences tokens"]:
-    """Return the tokens of a padded batch that are none of its padding.
-
-    Raises:
-        DataError: A sequence is empty, or padding stands in its middle.
-    """
     found: np.ndarray = array(mask, where).astype(bool)
     starts = found & ~np.pad(found, ((0, 0), (1, 0)))[:, :-1] if found.ndim == 2 else found
     if found.ndim != 2 or (starts.sum(1) != 1).any():
@@ -132,14 +118,6 @@ def real_tokens(mask: Any, where: str) -> Bool[np.ndarray, "sequences tokens"]:
 def padded_column(
     batch: Mapping[str, Any], field: str, shape: tuple[int, int], where: str
 ) -> Shaped[np.ndarray, "sequences tokens ..."] | None:
-    """Return a field of a padded batch on the axis of all its tokens; None where it is missing.
-
-    Args:
-        field: Covers whole sequences, or responses, which stand at the end; a mask has 0 before them.
-
-    Raises:
-        DataError: It is of other sequences, or longer.
-    """
     value = batch.get(field)
     if value is None:
         return None
@@ -156,6 +134,6 @@ def padded_column(
     return np.concatenate([before, values], axis=1)
 
 
-def token_rewards(value: Float[np.ndarray, "tokens"] | None) -> float | None:
+def token_rewards(value: Float[np.ndarray, " tokens"] | None) -> float | None:
     """Return the reward of a sequence, of what each token earned; NaN, where nothing is known, counts nothing."""
     return None if value is None else float(np.nansum(value))

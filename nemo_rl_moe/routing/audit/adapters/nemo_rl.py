@@ -41,7 +41,6 @@ def claims(content: Any) -> bool:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
-    """Yield the sequences of a file."""
     if not isinstance(content, list):
         yield from _batch(_fields(content), where, 0)
         return

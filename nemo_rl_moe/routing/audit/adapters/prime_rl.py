@@ -33,7 +33,6 @@ def claims(content: Any) -> bool:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
-    """Yield the sequences of a file."""
     for number, batch in enumerate(content):
         place = f"{where}: micro batch {number}"
         if not claims([batch]):
@@ -63,9 +62,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
 
 
 def _routes(batch: list[Any], length: int, place: str) -> np.ndarray | None:
-    """Return the routes of a micro batch: the field `[content, shape, type]`, whose place has changed between
-    releases.
-    """
+    """Return the routes of a micro batch: `[content, shape, type]`, whose place differs between releases."""
     for field in batch[len(_FIELDS) :]:
         if isinstance(field, list) and len(field) == 3 and isinstance(field[0], bytes):
             content, shape, kind = field

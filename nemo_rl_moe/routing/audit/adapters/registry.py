@@ -89,8 +89,7 @@ _LEFT_OUT = ("eval_", "val_", ".")
 
 
 def files_by_step(path: Path) -> dict[int, list[Path]]:
-    """Find the files below a folder, or one file, by the step in its name or its folder's, in the order of
-    the steps.
+    """Find the files below a folder, or one file, by step, in the order of the steps.
 
     The step is the number behind "step", or the first number, of the file's name, or else of its folder's; 0 where
     there is none. Files of evaluations are left out.

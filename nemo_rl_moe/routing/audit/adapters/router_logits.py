@@ -36,11 +36,6 @@ def _logits(content: Mapping[str, Any]) -> list[Any]:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
-    """Yield the sequences of a file.
-
-    Raises:
-        DataError: A field does not fit the others, or the model's experts are not those of its largest logits.
-    """
     if model is None:
         raise DataError(f"{where}: router_logits: how many experts a token has is not in it; --model DIR reports")
     if not model.plain_topk:

@@ -28,7 +28,6 @@ class RouterShape:
         num_layers: All layers of the model, dense ones too.
         moe_layers: Indices of those with experts, ascending.
         plain_topk: True where a token's experts are known to be those of its largest router logits.
-        family: `model_type` of the configuration.
     """
 
     num_layers: int
@@ -40,11 +39,7 @@ class RouterShape:
 
 
 def read_router_shape(path: Path) -> RouterShape:
-    """Return the experts of a model, by the field names of Hugging Face's configurations.
-
-    Raises:
-        DataError: It cannot be read, or describes no experts.
-    """
+    """Return the experts of a model, by the field names of Hugging Face's configurations."""
     file = path / "config.json" if path.is_dir() else path
     try:
         found = json.loads(file.read_bytes())

@@ -27,11 +27,6 @@ def claims(content: Any) -> bool:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
-    """Yield the sequences of a file.
-
-    Raises:
-        DataError: A field is missing or does not fit the others, or the routes' shape is not known.
-    """
     for number, response in enumerate(content if isinstance(content, list) else [content]):
         place = f"{where}: response {number}"
         if not claims(response):

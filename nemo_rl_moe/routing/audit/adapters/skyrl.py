@@ -43,7 +43,6 @@ def claims(content: Any) -> bool:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
-    """Yield the sequences of a file."""
     state = _state(content)
     batch = content if state is None else {name: _tensor(name, v, where) for name, v in state["batch_dict"].items()}
     real = real_tokens(batch.get("attention_mask", ()), f"{where}: attention_mask")

@@ -31,7 +31,6 @@ def claims(content: Any) -> bool:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
-    """Yield the sequences of a file."""
     samples = content.get("samples")
     if samples is None:
         samples = _samples_of_rank(content["rollout_data"], where)

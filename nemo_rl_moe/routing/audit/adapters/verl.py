@@ -43,7 +43,6 @@ def claims(content: Any) -> bool:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
-    """Yield the sequences of a file."""
     if isinstance(content, list):
         raise DataError(f"{where}: holds texts alone, no routes; expected what batch.save_to_disk(FILE) writes")
     batch, names = (_batch_of_proto(content, where)) if isinstance(content, Inert) else (content, None)

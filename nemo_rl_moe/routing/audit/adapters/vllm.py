@@ -28,7 +28,6 @@ def claims(content: Any) -> bool:
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
-    """Yield the sequences of a file."""
     for number, response in enumerate(content if isinstance(content, list) else [content]):
         place = f"{where}: response {number}"
         if not claims(response):

@@ -36,7 +36,7 @@ def captured_and_own(policy: PolicyConfig, passes_kept: int | None) -> list[tupl
             (piece,) = sequence.routed_experts.pieces
             ids = torch.tensor([[*prompt, *sequence.token_ids.tolist()]])
             batch = TokenBatch(ids, torch.tensor([ids.shape[1]]), ids >= 0, ("one",))
-            found.append((piece.source, trainer.logprobs_and_routes([batch])[1][0]))
+            found.append((piece.source, trainer.logprobs_and_routes([batch])[1][0].pieces[0].source))
         return found
 
 

@@ -171,7 +171,7 @@ def updated(world_size: int, changes: dict[str, Any], tied: bool) -> list[tuple[
     return found
 
 
-ROUTERS_GRADIENTS = {"router_gradients__every_n_steps": 1, "router_gradients__at_logits_every_n_steps": 1}
+ROUTERS_GRADIENTS = {"router_gradients__every_n_steps": 1}
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,9 @@ def test_layout_generates_as_one_rank_does(model_type: str, name: str, folders: 
 
 REFUSED = {
     "has 3 image tokens, expected 4": lambda inputs: {**inputs, IS_IMAGE: without_last(inputs[IS_IMAGE])},
-    "has the inputs is_image, expected is_image, image_ids": lambda inputs: {IS_IMAGE: inputs[IS_IMAGE]},
+    "has the inputs is_image, expected image_ids, image_sizes, is_image, pixels": lambda inputs: {
+        IS_IMAGE: inputs[IS_IMAGE]
+    },
     "has pixels or image_ids that are not those of its 1 image_sizes": lambda inputs: {
         **inputs,
         "pixels": dataclasses.replace(inputs["pixels"], values=(inputs["pixels"].values[0][3:],)),

@@ -95,7 +95,7 @@ def answered(trainer: MegatronTrainer, model: Any, model_type: str) -> list[Answ
                 by_transformers(model, transformers_inputs(model_type, whole.select([row])), tokens),
                 batches[-1].columns[IS_IMAGE].values[0].numpy(),
                 piece.source,
-                routes[0],
+                routes[0].pieces[0].source,
             )
         )
     return found

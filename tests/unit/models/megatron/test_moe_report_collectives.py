@@ -209,11 +209,9 @@ OBSERVED = {
     "moe_router_score_function": "sigmoid",
     "moe_router_bias_update_rate": 0.01,
     "router_gradients__every_n_steps": 1,
-    "router_gradients__at_logits_every_n_steps": 1,
 }
 IN_ORDER = {
     "RouterGradients": [],
-    "GradientsAtLogits": ["allreduce_"],
     "RoutingReports": ["allreduce_", "allreduce_", "allreduce_"],
     "ExpertLoadReports": ["allreduce_", *SUM_AND_MAXIMUM],
     "ExpertBiasReports": ["allreduce_"],

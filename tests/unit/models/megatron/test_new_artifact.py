@@ -19,7 +19,8 @@ from nemo_rl_moe.config.schema import SFTConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
 from nemo_rl_moe.models.interfaces import LossFunction, TrainResult
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
-from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer, RankTrainResult
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.models.rank_results import RankTrainResult
 from nemo_rl_moe.runs.folder.step_tables import StepTable, StepTableWriter, read_steps
 from nemo_rl_moe.runs.loggers.artifacts import ARTIFACTS, ArtifactKind, ArtifactTables
 from nemo_rl_moe.runs.loggers.console import Notices
@@ -67,7 +68,7 @@ class TokensWriter(StepTableWriter[np.ndarray]):
 
 
 def plot_tokens(step: int, tokens: np.ndarray) -> Mapping[str, bytes]:
-    return {f"images/{NAME}": b"step %d: %d tokens" % (step, tokens.sum())}
+    return {f"plots/{NAME}": b"step %d: %d tokens" % (step, tokens.sum())}
 
 
 KIND = ArtifactKind(NAME, TokensWriter, plot_tokens)
@@ -117,7 +118,7 @@ def test_it_is_written_and_plotted_and_rewound(tmp_path: Path, monkeypatch: pyte
     # The first plot imports matplotlib, which takes long on a busy machine.
     patience = Patience(most_plots_waiting=99, silence_s=200, closing_s=200)
     isolated = IsolatedLogger("x", backend.open, notices, patience=patience)
-    loggers = FanOutLogger([], notices, [isolated], closing_s=200, images=StepPlots(2, notices))
+    loggers = FanOutLogger([], notices, [isolated], closing_s=200, plots=StepPlots(2, notices))
     config = SFTConfig(
         max_num_epochs=1, max_num_steps=3, val_period=0, val_batches=None, val_at_start=False, val_at_end=False, seed=0
     )
@@ -136,7 +137,7 @@ def test_it_is_written_and_plotted_and_rewound(tmp_path: Path, monkeypatch: pyte
     assert found.values["tokens"].tolist() == expected
     assert [step for step, _ in backend.steps] == [1, 2, 3]
     assert [metrics["train/moe/tokens_of_last_update"] for _, metrics in backend.steps] == [of[1] for of in expected]
-    plotted = {step: plots[f"images/{NAME}"] for step, plots in backend.images.items() if NAME in str(plots)}
+    plotted = {step: plots[f"plots/{NAME}"] for step, plots in backend.plots.items() if NAME in str(plots)}
     assert plotted == {step: b"step %d: %d tokens" % (step, sum(expected[step - 1])) for step in (1, 2)}
     rewind_run_folder(tmp_path, 2)
     assert read_steps(TABLE, tmp_path).axes[0].tolist() == [1, 2]

@@ -10,8 +10,8 @@ import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import inner_optimizers, optimizer_parts
-from nemo_rl_moe.models.megatron.training import chunked_step
-from nemo_rl_moe.models.megatron.training.chunked_step import step_in_chunks
+from nemo_rl_moe.models.megatron.training import optimizer as optimizer_module
+from nemo_rl_moe.models.megatron.training.optimizer import step_in_chunks
 from tests.support.checkpoint_run import Steps, load_and_train, train_and_save
 from tests.support.fused_adam import FusedAdam, fused_adam
 from tests.support.gloo_ranks import run_ranks
@@ -43,7 +43,7 @@ BFLOAT16 = precision_aware(PLAIN, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bf
 
 def train_and_save_fused(job: RunSettings, folder: str) -> tuple[Steps, int]:
     """Three steps and a checkpoint behind the first, in chunks; and the most elements copied at a time."""
-    chunked_step.CHUNK_PARAMETERS = 2000
+    optimizer_module.CHUNK_PARAMETERS = 2000
     with fused_adam() as adam:
         return train_and_save(job, folder, 1, 3), adam.most_copied
 

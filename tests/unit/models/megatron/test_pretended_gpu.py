@@ -78,16 +78,16 @@ def step(policy: PolicyConfig, pretended: bool, microbatches: tuple[tuple[int, .
 
 # Where the host may wait in a step of training, as often, and why.
 TRAINING: dict[tuple[str, str], tuple[int, str]] = {
-    ("advantage_recorder.ExpertAdvantageRecorder._of_whole_batch", "copy to the device"): (
+    ("expert_advantages.ExpertAdvantageRecorder._of_whole_batch", "copy to the device"): (
         1,
         "once, before the passes",
     ),
     ("forward_backward.metrics_to_host", "tolist"): (1, "the metrics of all microbatches, once a global batch"),
     ("trainer.MegatronTrainer._sum_over_ranks", "tensor"): (1, "the loss, which decides whether to update"),
     ("trainer.MegatronTrainer._sum_over_ranks", "_local_scalar_dense"): (1, "the same"),
-    ("recorder.reduce_over_ranks", "copy to the host"): (4, "report: load, statistics, checks, advantages"),
-    ("recorder.reduce_over_ranks.<listcomp>.<listcomp>", "copy to the device"): (1, "report"),
-    ("route_probe.RouteProbe.reduced", "copy to the host"): (1, "report"),
+    ("expert_load_recorder.reduce_over_ranks", "copy to the host"): (4, "report: load, statistics, checks, advantages"),
+    ("expert_load_recorder.reduce_over_ranks.<listcomp>.<listcomp>", "copy to the device"): (1, "report"),
+    ("route_checks.RouteProbe.reduced", "copy to the host"): (1, "report"),
 }
 LOGPROBS = {("megatron_model.MegatronModel.logprobs.<listcomp>", "copy to the host")}
 GENERATION = {

@@ -78,7 +78,7 @@ def trained(policy: PolicyConfig, fault: str) -> tuple[dict[str, float], list[st
         place = trainer.coordinates
         shard = shard_of_rank(tiny_batch(3), place.data_parallel_rank, place.data_parallel_size, MICROBATCHES)
         _, routes = trainer.logprobs_and_routes(shard.microbatches)
-        taken = iter(routes)
+        taken = iter([rows.pieces[0].source for rows in routes])
         microbatches = [
             _with_capture(batch, taken, lost=fault == "rank" and place.data_parallel_rank == 1)
             for batch in shard.microbatches

@@ -19,9 +19,7 @@ from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence,
 from nemo_rl_moe.models.megatron.checkpoint.contents import random_states
 from nemo_rl_moe.models.megatron.training import megatron_model, side_passes
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
-from nemo_rl_moe.models.megatron.training.gradients_at_logits import GradientsAtLogits
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
-from nemo_rl_moe.models.megatron.training.step_observer import StepObservations
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
@@ -51,7 +49,6 @@ GLOBAL_AND_SEQUENCE = {
 FULL_ROWS = {"shortest": 16, "longest": 16}
 LOSSES = {"moe_z_loss_coeff": 0.01}
 MEASURED = {"router_gradients__every_n_steps": 1, "router_gradients__num_microbatches": None}
-AT_LOGITS = {"router_gradients__every_n_steps": None, "router_gradients__at_logits_every_n_steps": 1}
 
 
 def loss_function() -> PolicyGradientLoss:
@@ -105,36 +102,6 @@ def measure(policy: Any, sizes: dict[str, int], with_routes: bool, fault: str | 
             position: router.weight.main_grad.float().numpy().copy() for position, router in measurement._routers
         }
         return Measured(measurement.sources, parts.numpy(), trained, metrics)
-
-
-def at_logits(
-    policy: Any, with_routes: bool, with_another: bool = False
-) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-    """Exact parts of a global batch, those at the logits of the pass that trains on it, and the step's metrics.
-
-    With another global batch in the step, of half as many microbatches.
-    """
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        place, exact = trainer.coordinates, observer_of(trainer, RouterGradients)
-        shard = shard_of_rank(
-            rl_batch(with_routes=with_routes, **FULL_ROWS), place.data_parallel_rank, place.data_parallel_size
-        )
-        for chunk in trainer.ddp_chunks:
-            chunk.train()
-        parts, found = exact.parts(shard, loss_function()), []
-        dist.all_reduce(parts)
-        end_step = GradientsAtLogits.end_step
-
-        def kept(self: Any) -> StepObservations:
-            found.append(self.parts())
-            return end_step(self)
-
-        with mock.patch.object(GradientsAtLogits, "end_step", kept):
-            further = [shard_of_rank(rl_batch(**FULL_ROWS), microbatches=((0, 1, 2, 3), (4, 5, 6, 7)))]
-            metrics = trainer.train([shard, *(further if with_another else [])], loss_function()).moe_metrics
-        dist.all_reduce(found[0])
-        return parts.numpy(), found[0].numpy(), metrics
 
 
 @contextmanager
@@ -317,49 +284,6 @@ def microbatches_that_run(policy: Any) -> int:
         return numbers[0]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "changes"),
-    [
-        (1, {"moe_z_loss_coeff": None}),
-        (1, {"layer_spec": "local"} | FULL | REPLAY),
-        (2, layout(tp=2) | PACKED),
-        pytest.param(1, {}, marks=pytest.mark.slow),
-        pytest.param(1, {"moe_z_loss_coeff": None} | PACKED | FULL, marks=pytest.mark.slow),
-        pytest.param(1, GLOBAL_AND_SEQUENCE, marks=pytest.mark.slow),
-        pytest.param(2, OVERLAP | ZERO_1, marks=pytest.mark.slow),
-        pytest.param(2, layout(ep=2) | {"activation_checkpointing": "moe"}, marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2) | FULL, marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2, vpp=2) | FULL | OVERLAP, marks=pytest.mark.slow),
-        pytest.param(4, layout(pp=2, tp=2) | PACKED | FULL, marks=pytest.mark.slow),
-    ],
-)
-def test_at_the_logits_the_last_layer_is_exact(world_size: int, changes: dict[str, Any]) -> None:
-    """And the whole gradient is that of every layer: what later layers' losses send back is in the policy's part."""
-    changes = changes | {"router_gradients__at_logits_every_n_steps": 1}
-    ranks = run_ranks(at_logits, world_size, policy_for(world_size, **changes), "routing_replay" in changes)
-    exact, found, metrics = ranks[0]
-    for part, wanted in zip(found, exact, strict=True):
-        assert relative(part[-1], wanted[-1]) < 1e-6
-    for layer in range(NUM_LAYERS):
-        assert relative(found.sum(0)[layer], exact.sum(0)[layer]) < 2e-6
-    assert relative(found[1][0], exact[1][0]) > 1e-3
-    prefix = "router_gradient_exact_in_last_layer"
-    for name in metrics:
-        if name.startswith("router_gradient/") and name.endswith(f"_layer_{NUM_LAYERS - 1}"):
-            wanted = pytest.approx(metrics[name], rel=1e-5, abs=1e-6)  # a cosine may lie near 0
-            assert metrics[name.replace("router_gradient", prefix)] == wanted, name
-    assert metrics[f"{prefix}/norm_aux"] == metrics[f"{prefix}/norm_aux_layer_{NUM_LAYERS - 1}"] > 0
-    assert not any(name.startswith(prefix) for _, _, of_rank in ranks[1:] for name in of_rank)
-
-
-def test_a_later_batch_of_fewer_microbatches_changes_no_part() -> None:
-    """Megatron-Core scales auxiliary losses by the microbatches of the batch that is being trained on."""
-    policy = policy_for(router_gradients__at_logits_every_n_steps=1)
-    ((exact, found, _),) = run_ranks(at_logits, 1, policy, False, True)
-    for part, wanted in zip(found, exact, strict=True):
-        assert relative(part[-1], wanted[-1]) < 1e-6
-
-
 # Without a trace
 
 
@@ -450,12 +374,11 @@ def both(
     with_routes: bool = False,
     dropout: float = 0.1,
     fault: Any = None,
-    form: Any = None,
 ) -> tuple[list[Run], list[Run]]:
     """The ranks of a run with measurements on every step, and of one without any."""
     runs = [
         run_ranks(three_steps, world_size, policy_for(world_size, **changes, **more), with_routes, dropout, fault)
-        for more in (form or {}, {"router_gradients__every_n_steps": None})
+        for more in ({}, {"router_gradients__every_n_steps": None})
     ]
     return runs[0], runs[1]
 
@@ -465,10 +388,6 @@ def both(
     [
         pytest.param(1, {}, {"dropout": 0.0}, marks=pytest.mark.slow),
         pytest.param(1, EVERYTHING, {}, marks=pytest.mark.slow),
-        (1, EVERYTHING | {"layer_spec": "local"} | FULL | REPLAY, {"with_routes": True, "form": AT_LOGITS}),
-        pytest.param(1, {}, {"form": AT_LOGITS}, marks=pytest.mark.slow),
-        pytest.param(1, {"moe_z_loss_coeff": None}, {"form": AT_LOGITS}, marks=pytest.mark.slow),
-        pytest.param(2, EVERYTHING | layout(pp=2, vpp=2) | FULL, {"form": AT_LOGITS}, marks=pytest.mark.slow),
         (1, EVERYTHING | FULL | REPLAY, {"with_routes": True}),
         pytest.param(1, EVERYTHING | {"layer_spec": "local", "precision": "bfloat16"}, {}, marks=pytest.mark.slow),
         (2, EVERYTHING | ZERO_1 | OVERLAP, {}),

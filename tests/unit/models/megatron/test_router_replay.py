@@ -109,10 +109,11 @@ def own_choice(
     mine = microbatches[place.data_parallel_rank * count :][:count]
     indices = [index for of_microbatch in mine for index in of_microbatch]
     logprobs, routes = trainer.logprobs_and_routes([without_routes(batch) for batch in shard.microbatches])
+    experts = [stored.pieces[0].source for stored in routes]
     lengths = torch.cat([batch.lengths for batch in shard.microbatches]).tolist()
     rows = (row.numpy() for of_microbatch in logprobs for row in of_microbatch)
     by_sequence = (row[:length] for row, length in zip(rows, lengths, strict=False))  # none where none reports
-    return dict(zip(indices, by_sequence, strict=False)), dict(zip(indices, routes, strict=False))
+    return dict(zip(indices, by_sequence, strict=False)), dict(zip(indices, experts, strict=False))
 
 
 def without_routes(batch: TokenBatch) -> TokenBatch:
@@ -397,7 +398,7 @@ def replay_own_routes(policy: PolicyConfig, model: dict[str, Any]) -> tuple[floa
         dist.all_gather_object(by_rank, dict(zip(places, routes, strict=False)))  # none on ranks that do not report
         found = {index: rows for of_rank in by_rank for index, rows in of_rank.items()}
         if policy.megatron_cfg.routing_replay != "none":  # type: ignore[attr-defined]
-            capture = stored_per_token([StoredRows.of(found[index]) for index in range(len(whole))], fill=-1)
+            capture = stored_per_token([found[index] for index in range(len(whole))], fill=-1)
             assert capture is not None
             whole = whole.with_stored(ROUTED_EXPERTS, capture).fetched(list)
         shard = shard_of_rank(whole, place.data_parallel_rank, place.data_parallel_size)

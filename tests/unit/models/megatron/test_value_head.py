@@ -108,7 +108,8 @@ def fit(policy: PolicyConfig, heads: Collection[Head], save_to: str | None = Non
         evaluated = trainer.evaluate(shard, loss)
         results = [trainer.train([shard], loss) for _ in range(NUM_STEPS)]
         if save_to is not None:
-            assert trainer.start_checkpoint(Path(save_to), with_optimizer=True).finish() is None
+            trainer.start_checkpoint(Path(save_to), with_optimizer=True)
+            assert trainer.finish_checkpoint() is None
             results.append(trainer.train([shard], loss))
         moved = piece_of(trainer, "output_layer.weight")
         return Fitted(
@@ -202,7 +203,8 @@ def start_from(policy: PolicyConfig, folder: str) -> tuple[list[str], list[str],
         left_out = critic.save_weights(Path(folder, "hf"), {})
         weights = Path(folder, "megatron", "policy")
         weights.mkdir(parents=True)
-        assert critic.start_checkpoint(weights, with_optimizer=True).finish() is None
+        critic.start_checkpoint(weights, with_optimizer=True)
+        assert critic.finish_checkpoint() is None
         without = MegatronModel(policy, tiny_hf_config(), Path(folder, "megatron"))
         again = MegatronModel(policy, tiny_hf_config(), Path(folder, "megatron"), heads=CRITIC)
         fresh = MegatronModel(policy, tiny_hf_config(), Path(folder, "hf"), heads=CRITIC)

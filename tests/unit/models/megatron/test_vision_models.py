@@ -241,7 +241,8 @@ def begin_and_save(folder: str, model_type: str, policy: PolicyConfig, directory
     with parallel_job(policy):
         trainer = trainer_of(folder, policy)
         found = losses_of(trainer, model_type, STEPS_BEFORE)
-        problem = trainer.start_checkpoint(Path(directory), with_optimizer=True).finish()
+        trainer.start_checkpoint(Path(directory), with_optimizer=True)
+        problem = trainer.finish_checkpoint()
         assert problem is None, problem
         return found
 

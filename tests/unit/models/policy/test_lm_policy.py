@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's side of the policy over fake workers: who gets what, and how the answers come together."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,24 +21,19 @@ from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.distributed.microbatches import DynamicBatching, PackedBatching, PlainBatching
 from nemo_rl_moe.distributed.shared_arrays import ArrayStore
 from nemo_rl_moe.distributed.stored_rows import StoredRows
-from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
+from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.flops import ForwardFlops
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.images import IMAGE_IDS, PIXELS
-from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
+from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy import model_workers
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.models.policy.megatron_policy_worker import (
-    LoadOutcome,
-    MegatronPolicyWorker,
-    SendOutcome,
-    WeightsOutcome,
-    WorkerDescription,
-)
 from nemo_rl_moe.models.policy.model_workers import choose_batching
+from nemo_rl_moe.models.rank_results import RankDescription, RankTrainResult
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.grpo_fakes import small_config
 from tests.support.tiny_model import tiny_batch
@@ -68,21 +63,19 @@ class FakeWorkers:
 
     Attributes:
         arguments: What every worker was made with.
-        problems: Of ranks that cannot work.
         gpu: Name of every worker's card.
+        problem: Error of the ranks that sends of weights and writes of models end with.
         is_stopped: Whether they have been stopped.
         calls: Method and the workers' arguments of each call.
     """
 
     arguments: dict[str, Any]
     data_parallel_size: int = 2
-    problems: Mapping[int, list[str]] = field(default_factory=dict)
     gpu: str | None = None
 
     def __post_init__(self) -> None:
         self.is_stopped = False
-        self.outcomes = [WeightsOutcome(left_out=["router.bias"]) for _ in range(2 * self.data_parallel_size)]
-        self.sent = [SendOutcome(num_bytes=rank) for rank in range(2 * self.data_parallel_size)]
+        self.problem: Exception | None = None
         self.weight_version = 0
         self.calls: list[tuple[Callable[..., Any], Sequence[Any]]] = []
         self.places = [
@@ -95,16 +88,18 @@ class FakeWorkers:
 
     def call_all(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         self.calls.append((method, arguments))
-        if method == MegatronPolicyWorker.describe:
-            return [self.problems.get(rank) or self._description(place) for rank, place in enumerate(self.places)]
-        if method == MegatronPolicyWorker.save_weights:
-            return self.outcomes
-        assert method == MegatronPolicyWorker.load_checkpoint
-        return [LoadOutcome(self.weight_version) for _ in self.places]
+        if method == MegatronModel.describe:
+            return [self._description(place) for place in self.places]
+        if method == MegatronModel.save_weights:
+            if self.problem is not None:
+                raise self.problem
+            return [["router.bias"] for _ in self.places]
+        assert method == MegatronTrainer.load_checkpoint
+        return [self.weight_version for _ in self.places]
 
-    def _description(self, place: Any) -> WorkerDescription:
+    def _description(self, place: Any) -> RankDescription:
         flops = ForwardFlops(per_token=10, per_pair={None: 4})
-        return WorkerDescription(coordinates=place, forward_flops=flops, gpu=self.gpu)
+        return RankDescription(coordinates=place, forward_flops=flops, gpu=self.gpu)
 
     def shutdown(self) -> None:
         self.is_stopped = True
@@ -116,13 +111,16 @@ class FakeWorkers:
         return lambda: self._results(method, arguments)
 
     def _results(self, method: Callable[..., Any], arguments: Sequence[tuple[Any, ...] | None]) -> dict[int, Any]:
-        if method == MegatronPolicyWorker.send_weights:
-            return dict(enumerate(self.sent))
-        if method == MegatronPolicyWorker.train:
+        if method == MegatronModel.send_weights:
+            if self.problem is not None:
+                raise self.problem
+            return {rank: rank for rank in range(len(self.places))}
+        if method == MegatronTrainer.train:
             return {rank: trained_by(rank) for rank in range(len(self.places))}
         answers: dict[Any, Callable[..., Any]] = {
-            MegatronPolicyWorker.generate: self._generate,
-            MegatronPolicyWorker.logprobs: self._logprobs,
+            MegatronModel.generate: self._generate,
+            MegatronModel.logprobs: partial(self._logprobs, -1.0),
+            MegatronTrainer.reference_logprobs: partial(self._logprobs, 1.0),
         }
         return {
             rank: answers[method](*given) if place.reports_loss else []
@@ -136,10 +134,9 @@ class FakeWorkers:
             for prompt, seed in zip(request.prompts, request.seeds, strict=True)
         ]
 
-    def _logprobs(self, microbatches: Sequence[TokenBatch], reference: bool) -> list[torch.Tensor]:
+    def _logprobs(self, sign: float, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
         """A number that reports the token and its place; rubbish on padding."""
         assert all(not batch.columns for batch in microbatches)
-        sign = 1.0 if reference else -1.0
         found = []
         for batch in microbatches:
             columns = torch.arange(batch.input_ids.shape[1])
@@ -152,15 +149,13 @@ def make_policy(
     monkeypatch: pytest.MonkeyPatch,
     config: MasterConfig,
     data_parallel_size: int = 2,
-    problems: Mapping[int, list[str]] = MappingProxyType({}),
-    made: list[FakeWorkers] | None = None,
     gpu: str | None = None,
     model: str = "tiny_qwen3_moe",
 ) -> tuple[MegatronPolicy, FakeWorkers]:
-    made = [] if made is None else made
+    made: list[FakeWorkers] = []
 
     def start(_cluster: Any, make_worker: partial[Any], **_: Any) -> FakeWorkers:
-        made.append(FakeWorkers(make_worker.keywords, data_parallel_size, problems, gpu))
+        made.append(FakeWorkers(make_worker.keywords, data_parallel_size, gpu))
         return made[-1]
 
     monkeypatch.setattr(model_workers, "WorkerGroup", start)
@@ -284,7 +279,7 @@ def test_responses_come_back_in_the_order_of_the_prompts(monkeypatch: pytest.Mon
         [*prompt, seed] for prompt, seed in zip(prompts, seeds, strict=True)
     ]
     method, arguments = workers.calls[-1]
-    assert method == MegatronPolicyWorker.generate
+    assert method == MegatronModel.generate
     shares = [(request.prompts, request.seeds) for request, _ in arguments]
     assert shares[0] == shares[2] == (prompts[::2], seeds[::2]), "all stages of a share get it"
     assert shares[1] == shares[3] == (prompts[1::2], seeds[1::2])
@@ -354,7 +349,7 @@ def test_one_copy_of_the_model_scores_a_few_sequences_where_it_has_all_experts(
     batch = tiny_batch(4)
     assert torch.equal(policy.start_logprobs(batch, by_one_copy=True)(), policy.logprobs(batch))
     method, arguments = workers.calls[-2]
-    assert method == MegatronPolicyWorker.logprobs
+    assert method == MegatronModel.logprobs
     assert {
         place.data_parallel_rank for place, given in zip(workers.places, arguments, strict=True) if given is not None
     } == called
@@ -367,16 +362,16 @@ def test_all_ranks_send_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert spec.num_senders == 4
         assert spec.folder.parent == tmp_path, "several machines share no memory"
         assert transport.send() == 1 + 2 + 3
-        assert workers.calls[-1] == (MegatronPolicyWorker.send_weights, [(spec, False)] * 4)
+        assert workers.calls[-1] == (MegatronModel.send_weights, [(spec, False)] * 4)
         assert transport.num_bytes == 1 + 2 + 3
-        workers.sent[2] = SendOutcome(problem="receiver 0 is full")
+        workers.problem = WeightSyncError("receiver 0 is full")
         with pytest.raises(WeightSyncError, match="receiver 0 is full"):
             transport.send()
     with policy.weight_transport(altered=True) as transport:
         spec = transport.open(num_receivers=1, version=3)
         with pytest.raises(WeightSyncError):
             transport.send()
-        assert workers.calls[-1] == (MegatronPolicyWorker.send_weights, [(spec, True)] * 4)
+        assert workers.calls[-1] == (MegatronModel.send_weights, [(spec, True)] * 4)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -389,13 +384,13 @@ def test_what_is_asked_for_behind_the_weights_is_not_waited_for_with_them(
     with policy.weight_transport(then=lambda: asked.append(policy.start_logprobs(batch))) as transport:
         transport.open(num_receivers=1, version=3)
         assert asked == []
-        workers.sent[1] = SendOutcome(problem="receiver 0 is full")
+        workers.problem = WeightSyncError("receiver 0 is full")
         with pytest.raises(WeightSyncError, match="receiver 0 is full"):
             transport.send()
     # Ranks run forward passes together: those that could send must not wait for one that could not.
     assert [method for method, _ in workers.calls[-2:]] == [
-        MegatronPolicyWorker.send_weights,
-        MegatronPolicyWorker.logprobs,
+        MegatronModel.send_weights,
+        MegatronModel.logprobs,
     ]
     assert torch.equal(asked[0](), policy.logprobs(batch))
 
@@ -428,27 +423,10 @@ def test_a_policy_of_sft_generates_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert workers.arguments["decodes_text"] is False
 
 
-@pytest.mark.parametrize(
-    ("problems", "expected"),
-    [
-        ({rank: ["no weights"] for rank in range(4)}, ["no weights"]),
-        ({2: ["no weights", "no tokenizer"], 3: ["late"]}, ["no weights (on rank 2)", "no tokenizer (on rank 2)"]),
-    ],
-)
-def test_problems_of_any_rank_are_reported(
-    problems: dict[int, list[str]], expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[FakeWorkers] = []
-    with pytest.raises(ConfigurationError) as caught:
-        make_policy(monkeypatch, small_config(), problems=problems, made=made)
-    assert caught.value.problems == expected
-    assert made[0].is_stopped
-
-
 def test_saved_weights_say_what_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     policy, workers = make_policy(monkeypatch, small_config())
     assert policy.save_weights(tmp_path / "final") == ["router.bias"]
-    assert workers.calls[-1] == (MegatronPolicyWorker.save_weights, (tmp_path / "final", FILES))
-    workers.outcomes[3] = WeightsOutcome(problem="the disk is full")
+    assert workers.calls[-1] == (MegatronModel.save_weights, (tmp_path / "final", FILES))
+    workers.problem = CheckpointError("the disk is full")
     with pytest.raises(CheckpointSaveError, match="the disk is full"):
         policy.save_weights(tmp_path / "final")

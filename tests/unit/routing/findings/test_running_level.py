@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from nemo_rl_moe.routing.findings.running_level import LEAST_VALUES, WINDOW, RunningLevel
+from nemo_rl_moe.routing.findings.level_shift import LEAST_VALUES, WINDOW, RunningLevel
 
 
 def left(values: list[float], *, least: float = 0.02, upwards: bool = False) -> list[int]:

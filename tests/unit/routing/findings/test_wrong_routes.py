@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import get_args
 
 from nemo_rl_moe.routing.agreement.route_identity import AnomalyKind, RoutingAnomaly
+from nemo_rl_moe.routing.findings.routing_signal import MISSING_METRIC, WRONG_ROUTES, WrongRoutesKind, wrong_routes
 from nemo_rl_moe.routing.findings.tracker import QUIET_STEPS, Finding, FindingTracker, Thresholds
-from nemo_rl_moe.routing.findings.wrong_routes import MISSING_METRIC, WRONG_ROUTES, WrongRoutesKind, wrong_routes
 
 OFF = Thresholds(None, None, None, 1)
 LATE = RoutingAnomaly("token", "routes are one token late")

@@ -12,7 +12,6 @@ from nemo_rl_moe.routing.metrics.gradient_sources import (
     Z,
     gradient_metrics,
     inner_products,
-    last_layer_metrics,
 )
 
 NAMES = (POLICY, AUXILIARY, Z)
@@ -39,18 +38,6 @@ def test_metrics_are_those_of_the_parts(parts: torch.Tensor) -> None:
         expected[f"router_gradient/share_{name}"] = float(part @ whole / (whole @ whole))
     assert metrics == pytest.approx(expected, rel=1e-12)
     assert sum(metrics[f"router_gradient/share_{name}"] for name in NAMES) == pytest.approx(1)
-
-
-def test_of_parts_that_are_exact_in_the_last_layer_alone_the_metrics_are_that_layers(parts: torch.Tensor) -> None:
-    found = last_layer_metrics(inner_products(parts), NAMES, LAYERS, per_layer=True)
-    of_last = gradient_metrics(inner_products(parts[:, -1:]), NAMES, LAYERS[-1:], per_layer=False)
-    of_layers = gradient_metrics(inner_products(parts), NAMES, LAYERS, per_layer=True)
-    expected = of_last | {name: value for name, value in of_layers.items() if "_layer_" in name}
-    prefix = "router_gradient_exact_in_last_layer/"
-    assert found == {name.replace("router_gradient/", prefix): value for name, value in expected.items()}
-    assert last_layer_metrics(inner_products(parts), NAMES, LAYERS, per_layer=False).keys() == {
-        name.replace("router_gradient/", prefix) for name in of_last
-    }
 
 
 def test_without_layers_the_number_of_keys_is_bounded(parts: torch.Tensor) -> None:

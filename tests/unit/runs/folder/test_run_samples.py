@@ -52,7 +52,7 @@ def test_verdicts_and_rewards(tmp_path: Path) -> None:
     assert [(one["verdict"], one["reward"]) for one in found] == [
         ("right", "1"),
         ("wrong", "0.25"),
-        ("cut off", "0"),
+        ("truncated", "0"),
         ("timeout: 5 s", ""),
         ("right", ""),
     ]

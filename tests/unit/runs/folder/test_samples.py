@@ -102,7 +102,7 @@ def test_any_text_stays_one_line_and_comes_back(text: str, tmp_path: Path) -> No
 def test_validations_print_one_response_to_each_of_the_first_prompts(tmp_path: Path) -> None:
     log = Log(tmp_path, num_to_print=2)
     log.log.write(1, "val", of_prompts(3, 4))
-    assert log.printed == ["  wrong   q0  ->  a0.0", "  wrong   q1  ->  a1.0"]
+    assert log.printed == ["  wrong      q0  ->  a0.0", "  wrong      q1  ->  a1.0"]
     log.log.write(2, "train", of_prompts(3, 4))
     assert len(log.printed) == 2, "training steps print nothing"
 
@@ -124,19 +124,19 @@ def test_verdicts(tmp_path: Path) -> None:
             trajectory(sample_id="c", reward=0.5),
         ],
     )
-    assert log.printed == [f"  {verdict:8}prompt  ->  text" for verdict in ("right", "cut off", "wrong")]
+    assert log.printed == [f"  {verdict:11}prompt  ->  text" for verdict in ("right", "truncated", "wrong")]
 
 
 def test_text_cannot_steer_the_terminal(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.log.write(1, "val", [trajectory(prompt_text="a\nb", text="\x1b[31mred\r[bold]x[/bold]")])
-    assert log.printed == ["  wrong   a\\nb  ->  \\x1b[31mred\\r[bold]x[/bold]"]
+    assert log.printed == ["  wrong      a\\nb  ->  \\x1b[31mred\\r[bold]x[/bold]"]
 
 
 def test_long_texts_are_cut_on_the_console_alone(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.log.write(1, "val", [trajectory(text="x" * 401, prompt_text="y" * 400)])
-    assert log.printed == [f"  wrong   {'y' * 400}  ->  {'x' * 400} [...]"]
+    assert log.printed == [f"  wrong      {'y' * 400}  ->  {'x' * 400} [...]"]
     assert log.saved[0]["response"] == "x" * 401
 
 
@@ -149,4 +149,4 @@ def test_a_full_disk_warns_once_and_ends_nothing(tmp_path: Path) -> None:
     warnings = [line for line in log.printed if "samples.jsonl" in line]
     assert warnings[1:] == ["warning: samples.jsonl lacks 3 lines that could not be written"]
     assert "cannot be written, its lines are kept until it can be: " in warnings[0]
-    assert log.printed.count("  wrong   q0  ->  a0.0") == 3
+    assert log.printed.count("  wrong      q0  ->  a0.0") == 3

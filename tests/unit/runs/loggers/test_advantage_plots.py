@@ -11,10 +11,10 @@ import torch
 
 from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
 from nemo_rl_moe.runs.folder.artifacts import EXPERTS_BY_ADVANTAGE
-from nemo_rl_moe.runs.loggers.advantage_plots import ADVANTAGE_KEY, advantage_plots, draw_advantages
 from nemo_rl_moe.runs.loggers.console import Notices
 from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger, Patience
+from nemo_rl_moe.runs.loggers.plots import ADVANTAGE_KEY, advantage_plots, draw_advantages
 from nemo_rl_moe.runs.loggers.step_plots import StepPlots
 from tests.support.loggers import ListBackend
 

@@ -17,7 +17,7 @@ from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.runs.loggers.expert_load_plots import HEATMAP_KEY, SORTED_LOAD_KEY
 from nemo_rl_moe.runs.loggers.factory import build_loggers
 from nemo_rl_moe.runs.loggers.isolated import Patience
-from nemo_rl_moe.runs.loggers.modality_plots import MODALITY_KEY, draw_modalities, modality_plots
+from nemo_rl_moe.runs.loggers.plots import MODALITY_KEY, draw_modalities, modality_plots
 from tests.support.logged_metrics import read_tensorboard_plots
 from tests.support.loggers import settings_for
 

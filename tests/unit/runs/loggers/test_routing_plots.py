@@ -14,7 +14,7 @@ from nemo_rl_moe.runs.loggers.console import Notices
 from nemo_rl_moe.runs.loggers.expert_load_plots import HEATMAP_KEY, SORTED_LOAD_KEY
 from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger, Patience
-from nemo_rl_moe.runs.loggers.routing_plots import AGREEMENT_KEY, draw_agreement, routing_plots
+from nemo_rl_moe.runs.loggers.plots import AGREEMENT_KEY, draw_agreement, routing_plots
 from nemo_rl_moe.runs.loggers.step_plots import StepPlots
 from tests.support.loggers import ListBackend, load_of
 from tests.support.made_captures import routing_report

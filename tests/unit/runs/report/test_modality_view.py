@@ -13,9 +13,8 @@ from nemo_rl_moe.routing.metrics.modalities import modality_separation, speciali
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory
 from nemo_rl_moe.runs.folder.run_data import read_run
 from nemo_rl_moe.runs.report.arrays import ArrayPool
-from nemo_rl_moe.runs.report.charts import charts_of
-from nemo_rl_moe.runs.report.modality_charts import MODALITIES, MODALITY_CHARTS
-from nemo_rl_moe.runs.report.modality_view import modality_view
+from nemo_rl_moe.runs.report.charts import MODALITIES, MODALITY_CHARTS, charts_of
+from nemo_rl_moe.runs.report.load_view import modality_view
 from nemo_rl_moe.runs.report.page_data import page_data
 from tests.support.made_runs import make_run, random_counts
 from tests.unit.runs.report.packed_arrays import unpacked
@@ -65,7 +64,7 @@ def test_a_run_of_text_has_neither_cards_nor_charts(tmp_path: Path) -> None:
     assert document["runs"][0]["modalities"] is None
     assert MODALITIES not in {chart["section"] for chart in document["charts"]}
     # No chart of the section is about tokens of all kinds, which any run has.
-    keys = [line.pattern for chart in MODALITY_CHARTS for line in chart.lines]
+    keys = [pattern for chart in MODALITY_CHARTS for pattern in chart.lines]
     assert all("/image/" in key or "/text/" in key or "/modality_" in key for key in keys)
     assert len(charts_of(keys)) == len(MODALITY_CHARTS)
 

@@ -4,8 +4,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from nemo_rl_moe.runs.report.charts import charts_of
-from nemo_rl_moe.runs.report.reward_charts import LEARNING, REWARD_CHARTS
+from nemo_rl_moe.runs.report.charts import LEARNING, REWARD_CHARTS, charts_of
 from tests.unit.test_docs_examples import DOCS, documented_keys
 from tests.unit.test_docs_grpo_metrics import unfolded
 
@@ -20,7 +19,7 @@ DOCUMENTED = {
 DOCUMENTED |= {key.replace("train/", "val/", 1) for key in DOCUMENTED}
 
 
-@pytest.mark.parametrize("pattern", sorted({line.pattern for chart in REWARD_CHARTS for line in chart.lines}))
+@pytest.mark.parametrize("pattern", sorted({pattern for chart in REWARD_CHARTS for pattern in chart.lines}))
 def test_every_line_is_a_metric_that_the_pages_report_of(pattern: str) -> None:
     assert [key for key in DOCUMENTED if fnmatchcase(key, pattern)]
 

@@ -12,8 +12,7 @@ import numpy as np
 from nemo_rl_moe.runs.folder.run_data import read_run
 from nemo_rl_moe.runs.folder.thumbnails import thumbnail_of
 from nemo_rl_moe.runs.report import page_data as page_data_module
-from nemo_rl_moe.runs.report.page_data import page_data
-from nemo_rl_moe.runs.report.sample_images import MOST_IMAGES, embedded_thumbnails
+from nemo_rl_moe.runs.report.page_data import MOST_IMAGES, embedded_thumbnails, page_data
 from tests.support.made_runs import make_run
 
 

@@ -1,0 +1,248 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Saved state of a training run: the checkpoint that it resumes from, those that it writes, its final weights."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_moe.checkpoints.best_metric import choice_in_force
+from nemo_rl_moe.checkpoints.changes import changed_inputs
+from nemo_rl_moe.checkpoints.checkpointer import Checkpointer
+from nemo_rl_moe.checkpoints.resume import (
+    ResumePoint,
+    checkpoint_dir_of,
+    find_resume_point,
+    older_resume_point,
+)
+from nemo_rl_moe.checkpoints.state import RunDescription, layout_of
+from nemo_rl_moe.checkpoints.store import (
+    FINAL_WEIGHTS_FOLDER,
+    CheckpointStore,
+    final_weights_folder,
+    model_folder,
+)
+from nemo_rl_moe.checksums import InventoryError, add_to_inventory
+from nemo_rl_moe.config.algorithm import algorithm_of, metric_in_force
+from nemo_rl_moe.config.loading import dump_resolved
+from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema_run import POLICY_ROLE
+from nemo_rl_moe.errors import CheckpointError, DamagedCheckpointError
+from nemo_rl_moe.launch.start import RunLaunch
+from nemo_rl_moe.models.model_files import left_out_line, write_model_files
+from nemo_rl_moe.models.safetensors_folder import one_line
+from nemo_rl_moe.runs.folder.folder import collect_versions
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
+from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import TrainableModel
+
+FINAL_RUN_FILE = "training_run.json"
+"""Beside the final weights: which training they are the end of."""
+
+
+class SavedTraining:
+    """Saved state of one run: what it resumes from, and what it writes.
+
+    Args:
+        config: A checked configuration.
+        launch: Identity of the run, and which of its restarts this is.
+        console: Messages to the user.
+        opened: Closes what is opened here when the run ends.
+
+    Attributes:
+        resume: The checkpoint that the run resumes from; None: it starts at the beginning.
+        models: The models that are trained, by role.
+        num_steps: Steps of the whole run; known from `begin` on.
+    """
+
+    def __init__(self, config: MasterConfig, launch: RunLaunch, console: ConsoleLogger, opened: ExitStack):
+        self.resume: ResumePoint | None = None
+        self.models: dict[str, TrainableModel] = {}
+        self.num_steps = 0
+        self._config, self._launch, self._console, self._opened = config, launch, console, opened
+        self._fingerprints: Mapping[str, str] = {}
+        self._store: CheckpointStore | None = None
+
+    def claim(self) -> None:
+        """Find the checkpoint to resume from, and lock the folder of checkpoints where it is known."""
+        run_id, restart_number = self._launch.run_id, self._launch.restart_number
+        self.resume = find_resume_point(self._config, run_id, restart_number, self._console.warn)
+        self._store = _known_store(self._config, self.resume, self._console)
+        if self._store is not None:
+            self._opened.enter_context(self._store.locked())
+            self._store.sweep()
+
+    def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
+        """Report from where the run goes on, and which inputs have changed since.
+
+        Args:
+            num_steps: Steps of the whole run.
+            fingerprints: Texts that change when an input does which a resumed run relies on, by the input's name.
+        """
+        self.num_steps, self._fingerprints = num_steps, fingerprints
+        resume = self.resume
+        if resume is None:
+            return
+        for line in changed_inputs(resume.state.fingerprints, fingerprints):
+            self._console.warn(line)
+        log_dir = self._config.logger.log_dir
+        if resume.run_folder is not None and resume.run_folder.parent.resolve() != Path(log_dir).resolve():
+            self._console.warn(f"logger.log_dir is {log_dir}, and the run goes on in {resume.run_folder}")
+        self._console.message(self._beginning(resume))
+
+    @property
+    def is_complete(self) -> bool:
+        """True when an earlier run has come to its end and has written the final weights."""
+        if self.resume is None:
+            return False
+        final = self.resume.folder.parent / FINAL_WEIGHTS_FOLDER / FINAL_RUN_FILE
+        try:
+            written: Any = json.loads(final.read_bytes())
+        except (OSError, ValueError):
+            return False
+        expected = self.origin_of_weights(self.resume.step)
+        if self.resume.step >= self.num_steps and isinstance(written, dict):
+            expected["num_steps"] = written.get("num_steps")  # fewer steps than were done ask for nothing more
+        return bool(written == expected)
+
+    def restore(self) -> None:
+        """Load the checkpoint into the models that are trained; the reference stays the one that the run began with.
+
+        Where its files are not what was written, the newest older checkpoint of the run is taken instead.
+
+        Raises:
+            CheckpointError: All checkpoints are damaged, or one holds anything but tensors or belongs to another model.
+        """
+        damaged: list[Path] = []
+        while self.resume is not None:
+            try:
+                with self._console.phase(f"loading {self.resume.folder}"):
+                    for role, model in self.models.items():
+                        folder = self.resume.state_folder(role)
+                        model.load_checkpoint(folder, with_optimizer=self.resume.state.with_optimizer)
+                return
+            except DamagedCheckpointError as error:
+                damaged.append(self.resume.folder)
+                self.resume = self._before_damage(damaged, error)
+
+    def _before_damage(self, damaged: Sequence[Path], error: DamagedCheckpointError) -> ResumePoint:
+        """Return the newest checkpoint of the same training that has not been found damaged."""
+        older = older_resume_point(self._config, damaged, self._console.warn)
+        if older is None:
+            raise error
+        for problem in error.problems:
+            self._console.warn(problem)
+        self._console.message(self._beginning(older))
+        return older
+
+    def open_checkpointer(self, loggers: FanOutLogger, folder: Path) -> Checkpointer:
+        """Return what saves the models while the loop goes on.
+
+        Args:
+            loggers: Continued by a resumed run.
+            folder: The run's folder.
+        """
+        store, config = self._store, self._config
+        loop_config: Any = config  # every algorithm's has data
+        if store is None:
+            store = CheckpointStore(self.checkpoint_dir(folder), self._console.warn)
+            self._opened.enter_context(store.locked())
+        checkpointer = Checkpointer(
+            store,
+            self.models,
+            choice_in_force(
+                config.checkpointing, metric_in_force(config), validates=loop_config.data.validation is not None
+            ),
+            partial(self._describe, loggers, folder),
+            self._console.warn,
+            self._console.message,
+            loggers.flush_to_disk,
+            self._write_model_files,
+        )
+        self._opened.callback(checkpointer.close)
+        return checkpointer
+
+    def save_final_weights(self, run_folder: Path, num_steps: int) -> Path:
+        """Write the weights of all trained models, the policy's last: they say that the run is complete.
+
+        Returns:
+            The policy's.
+
+        Raises:
+            CheckpointError: They cannot be written.
+        """
+        checkpoint_dir = self.checkpoint_dir(run_folder)
+        weights = final_weights_folder(checkpoint_dir, POLICY_ROLE)
+        with self._console.phase("saving the final weights"):
+            left_out = [
+                name
+                for role, model in reversed(self.models.items())
+                for name in model.save_weights(final_weights_folder(checkpoint_dir, role))
+            ]
+            self._sign(weights, num_steps)
+        for name in left_out:
+            self._console.warn(left_out_line(name))
+        return weights
+
+    def _sign(self, weights: Path, step: int) -> None:
+        """Write beside the final weights whose they are.
+
+        Survives a disk that is full, and a folder that somebody removes, between the weights and this.
+        """
+        try:
+            (weights / FINAL_RUN_FILE).write_text(f"{json.dumps(self.origin_of_weights(step))}\n", encoding="utf-8")
+            add_to_inventory(weights, FINAL_RUN_FILE)
+        except (OSError, InventoryError) as error:
+            raise CheckpointError(f"{weights}: cannot be written: {one_line(error)}") from None
+
+    def origin_of_weights(self, step: int) -> dict[str, Any]:
+        """Return the origin of the final weights: those of another training may stand in the same folder."""
+        return {"first_run_id": self._first_run_id, "step": step, "num_steps": self.num_steps}
+
+    def checkpoint_dir(self, run_folder: Path) -> Path:
+        """Return the folder of checkpoints, which may lie in the run's own."""
+        return self._store.folder if self._store is not None else checkpoint_dir_of(self._config, run_folder)
+
+    @property
+    def _first_run_id(self) -> str:
+        """The run at the beginning of this history of training."""
+        return self.resume.state.first_run_id if self.resume is not None else self._launch.run_id
+
+    def _beginning(self, resume: ResumePoint) -> str:
+        if self.is_complete and resume.step < self.num_steps:
+            return f"{resume.folder} is the end of this run: its prompts are used up after {resume.step} steps"
+        if not self.is_complete and resume.step >= self.num_steps:
+            return f"going on from {resume.folder}: all {self.num_steps} steps are done, the final weights are missing"
+        return resume.summary(self.num_steps)
+
+    def _write_model_files(self, checkpoint: Path) -> None:
+        for role, model in self.models.items():
+            write_model_files(model.model_files, model_folder(checkpoint, role))
+
+    def _describe(self, loggers: FanOutLogger, folder: Path) -> RunDescription:
+        return RunDescription(
+            algorithm=algorithm_of(self._config).name,
+            run_id=self._launch.run_id,
+            first_run_id=self._first_run_id,
+            run_folder=str(folder.absolute()),
+            logger_run_ids=loggers.run_ids,
+            config=dump_resolved(self._config),
+            layout=layout_of(self._config),
+            fingerprints=dict(self._fingerprints),
+            versions=collect_versions(),
+        )
+
+
+def _known_store(config: MasterConfig, resume: ResumePoint | None, console: ConsoleLogger) -> CheckpointStore | None:
+    """Return the folder of checkpoints; None where there are none, or where the run's own folder, not made yet, has
+    it.
+    """
+    if not config.checkpointing.enabled:
+        return None
+    known = resume.folder.parent if resume is not None else config.checkpointing.checkpoint_dir
+    return CheckpointStore(Path(known), console.warn) if known is not None else None

@@ -1,0 +1,87 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Start of the model of one rank, in the rank's process: settings of the process, the layout, the weights."""
+
+import os
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.data.tokenizer import load_tokenizer
+from nemo_rl_moe.distributed.object_store import RAY_STORE
+from nemo_rl_moe.distributed.worker_process import keep_freed_memory
+from nemo_rl_moe.errors import UserError
+from nemo_rl_moe.models.hf_files import ModelSource, load_config_json, weights_folder
+from nemo_rl_moe.models.interfaces import Head
+from nemo_rl_moe.models.megatron.model.agreement import agree_on_model
+from nemo_rl_moe.models.megatron.model.parallel_state import initialize_parallel_state, shared_gloo_device
+from nemo_rl_moe.models.megatron.model.transformer_config import require_transformer_engine
+from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+
+
+def start_rank(  # pragma: no cover  (runs in another process)
+    rank: int,
+    world_size: int,
+    *,
+    policy: PolicyConfig,
+    source: ModelSource,
+    hf_config: Any,
+    seed: int,
+    num_steps: int | None,
+    keep_reference: bool,
+    decodes_text: bool,
+    heads: Collection[Head],
+) -> MegatronModel | UserError:
+    """Start one rank of the policy, or of a role beside it.
+
+    Args:
+        rank: Global rank.
+        world_size: Number of ranks.
+        policy: The `policy` section of the configuration.
+        source: Where the model is read from.
+        hf_config: The model's configuration, of `plain_config`.
+        seed: Seed of dropout.
+        num_steps: Optimizer steps of the whole run; None: forward passes alone, without optimizer state.
+        keep_reference: Keep the first weights as the reference model.
+        decodes_text: Load the tokenizer, for stop strings.
+        heads: Heads that the model has.
+
+    Returns:
+        A `MegatronTrainer` where there are optimizer steps; the error where the model or its weights cannot be used,
+        which every rank finds.
+    """
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if not torch.cuda.is_available():
+        keep_freed_memory()
+    # What can fail on this machine alone comes before anything that ranks do together: it ends this process, of which
+    # the driver hears at once. Behind it they would wait for this one, and its reason would be lost.
+    folder = source.folder()
+    config_json = load_config_json(str(folder))
+    # Loading it imports parts of transformers that take more than a second.
+    settings = policy.tokenizer
+    tokenizer = load_tokenizer(settings.name, settings.chat_template) if decodes_text else None
+    with shared_gloo_device():
+        initialize_parallel_state(policy.megatron_cfg, rank, world_size, int(os.environ["LOCAL_RANK"]), seed)
+    weights = weights_folder(policy, folder)
+    try:
+        require_transformer_engine()
+        agree_on_model(config_json, folder, with_weights=weights is not None)
+        if num_steps is None:
+            return MegatronModel(policy, hf_config, weights, tokenizer=tokenizer, heads=heads, store=RAY_STORE)
+        trainer = MegatronTrainer(
+            policy,
+            hf_config,
+            weights,
+            num_steps,
+            tokenizer=tokenizer,
+            keep_reference=keep_reference,
+            heads=heads,
+            store=RAY_STORE,
+        )
+    except UserError as error:
+        return error
+    trainer.reports_moe_metrics = rank == 0
+    return trainer

@@ -1,0 +1,199 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Plots of a step for the backends that show images: agreement of routes, experts by advantage, by image and text.
+
+Figures are in whole pixels, as PNG files; matplotlib is imported when the first one is drawn, which takes seconds."""
+
+from collections.abc import Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from nemo_rl_moe.routing.agreement.row_kinds import Row
+from nemo_rl_moe.routing.metrics.modalities import modality_separation, specialization
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colorbar import Colorbar
+    from matplotlib.figure import Figure
+
+
+DPI = 100
+LEFT, RIGHT, TOP, BOTTOM = 80, 130, 84, 64
+"""Pixels around the axes; titles stand above."""
+
+
+def as_png(figure: "Figure") -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    content = BytesIO()
+    FigureCanvasAgg(figure).print_png(content)
+    return content.getvalue()
+
+
+def new_figure(size: tuple[int, int]) -> "Figure":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(size[0] / DPI, size[1] / DPI), dpi=DPI, facecolor="white")
+    figure.set_layout_engine("none")  # a user's settings may ask for one, which would move the cells
+    return figure
+
+
+def axes_at(figure: "Figure", left: int, top: int, width: int, height: int) -> "Axes":
+    full_width, full_height = (round(inches * DPI) for inches in figure.get_size_inches())
+    return figure.add_axes(
+        (left / full_width, 1 - (top + height) / full_height, width / full_width, height / full_height)
+    )
+
+
+def add_title(figure: "Figure", title: str, summary: str) -> None:
+    height = figure.get_size_inches()[1] * DPI
+    left = LEFT / (figure.get_size_inches()[0] * DPI)
+    figure.text(left, 1 - 30 / height, title, fontsize=14, fontweight="bold")
+    figure.text(left, 1 - 56 / height, summary, fontsize=10)
+
+
+AGREEMENT_KEY = "plots/routing_agreement"
+_LEAST_AGREEMENT_SPAN = 0.01
+"""Least height of the axis: agreement in all rows but one in a thousand is not to look like none."""
+
+
+def routing_plots(step: int, layers: Sequence[int], rows: Int[np.ndarray, "layers kinds"]) -> dict[str, bytes]:
+    """Return the plot as a PNG file, by the key under which it is logged; none without usable rows."""
+    if not rows[:, Row.USABLE].any():
+        return {}
+    return {AGREEMENT_KEY: as_png(draw_agreement(step, layers, rows))}
+
+
+def draw_agreement(step: int, layers: Sequence[int], rows: Int[np.ndarray, "layers kinds"]) -> "Figure":
+    """Plot the agreement of each layer with the experts that it took, and that it would choose."""
+    figure = new_figure((1000, 560))
+    axes = axes_at(figure, 80, TOP, 880, 560 - TOP - BOTTOM)
+    known = np.flatnonzero(rows[:, Row.USABLE])
+    usable = rows[known, Row.USABLE]
+    live, taken = rows[known, Row.LIVE_SAME] / usable, rows[known, Row.TAKEN_SAME] / usable
+    axes.plot(known, taken, color="#2166ac", linewidth=1, marker="s", markersize=5, label="as training took them")
+    axes.plot(known, live, color="#b2182b", linewidth=1, marker="o", markersize=5, label="as routers would choose")
+    lowest = min(live.min(), taken.min())
+    axes.set_ylim(
+        max(0.0, 1 - max(1.15 * (1 - lowest), _LEAST_AGREEMENT_SPAN)), 1 + 0.05 * max(1 - lowest, _LEAST_AGREEMENT_SPAN)
+    )
+    axes.set_xlim(-0.5, len(layers) - 0.5)
+    every = max(1, -(-len(layers) // 24))
+    axes.set_xticks(range(0, len(layers), every), labels=[str(layer) for layer in layers[::every]])
+    axes.set(xlabel="layer", ylabel="share of rows with the experts of the rollout")
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+    axes.legend(loc="best", frameon=False)
+    worst = int(known[live.argmin()])
+    expected, found = int(rows[:, Row.EXPECTED].sum()), int(usable.sum())
+    summary = f"lowest: layer {layers[worst]}, {live.min():.4f} by itself;  {found:,} of {expected:,} rows usable"
+    add_title(figure, f"Agreement with the routes of the rollouts at step {step}", summary)
+    return figure
+
+
+ADVANTAGE_KEY = "plots/experts_by_advantage"
+_WIDTH, _MOST_HEIGHT, _LEAST_HEIGHT, _HEIGHT_OF_LAYER = 800, 900, 160, 40
+_LEAST_SPAN = 4.0
+"""Scores that the scale reaches at least: of many experts some reach 4 by chance, which is not to look like much."""
+
+
+def advantage_plots(step: int, layers: Sequence[int], scores: Float[np.ndarray, "layers experts"]) -> dict[str, bytes]:
+    """Return the plot as a PNG file, by the key under which it is logged; none without a score."""
+    if np.isnan(scores).all():
+        return {}
+    return {ADVANTAGE_KEY: as_png(draw_advantages(step, layers, scores))}
+
+
+def draw_advantages(step: int, layers: Sequence[int], scores: Float[np.ndarray, "layers experts"]) -> "Figure":
+    """Plot the score of each expert: red where it serves responses of high advantage beyond chance, blue of low."""
+    largest = float(np.nanmax(np.abs(scores)))
+    figure, axes, bar = _layers_by_experts(layers, scores, max(largest, _LEAST_SPAN))
+    axes.set(xlabel="expert", ylabel="layer")
+    bar.set_label("standard deviations from chance")
+    layer, expert = divmod(int(np.nanargmax(np.abs(scores))), scores.shape[1])
+    excess = float(np.nanmean(np.square(scores))) - 1
+    summary = (
+        f"furthest: layer {layers[layer]}, expert {expert}, {scores[layer, expert]:+.1f};"
+        f"  mean square {excess:+.2f} beyond chance"
+    )
+    add_title(figure, f"Experts by advantage at step {step}", summary)
+    return figure
+
+
+def _layers_by_experts(
+    layers: Sequence[int], values: Float[np.ndarray, "layers experts"], span: float
+) -> "tuple[Figure, Axes, Colorbar]":
+    """Draw values from blue (-span) to red; grey where there is none."""
+    num_layers = len(layers)
+    height = min(max(_HEIGHT_OF_LAYER * num_layers, _LEAST_HEIGHT), _MOST_HEIGHT)
+    figure = new_figure((LEFT + _WIDTH + RIGHT, TOP + height + BOTTOM))
+    axes = axes_at(figure, LEFT, TOP, _WIDTH, height)
+    axes.set_facecolor("0.6")
+    masked = np.ma.masked_invalid(values)
+    image = axes.imshow(masked, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=-span, vmax=span)
+    every = max(1, -(-num_layers // 24))
+    axes.set_yticks(range(0, num_layers, every), labels=[str(layer) for layer in layers[::every]])
+    return figure, axes, figure.colorbar(image, cax=axes_at(figure, LEFT + _WIDTH + 16, TOP, 16, height))
+
+
+MODALITY_KEY = "plots/experts_by_modality"
+_MOST_CELLS_WITH_TEXT = 200
+_MOST_EXPERTS_WITH_TEXT = 20
+_STRONG = 0.6
+"""Leaning from which a cell is dark."""
+
+
+def modality_plots(
+    step: int,
+    layers: Sequence[int],
+    counts: Int[np.ndarray, "layers experts"],
+    image_counts: Int[np.ndarray, "layers experts"],
+    topk: int | None,
+) -> dict[str, bytes]:
+    """Plot a step as a PNG file, by its key; none of a step with tokens of one kind alone."""
+    if image_counts.sum() in (0, counts.sum()):
+        return {}
+    return {MODALITY_KEY: as_png(draw_modalities(step, layers, counts, image_counts, topk))}
+
+
+def draw_modalities(
+    step: int,
+    layers: Sequence[int],
+    counts: Int[np.ndarray, "layers experts"],
+    image_counts: Int[np.ndarray, "layers experts"],
+    topk: int | None,
+) -> "Figure":
+    """Leaning of each expert, red to image tokens and blue to text, with the share of image tokens in each cell."""
+    leaning = specialization(counts, image_counts, topk)
+    figure, axes, bar = _layers_by_experts(layers, leaning, 1)
+    axes.set(xlabel="expert", ylabel="layer")
+    axes.locator_params(axis="x", integer=True)
+    if counts.shape[1] <= _MOST_EXPERTS_WITH_TEXT and counts.size <= _MOST_CELLS_WITH_TEXT:
+        axes.set_xlabel("expert (cell: share of its tokens that are image tokens)")
+        _write_shares(axes, counts, image_counts, leaning)
+    bar.set_ticks([-1, 0, 1])
+    bar.ax.set_yticklabels(["text only", "as overall", "image only"])
+    separation = modality_separation(counts, image_counts, topk)
+    furthest = int(np.nanargmax(separation))
+    summary = (
+        f"image tokens: {image_counts.sum() / counts.sum():.1%} overall;  separation: {np.nanmean(separation):.2f} on "
+        f"average, {separation[furthest]:.2f} in layer {layers[furthest]} (0: chance, 1: no expert in common)"
+    )
+    add_title(figure, f"Experts of image and of text tokens at step {step}", summary)
+    return figure
+
+
+def _write_shares(
+    axes: "Axes",
+    counts: Int[np.ndarray, "layers experts"],
+    image_counts: Int[np.ndarray, "layers experts"],
+    leaning: np.ndarray,
+) -> None:
+    for (row, expert), count in np.ndenumerate(counts):
+        if count:
+            color = "white" if abs(leaning[row, expert]) > _STRONG else "black"
+            share = f"{image_counts[row, expert] / count:.0%}"
+            axes.text(expert, row, share, ha="center", va="center", fontsize=9, color=color)

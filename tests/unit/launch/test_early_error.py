@@ -1,0 +1,46 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""An error in the input while Ray is still starting in the background."""
+
+import threading
+
+import pytest
+
+from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.errors import DataError, UserError, report_problems
+from nemo_rl_moe.launch import early_start, setup
+from nemo_rl_moe.launch.early_start import EarlyCluster
+from nemo_rl_moe.launch.setup import ModelRun
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
+
+LIMIT_S = 120.0
+
+
+def test_it_is_reported_before_ray_has_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reported, started = threading.Event(), threading.Event()
+
+    class SlowCluster:
+        def __init__(self, config: object):
+            assert reported.wait(LIMIT_S), "the error waits for Ray"
+            started.set()
+
+        def shutdown(self) -> None:
+            pass
+
+    def report(error: UserError) -> None:
+        report_problems(error)
+        reported.set()
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(early_start, "RayCluster", SlowCluster)
+    monkeypatch.setattr(setup, "report_problems", report)
+    config = load_config("sft_tiny_moe.yaml", check_paths=False)
+    with pytest.raises(DataError) as caught, ModelRun(config, ConsoleLogger(total_steps=0, live="never")) as run:
+        run._early_cluster = EarlyCluster(config)
+        run._opened.callback(run._early_cluster.close)
+        raise DataError("data.jsonl:3: no messages")
+    assert started.is_set(), "its end is waited for nevertheless"
+    report_problems(caught.value)
+    assert capsys.readouterr().err == "error: data.jsonl:3: no messages\n", "once"
