@@ -3,16 +3,16 @@
 """Tokenization of conversations: token ids, and the mask of the tokens that the assistant wrote."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nemo_rl_moe.data.chat_template import renderer_for
+from nemo_rl_moe.data.encoding import encode_each
 from nemo_rl_moe.data.image_files import StoredImage
 from nemo_rl_moe.data.image_tokens import NO_IMAGES, RecordImages, SampleImages
-from nemo_rl_moe.data.length_limit import LengthLimit
 from nemo_rl_moe.data.records import BadLine, Example
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.template_renderer import Rendered
@@ -68,13 +68,12 @@ def batch_tokenizer(
         ConfigurationError: The run gives the chat template a name that it does not read.
     """
     render = renderer_for(tokenizer, run_wide)
-    limit = LengthLimit(tokenizer, max_length)
     masked = _encode_with_offsets if tokenizer.is_fast else _encode_with_prefixes
 
     def tokenize(examples: Sequence[Example]) -> list[TokenizedExample | BadLine]:
         rendered = images.check(examples, render(examples))
         good = [item[0] for item in rendered if not isinstance(item, str)]
-        encoded = iter(limit.encode(lambda items: masked(tokenizer, items), good, _cut))
+        encoded = iter(encode_each(lambda items: masked(tokenizer, items), good))
         return [
             BadLine(example.sample_id, item)
             if isinstance(item, str)
@@ -93,9 +92,6 @@ class _Encoded:
     token_mask: NDArray[np.bool_]
     problem: str | None = None
 
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
 
 def _finish(
     example: Example,
@@ -107,7 +103,7 @@ def _finish(
 ) -> TokenizedExample | BadLine:
     if isinstance(encoded, str) or encoded.problem is not None:
         return BadLine(example.sample_id, encoded if isinstance(encoded, str) else str(encoded.problem))
-    is_truncated = len(encoded) > max_length
+    is_truncated = len(encoded.input_ids) > max_length
     # What is trained on may stand after the truncation; but somewhere it must stand.
     if not encoded.token_mask[1:].any() and not (is_truncated and any(end > first for first, end in rendered.spans)):
         return BadLine(example.sample_id, "the chat template leaves no token of the assistant to train on")
@@ -124,13 +120,6 @@ def _finish(
     return TokenizedExample(
         ids[:max_length], mask[:max_length], is_truncated, example.sample_id, expanded.images, rendered.notes
     )
-
-
-def _cut(rendered: Rendered, characters: int) -> Rendered:
-    if len(rendered.text) <= characters:
-        return rendered
-    spans = tuple((first, min(end, characters)) for first, end in rendered.spans if first < characters)
-    return replace(rendered, text=rendered.text[:characters], spans=spans)
 
 
 def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded]:

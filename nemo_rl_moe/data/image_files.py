@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LARGEST_IMAGE_BYTES = 32 << 20
-"""Bytes of one encoded image, as of one line of a file."""
+"""Bytes of one encoded image."""
 _KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _MANY_BITS = ("I", "F")
 _DIGEST_BYTES = 16

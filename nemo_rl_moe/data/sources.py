@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 Parsed = TypeVar("Parsed")
 
-LONGEST_LINE_BYTES = 32 << 20
-"""Bytes of one line of a file: a conversation of millions of tokens fits, and the memory holds it."""
 _BLOCK_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -56,7 +54,7 @@ def read_jsonl(path: Path, parse: Callable[[object, str], Parsed]) -> Iterator[P
         parse: Takes a decoded line and its `file:line`; raises `RecordError`.
     """
     with path.open("rb") as file:
-        for number, line in enumerate(_lines(file), start=1):
+        for number, line in enumerate(file, start=1):
             sample_id = f"{path}:{number}"
             try:
                 yield parse(_decode(line, is_first=number == 1), sample_id)
@@ -73,7 +71,7 @@ def read_text(path: Path, key: str, parse: Callable[[object, str], Parsed]) -> I
         parse: Takes a record and its `file:line`; raises `RecordError`.
     """
     with path.open("rb") as file:
-        for number, line in enumerate(_lines(file), start=1):
+        for number, line in enumerate(file, start=1):
             sample_id = f"{path}:{number}"
             try:
                 yield parse({key: _text(line, is_first=number == 1)}, sample_id)
@@ -81,22 +79,8 @@ def read_text(path: Path, key: str, parse: Callable[[object, str], Parsed]) -> I
                 yield BadLine(sample_id, str(error))
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes | int]:
-    """Yield the lines of a file; for a line over the size limit, its number of bytes."""
-    while line := file.readline(LONGEST_LINE_BYTES + 1):
-        size = len(line)
-        if size <= LONGEST_LINE_BYTES:
-            yield line
-            continue
-        while not line.endswith(b"\n") and (line := file.readline(_BLOCK_BYTES)):
-            size += len(line)
-        yield size
-
-
-def _text(line: bytes | int, *, is_first: bool) -> str:
+def _text(line: bytes, *, is_first: bool) -> str:
     """Return the text of a line, without its end."""
-    if isinstance(line, int):
-        raise RecordError(f"the line has {line:,} bytes, expected at most {LONGEST_LINE_BYTES:,}")
     if is_first:
         line = line.removeprefix(_BYTE_ORDER_MARK)
     if not line.strip():
@@ -111,7 +95,7 @@ def _bad_byte(error: UnicodeDecodeError) -> str:
     return f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
 
 
-def _decode(line: bytes | int, *, is_first: bool) -> object:
+def _decode(line: bytes, *, is_first: bool) -> object:
     text = _text(line, is_first=is_first)  # with its end, a line that is cut short would end in column 1 of the next
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
