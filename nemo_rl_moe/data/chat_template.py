@@ -91,6 +91,8 @@ class _Template:
             return renderer.render(record.messages, inputs.tools, inputs.kwargs, first_trained=first_trained)
         except RenderError as error:
             return str(error)
+        except RecursionError:
+            return "the conversation is nested too deeply"
 
 
 def template_setup(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool) -> TemplateSetup:
