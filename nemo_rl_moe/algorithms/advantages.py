@@ -22,9 +22,7 @@ def shape_rewards(
     `overlong_buffer_penalty / overlong_buffer_length`, up to the whole penalty at `max_new_tokens`.
 
     Args:
-        rewards: One for each response.
         response_lengths: Generated tokens of each, its end token included.
-        max_new_tokens: Most tokens that a response can have.
         config: The punishment; not enabled, the rewards are returned as they are.
 
     Returns:

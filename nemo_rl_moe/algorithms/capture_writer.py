@@ -41,10 +41,7 @@ class CaptureWriter:
     """Writer of the sequences that a run measures.
 
     Args:
-        folder: The capture folder.
-        moe_configuration: Router settings that are in force.
         warn: Called once when writing fails; the run goes on without its capture.
-        fetch: Fetches stored routes.
         is_exact: Engine and trainer compute in float32; what is measured has the weights of the rollout.
     """
 

@@ -36,7 +36,6 @@ def custom_advantages(
 
     Args:
         name: `package.module:function`.
-        inputs: The step.
 
     Raises:
         ConfigurationError: There is no such function, or it returned something else than a finite number for each
@@ -58,9 +57,7 @@ def custom_advantages(
 
 
 def with_group_means(inputs: EstimatorInputs) -> EstimatorInputs:
-    """Put the mean of its group in place of each reward that does not count, and that of the step in empty
-    groups.
-    """
+    """Put its group's mean in place of each reward that does not count; the step's in empty groups."""
     present = inputs.takes_part
     if bool(present.all()):
         return inputs

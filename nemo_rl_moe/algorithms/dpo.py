@@ -26,7 +26,6 @@ def add_reference_sums(policy: PolicyInterface, batch: TokenBatch, clock: PhaseC
     """Return the batch with its reference sums, measured by the reference weights that the policy keeps.
 
     Args:
-        policy: Keeps a reference.
         batch: Pairs.
         clock: Gets the phase `reference_logprobs`.
     """
@@ -45,9 +44,7 @@ def precompute_reference_sums(
 
     Args:
         logprobs: Of the model at the start of the run: a policy's own, before it has trained or loaded a checkpoint.
-        dataset: The pairs.
         batches: Indices of the pairs to measure, those of a batch at a time.
-        pad_token_id: What stands after a sequence's end.
     """
     sums = np.full((len(dataset), 2), np.nan)
     for chosen in batches:
@@ -57,14 +54,12 @@ def precompute_reference_sums(
 
 
 def batches_to_measure(loader: GlobalBatchLoader, steps: range) -> list[list[int]]:
-    """Return the indices of the pairs that some training steps use, in batches that do not depend on where the steps
-    begin.
+    """Return the indices of the pairs that some steps use, in batches independent of where they begin.
 
     A batch holds the pairs that a training batch is the first to use. So a run that goes on from a checkpoint measures
     what it still needs, in the same company, and gets the same numbers to the last bit.
 
     Args:
-        loader: The training batches.
         steps: From the steps that are done to the last one.
     """
     needed = {index for chosen in loader.indices(steps) for index in chosen}
@@ -102,7 +97,6 @@ def train_dpo(
         policy: What is trained; with `reference_logprobs: in_step` it keeps a reference.
         batches: The training batches of pairs; with `reference_logprobs: precompute` they have their reference sums.
         validation_batches: Makes one pass over the held-out pairs, likewise; None without validation data.
-        recorder: Records each step, saves, and says when to stop.
     """
     in_step = config.reference_logprobs == "in_step"
     training = SupervisedTraining(

@@ -20,7 +20,6 @@ class Estimate:
     """Estimate of a mean over all prompts of the kind that were asked.
 
     Attributes:
-        mean: Of the prompts that were asked.
         standard_error: Standard deviation of that mean; None with one prompt, whose neighbours are not known.
     """
 
@@ -38,7 +37,6 @@ class EvaluationSummary:
 
     Attributes:
         reward: Mean reward of a response; None where no response could be scored.
-        accuracy: Share of responses that pass.
         pass_at_k: Chance that one of `k` responses passes, by `k`; of `k` = 1 it is the accuracy.
     """
 
@@ -53,9 +51,6 @@ def estimate(of_prompts: Float[Tensor, " prompts"]) -> Estimate:
     Prompts are what was sampled independently: responses to one prompt are alike, and count as one observation, their
     mean. The error is `s / sqrt(n)` with the sample's standard deviation `s` of `n` prompts (the clustered standard
     error of Miller, https://arxiv.org/abs/2411.00640, for clusters of one size).
-
-    Args:
-        of_prompts: A value of each prompt.
     """
     values = of_prompts.double()
     number = len(values)
@@ -70,7 +65,6 @@ def passes(
 
     Args:
         trajectories: Group after group.
-        num_generations: Responses to each prompt.
         threshold: Least reward of a response that passes; None: the environment's own judgement.
     """
     if threshold is None:
@@ -88,7 +82,6 @@ def summarise_evaluation(
         trajectories: Group after group.
         num_generations: Responses to each prompt, `n`. pass@k is reported for 1, the powers of two up to `n`, and `n`.
         threshold: Least reward of a response that passes; None: the environment's own judgement.
-        failures: Says whose rewards count.
     """
     passed = passes(trajectories, num_generations, threshold)
     counts = passed.sum(dim=1)

@@ -42,7 +42,6 @@ class Rollouts:
 
     Attributes:
         engine: Generates; gets the policy's weights before it does.
-        source: Gives the trajectories to train on.
         validate: Validates the policy on held-out prompts; None without any.
         pad_token_id: Fills a batch behind the end of each sequence.
     """
@@ -60,16 +59,7 @@ def train_grpo(
     recorder: StepRecorder,
     observers: Sequence[RunObserver] = (),
 ) -> RunSummary:
-    """Train from where the run stands to its last step, validate when due, and end each step with the
-    recorder.
-
-    Args:
-        config: The whole configuration.
-        policy: Policy to train.
-        rollouts: Make the trajectories.
-        recorder: Records each step, saves, and says when to stop.
-        observers: See each step, in this order.
-    """
+    """Train to the last step, validate when due, and end each step with the recorder."""
     engine, source, validate = rollouts.engine, rollouts.source, rollouts.validate
     last_step = num_training_steps(config.grpo, source.steps_per_epoch)
     loss_function = PolicyGradientLoss(config.loss_fn, on_policy=ratio_is_one(config))

@@ -139,12 +139,9 @@ def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: in
 def take_divergence_from_rewards(
     config: GRPOMasterConfig, groups: RolloutGroups, batch: TokenBatch
 ) -> tuple[TokenBatch, dict[str, float]]:
-    """Return the advantages from rewards less the weighted divergence of the responses, where `use_kl_in_reward` asks
-    for it.
+    """Return the advantages from rewards less the weighted divergence, by `use_kl_in_reward`.
 
     Args:
-        config: The whole configuration.
-        groups: The trained groups.
         batch: Made of them, with the log-probabilities of the policy and of the reference model.
 
     Returns:
@@ -165,9 +162,7 @@ def take_divergence_from_rewards(
 
 
 def add_logprobs(config: GRPOMasterConfig, policy: PolicyInterface, batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
-    """Return the batch with the log-probabilities that loss or rewards need: before the first update, of the
-    reference.
-    """
+    """Return the batch with the log-probabilities that loss or rewards need."""
     without_capture = batch.without_stored(ROUTED_EXPERTS)
     if not ratio_is_one(config) or config.loss_fn.use_kl_in_reward:
         policy.prepare_for_logprobs(clock)
@@ -184,9 +179,7 @@ def add_logprobs(config: GRPOMasterConfig, policy: PolicyInterface, batch: Token
 def old_logprobs(
     config: GRPOMasterConfig, policy: PolicyInterface, batch: TokenBatch
 ) -> tuple[Float[Tensor, "batch sequence"], TokenBatch]:
-    """Return the log-probabilities by the policy before the first update, and the batch with the capture that training
-    replays.
-    """
+    """Return the log-probabilities before the first update, and the batch with the replayed capture."""
     replay = config.policy.megatron_cfg.routing_replay
     if replay == "rollout":
         # Under replay the old policy is that of the replayed experts too: otherwise no ratio would begin at 1.

@@ -69,14 +69,9 @@ class Validator:
 
     Args:
         config: The `grpo` section.
-        worker: Makes trajectories.
-        prompts: The held-out prompts.
         sampling: How training responses are sampled; validation has a temperature of its own.
         failures: Treatment of responses that the environment failed to score: they are not right, and their rewards
             count as in training.
-
-    Attributes:
-        trajectories: Those of the last one.
     """
 
     def __init__(
@@ -115,8 +110,7 @@ class Validator:
 
 
 def pass_at_k(correct: Int[Tensor, " prompts"], num_generations: int, k: int) -> Float[Tensor, " prompts"]:
-    """Return the unbiased estimate of the chance that one of `k` responses is right (Chen et al., arXiv:2107.03374,
-    eq. 1).
+    """Estimate, without bias, the chance that one of `k` responses is right (arXiv:2107.03374, eq. 1).
 
     Of all ways to take `k` of a prompt's `n` responses, the share that holds a right one: `1 - C(n-c, k) / C(n, k)`.
 
@@ -142,9 +136,6 @@ def pass_at_k(correct: Int[Tensor, " prompts"], num_generations: int, k: int) ->
 def pass_at_k_metrics(is_correct: Bool[Tensor, "prompts generations"]) -> dict[str, float]:
     """Return the mean of `pass_at_k` over the prompts, as `pass_at_{k}` (MLflow takes no `@` in a name).
 
-    Args:
-        is_correct: Which responses are right.
-
     Returns:
         A value for each power of two from 2 up to the number of generations `n`, and for `n`; nothing for one
         generation, as pass@1 is the accuracy.
@@ -155,8 +146,6 @@ def pass_at_k_metrics(is_correct: Bool[Tensor, "prompts generations"]) -> dict[s
 
 
 def values_of_k(num_generations: int) -> list[int]:
-    """Return the powers of two from 2 up to the number of responses to a prompt, and that number; none for one
-    response.
-    """
+    """Return the powers of two from 2 to the responses to a prompt, and that number; none for one."""
     powers_of_two = {2**exponent for exponent in range(1, num_generations.bit_length())}
     return sorted(powers_of_two | {num_generations} - {1})

@@ -38,8 +38,6 @@ class _Measured:
     """Results of the passes before the updates of a step, which those after them are compared with.
 
     Attributes:
-        sample: The sequences, without a capture.
-        own_capture: Experts that the routers chose.
         capture: Those of the rollout; None where it has none.
         generation: Log-probabilities of the trained tokens by the engine that sampled them.
         replayed: By the trainer, with the experts of the rollout; None without them.
@@ -56,12 +54,6 @@ class RoutingMeasurements(RunObserver):
     """The measurements of one run, every so many steps.
 
     Args:
-        config: How often, and on how much.
-        loss: Has the limits of the ratio.
-        policy: What is trained.
-        engine: Sampled the tokens.
-        temperature: Of its sampling.
-        max_tokens: Of a sequence.
         seed: Decides which sequences are measured, with the step.
         updates_per_step: With several, the policy at the end of a step is measured too.
         replays: Training replays the experts of the rollout: the log-probabilities of its loss are those.
@@ -139,8 +131,7 @@ class RoutingMeasurements(RunObserver):
             return with_moe_prefix(metrics)
 
     def after_refit(self, clock: PhaseClock) -> dict[str, float]:
-        """Measure the engine's noise floor, where the step is one to measure and the engine can score
-        tokens.
+        """Measure the engine's noise floor, if the step is measured and the engine scores tokens.
 
         The same sequences are scored together and one at a time, by the weights that have just arrived: an engine that
         sleeps while training runs has none before.
@@ -211,8 +202,7 @@ class RoutingMeasurements(RunObserver):
         return metrics
 
     def _noise(self, own: TokenBatch, logprobs: Float[Tensor, "sequences tokens"]) -> dict[str, float]:
-        """Return the trainer's noise floor: against itself, with the same weights and each sequence in a batch of its
-        own.
+        """Return the trainer's noise floor: against itself, with each sequence in a batch of its own.
 
         Args:
             own: The sample, with the experts of the first pass as its capture.
@@ -235,9 +225,7 @@ def sampled_sequences(batch: TokenBatch, share: float, seed: Sequence[int]) -> l
     """Return the sequences with trained tokens that hold together a share of these, sampled at random; at least one.
 
     Args:
-        batch: The step's.
         share: Of the trained tokens, above 0 and at most 1.
-        seed: Decides which.
     """
     trained = batch.token_mask[:, 1:].sum(1).numpy()
     order = np.random.default_rng(list(seed)).permutation(np.flatnonzero(trained))

@@ -32,9 +32,7 @@ class RunObserver:
 
         Args:
             step: Counted from 1.
-            batch: Batch of the step.
             trajectories: Rows of the batch as they were generated; none where they are samples of a data set.
-            clock: Clock of the step.
         """
         return {}
 
@@ -92,12 +90,7 @@ class RoutingAnomalyWatch(RunObserver):
 
 
 class CheckedRefits(RunObserver):
-    """Check of each refit: metrics `refit/logprob_gap`, `refit/checks_failed` and `refit/weights_compared`.
-
-    Args:
-        check: Check of the run.
-        engine: Generation engine, which scores given tokens.
-    """
+    """Check of each refit: metrics `refit/logprob_gap`, `refit/checks_failed` and `refit/weights_compared`."""
 
     def __init__(self, check: RefitCheck, engine: ScoringEngine):
         self._check, self._engine = check, engine

@@ -44,11 +44,6 @@ class SupervisedTraining:
     """Inputs of a supervised training loop.
 
     Attributes:
-        schedule: The algorithm's section: how long, and when to validate.
-        policy: What is trained.
-        batches: The training batches.
-        loss_function: What is minimised.
-        validation_batches: Makes one pass over the held-out batches; None without validation data.
         prepare: Adds to a batch what the loss needs besides; its phases are timed.
         count_of: How much a batch counts in a validation's means, as its loss counts it.
     """
@@ -134,9 +129,5 @@ def train_sft(
 
     Args:
         config: The `sft` section.
-        policy: What is trained.
-        batches: The training batches.
-        validation_batches: Makes one pass over the held-out batches; None without validation data.
-        recorder: Records each step, saves, and says when to stop.
     """
     return train_on_batches(SupervisedTraining(config, policy, batches, sft_loss, validation_batches), recorder)

@@ -17,7 +17,6 @@ def training_metrics(
     """Return the metrics of one `train` call, as `train/...` keys.
 
     Args:
-        result: The call's result.
         further: What the algorithm and its observers measured of the step, without the prefix `train/`.
     """
     metrics = {

@@ -39,8 +39,6 @@ class RunSummary:
     Attributes:
         num_steps: Steps done.
         first_validation: The first validation's metrics; empty when there was none.
-        last_validation: The last one's.
-        last_training: The last step's training metrics.
         stopped_for: Why the run ended before its last step; None when it is complete.
     """
 
@@ -101,7 +99,6 @@ class RecordSinks:
     """Receivers of a run's records.
 
     Attributes:
-        logger: Gets one record for each step.
         log_artifact: Gets the step, and each of its artifacts with its name; before the step's record.
         log_samples: Gets the step, `train` or `val`, and the responses, where there are any.
         log_failures: Gets the step and the failures of its responses or of its validation's, where there are any;
@@ -122,12 +119,8 @@ class StepOutcome:
 
     Attributes:
         batches_taken: Batches, or rounds of prompts, taken from the data so far.
-        result: What the policy's training reported.
         training: Its metrics, `train/...`.
         validation: Those of the validation that followed, `val/...` and timing; empty where none was due.
-        sample_ids: Where the samples of the step came from.
-        samples: Responses to keep, by split.
-        failures: Responses that could not be scored.
     """
 
     batches_taken: int
@@ -145,15 +138,10 @@ class StepRecorder:
     A step is recorded before its checkpoint is published: whoever resumes from it finds the records of all its steps.
 
     Args:
-        sinks: Receive the records.
         checkpoints: Where checkpoints go; None: nothing is saved.
         stop_reason: Why the run is to end after the present step; None: it is not.
         max_skipped_in_a_row: Updates skipped one after the other at which the run ends.
         start: Where the run begins: at its beginning, or at a checkpoint.
-
-    Attributes:
-        state: Where the run stands.
-        stopped_for: Why the run ended before its last step; None otherwise.
     """
 
     def __init__(
@@ -204,7 +192,6 @@ class StepRecorder:
         """Record the step, begin a checkpoint where one is due, and says whether the run goes on.
 
         Args:
-            outcome: What the step came to.
             clock: Its phases, `step` and inside it `train` among them; gets the phase `checkpoint`.
             is_last: The run is complete with this step.
 

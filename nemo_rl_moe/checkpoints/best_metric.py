@@ -62,7 +62,6 @@ def steps_to_remove(
     A checkpoint without a value, or with NaN, ranks below all others; of equals, the newer one ranks higher.
 
     Args:
-        checkpoints: Step and metric of each.
         keep_top_k: None: keep all.
     """
     if keep_top_k is None or not checkpoints:

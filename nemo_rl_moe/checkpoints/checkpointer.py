@@ -50,7 +50,6 @@ class Checkpointer:
     Args:
         models: By role; one of them is the policy.
         describe: Returns the description of the run at the time of saving.
-        warn: Receives problems, one line each.
         records_are_on_disk: Flushes the metrics of all steps and returns whether all are on disk; otherwise the
             checkpoint is given up. Called in another thread, such as `FanOutLogger.flush_to_disk`.
         write_beside: Writes further files that make the weights loadable without the run. Called in another thread.
@@ -109,11 +108,7 @@ class Checkpointer:
         return period > 0 and step % period == 0
 
     def start(self, state: LoopState, metrics: Mapping[str, float]) -> None:
-        """Begin to save, after an earlier save has ended; do nothing for the step that was saved last.
-
-        Args:
-            metrics: By complete key.
-        """
+        """Begin to save, after an earlier save has ended; do nothing for the step that was saved last."""
         if self._last_started == state.step and self._last_failure is None:
             return
         self.poll(wait=True)

@@ -120,9 +120,7 @@ def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def _has_begun_anew(config: MasterConfig, run_id: str) -> bool:
-    """Return whether a run with a new folder of its own has begun: it does not continue what others have saved
-    since.
-    """
+    """Return whether a run with a new folder has begun: it ignores what others have saved since."""
     return config.checkpointing.checkpoint_dir is None and find_run_folder(config.logger.log_dir, run_id) is not None
 
 
@@ -176,9 +174,7 @@ def _refuse_damage_alone(store: CheckpointStore, usable: Sequence[Checkpoint]) -
 
 
 def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Find the newest checkpoint of the newest run that has any; None, with a warning, for another
-    experiment.
-    """
+    """Find the newest checkpoint of the newest run with any; None, and a warning, for another experiment."""
     resolved = dump_resolved(config)
     algorithm = algorithm_of(config)
     for store in _stores(config, warn):

@@ -29,9 +29,7 @@ class TimeLimit:
         self._longest_step = self._longest_saving = 0.0
 
     def is_up_after_step(self) -> bool:
-        """Return whether another step as long as the longest one would be too long. Called once at the end of each
-        step.
-        """
+        """Return whether another step as long as the longest would be too long; called once a step."""
         now = self._clock()
         self._longest_step = max(self._longest_step, now - self._last)
         self._last = now

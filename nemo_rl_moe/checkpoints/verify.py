@@ -39,9 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     """Compare each folder with its checksums, and print a line for each that is whole.
 
-    Args:
-        more: Folders that follow an option.
-
     Raises:
         ConfigurationError: A folder holds no checksums.
         DamageFoundError: Files are missing or damaged.

@@ -211,9 +211,7 @@ def a_microbatch_holds_the_longest_sample(config: MasterConfig) -> Iterator[str]
 
 
 def global_batch_divides(config: MasterConfig) -> Iterator[str]:
-    """Yield the divisibility of the global batch by the data-parallel ranks, and by their microbatches in plain
-    batching.
-    """
+    """Check that the data-parallel ranks, and in plain batching their microbatches, divide the batch."""
     policy = config.policy
     size, copies = policy.train_global_batch_size, config.data_parallel_size
     if copies == 0 or config.cluster.world_size % policy.megatron_cfg.model_parallel_size:
@@ -268,9 +266,7 @@ def routing_is_forced_in_one_way(config: MasterConfig) -> Iterator[str]:
 
 
 def routers_have_gradients_to_measure(config: MasterConfig) -> Iterator[str]:
-    """Yield the gradients of the routers by source: of routers that are tracked, that train, and that route by
-    themselves.
-    """
+    """Check the gradients of routers by source: routers must be tracked, train and route themselves."""
     megatron, chosen = config.policy.megatron_cfg, config.policy.megatron_cfg.router_gradients
     reasons = {
         f"{MEGATRON}.track_moe_metrics false": not megatron.track_moe_metrics,

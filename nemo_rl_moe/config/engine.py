@@ -21,9 +21,7 @@ class EngineSize:
     Attributes:
         num_copies: Copies of the weights, which share the requests.
         ranks: Processes that share the weights of a copy; on GPUs, one GPU each.
-        dtype: Number format of the weights.
         gpu_memory_utilization: Share of a GPU's memory that a rank may take for weights and key-value cache.
-        cpu_cache_bytes: Key-value cache of a copy on CPUs.
         vocabulary_multiple: Embedding and output layer are padded to a multiple of so many tokens.
     """
 

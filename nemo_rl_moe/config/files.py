@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """YAML files and what they inherit through `defaults:`, as one plain mapping."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from io import StringIO
 from itertools import takewhile
@@ -12,16 +14,12 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import MarkedYAMLError, YAMLError
+from yaml import MarkedYAMLError, ScalarToken, YAMLError
 
-from nemo_rl_moe.config.path_names import unusable_path
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest, quoted, shortened
-from nemo_rl_moe.config.yaml_text import traps
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError
 
 DEFAULTS_KEY = "defaults"
-LONGEST_CHAIN = 20
-"""Files of which each inherits from the next."""
 BASE_NAME = "base.yaml"
 """The shipped file of the keys that all algorithms share; no run starts from it, as it has no algorithm's section."""
 _NO_SECTIONS = "expected sections such as `policy:`, got something else"
@@ -30,9 +28,7 @@ _REPOSITORY_EXEMPLARS = Path(__file__).resolve().parents[2] / "examples" / "conf
 
 
 def exemplars_folder() -> Path:
-    """Return the folder of the configurations that ship with this package: a wheel has its own copy of the
-    repository's.
-    """
+    """Return the folder of the shipped configurations; a wheel has its own copy of the repository's."""
     return _PACKAGED_EXEMPLARS if _PACKAGED_EXEMPLARS.is_dir() else _REPOSITORY_EXEMPLARS
 
 
@@ -58,8 +54,6 @@ def find_config(path: str | Path) -> Path:
     Raises:
         ConfigurationError: There is no such file.
     """
-    if problem := unusable_path(str(path)):
-        raise ConfigurationError(f"{shortened(str(path))!r}: no such file: the name {problem}")
     candidates = [Path(path), exemplars_folder() / path]
     for candidate in candidates:
         if candidate.is_file():
@@ -71,6 +65,8 @@ def find_config(path: str | Path) -> Path:
     )
 
 
+_BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+_BASE_8 = re.compile(r"[-+]?0[0-7_]+")
 Join = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
 """Function that lays the second of two trees over the first."""
 
@@ -88,28 +84,15 @@ def read_with_defaults(path: Path, *, shipped: bool = True, join: Join | None = 
     Raises:
         ConfigurationError: A file is missing, is no YAML mapping, includes itself, or inherits too deeply.
     """
-    return _read_with_defaults(path, (), {}, shipped, join or merge)
+    return _read_with_defaults(path, (), shipped, join or merge)
 
 
-def _read_with_defaults(
-    path: Path, including: tuple[Path, ...], known: dict[Path, dict[str, Any]], shipped: bool, join: Join
-) -> dict[str, Any]:
-    """See `read_with_defaults`.
-
-    Args:
-        including: Files that led here, outermost first.
-        known: Files that have been read, with what they inherit; updated in place.
-    """
+def _read_with_defaults(path: Path, including: tuple[Path, ...], shipped: bool, join: Join) -> dict[str, Any]:
+    """See `read_with_defaults`; `including` holds the files that led here, outermost first."""
     here = path.resolve()
-    if here in known:
-        return known[here]
     if here in including:
         circle = " -> ".join(step.name for step in (*including[including.index(here) :], here))
         raise ConfigurationError(f"{path}: {DEFAULTS_KEY} go in a circle: {circle}")
-    if len(including) == LONGEST_CHAIN:
-        raise ConfigurationError(
-            f"{including[0]}: {DEFAULTS_KEY} go through more than {LONGEST_CHAIN} files, to {path}"
-        )
     content = _read_yaml(path)
     parents = content.pop(DEFAULTS_KEY, [])
     parents = [parents] if isinstance(parents, str) else parents
@@ -118,9 +101,8 @@ def _read_with_defaults(
     merged: dict[str, Any] = {}
     for parent in parents:
         found = _find_parent(parent, path, shipped)
-        merged = join(merged, _read_with_defaults(found, (*including, here), known, shipped, join))
-    known[here] = join(merged, content)
-    return known[here]
+        merged = join(merged, _read_with_defaults(found, (*including, here), shipped, join))
+    return join(merged, content)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,8 +139,6 @@ def yaml_problem(error: Exception) -> str:
 
 
 def _find_parent(name: str, including: Path, shipped: bool) -> Path:
-    if problem := unusable_path(name):
-        raise ConfigurationError(f"{including}: {DEFAULTS_KEY}: {shortened(name)!r}: no such file: the name {problem}")
     folders = [including.parent, exemplars_folder()] if shipped else [including.parent]
     for candidate in (folder / name for folder in folders):
         # A file never means itself: the user's own `sft.yaml` may inherit from the shipped `sft.yaml`.
@@ -203,10 +183,7 @@ def _parsed(path: Path, text: str) -> dict[Any, Any]:
     except OSError as error:  # how OmegaConf says that the file holds a single number
         raise ConfigurationError(f"{path}: {_NO_SECTIONS}") from error
     except OmegaConfBaseException as error:
-        places = _malformed_interpolations(with_text_keys(yaml.safe_load(text)))
-        raise ConfigurationError(
-            [f"{path}: {line}" for line in places] or f"{path}: not valid: {yaml_problem(error)}"
-        ) from error
+        raise ConfigurationError(f"{path}: {error.full_key}: not valid: {yaml_problem(error)}") from error
     except YAMLError as error:
         raise ConfigurationError(f"{path}: not valid: {yaml_problem(error)}") from error
     if not isinstance(content, dict) or (len(content) == 1 and text.strip() in content):
@@ -219,13 +196,27 @@ def _flow_hint(line: Sequence[str]) -> str:
     return '; inside of {...} and [...], put "${...}" in quotes' if line and "${" in line[0] else ""
 
 
-def _malformed_interpolations(value: Any, place: str = "") -> Iterator[str]:
-    """Yield a line for each text whose `${...}` OmegaConf cannot read."""
-    if isinstance(value, str) and "${" in value:
-        try:
-            OmegaConf.create({"value": value})
-        except OmegaConfBaseException as error:
-            yield f"{shortened(place)}: {quoted(value, place.split('.'))} is not valid: {yaml_problem(error)}"
-    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, entry in entries:
-        yield from _malformed_interpolations(entry, f"{place}.{key}" if place else str(key))
+def traps(text: str) -> list[tuple[int, str]]:
+    """Find numbers that mean something else in YAML 1.1, to the base of 60 (`1:30` is 90) or 8 (`017` is 15).
+
+    Returns:
+        The line of each, counted from 1, and what is wrong.
+    """
+    found: list[tuple[int, str]] = []
+    with suppress(YAMLError):  # the parser's to report
+        found.extend(
+            (token.start_mark.line + 1, problem)
+            for token in yaml.scan(text, Loader=yaml.SafeLoader)
+            if isinstance(token, ScalarToken) and token.plain and (problem := _number_problem(token.value))
+        )
+    return found
+
+
+def _number_problem(word: str) -> str | None:
+    if not (_BASE_60.fullmatch(word) or _BASE_8.fullmatch(word)):
+        return None
+    read = yaml.safe_load(word)
+    if isinstance(read, str) or (":" not in word and read == int(word.replace("_", ""))):
+        return None  # no number to YAML either, or one that is the same to the base of 10
+    base = 60 if ":" in word else 8
+    return f"YAML reads {word} as {read}, a number to the base of {base}; put a text in quotes, or write {read}"

@@ -59,7 +59,6 @@ def load_config_as(
     """Return the loads and check a configuration.
 
     Args:
-        path: A YAML file, or the name of a shipped configuration.
         overrides: `section.key=value` (a key of the schema or of the file), `+section.key=value`, `~section.key`;
             applied in this order, values in YAML.
         check_paths: Also check that local data files and model folders exist, relative to the working folder.

@@ -67,7 +67,6 @@ class Theirs:
     """The source configuration, read by full keys.
 
     Attributes:
-        tree: Its sections.
         read: Full keys that rules have asked for, with all below: other keys are reported, so a rule asks for what it
             uses, and for nothing that another setting rules out.
     """

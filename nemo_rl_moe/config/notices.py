@@ -76,9 +76,7 @@ MOST_BFLOAT16_PARTS = 16
 
 
 def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Yield the gradients of many microbatches in a format with 8 bits of precision, to which each partial sum is
-    rounded.
-    """
+    """Warn of sums of many microbatches' gradients in a format with 8 bits of precision."""
     policy = config.policy
     if policy.precision != "bfloat16" or policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32:
         return

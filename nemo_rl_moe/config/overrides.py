@@ -3,7 +3,6 @@
 """Command-line overrides and `${...}` interpolations of a configuration."""
 
 import copy
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from nemo_rl_moe.config.files import parse_value, yaml_problem
+from nemo_rl_moe.config.files import parse_value, traps, yaml_problem
 from nemo_rl_moe.config.renamed_keys import new_key
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, quoted, shortened
-from nemo_rl_moe.config.yaml_text import DEEPEST_NESTING, traps
 from nemo_rl_moe.masking import masked_assignment
 
 _FORM = re.compile(r"(?P<add>\+?)(?P<key>[^=+~\s]+)=(?P<value>.*)", re.DOTALL)
@@ -51,8 +49,6 @@ def parse_override(text: str) -> Override:
         shown = shortened(masked_assignment(text))
         raise ValueError(f"override {shown!r}: expected section.key=value, +section.key=value or ~section.key")
     key, written = shortened(form["key"]), form["value"]
-    if form["key"].count(".") >= DEEPEST_NESTING:
-        raise ValueError(f"{key}: nested more than {DEEPEST_NESTING} levels deep")
     for _, problem in traps(written):
         raise ValueError(f"{key}: {problem}")
     try:
@@ -69,7 +65,6 @@ def apply_overrides(
     """Apply overrides in order.
 
     Args:
-        config: The merged YAML, unchanged.
         known: Every full key of the schema; these need no `+` even where the YAML lacks them.
 
     Returns:
@@ -129,8 +124,6 @@ def _remove(config: dict[str, Any], key: Sequence[str]) -> bool:
 
 
 MISSING = "???"
-MOST_LOOKUPS = 1_000
-"""Most keys that one value may stand for in all: each that names another one twice doubles the work."""
 _NAMES_A_KEY = re.compile(r"(?<!\\)\$\{\s*(?P<key>\.*[A-Za-z_]\w*(?:\.\w+)*)\s*\}")
 
 Place = tuple[str | int, ...]
@@ -146,44 +139,21 @@ def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]
     problems = {}
     allowed: dict[str, Any] = _without_missing(config)
     names = present_keys(allowed)
-    texts = [(path, text) for path, text in _texts(allowed) if "${" in text]
-    for path, text in texts:
-        rest = _NAMES_A_KEY.sub("", text)
-        if "${" in rest:
-            problems[path] = (
-                f"{dotted(path)}: {quoted(text, path)} is not allowed: ${{...}} takes the name of another key and"
-                " nothing else"
-            )
-    counts: dict[Place, float] = {}
-    for path, text in texts:
-        if path in problems:
+    nodes = OmegaConf.create(allowed)
+    for path, text in _texts(allowed):
+        if "${" not in text:
             continue
-        try:
-            num_lookups = _num_lookups(allowed, path, counts)
-        except RecursionError:  # a chain of very many
-            num_lookups = math.inf
-        if num_lookups > MOST_LOOKUPS:
-            how = "in a circle or in all" if num_lookups == math.inf else "in all"
-            problems[path] = (
-                f"{dotted(path)}: {quoted(text, path)} names keys that name others, {how} more than {MOST_LOOKUPS:,}"
-            )
-    nodes = OmegaConf.create(_with_blanks(allowed, set(problems)))
-    for path, text in texts:
-        if path in problems:
+        shown = f"{dotted(path)}: {quoted(text, path)}"
+        if "${" in _NAMES_A_KEY.sub("", text):
+            problems[path] = f"{shown} is not allowed: ${{...}} takes the name of another key and nothing else"
             continue
         try:
             OmegaConf.select(nodes, _omegaconf_key(path), throw_on_missing=True)
         except InterpolationKeyError:
-            hint = did_you_mean(_suggestion(text, names))
-            problems[path] = f"{dotted(path)}: {quoted(text, path)} names no key{hint}"
-        except (OmegaConfBaseException, RecursionError) as error:
-            problems[path] = f"{dotted(path)}: {quoted(text, path)}: {str(error).splitlines()[0]}"
-    safe = OmegaConf.create(_with_blanks(allowed, set(problems)))
-    try:
-        resolved = OmegaConf.to_container(safe, resolve=True)
-    except (OmegaConfBaseException, RecursionError) as error:  # a circle through a whole section
-        resolved = allowed
-        problems[()] = f"interpolation: {str(error).splitlines()[0]}"
+            problems[path] = f"{shown} names no key{did_you_mean(_suggestion(text, names))}"
+        except OmegaConfBaseException as error:
+            problems[path] = f"{shown}: {str(error).splitlines()[0]}"
+    resolved = OmegaConf.to_container(OmegaConf.create(_with_blanks(allowed, set(problems))), resolve=True)
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}, problems
 
@@ -203,42 +173,6 @@ def _suggestion(text: str, names: Sequence[str]) -> str | None:
         if not match["key"].startswith(".") and match["key"] not in names:
             return nearest_key(match["key"], names)
     return None
-
-
-def _num_lookups(config: Mapping[str, Any], path: Place, counts: dict[Place, float]) -> float:
-    """Count the lookups that the value at a place causes; infinite for a cycle.
-
-    Args:
-        counts: Known numbers by place; updated in place.
-    """
-    if path not in counts:
-        counts[path] = math.inf  # whoever comes back here while it is being counted has gone in a circle
-        named = [place for where, text in _texts(_at(config, path), path) for place in _named_places(text, where)]
-        counts[path] = sum(1 + _num_lookups(config, place, counts) for place in named)
-    return counts[path]
-
-
-def _named_places(text: str, where: Place) -> list[Place]:
-    """List the places that a text refers to; leading dots go up from its own place."""
-    places: list[Place] = []
-    for match in _NAMES_A_KEY.finditer(text):
-        name = match["key"].lstrip(".")
-        num_dots = len(match["key"]) - len(name)
-        above = where[:-num_dots] if num_dots else ()
-        places.append((*above, *name.split(".")))
-    return places
-
-
-def _at(config: Any, path: Place) -> Any:
-    """Return the value at a place; None where there is none."""
-    for part in path:
-        if isinstance(config, Mapping):
-            config = config.get(part)
-        elif isinstance(config, list) and str(part).isdigit() and int(part) < len(config):
-            config = config[int(part)]
-        else:
-            return None
-    return config
 
 
 def _texts(value: Any, path: Place = ()) -> list[tuple[Place, str]]:

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
-
-from nemo_rl_moe.config.path_names import unusable_path
 
 
 @dataclass(frozen=True)
@@ -75,18 +73,6 @@ Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
 """A time limit, of three years at most: the operating system's timers take no more than some hundred."""
 
 
-def _usable_path(name: str) -> str:
-    if problem := unusable_path(name):
-        raise ValueError(problem)
-    return name
-
-
-PathText = Annotated[
-    str,
-    Field(min_length=1),
-    AfterValidator(_usable_path),
-    ExpectedWords("text that is not empty and can be a file's name"),
-]
 DurationText = Annotated[str, Field(min_length=1), ExpectedWords('"DD:HH:MM:SS" in quotes')]
 CustomCode = Annotated[str, Field(pattern=":"), ExpectedWords("package.module:name")]
 """Name of a function or a class of the user's own."""

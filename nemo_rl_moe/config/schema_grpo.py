@@ -15,7 +15,6 @@ from nemo_rl_moe.config.schema_base import (
     NameIn,
     NonNegativeFloat,
     NonNegativeInt,
-    PathText,
     PositiveFloat,
     PositiveInt,
     PositiveRatio,
@@ -351,8 +350,7 @@ class EnvironmentConfig(StrictModel):
     prompt, scored by the reward function that `name` names."""
     rollout_timeout_s: Seconds | None
     """Seconds that the code and the tools of one trajectory of `rollout` may take; then it has failed, and is counted.
-    Time in which it waits for the model's responses or for `session.score()` does not count, nor that of other
-    trajectories. null: no limit."""
+    Time in which it waits for the model's responses or for `session.score()` does not count. null: no limit."""
 
     @property
     def is_custom(self) -> bool:
@@ -363,7 +361,7 @@ class EnvironmentConfig(StrictModel):
 class PromptSourceConfig(StrictModel):
     """Source of one set of prompts."""
 
-    path: PathText | None
+    path: Text | None
     """A `.jsonl` file, a `.txt` file of one prompt a line (for rewards without an answer), or a name or folder that
     `datasets.load_dataset` takes; null: sampled from `env.reasoning_gym`. A prompt that stands there several times is
     taken once: `grpo.max_num_epochs` repeats all of them. Held-out prompts that are training prompts too are left out,
@@ -407,7 +405,7 @@ class PromptDataConfig(StrictModel):
     image_key: Text | None
     """Key of a record's images beside its messages: one, or a list; null: such images are not read. Parts of a content
     with images of their own are read either way."""
-    image_root: PathText | None
+    image_root: Text | None
     """Folder that paths of images start from, and do not lead out of; null: the folder of the data file."""
     max_image_pixels: Annotated[int, Field(ge=1, le=MOST_IMAGE_PIXELS)]
     """Most pixels of an image as its file says, before it is decoded; a line with a larger one cannot be used."""

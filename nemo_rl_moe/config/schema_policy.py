@@ -10,11 +10,11 @@ from pydantic import BeforeValidator, Field
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES, MoeTransformerFields
 from nemo_rl_moe.config.schema_base import (
     NonNegativeInt,
-    PathText,
     PositiveInt,
     PositiveRatio,
     Seed,
     StrictModel,
+    Text,
     UnitFloat,
 )
 
@@ -37,9 +37,9 @@ ActivationCheckpointing = Annotated[Literal["none", "full", "moe"], BeforeValida
 class TokenizerConfig(StrictModel):
     """The tokenizer, read by `transformers.AutoTokenizer`."""
 
-    name: PathText
+    name: Text
     """A folder or a hub's name."""
-    chat_template: PathText | None
+    chat_template: Text | None
     """A Jinja file that replaces the tokenizer's own chat template; null: its own."""
     corrected_template: Literal["auto", "never"]
     """Templates of ours in the place of the tokenizer's own, where that is known to lose a part of some
@@ -233,7 +233,7 @@ def sequence_multiple(context_parallel_size: int) -> int:
 class PolicyConfig(StrictModel):
     """The model that is trained."""
 
-    model_name: PathText
+    model_name: Text
     """A folder with a Hugging Face `config.json`, or a hub's name."""
     init: Literal["random", "pretrained"]
     """Start from random weights, or from the model's own."""
@@ -286,7 +286,7 @@ class RoleModelConfig(StrictModel):
     """A model beside the policy that runs forward passes alone, such as a teacher. It reads the policy's tokens; what
     is not said here is as in `policy`."""
 
-    model_name: PathText
+    model_name: Text
     """A folder with a Hugging Face `config.json` and weights, or a hub's name. Any supported architecture."""
     logprob_batch_size: PositiveInt
     """Samples of one log-probability pass on one rank; packing and dynamic batching fill it by tokens instead."""

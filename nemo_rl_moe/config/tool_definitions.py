@@ -20,9 +20,7 @@ SET_BY_THE_RUN = (
 
 
 def definition_problem(definition: object) -> str | None:
-    """Return the problem of the definition of a tool in the standard form, after the key that holds it; None for a
-    good one.
-    """
+    """Return the problem of a tool's definition, to be put after its key; None for a good one."""
     function: Any = definition.get("function") if isinstance(definition, Mapping) else None
     name: Any = function.get("name") if isinstance(function, Mapping) else None
     if isinstance(name, str) and name:

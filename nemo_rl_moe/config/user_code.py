@@ -47,8 +47,6 @@ def import_function(
 
     Args:
         takes: What it is called with, for error messages, such as `one ScoringItem`.
-        number: Number of positional arguments.
-        names: Named arguments.
 
     Raises:
         ConfigurationError: There is no such thing, or it has another signature.

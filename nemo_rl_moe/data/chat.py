@@ -3,16 +3,16 @@
 """Tokenization of conversations: token ids, and the mask of the tokens that the assistant wrote."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nemo_rl_moe.data.chat_template import renderer_for
+from nemo_rl_moe.data.encoding import encode_each
 from nemo_rl_moe.data.image_files import StoredImage
 from nemo_rl_moe.data.image_tokens import NO_IMAGES, RecordImages, SampleImages
-from nemo_rl_moe.data.length_limit import LengthLimit
 from nemo_rl_moe.data.records import BadLine, Example
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.template_renderer import Rendered
@@ -29,9 +29,7 @@ class TokenizedExample:
     Attributes:
         input_ids: Token ids, shape [tokens].
         token_mask: True on the assistant's tokens, its end token included; shape [tokens].
-        truncated: Tokens were truncated at the end.
         images: None: the model takes text alone.
-        notes: For the user, such as what the chat template leaves out.
     """
 
     input_ids: NDArray[np.int32]
@@ -45,9 +43,7 @@ class TokenizedExample:
         return len(self.input_ids)
 
     def num_trained_tokens(self) -> int:
-        """Return the number of tokens that count in the loss; the first token of a sequence has no prediction and
-        never counts.
-        """
+        """Return the number of tokens in the loss; the first of a sequence has no prediction and never counts."""
         return int(self.token_mask[1:].sum())
 
     @property
@@ -65,24 +61,19 @@ def batch_tokenizer(
     run_wide: TemplateInputs = NO_INPUTS,
     images: RecordImages = NO_IMAGES,
 ) -> BatchTokenizer:
-    """Make a function that tokenizes a list of conversations and gives a `BadLine` for each that cannot be
-    tokenized.
-
-    Args:
-        run_wide: Inputs of the chat template that a record may override.
+    """Make a function that tokenizes conversations and gives a `BadLine` for each that it cannot.
 
     Raises:
         DataError: The tokenizer cannot be used; or, from the function, there are images and the model takes text alone.
         ConfigurationError: The run gives the chat template a name that it does not read.
     """
     render = renderer_for(tokenizer, run_wide)
-    limit = LengthLimit(tokenizer, max_length)
     masked = _encode_with_offsets if tokenizer.is_fast else _encode_with_prefixes
 
     def tokenize(examples: Sequence[Example]) -> list[TokenizedExample | BadLine]:
         rendered = images.check(examples, render(examples))
         good = [item[0] for item in rendered if not isinstance(item, str)]
-        encoded = iter(limit.encode(lambda items: masked(tokenizer, items), good, _cut))
+        encoded = iter(encode_each(lambda items: masked(tokenizer, items), good))
         return [
             BadLine(example.sample_id, item)
             if isinstance(item, str)
@@ -101,9 +92,6 @@ class _Encoded:
     token_mask: NDArray[np.bool_]
     problem: str | None = None
 
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
 
 def _finish(
     example: Example,
@@ -115,7 +103,7 @@ def _finish(
 ) -> TokenizedExample | BadLine:
     if isinstance(encoded, str) or encoded.problem is not None:
         return BadLine(example.sample_id, encoded if isinstance(encoded, str) else str(encoded.problem))
-    is_truncated = len(encoded) > max_length
+    is_truncated = len(encoded.input_ids) > max_length
     # What is trained on may stand after the truncation; but somewhere it must stand.
     if not encoded.token_mask[1:].any() and not (is_truncated and any(end > first for first, end in rendered.spans)):
         return BadLine(example.sample_id, "the chat template leaves no token of the assistant to train on")
@@ -132,13 +120,6 @@ def _finish(
     return TokenizedExample(
         ids[:max_length], mask[:max_length], is_truncated, example.sample_id, expanded.images, rendered.notes
     )
-
-
-def _cut(rendered: Rendered, characters: int) -> Rendered:
-    if len(rendered.text) <= characters:
-        return rendered
-    spans = tuple((first, min(end, characters)) for first, end in rendered.spans if first < characters)
-    return replace(rendered, text=rendered.text[:characters], spans=spans)
 
 
 def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded]:

@@ -9,8 +9,8 @@ from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.data.prompt_records import PromptRecord
 from nemo_rl_moe.data.records import Example
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
-from nemo_rl_moe.data.template_process import TemplateFailure, template_process
-from nemo_rl_moe.data.template_renderer import Rendered, RenderRequest, TemplateSetup
+from nemo_rl_moe.data.template_renderer import Rendered, TemplateRenderer, TemplateSetup
+from nemo_rl_moe.data.turn_spans import RenderError
 from nemo_rl_moe.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
@@ -29,18 +29,14 @@ def renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs 
     - With any other chat template the conversation is rendered up to each assistant turn, and the texts are compared.
     - Without a chat template a prompt and a completion that are strings are joined, and the end token is added.
 
-    Args:
-        run_wide: Inputs of the chat template that a record may override.
-
     Raises:
-        DataError: The tokenizer has neither a usable chat template nor an end token; or, from the function, the
-            template breaks the limits on time and memory.
+        DataError: The tokenizer has neither a usable chat template nor an end token.
         ConfigurationError: The run gives the chat template a name that it does not read.
     """
     if not tokenizer.chat_template:
         return _plain_renderer(tokenizer, run_wide)
     template = _Template(tokenizer, run_wide)
-    return lambda examples: template.render(examples, [example.first_trained_message for example in examples])
+    return lambda examples: [template.render(example, example.first_trained_message) for example in examples]
 
 
 def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> PromptRenderer:
@@ -49,16 +45,13 @@ def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: Template
     With a chat template the messages end in what opens the assistant's turn. Without one, a prompt that is a text is
     taken as it is, after the begin token where the tokenizer opens every text with it.
 
-        run_wide: Inputs of the chat template that a record may override.
-        run_wide: What the chat template gets beside the messages where a record says nothing else.
-
     Raises:
         DataError: The tokenizer's chat template cannot be used.
         ConfigurationError: The run gives the chat template a name that it does not read.
     """
     if tokenizer.chat_template:
         template = _Template(tokenizer, run_wide)
-        return lambda prompts: template.render(prompts, [None] * len(prompts))
+        return lambda prompts: [template.render(prompt, None) for prompt in prompts]
     start = _opening(tokenizer)
     _require_no_tools(run_wide)
 
@@ -80,46 +73,26 @@ class _Template:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs):
         self._run_wide = run_wide
-        self._process = template_process()
-        self._without_tools = template_setup(tokenizer, with_tools=False)
-        self._with_tools = template_setup(tokenizer, with_tools=True)
-        for setup in (self._without_tools, self._with_tools)[: 1 if self._without_tools == self._with_tools else 2]:
-            try:
-                variables = self._process.variables(setup)
-            except TemplateFailure as failure:
-                raise DataError(f"the chat template {failure}") from None
-            if run_wide.kwargs:
-                _require_read(run_wide, variables)
+        setups = [template_setup(tokenizer, with_tools=with_tools) for with_tools in (False, True)]
+        self._without_tools = TemplateRenderer(setups[0])
+        self._with_tools = self._without_tools if setups[0] == setups[1] else TemplateRenderer(setups[1])
+        for renderer in (self._without_tools, self._with_tools):
+            _require_read(run_wide, renderer.variables)
 
-    def render(
-        self, records: Sequence[Example] | Sequence[PromptRecord], first_trained: Sequence[int | None]
-    ) -> list[Rendered | str]:
-        """Render conversations or prompts; give for each its text or what is wrong with it.
+    def render(self, record: Example | PromptRecord, first_trained: int | None) -> Rendered | str:
+        """Render a conversation or a prompt, or return what is wrong with it.
 
         Args:
-            first_trained: First message of each to train on; None: a prompt.
-
-        Raises:
-            DataError: The template breaks a limit.
+            first_trained: First message to train on; None: a prompt.
         """
-        results: list[Rendered | str] = [""] * len(records)
-        inputs = [record.inputs.or_else(self._run_wide) for record in records]
-        for setup, with_tools in ((self._without_tools, False), (self._with_tools, True)):
-            places = [place for place, of_record in enumerate(inputs) if bool(of_record.tools) == with_tools]
-            requests = [
-                RenderRequest(
-                    records[place].messages, inputs[place].tools or None, inputs[place].kwargs, first_trained[place]
-                )
-                for place in places
-            ]
-            try:
-                rendered = self._process.render(setup, requests)
-            except TemplateFailure as failure:
-                sample_id = records[places[failure.place]].sample_id
-                raise DataError(f"{sample_id}: the chat template {failure}") from None
-            for place, result in zip(places, rendered, strict=True):
-                results[place] = result
-        return results
+        inputs = record.inputs.or_else(self._run_wide)
+        renderer = self._with_tools if inputs.tools else self._without_tools
+        try:
+            return renderer.render(record.messages, inputs.tools, inputs.kwargs, first_trained=first_trained)
+        except RenderError as error:
+            return str(error)
+        except RecursionError:
+            return "the conversation is nested too deeply"
 
 
 def template_setup(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool) -> TemplateSetup:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from nemo_rl_moe.data.chat_template import template_setup
-from nemo_rl_moe.data.template_process import TemplateFailure, template_process
+from nemo_rl_moe.data.template_renderer import TemplateRenderer
 from nemo_rl_moe.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,11 +27,9 @@ class CorrectedTemplate:
     """A corrected template and the published one that it replaces.
 
     Attributes:
-        family: Models that publish the original.
         file: The corrected template, in `data/corrected/`.
         values: Values of names that it reads, by which one file serves several published templates.
         mark: Text that identifies the published template.
-        loses: What the published template leaves out.
     """
 
     family: str
@@ -56,8 +54,7 @@ CORRECTED = (
 
 
 def correct_template(tokenizer: "PreTrainedTokenizerBase", setting: CorrectedTemplates) -> str | None:
-    """Replace a published template that gives the same texts, for this process alone; exports keep the
-    model's own.
+    """Replace a published template by ours with the same texts, in this process alone; exports keep the model's.
 
     Returns:
         A line that reports the replacement; None: the model's own template stays.
@@ -66,16 +63,16 @@ def correct_template(tokenizer: "PreTrainedTokenizerBase", setting: CorrectedTem
     if setting == "never" or not isinstance(own, str):
         return None
     candidates = [candidate for candidate in CORRECTED if candidate.mark in own]
-    process = template_process()
     for candidate in candidates:
         try:
             published = template_setup(tokenizer, with_tools=False)
-            if process.same_texts(published, published.with_template(candidate.text())):
+            ours = TemplateRenderer(published.with_template(candidate.text()))
+            if TemplateRenderer(published).renders_as(ours):
                 tokenizer.chat_template = candidate.text()
                 return (
                     f"chat template: that of {candidate.family} loses {candidate.loses}; ours, {candidate.file}, takes "
                     "its place (policy.tokenizer.corrected_template=never: the model's own)"
                 )
-        except (TemplateFailure, DataError):  # reported where the template is used
+        except DataError:  # reported where the template is used
             return None
     return None

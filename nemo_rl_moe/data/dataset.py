@@ -28,9 +28,7 @@ class ItemSize:
     """Size of one item.
 
     Attributes:
-        num_trained_tokens: Tokens that count in the loss.
         num_images: None: the model takes text alone.
-        notes: For the user, such as what the chat template leaves out.
     """
 
     sample_id: str
@@ -60,7 +58,6 @@ class ReportWords:
     Attributes:
         noun: Singular name of an item, such as "pair".
         trained_tokens: Text behind the number of trained tokens; None: that number is not reported.
-        dropped: Why items are dropped.
     """
 
     noun: str
@@ -73,7 +70,6 @@ class DataReport:
     """Numbers of the items of a data set that were kept, truncated, dropped, or could not be read.
 
     Attributes:
-        num_trained_tokens: Tokens that count in the loss.
         num_images: None: the model takes text alone.
         num_truncated: Kept items that were truncated at the maximum length.
         num_dropped: Items left out for the reason in `words`.
@@ -139,6 +135,7 @@ def read_items(
 ) -> tuple[list[Item], DataReport]:
     """Read and tokenize a data set.
 
+    Args:
         on_bad_line: `stop` looks for further bad lines and raises; `skip` counts them.
 
     Raises:
@@ -194,11 +191,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def counted_notes(items: Iterable[tuple[str, Sequence[str]]]) -> tuple[CountedNote, ...]:
-    """Count each note, in order of first appearance.
-
-    Args:
-        items: Place and notes of each item.
-    """
+    """Count each note, in order of first appearance."""
     places: dict[str, list[str]] = {}
     for place, notes in items:
         for note in notes:

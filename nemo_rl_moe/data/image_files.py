@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LARGEST_IMAGE_BYTES = 32 << 20
-"""Bytes of one encoded image, as of one line of a file."""
+"""Bytes of one encoded image."""
 _KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _MANY_BITS = ("I", "F")
 _DIGEST_BYTES = 16
@@ -27,7 +27,6 @@ class StoredImage:
     """An image that was read and decoded once.
 
     Attributes:
-        digest: Of the encoded image.
         height: In pixels, after the rotation that its metadata asks for.
     """
 
@@ -43,7 +42,6 @@ class ImageReader:
 
     Attributes:
         folder: Root of relative paths, which may not leave it; None: the data has no folder.
-        max_pixels: Limit on the size, which is known before decoding.
     """
 
     folder: Path | None

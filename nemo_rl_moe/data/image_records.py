@@ -90,8 +90,7 @@ def _parse_text(text: str, name: str) -> ImageReference:
 
 
 def parse_image_part(part: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Parse a part of type image, with its image under `image`: None where the record's own list of images
-    has it.
+    """Parse a part of type image, its image under `image`; None where the record's list of images has it.
 
     Raises:
         RecordError: It cannot be used.
@@ -119,9 +118,7 @@ def parse_images(value: object, name: str) -> list[ImageReference]:
 
 
 def image_columns(names: Sequence[str], key: str | None) -> list[str]:
-    """Choose a table's columns of images beside the messages: the run's or, for `require_image_key`, the
-    usual ones.
-    """
+    """Choose a table's columns of images beside the messages: the run's, or the usual ones without."""
     wanted = [] if key is None else [key] if key in names else USUAL_KEYS
     return [name for name in wanted if name in names]
 

@@ -124,9 +124,7 @@ class ImageTokenizer:
     """Turn a data set's images into tokens and pixels.
 
     Attributes:
-        token: The image token as text.
         before: Tokens in front of an image's, which a chat template does not show.
-        behind: Tokens behind them.
     """
 
     rule: ImageRule
@@ -146,9 +144,7 @@ class ImageTokenizer:
     def check(
         self, records: Sequence[RecordWithImages], rendered: Sequence[Rendered | str]
     ) -> list[tuple[Rendered, tuple[StoredImage, ...]] | str]:
-        """Decode the images of rendered records; give each record with its images, or what is wrong with
-        it.
-        """
+        """Decode the images of rendered records; give each record with them, or what is wrong with it."""
         references = [
             reference
             for record, text in zip(records, rendered, strict=True)
@@ -195,9 +191,6 @@ class ImageTokenizer:
         Args:
             input_ids: Of a checked record's text, with one image token for each image. Of a text that is longer than
                 `max_length` only the beginning, and so perhaps not all images.
-            images: Of the record.
-            max_length: Tokens to keep.
-            sample_id: Where the record came from.
         """
         places = np.flatnonzero(input_ids == self.rule.token_id)
         if len(places) > len(images) or (len(places) < len(images) and len(input_ids) <= max_length):

@@ -86,10 +86,6 @@ class GlobalBatchLoader:
     The order depends on the seed and the epoch alone. The examples that do not fill a last batch are left out of that
     epoch, so that every optimizer step sees the same number of sequences; with shuffling they are others each time.
 
-    Args:
-        global_batch_size: Examples of one optimizer step, over all ranks.
-        make_batch: Collates examples.
-
     Raises:
         DataError: The examples do not fill one batch.
     """
@@ -150,12 +146,10 @@ def sequential_batches(
     max_batches: int | None = None,
     make_batch: MakeBatch = collate,
 ) -> Iterator[TokenBatch]:
-    """Iterate over examples in order, for validation; the last batch may be smaller, so that none is left
-    out.
+    """Iterate over examples in order, for validation; the last batch may be smaller.
 
     Args:
         max_batches: None: all.
-        make_batch: Collates examples.
     """
     starts = range(0, len(dataset), batch_size)
     for start in starts[:max_batches]:

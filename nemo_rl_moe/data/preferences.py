@@ -94,8 +94,6 @@ def parse_preference(record: object, sample_id: str, image_key: str | None = Non
 def preference_columns(path: str, names: Sequence[str], image_key: str | None = None) -> list[str]:
     """Choose the columns of a table to read.
 
-        image_key: None: no images are read.
-
     Raises:
         DataError: It has no pairs.
     """
@@ -196,7 +194,6 @@ def load_preferences(
     Args:
         path: A `.jsonl` file, or what `datasets` can load.
         max_length: Tokens to keep of each sequence, prompt and response together.
-        run_wide: Inputs of the chat template that a record may override.
 
     Raises:
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no pair is left.
@@ -219,9 +216,7 @@ def load_preferences(
 
 
 def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBatch:
-    """Collate pairs padded to the longest sequence, the chosen and the rejected one of a pair side by
-    side.
-    """
+    """Collate pairs, padded to the longest sequence; chosen and rejected stand side by side."""
     batch = collate([example for pair in pairs for example in (pair.chosen, pair.rejected)], pad_token_id)
     sums = [pair.reference_sums for pair in pairs if pair.reference_sums is not None]
     values = torch.tensor(sums, dtype=torch.float64).flatten()

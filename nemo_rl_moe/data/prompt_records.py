@@ -27,7 +27,6 @@ class PromptRecord:
     Attributes:
         is_text: The prompt is a text, not messages.
         record: The decoded record with `question` and `answer`, without encoded images.
-        inputs: The record's inputs of the chat template.
     """
 
     sample_id: str

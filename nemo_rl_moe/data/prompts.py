@@ -13,9 +13,9 @@ import numpy as np
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.chat_template import prompt_renderer_for
 from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, ReportWords, counted, counted_notes, read_items
+from nemo_rl_moe.data.encoding import encode_each
 from nemo_rl_moe.data.image_files import StoredImage
 from nemo_rl_moe.data.image_tokens import ImageTokenizer, RecordImages, SampleImages, batch_inputs, num_images_of
-from nemo_rl_moe.data.length_limit import LengthLimit, truncate_text
 from nemo_rl_moe.data.loader import epoch_order
 from nemo_rl_moe.data.prompt_records import PromptRecord, apply_template, prompt_columns, prompt_parser
 from nemo_rl_moe.data.records import BadLine
@@ -79,10 +79,8 @@ class Prompt:
     Attributes:
         sample_id: `file:line`, `dataset[split]:row`, or `task[seed 0]:item`.
         text: The prompt without what a chat template adds.
-        token_ids: The rendered prompt.
         record: The data's record; always has `question` and `answer`.
         images: None: the model takes text alone.
-        notes: For the user, such as what the chat template leaves out.
     """
 
     sample_id: str
@@ -255,7 +253,6 @@ def _prompt_tokenizer(
     tokenizer: "PreTrainedTokenizerBase", max_length: int, run_wide: TemplateInputs, images: RecordImages
 ) -> Callable[[Sequence[PromptRecord]], list[Prompt | BadLine]]:
     render = prompt_renderer_for(tokenizer, run_wide)
-    limit = LengthLimit(tokenizer, max_length)
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         # The rendered text spells the special tokens out.
@@ -265,7 +262,7 @@ def _prompt_tokenizer(
     def tokenize(records: Sequence[PromptRecord]) -> list[Prompt | BadLine]:
         rendered = images.check(records, render(records))
         texts = [item[0].text for item in rendered if not isinstance(item, str)]
-        encoded = iter(limit.encode(encode, texts, truncate_text))
+        encoded = iter(encode_each(encode, texts))
         return [
             BadLine(record.sample_id, item)
             if isinstance(item, str)

@@ -23,7 +23,6 @@ class Example:
         messages: Each has `role`, `content` (a text, or parts of type text and image), and further keys.
         first_trained_message: Earlier assistant turns are context.
         plain: Prompt and completion when both are strings.
-        inputs: The record's inputs of the chat template.
     """
 
     sample_id: str

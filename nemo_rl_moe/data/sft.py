@@ -42,7 +42,6 @@ def load_sft_dataset(
     Args:
         path: A `.jsonl` file, or what `datasets` can load.
         progress: Called with the lines read so far and the lines in all.
-        run_wide: Inputs of the chat template that a record may override.
 
     Raises:
         DataError: The data cannot be read, has bad lines (the first 20 are listed), or no example is left.

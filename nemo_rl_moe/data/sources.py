@@ -3,14 +3,12 @@
 """Sources of records: JSONL files and data sets that the `datasets` library reads, with a time limit on reading."""
 
 import json
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
@@ -18,7 +16,7 @@ from nemo_rl_moe.data.image_records import image_columns
 from nemo_rl_moe.data.record_values import RecordError, names_in, unique_keys
 from nemo_rl_moe.data.records import CONVERSATIONS, SYSTEM, BadLine, Example, parse_record
 from nemo_rl_moe.data.template_inputs import TEMPLATE_COLUMNS
-from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, one_line, report_error
+from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.models.hub import hub_or_cache_alone, hub_silence
 
 if TYPE_CHECKING:
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 
 Parsed = TypeVar("Parsed")
 
-LONGEST_LINE_BYTES = 32 << 20
-"""Bytes of one line of a file: a conversation of millions of tokens fits, and the memory holds it."""
 _BLOCK_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -58,7 +54,7 @@ def read_jsonl(path: Path, parse: Callable[[object, str], Parsed]) -> Iterator[P
         parse: Takes a decoded line and its `file:line`; raises `RecordError`.
     """
     with path.open("rb") as file:
-        for number, line in enumerate(_lines(file), start=1):
+        for number, line in enumerate(file, start=1):
             sample_id = f"{path}:{number}"
             try:
                 yield parse(_decode(line, is_first=number == 1), sample_id)
@@ -72,11 +68,10 @@ def read_text(path: Path, key: str, parse: Callable[[object, str], Parsed]) -> I
     """Read a plain text file, each line as a record with one key.
 
     Args:
-        key: The record's key for the line.
         parse: Takes a record and its `file:line`; raises `RecordError`.
     """
     with path.open("rb") as file:
-        for number, line in enumerate(_lines(file), start=1):
+        for number, line in enumerate(file, start=1):
             sample_id = f"{path}:{number}"
             try:
                 yield parse({key: _text(line, is_first=number == 1)}, sample_id)
@@ -84,22 +79,8 @@ def read_text(path: Path, key: str, parse: Callable[[object, str], Parsed]) -> I
                 yield BadLine(sample_id, str(error))
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes | int]:
-    """Yield the lines of a file; for a line over the size limit, its number of bytes."""
-    while line := file.readline(LONGEST_LINE_BYTES + 1):
-        size = len(line)
-        if size <= LONGEST_LINE_BYTES:
-            yield line
-            continue
-        while not line.endswith(b"\n") and (line := file.readline(_BLOCK_BYTES)):
-            size += len(line)
-        yield size
-
-
-def _text(line: bytes | int, *, is_first: bool) -> str:
+def _text(line: bytes, *, is_first: bool) -> str:
     """Return the text of a line, without its end."""
-    if isinstance(line, int):
-        raise RecordError(f"the line has {line:,} bytes, expected at most {LONGEST_LINE_BYTES:,}")
     if is_first:
         line = line.removeprefix(_BYTE_ORDER_MARK)
     if not line.strip():
@@ -114,7 +95,7 @@ def _bad_byte(error: UnicodeDecodeError) -> str:
     return f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
 
 
-def _decode(line: bytes | int, *, is_first: bool) -> object:
+def _decode(line: bytes, *, is_first: bool) -> object:
     text = _text(line, is_first=is_first)  # with its end, a line that is cut short would end in column 1 of the next
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
@@ -258,7 +239,6 @@ def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: Choo
     """Open a `.jsonl` file, or a data set that `datasets` can load.
 
     Args:
-        path: File, folder or hub's name.
         split: Ignored for a `.jsonl` file.
         parse: Takes a decoded line and its place; raises `RecordError`.
         choose_columns: Takes path and columns of a table; returns those to read, or raises `DataError`.
@@ -266,7 +246,6 @@ def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: Choo
     Raises:
         DataError: There is nothing that can be read.
     """
-    parse = noting_samples(parse)
     if path.endswith(".jsonl"):
         return LineSource(path, count_lines(Path(path)), read_jsonl(Path(path), parse))
     table = load_table(path, split)
@@ -283,7 +262,7 @@ def open_text(path: str, key: str, parse: Parse[Parsed]) -> LineSource[Parsed]:
     Raises:
         DataError: It cannot be read.
     """
-    return LineSource(path, count_lines(Path(path)), read_text(Path(path), key, noting_samples(parse)))
+    return LineSource(path, count_lines(Path(path)), read_text(Path(path), key, parse))
 
 
 def _example_columns(path: str, names: Sequence[str], image_key: str | None) -> list[str]:
@@ -294,52 +273,15 @@ def _example_columns(path: str, names: Sequence[str], image_key: str | None) -> 
     return [*columns, *(name for name in more if name in names)]
 
 
-GRACE_S = 5.0
-"""Seconds after the limit at which a read that cannot be interrupted ends the program."""
-
-_last_sample = ""
-
-
 @contextmanager
 def load_limit(limit_s: float, name: str) -> Iterator[None]:
-    """Bound the time of reading a data set inside the context.
-
-    Use it on the main thread, before anything starts that needs an orderly end: a read that cannot be interrupted, as
-    from a mount whose server is gone, ends the process with exit code 2.
+    """Bound the time of reading a data set inside the context, on the main thread.
 
     Raises:
         DataError: It took longer.
     """
-    global _last_sample
-    _last_sample = ""
-    watchdog = threading.Timer(limit_s + GRACE_S, _end_the_program, (limit_s, name))
-    watchdog.daemon = True
-    watchdog.start()
     try:
         with interrupted_after(limit_s):
             yield
     except TimeIsUp:
-        raise DataError(_problem(limit_s, name)) from None
-    finally:
-        watchdog.cancel()
-
-
-def noting_samples(parse: Callable[[object, str], Parsed]) -> Callable[[object, str], Parsed]:
-    """Wrap a parser to record the sample for `load_limit`'s message."""
-
-    def parse_and_note(record: object, sample_id: str) -> Parsed:
-        global _last_sample
-        _last_sample = sample_id
-        return parse(record, sample_id)
-
-    return parse_and_note
-
-
-def _problem(limit_s: float, name: str) -> str:
-    last = f"the last sample that was read is {_last_sample}" if _last_sample else "no sample was read"
-    return f"{name}: reading it took longer than data.load_timeout_s = {limit_s:g} s; {last}"
-
-
-def _end_the_program(limit_s: float, name: str) -> None:
-    report_error(_problem(limit_s, name))
-    os._exit(EXIT_BAD_INPUT)
+        raise DataError(f"{name}: reading it took longer than data.load_timeout_s = {limit_s:g} s") from None

@@ -28,9 +28,7 @@ class TemplateInputs:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def or_else(self, run_wide: "TemplateInputs") -> "TemplateInputs":
-        """Merge with the run's inputs: a record's tools replace the run's, further names take precedence
-        one by one.
-        """
+        """Merge with the run's inputs: a record's tools replace the run's, its names win one by one."""
         tools = run_wide.tools if self.tools is None else self.tools
         return TemplateInputs(tools, {**run_wide.kwargs, **self.kwargs})
 

@@ -5,22 +5,17 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from nemo_rl_moe.data.left_out import require_all_shown, thinking_notes, with_thinking_named
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.tool_call_forms import FORMS, ToolCallForm, best_form, note_on_calls
 from nemo_rl_moe.data.turn_spans import RenderError, Span, turn_spans
-from nemo_rl_moe.errors import LONGEST_LINE, one_line
+from nemo_rl_moe.errors import LONGEST_LINE, DataError, one_line
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_TEXT_ROOM = 1_000_000
-_TEXT_GROWTH = 20
 _PROBED = _PROBE_NAME, _PROBE_KEY, _PROBE_VALUE = "probe_tool", "probe_key", "probe_value"
-
-
-class TemplateProblem(ValueError):
-    """A chat template that can render nothing; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +24,6 @@ class TemplateSetup:
 
     Attributes:
         names: Special tokens by name, such as `eos_token`.
-        special_tokens: Texts that are single tokens.
     """
 
     template: str
@@ -42,26 +36,10 @@ class TemplateSetup:
 
 
 @dataclass(frozen=True)
-class RenderRequest:
-    """A conversation or a prompt to render.
-
-    Attributes:
-        kwargs: Further names for the template.
-        first_trained: Assistant turns before this index are context; None: a prompt, with the generation prompt.
-    """
-
-    messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] | None
-    kwargs: Mapping[str, Any]
-    first_trained: int | None
-
-
-@dataclass(frozen=True)
 class Rendered:
     """A conversation as text.
 
     Attributes:
-        text: With special tokens spelled out.
         spans: First character and the one after the last of each piece to train on.
     """
 
@@ -109,38 +87,40 @@ _PROBES: tuple[tuple[Message, ...], ...] = (
 
 
 class TemplateRenderer:
-    """Renderer of one chat template.
-
-    Args:
-        before_rendering: Called with the number of characters of the conversation.
+    """Renderer of one chat template, in Jinja's sandbox.
 
     Raises:
-        TemplateProblem: The template is no Jinja, or can render nothing.
+        DataError: The template is not valid Jinja.
     """
 
-    def __init__(self, setup: TemplateSetup, before_rendering: Callable[[int], None]):
-        self._setup, self._before_rendering = setup, before_rendering
+    def __init__(self, setup: TemplateSetup):
+        self._setup = setup
         self._has_tags = _GENERATION_TAG.search(setup.template) is not None
-        self._size = 0
         self._complete_forms: list[ToolCallForm] | None = None
-        self.variables = self._checked()
+        self.variables = _variables(setup.template)
 
-    def render(self, request: RenderRequest, size: int) -> Rendered:
+    def render(
+        self,
+        given: Sequence[Message],
+        given_tools: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        first_trained: int | None,
+    ) -> Rendered:
         """Render a prompt, or a conversation with the spans to train on.
 
         Args:
-            size: Approximate number of characters.
+            first_trained: Assistant turns before this index are context; None: a prompt, with the generation prompt.
 
         Raises:
             RenderError: It cannot be rendered, not all of it would be there, or its turns cannot be separated.
         """
-        self._size = size
-        messages = [with_thinking_named(message, self._setup.template) for message in request.messages]
-        tools = list(request.tools) if request.tools else None
-        is_prompt = request.first_trained is None
+        messages = [with_thinking_named(message, self._setup.template) for message in given]
+        tools = list(given_tools) if given_tools else None
+        is_prompt = first_trained is None
 
         def render(messages: Sequence[Message], add_generation_prompt: bool) -> str:
-            return self._render(messages, tools, request.kwargs, add_generation_prompt)[0]
+            return self._render(messages, tools, kwargs, add_generation_prompt)[0]
 
         def render_variant(messages: Sequence[Message]) -> str:
             return render(messages, is_prompt)
@@ -149,19 +129,19 @@ class TemplateRenderer:
         messages = form.of_all(messages)
         spans: list[Span] = []
         if not is_prompt and self._has_tags:
-            text, spans = self._render(messages, tools, request.kwargs, False, with_spans=True)
-            spans = _trained_spans(spans, messages, request.first_trained or 0)
+            text, spans = self._render(messages, tools, kwargs, False, with_spans=True)
+            spans = _trained_spans(spans, messages, first_trained or 0)
         else:
             text = render(messages, is_prompt)
         require_all_shown(messages, text, render_variant)
-        if tools and self._render(messages, None, request.kwargs, is_prompt)[0] == text:
+        if tools and self._render(messages, None, kwargs, is_prompt)[0] == text:
             raise RenderError(
                 "there are definitions of tools, and the chat template shows none of them; set "
                 "policy.tokenizer.chat_template to a template that does, or leave tools out"
             )
         if not is_prompt and not self._has_tags:
             end_token, special_tokens = self._setup.end_token, self._setup.special_tokens
-            spans = turn_spans(messages, request.first_trained or 0, text, render, end_token, special_tokens)
+            spans = turn_spans(messages, first_trained or 0, text, render, end_token, special_tokens)
         notes = thinking_notes(messages, text, spans, render_variant)
         return Rendered(text, tuple(spans), notes if note is None else (*notes, note))
 
@@ -181,33 +161,6 @@ class TemplateRenderer:
 
         form, _ = self._form_of(turns, render)
         return render(form.of_all(turns))
-
-    def _checked(self) -> list[str]:
-        """Return the names that the template reads, after a first check."""
-        from jinja2 import meta
-        from jinja2.exceptions import TemplateError, TemplateSyntaxError
-
-        self._before_rendering(len(self._setup.template))
-        try:
-            tree = _parsed(self._setup.template)
-            names = sorted(meta.find_undeclared_variables(tree))
-        except TemplateSyntaxError as error:
-            raise TemplateProblem(f"is not valid Jinja: line {error.lineno}: {error.message}") from None
-        except RecursionError:
-            raise TemplateProblem("is not valid Jinja: nested too deeply") from None
-        except ValueError as error:  # a number of thousands of digits
-            raise TemplateProblem(f"is not valid Jinja: {one_line(error)}") from None
-        if any(True for _ in meta.find_referenced_templates(tree)):
-            raise TemplateProblem("refers to another template, and there is none beside it")
-        try:
-            self._call(list(_PROBE_TURNS[:1]), None, {}, False, False)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
-            pass  # it wants something that this conversation lacks; the real ones may have it
-        except MemoryError:
-            raise
-        except Exception as error:  # such as of arithmetic, of recursion, of `break` outside of a loop
-            raise TemplateProblem(f"cannot render even one message: {one_line(error)}") from None
-        return names
 
     def _form_of(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
@@ -244,44 +197,29 @@ class TemplateRenderer:
     ) -> tuple[str, list[Span]]:
         from jinja2.exceptions import TemplateError
 
-        self._before_rendering(self._size)
-        try:
-            text, spans = self._call(messages, tools, kwargs, add_generation_prompt, with_spans)
-        except MemoryError:
-            raise
-        except Exception as error:  # a template may fail in any way that Python knows
-            reason = str(error) if isinstance(error, TemplateError) else one_line(error)
-            raise RenderError(f"the chat template refuses the conversation: {reason[:LONGEST_LINE]}") from None
-        if len(text) > (longest := _TEXT_ROOM + _TEXT_GROWTH * self._size):
-            raise RenderError(f"the chat template makes {len(text):,} characters of it, expected at most {longest:,}")
-        return text, spans
-
-    def _call(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        kwargs: Mapping[str, Any],
-        add_generation_prompt: bool,
-        with_spans: bool,
-    ) -> tuple[str, list[Span]]:
         # `apply_chat_template(return_assistant_tokens_mask=True)` would do for the tags, but it marks everything up to
         # the end of the text where a turn ends in a character without a token of its own: take the spans, not its mask.
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        texts, spans = render_jinja_template(
-            conversations=[list(messages)],
-            tools=None if tools is None else list(tools),
-            chat_template=self._setup.template,
-            return_assistant_tokens_mask=with_spans,
-            add_generation_prompt=add_generation_prompt,
-            **{**self._setup.names, **kwargs},
-        )
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[list(messages)],
+                tools=None if tools is None else list(tools),
+                chat_template=self._setup.template,
+                return_assistant_tokens_mask=with_spans,
+                add_generation_prompt=add_generation_prompt,
+                **{**self._setup.names, **kwargs},
+            )
+        except Exception as error:  # a template may fail in any way that Python knows
+            reason = str(error) if isinstance(error, TemplateError) else one_line(error)
+            raise RenderError(f"the chat template refuses the conversation: {reason[:LONGEST_LINE]}") from None
         return texts[0], spans[0] if with_spans else []
 
 
-def _parsed(template: str) -> Any:
-    """Parse a chat template; marked pieces are plain text in the result."""
-    from jinja2 import Environment, nodes
+def _variables(template: str) -> list[str]:
+    """Return the names that a template reads."""
+    from jinja2 import Environment, meta, nodes
+    from jinja2.exceptions import TemplateSyntaxError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
 
@@ -292,7 +230,11 @@ def _parsed(template: str) -> Any:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    return Environment(extensions=[GenerationTag, loopcontrols]).parse(template)
+    environment = Environment(extensions=[GenerationTag, loopcontrols])
+    try:
+        return sorted(meta.find_undeclared_variables(environment.parse(template)))
+    except TemplateSyntaxError as error:
+        raise DataError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
 
 
 def _trained_spans(spans: list[Span], messages: Sequence[Message], first_trained: int) -> list[Span]:

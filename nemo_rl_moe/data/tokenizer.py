@@ -23,10 +23,6 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.*
 def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTokenizerBase":
     """Load `policy.tokenizer.name`.
 
-    Args:
-        name: A folder, or a hub's name.
-        chat_template: A Jinja file that replaces the tokenizer's template.
-
     Raises:
         ConfigurationError: There is no such tokenizer, or no such file, or the folder's files are not what was written.
     """

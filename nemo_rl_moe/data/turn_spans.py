@@ -41,7 +41,6 @@ def turn_spans(
     Args:
         first_trained: Earlier assistant turns are context.
         end_token: A newline after it belongs to no turn.
-        special_tokens: Texts that are single tokens.
 
     Raises:
         RenderError: The tokens of a turn cannot be separated from the rest.
@@ -102,9 +101,7 @@ class _Turn:
         raise problem
 
     def _start_by(self, before: Message, stand_in: Message) -> int:
-        """Find the first character after the generation prompt by stand-ins for the turn and the one
-        before.
-        """
+        """Find the first character after the generation prompt, by stand-ins for two turns."""
         context = [*self._before[:-1], before]
         # What stands between the two stand-ins in the conversation, and what the generation prompt puts there.
         whole = self._render([*context, stand_in, *self._after], False)

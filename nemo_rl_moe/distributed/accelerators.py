@@ -17,7 +17,6 @@ class Accelerator:
     Attributes:
         memory_gb: Memory in GB of 10^9 bytes.
         bfloat16_tflops: Peak of dense matrix products.
-        device_names: CUDA's names for it.
     """
 
     name: str

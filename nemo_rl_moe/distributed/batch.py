@@ -65,7 +65,6 @@ class Column:
     Attributes:
         values: `[batch, ...]` on the sequence axis, `[batch, sequence, ...]` on the token axis, and where ragged
             `[sum of sizes, ...]`, sequence after sequence.
-        goes_to: Reader.
         sizes: Number of values of each sequence, where ragged.
         fill: Value on padding; routed experts have -1.
     """
@@ -107,7 +106,6 @@ class StoredColumn:
 
     Attributes:
         rows: For each sequence; None where it has none.
-        row_shape: Shape of a token's value.
         fill: Value on padding, and of tokens that have none.
     """
 
@@ -276,9 +274,7 @@ class TokenBatch:
         )
 
     def num_valid_tokens(self) -> int:
-        """Return the number of tokens that count in the loss. The first token of a sequence has no prediction and
-        never counts.
-        """
+        """Return the number of tokens in the loss; the first of a sequence has no prediction and never counts."""
         return int(self.token_mask[:, 1:].sum())
 
 

@@ -27,7 +27,6 @@ def first_fit_decreasing(
 
     Args:
         sizes: Each at least 1 and at most `capacity`.
-        capacity: Maximum sum of a bin's sizes.
         images: For each item; empty: none has any.
         most_patches: Maximum patches of the distinct images of a bin whose items have different images; None: any.
 
@@ -158,9 +157,7 @@ def split_until(
     """Split the fullest bin repeatedly until the number of bins is a multiple of `unit`.
 
     Args:
-        bins: Items of each bin, largest first.
         unit: At most the number of items.
-        work: Size of a bin.
         cut: Splits a bin's items into two lists of positions.
     """
     target = rounded_number(len(bins), unit, sum(map(len, bins)))

@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ import psutil
 import ray
 from ray._private import ray_constants
 
-from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, end_processes, families, ray_folder, state_of
+from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, end_processes, families, is_running, ray_folder
 from nemo_rl_moe.distributed.run_process import STOP_SIGNALS, leave
 from nemo_rl_moe.errors import EXIT_RUN_FAILED, WorkerDiedError, printable, report_error
 
@@ -31,9 +30,6 @@ LARGEST_OBJECT_STORE_BYTES = 512 * 1024**2
 SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
 SERVERS = ("gcs_server", "raylet")
 POLL_S = 0.1
-FROZEN_S = 20.0
-"""Time after which a server that has been stopped (SIGSTOP) counts as dead: calls to Ray would wait for it for ever.
-Shorter than Ray's own half a minute, after which it would end the program without a word of why."""
 _NEWEST_BYTES, _LONGEST_ERROR = 8192, 300
 _ERROR_LINE = re.compile(r"\[[^\]]* [ECF] \d+ \d+\] \(\w+\) (.*)")
 """Line of a server's log, of an error or worse, without its time."""
@@ -120,8 +116,7 @@ class LocalRay:
     """Ray's servers as children of this process.
 
     A thread notices within a second that a server died, for example of memory, which Ray reports after a minute or
-    never; and that one has been stopped for 20 seconds. If the program still runs a few seconds later, it is ended with
-    a message.
+    never. If the program still runs a few seconds later, it is ended with a message.
 
     On a busy machine the raylet may die at start, as it waits at most 15 s for its agents' ports
     (ray-project/ray#65983): then Ray is started once more.
@@ -136,7 +131,6 @@ class LocalRay:
         self._servers: dict[str, psutil.Process] = {}
         self._processes: list[psutil.Process] | None = None
         self._failure: str | None = None
-        self._frozen_since: dict[str, float] = {}
         self._exit_code = EXIT_RUN_FAILED
         self._stopped, self._starts_again, self._lock = threading.Event(), threading.Event(), threading.Lock()
         # What was registered later, such as the ends of loggers, comes before it. Ray's own end would come after it,
@@ -172,7 +166,7 @@ class LocalRay:
 
     @property
     def failure(self) -> str | None:
-        """Death or stop of a server, in words; None: all live. After it, calls to Ray may never return."""
+        """Death of a server, in words; None: all live. After it, calls to Ray may never return."""
         return self._failure
 
     def let_die(self) -> None:
@@ -232,7 +226,7 @@ class LocalRay:
             ray.shutdown()
             # A dead server is a child with a server's name for as long as Ray keeps its handle.
             self._others |= set(self._children())
-            self._servers, self._failure, self._frozen_since = {}, None, {}
+            self._servers, self._failure = {}, None
             self._starts_again.set()
 
     def _log_of(self, server: str) -> Path:
@@ -258,14 +252,9 @@ class LocalRay:
                     if child.name() in SERVERS:
                         self._servers[child.name()] = child
         for name, server in self._servers.items():
-            state = state_of(server)
-            if not state:
+            if not is_running(server):
                 why = last_error(self._log_of(name))
                 return f"Ray's {name} (pid {server.pid}) on this machine has died{why and f': {why}'}"
-            if state != psutil.STATUS_STOPPED:
-                self._frozen_since.pop(name, None)
-            elif time.monotonic() - self._frozen_since.setdefault(name, time.monotonic()) > FROZEN_S:
-                return f"Ray's {name} (pid {server.pid}) on this machine has been stopped (SIGSTOP) for {FROZEN_S:g} s"
         return None
 
     def _stop_watching(self) -> None:
@@ -279,11 +268,8 @@ class LocalRay:
             with self._lock:
                 self._failure = problem = self._dead_server()
             if problem is not None:
-                # Ray ends the program without a word as soon as the raylet is gone: a frozen one stays until the
-                # program has reported why it ends, and then both end at the same time.
-                is_late = any(state_of(server) == psutil.STATUS_STOPPED for server in self._servers.values())
                 # One that dies in the start is left to it: it may start again.
-                if not is_late and self._processes is not None:
+                if self._processes is not None:
                     end_processes(self._family())
                 self._starts_again.wait(UNWINDING_S)
                 with self._lock:

@@ -65,7 +65,6 @@ class DynamicBatching:
 
     Attributes:
         max_tokens: Padding included.
-        overhead_tokens: Cost of a microbatch, in tokens.
         max_patches: Maximum patches of distinct images, unless all sequences (or groups) have the same; None: any.
     """
 

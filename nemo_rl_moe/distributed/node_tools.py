@@ -77,9 +77,7 @@ def ray_folder(pid: int) -> Path:
 
 
 def folder_of_this_process(parent: Path, purpose: str) -> Path:
-    """Make a folder whose name contains the machine and the process; remove those of processes that run no
-    more.
-    """
+    """Make a folder named by machine and process; remove those of processes that run no more."""
     parent.mkdir(parents=True, exist_ok=True)
     _remove_folders_of_the_dead(parent, purpose)
     prefix = f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-{os.getpid()}-"
@@ -107,9 +105,7 @@ def _remove_folders_of_the_dead(parent: Path, purpose: str, killed: Collection[i
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use: its affinity, cut by the container's CPU quota where there
-    is one.
-    """
+    """Return the number of cores that this process may use, by affinity and the container's CPU quota."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = CGROUP_CPU_QUOTA.read_text().split()

@@ -207,12 +207,7 @@ def _be_watcher(main: int, owner: str, reader: int, report_end: Callable[[], Non
 
 
 class _Watch:
-    """Wait for the end of the main process, and kill it where it ignores a second request to stop.
-
-    Args:
-        main: Process id, of this process's parent.
-        reader: Pipe in which it says how it ends.
-    """
+    """Wait for the end of the main process, and kill it where it ignores a second request to stop."""
 
     def __init__(self, main: int, reader: int):
         self._main, self._reader = main, reader
@@ -249,9 +244,7 @@ def _end_family(owner: str, main: int | None = None, spared: int | None = None) 
     """Kill every process of a run until none is left, and remove their temporary folders.
 
     Args:
-        owner: Mark of the run's processes.
         main: Id of the main process, if it has ended.
-        spared: A child of this process that stays.
     """
     start = time.monotonic()
     seen = {os.getpid() if main is None else main}
@@ -274,9 +267,7 @@ def _end_family(owner: str, main: int | None = None, spared: int | None = None) 
 
 
 def _find_family(owner: str) -> list[psutil.Process]:
-    """Find the processes that carry a run's mark, and those below this one, which may have been forked
-    without it.
-    """
+    """Find the processes that carry a run's mark, and those below this one."""
     mark = f"{OWNER}={owner}".encode()
     found = {process.pid: process for process in psutil.Process().children(recursive=True)}
     for folder in Path("/proc").glob("[0-9]*"):

@@ -36,7 +36,6 @@ class WorkerPlace:
     """Place of a worker's process.
 
     Attributes:
-        node_id: Ray's name of the node.
         num_cores: Usable cores of the node.
         gpu_ids: The worker's GPUs, as CUDA_VISIBLE_DEVICES names them.
         stderr_path: None where it cannot be found.
@@ -115,7 +114,6 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         Args:
             search_path: The driver's `sys.path`; Ray passes on only some of it.
             payload: Function of rank and world size that makes the worker, pickled as unpickling imports its modules.
-            timeout_s: Seconds until the driver gives up.
         """
         _write_stack_before(timeout_s)
         try:

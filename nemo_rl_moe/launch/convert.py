@@ -209,9 +209,7 @@ def _next_step(target_format: WeightsFormat, target: Path, *, has_vision: bool) 
 
 
 def _dtype_of(config_json: Mapping[str, Any], held: SafetensorsFolder | None, console: ConsoleLogger) -> NumberFormat:
-    """Return the number format of the input: that of its files, whatever `config.json` says, since nothing is rounded
-    unasked.
-    """
+    """Return the number format of the input's files, whatever `config.json` says: nothing is rounded unasked."""
     stated = config_json.get("dtype", config_json.get("torch_dtype"))
     if held is None:
         return _writable(stated or "float32", "config.json: dtype")

@@ -40,11 +40,7 @@ MOST_CUT_TOKENS = 200
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of tokens.
-
-    Attributes:
-        marks: Put before and behind it where there are no colours.
-    """
+    """One kind of tokens."""
 
     name: str
     style: str
@@ -108,7 +104,6 @@ class DataView:
 
     Attributes:
         lengths: Tokens of every sequence of the data, as a run would train on it.
-        max_length: Most tokens that one may have.
     """
 
     sequences: Sequence[ShownSequence]
@@ -232,9 +227,7 @@ def _with_truncated_tokens(
     originals: Iterator[Example],
     image_rule: ImageRule | None,
 ) -> list[ShownSequence]:
-    """Return the examples with the first tokens after the truncation, for which the data is read once more as far as
-    needed.
-    """
+    """Return the examples with the tokens after the truncation, for which the data is read once more."""
     max_length, data = config.policy.max_total_sequence_length, config.data
     cut = {example.sample_id for example in examples if example.truncated}
     run_wide = run_wide_inputs(data.tools, data.chat_template_kwargs)

@@ -26,9 +26,6 @@ class Pairs:
     """Preference pairs of a run, and the batches made of them.
 
     Attributes:
-        config: The whole configuration.
-        pad_token_id: What stands after a sequence's end.
-        training: The pairs to train on.
         validation: The pairs that are held out; None: no validation.
     """
 
@@ -63,7 +60,6 @@ class Pairs:
         Args:
             policy: With the weights that the run began with.
             steps: The steps that are still to be done.
-            console: Shows the progress.
         """
         measure = partial(_measure, policy, self.pad_token_id, console)
         training = measure(self.training, batches_to_measure(self.loader(), steps), "training")

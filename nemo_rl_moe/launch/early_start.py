@@ -21,9 +21,6 @@ class EarlyCluster:
     """The cluster of a run; a local Ray starts at once, in a thread.
 
     The system ends Ray's servers with the thread that has started them, so that it stays until `close`.
-
-    Args:
-        config: A checked configuration.
     """
 
     def __init__(self, config: MasterConfig):

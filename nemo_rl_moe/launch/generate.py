@@ -122,7 +122,6 @@ def responses(
     Args:
         prompts: At least one.
         chunk: Most requests that are made at a time, with their images; None: all.
-        report_progress: Receives the number of responses so far.
 
     Yields:
         The prompt, the number of its response, and the response.
@@ -148,9 +147,7 @@ def responses(
 def requests_of(
     prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingParameters
 ) -> list[GenerationRequest]:
-    """Make a request of each prompt; responses to one prompt share the arrays of its images, which are read
-    here.
-    """
+    """Make a request of each prompt; responses to one prompt share the arrays of its images."""
     distinct = {id(prompt): prompt for prompt in prompts}
     inputs = dict(zip(distinct, prompt_inputs(list(distinct.values())), strict=True))
     return [

@@ -52,10 +52,7 @@ class PreparedRollouts:
     """Parts that rollouts are made from: prompts, environment, engine, sampling; checked before anything is started.
 
     Attributes:
-        model: The policy's model and tokenizer.
-        environment: Drives the trajectories.
         sampling: How training responses are sampled.
-        training: The prompts to train on.
         held_out: The prompts to validate with; empty: no validation.
     """
 
@@ -74,9 +71,7 @@ class PreparedRollouts:
         return PromptLoader(self.training, config.grpo.num_prompts_per_step, config.grpo.seed, config.data.shuffle)
 
     def fingerprints(self, config: GRPOMasterConfig) -> dict[str, str]:
-        """Return the fingerprints of a resumed run's inputs: the prompts, and the model where a reference is read from
-        it.
-        """
+        """Return the fingerprints of the inputs: the prompts, and the model where it is the reference."""
         prompts = samples_fingerprint(config.data.train.path or "sampled", _token_ids_and_images(self.training))
         if not algorithm_of(config).needs_reference(config):
             return {TRAINING_DATA: prompts}
@@ -232,7 +227,6 @@ def sampling_parameters(generation: GenerationConfig, tokenizer: Any, vocabulary
     """Sampling parameters of training responses.
 
     Args:
-        generation: What the user wants.
         tokenizer: Has the end token that ends responses where the user names none.
         vocabulary_size: Token ids that the model can draw are below this.
 
@@ -280,11 +274,6 @@ def read_prompts(
     """Read, or draws, and tokenise one set of prompts, without the training prompts, and say what was left out.
 
     Args:
-        config: The whole configuration.
-        source: Which set.
-        tokenizer: The model's.
-        console: Shows the phase and the report.
-        training: Prompts to leave out.
         image_rule: Rule by which the model takes images; None: it takes text alone.
         is_scored: False: prompts need no answer, and repeated ones stay.
 

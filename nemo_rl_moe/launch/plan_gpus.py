@@ -147,7 +147,6 @@ def _device_rows(
 
     Args:
         workers: Ranks of the trainer that share its GPU, one for each pipeline stage; empty: none does.
-        longest: Tokens of the longest sequence.
         target: Machines that it is for; None: any.
     """
     rows = []

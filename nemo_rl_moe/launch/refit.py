@@ -37,9 +37,7 @@ PROBE_OF_TEXT = 16
 def make_refit_check(
     config: GRPOMasterConfig, policy: "MegatronPolicy", engine: GenerationEngine, hf_config: Any, console: ConsoleLogger
 ) -> RefitCheck | None:
-    """Return the check of an engine's weights; None where it shares the trainer's, or is not to be checked or cannot
-    be.
-    """
+    """Return the check of an engine's weights; None where it shares the trainer's, or there is to be none."""
     generation = config.policy.generation
     chosen = generation.refit_check
     if engine.shares_weights or not chosen.enabled:
@@ -94,14 +92,11 @@ def make_refit_check(
 def image_probe(
     sequence: Sequence[int], hf_config: Any, longest: int, seed: int
 ) -> tuple[Sequence[int], dict[str, ModelInput]]:
-    """Return a sequence of the check with an image of noise behind its first token, so that tower and projector are
-    checked.
+    """Return a sequence of the check with an image of noise, so that tower and projector are checked.
 
     Args:
-        sequence: Tokens.
         hf_config: The model's configuration; of a model of text alone the sequence stays as it is.
         longest: Most tokens; what is beyond them is cut off.
-        seed: Of the image.
     """
     vision = family_of(hf_config).vision
     if vision is None:
@@ -137,17 +132,13 @@ def start_scores(
     *,
     model_inputs: Sequence[Mapping[str, ModelInput]] = (),
 ) -> Callable[[], Scores]:
-    """Have the trainer begin to score sequences of one length; the log-probs of all tokens but the first, waited
-    for.
-    """
+    """Have the trainer begin to score sequences of one length, for the log-probs of all tokens but the first."""
     logprobs = policy.start_logprobs(batch_of(sequences, model_inputs), by_one_copy=True)
     return lambda: [row[1:].numpy() for row in logprobs()]
 
 
 def batch_of(sequences: Sequence[Sequence[int]], model_inputs: Sequence[Mapping[str, ModelInput]] = ()) -> TokenBatch:
-    """Return the sequences of one length, as the trainer scores them; with their images, where the model takes
-    some.
-    """
+    """Return the sequences of one length as the trainer scores them, with their images."""
     input_ids = torch.tensor(sequences)
     batch = TokenBatch(
         input_ids=input_ids,

@@ -22,7 +22,6 @@ from nemo_rl_moe.data.preferences import PreferenceDataset
 from nemo_rl_moe.data.sft import TokenizedDataset
 from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
-from nemo_rl_moe.data.template_process import TemplateProcess, template_process
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import ConfigurationError, UserError, report_problems
@@ -62,9 +61,6 @@ class PreparedModel:
     """The model of a run as the driver knows it.
 
     Attributes:
-        source: Where it is read from.
-        hf_config: Its Hugging Face configuration.
-        tokenizer: The tokenizer in use.
         files: What lies beside exported weights, file name to content.
         policy: The section that describes it, of the policy or of another role.
         image_rule: Rule by which it takes images; None: it takes text alone.
@@ -122,8 +118,6 @@ def model_warnings(
 
     Args:
         policy: The `policy` section of the configuration.
-        hf_config: The model's Hugging Face configuration.
-        config_json: Its file as it is.
         transformer: What `build_transformer_config` made of them.
     """
     from nemo_rl_moe.models.megatron.model.router_settings import exported_config, setting_warnings
@@ -163,10 +157,7 @@ def read_samples(
 
     Args:
         load: `load_sft_dataset` or `load_preferences`.
-        config: The whole configuration.
         source: Entry of the `data` section.
-        tokenizer: The model's.
-        console: Shows the phase and the report.
         image_rule: Rule by which the model takes images; None: it takes text alone.
 
     Raises:
@@ -262,11 +253,7 @@ def running_role(
     """Start the workers of a role beside the policy, in places of their own, and stop them whatever happens.
 
     Args:
-        role: Its name.
         config: The whole configuration; `cluster.roles` places the role.
-        cluster: The policy's.
-        console: Messages to the user.
-        model: The role's.
         start: Starts them, as `ModelWorkers` or `TrainableModel` with what it needs besides.
 
     Raises:
@@ -290,14 +277,6 @@ class ModelRun:
     """A command that runs a model and does not train it: `prepare_model`, then `start_policy`.
 
     What these and `use` open is closed in reverse order when the run, a context manager, is left.
-
-    Args:
-        config: A checked configuration.
-        console: Messages to the user.
-
-    Attributes:
-        config: As given.
-        console: As given.
     """
 
     def __init__(self, config: MasterConfig, console: ConsoleLogger):
@@ -306,7 +285,6 @@ class ModelRun:
         self._opened = ExitStack()
         self._model: PreparedModel | None = None
         self._early_cluster: EarlyCluster | None = None
-        self._templates: TemplateProcess | None = None
         self._cluster: RayCluster | None = None
         self._policy: MegatronPolicy | None = None
 
@@ -330,8 +308,6 @@ class ModelRun:
         Raises:
             ConfigurationError: One of them cannot be had or used.
         """
-        self._templates = template_process()
-        self._templates.start()  # imports what it needs while this process imports torch and Megatron-Core
         self._model = prepare_model(self.config.policy, self.console)
         # Starts while data are read. Not before: what is wrong with a model is reported without waiting for Ray.
         self._early_cluster = EarlyCluster(self.config)
@@ -374,7 +350,6 @@ class ModelRun:
     def _start_workers(self, *, seed: int, num_steps: int | None, keep_reference: bool) -> "MegatronPolicy":
         assert self._model is not None  # prepare_model comes first
         assert self._early_cluster is not None
-        self._templates = None  # the data are read
         with self.console.phase("starting Ray"):
             self._cluster = self._early_cluster.get()
         self._policy = self.use(
@@ -395,8 +370,6 @@ def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any], s
     """Show the router settings that are really in force.
 
     Args:
-        console: Where to.
-        moe_configuration: Name to value.
         sources: Name to who has set it; Megatron-Core's own defaults are not in it. Of these, those of what is
             switched off are left out.
     """

@@ -42,8 +42,6 @@ def train(config: MasterConfig, overrides: Sequence[str], *, owns_process: bool)
     """Run a configuration's algorithm from start to end.
 
     Args:
-        config: A checked configuration.
-        overrides: Those of the command line, which may hold secrets.
         owns_process: True where this process runs nothing else.
 
     Returns:
@@ -79,11 +77,6 @@ def launch_run(config: MasterConfig, launch: RunLaunch, stop_signals: StopSignal
 
     Everything that can be wrong with the input is found before a worker starts or a file is written.
 
-    Args:
-        config: A checked configuration.
-        launch: Identity of the run, and which of its restarts this is.
-        stop_signals: Requests to stop.
-
     Raises:
         UserError: The model, the data or another input cannot be used.
         WorkerDiedError: A worker failed.
@@ -117,7 +110,6 @@ def take_process(overrides: Sequence[str], report_end: Callable[[], None] = lamb
     Anybody on the machine sees that line; W&B and Ray's dashboard have it too.
 
     Args:
-        overrides: Those of the command line.
         report_end: Says how to go on when this process has failed and cannot say it.
     """
     os.environ["PYTHONPATH"] = _search_path()

@@ -35,7 +35,6 @@ class Supervision:
     Attributes:
         command: Returns the command of the run's process, given the number of restarts so far.
         stdin: What the process reads from standard input: the resolved configuration, which may hold secrets.
-        max_restarts: Number of restarts after failures.
         resume_hint: Returns a line on how to resume a run that has failed; None where it has no checkpoint.
         restart_wait_s: Seconds before the first restart; doubles with each.
     """
@@ -138,8 +137,7 @@ def _passed_on(number: int) -> signal.Signals:
 
 
 def _collect(process: int) -> int | None:
-    """Collect the exit codes of children that have ended, adopted orphans too, which stay as zombies until
-    then.
+    """Collect the exit codes of children that have ended, which stay as zombies until then.
 
     Returns:
         The exit code of the run's process, negative where a signal has killed it; None while it runs.

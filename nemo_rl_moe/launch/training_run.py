@@ -65,14 +65,9 @@ class TrainingRun(ModelRun):
     checkpoints from then on, and a checkpoint that the run cannot go on from is a CheckpointError.
 
     Args:
-        config: A checked configuration.
-        launch: Identity of the run, and which of its restarts this is.
         stop_signals: Requests to stop; from `open` on, the first one only ends the loop after its step.
 
     Attributes:
-        config: As given.
-        algorithm: Record of the algorithm.
-        console: Messages to the user.
         saved: What it resumes from, and what it saves.
     """
 
@@ -147,15 +142,9 @@ class TrainingRun(ModelRun):
     def start_trainable_role(
         self, role: str, model: PreparedModel, heads: Collection[Head] = (Head.LOGPROBS,)
     ) -> "TrainableModel":
-        """Start the workers of a role that is trained beside the policy, after those of the policy, before
-        `restore`.
+        """Start the workers of a role that trains beside the policy; after the policy's, before `restore`.
 
         It takes as many optimizer steps as the policy, and is saved and resumed with it.
-
-        Args:
-            role: Its name.
-            model: Its model.
-            heads: Heads that the model has.
 
         Raises:
             ConfigurationError: There is no room for the workers, or the model's weights cannot be used.
@@ -177,7 +166,6 @@ class TrainingRun(ModelRun):
         """Report where the run begins, and what its settings come to. Writes nothing of the run's own.
 
         Args:
-            num_steps: Steps of the whole run.
             fingerprints: Texts that change when an input does which a resumed run relies on, by the input's name.
         """
         self.saved.begin(num_steps, fingerprints)

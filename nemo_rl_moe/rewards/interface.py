@@ -16,9 +16,7 @@ class ScoringItem:
     """One response to be scored.
 
     Attributes:
-        sample_id: Where the prompt came from.
         prompt: As text, without what a chat template adds.
-        response: As text, without the end token.
         is_truncated: The response was truncated at the length limit before its end.
         record: Whatever the data say of the prompt (`answer`, `metadata`, ...).
     """
@@ -45,7 +43,6 @@ class Score:
     Attributes:
         reward: At most `LARGEST_REWARD` in size; 0 where the environment failed. Of named rewards their weighted sum,
             which `checked_score` puts there.
-        is_correct: Whether it counts as right in `accuracy`.
         fault: Why there is no score; None for a score.
         rewards: Several rewards by name; empty where the environment gives one number.
     """

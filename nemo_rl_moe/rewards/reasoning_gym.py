@@ -61,8 +61,7 @@ class SampledItems:
 
 
 def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> SampledItems:
-    """Draw items with different questions; fewer than asked for when the task hardly makes new ones any
-    more.
+    """Draw items with different questions; fewer than asked for where the task runs out of new ones.
 
     Args:
         seed: Items of one seed are others than those of any other seed, but for chance.

@@ -41,8 +41,7 @@ class RewardWorker:  # pragma: no cover  (runs in other processes)
 
 
 def score_within(limit_s: float, reward_function: RewardFunction, item: ScoringItem) -> Score:
-    """Score a response, or give reward 0 with the fault. Only on the main thread of a process, which gets
-    the alarm.
+    """Score a response, or give reward 0 with the fault; only on a process's main thread.
 
     Args:
         limit_s: Seconds that the environment may take. Code that never returns to the interpreter is not interrupted.

@@ -45,7 +45,6 @@ class _Share:
     """Responses that one call scores.
 
     Attributes:
-        indices: Their places in the batch.
         is_retry: A single response of a share whose worker was lost. If its worker is lost too, it gets the fault.
     """
 
@@ -58,11 +57,9 @@ class _Call:
     """A running call of a worker.
 
     Attributes:
-        worker: The worker's number.
         share: The responses that it scores; None while it starts.
         ping: Of a retry: a call that the worker answers before it scores. If that failed too, the worker had been lost
             before (killed from outside between two calls) and the response is not at fault.
-        started_at: Seconds, by the monotonic clock.
         deadline: Time at which the worker is taken for dead.
     """
 
@@ -232,9 +229,7 @@ class RewardWorkers:
 
 
 def _shares(num_items: int, num_workers: int) -> list[_Share]:
-    """Return an equal share for each worker; the responses to one prompt, which take about as long, go to different
-    ones.
-    """
+    """Return an equal share for each worker; the responses to one prompt go to different ones."""
     shares = (_Share(tuple(range(worker, num_items, num_workers))) for worker in range(num_workers))
     return [share for share in shares if share.indices]
 

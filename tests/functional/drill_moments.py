@@ -25,7 +25,6 @@ ANCHORS = {
     "worker": ("workers ...",),
     "raylet": ("starting Ray ...", "workers ..."),
     "gcs_server": ("starting Ray ...", "workers ..."),
-    "template": ("reading ",),
 }
 TIMED_AS = {"reference": "reference_logprobs", "scoring": "rewards"}
 STEP_LINE = re.compile(r"^step (\d+)/", re.MULTILINE)
@@ -102,8 +101,7 @@ class Moments:
         latest = self._chance.uniform(0.0, LATEST_START_MOMENT_S)
         run.wait_for(lambda: anchor in run.printed, START_LIMIT_S, POLL_S)
         run.wait_for(lambda: victims_of(run, victim, self._notes), START_LIMIT_S)
-        if victim != "template":  # it is there for a second
-            time.sleep(latest)
+        time.sleep(latest)
         return anchor
 
     def _wait_in_step(self, run: run_kills.Run, phase: str, before: int) -> str:

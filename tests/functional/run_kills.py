@@ -19,7 +19,6 @@ from tests.support.deadly_reward import ENGINE_TITLE
 
 WORKER_TITLE = "ray::WorkerProcess"
 DRIVER_OPTION = "--run-id"
-TEMPLATE_MODULE = "data.template_process"
 SERVERS = ("gcs_server", "raylet")
 LOOPBACK = {"127.0.0.1", "::1"}
 """Addresses that nobody outside of the machine reaches."""
@@ -101,7 +100,7 @@ class Run:
         }
 
     def find(self, role: str) -> list[psutil.Process]:
-        """Return the processes of a role: driver, watcher, supervisor, template, worker, engine, gcs_server, raylet."""
+        """Return the processes of a role: driver, watcher, supervisor, worker, engine, gcs_server, raylet."""
         found = []
         for process in dict.fromkeys([*self.family(), *self._below_nodes()]):
             with suppress(psutil.NoSuchProcess):
@@ -119,8 +118,6 @@ class Run:
             return "worker"
         if command and command[0].startswith(ENGINE_TITLE):
             return "engine"
-        if any(TEMPLATE_MODULE in word for word in command):
-            return "template"
         if process.pid == self.process.pid:
             return "supervisor" if self._is_supervised() else "driver"
         return "driver" if DRIVER_OPTION in command and process.ppid() == self.process.pid else None

@@ -63,8 +63,7 @@ def kl_estimate(
 def js_divergence_estimate(
     logprobs: Float[Tensor, "*shape"], other_logprobs: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Return the token by token estimate of the Jensen-Shannon divergence of two distributions, in nats; symmetric,
-    from 0 up.
+    """Estimate the Jensen-Shannon divergence of two distributions for each token, in nats; from 0 up.
 
     With the mixture `m = (p + q) / 2`, half of `p/m - 1 - log(p/m)` and half of the same of `q`, what NeMo-RL logs as
     `js_divergence_error`. As `p + q` is `2m`, that is `log cosh(d / 2)` with `d = log p - log q`, here of a `d` that
@@ -76,8 +75,7 @@ def js_divergence_estimate(
 
 
 def clamped_estimate(estimate: Float[Tensor, "*shape"], config: PolicyGradientLossConfig) -> Float[Tensor, "*shape"]:
-    """Return an estimate of the divergence, no larger in size than `kl_output_clamp_value`, beyond which its gradient
-    is 0.
+    """Bound an estimate by `kl_output_clamp_value` in size, beyond which its gradient is 0.
 
     `k3` grows as `exp(d)`: one token that the reference gives e^10 times the policy's probability counts 22,015 nats,
     and would be the whole of the update.
@@ -103,7 +101,6 @@ def reference_divergence(
         logprobs: Of the policy that is trained.
         prev_logprobs: Of the policy before the step, whose tokens these are; no gradient.
         reference_logprobs: Of the reference model; no gradient.
-        config: The estimate, its gradient and its limit.
     """
     estimate = kl_estimate(logprobs, reference_logprobs, config.reference_policy_kl_type)
     if config.reference_policy_kl_gradient == "divergence":
@@ -125,9 +122,7 @@ def divergence_of_responses(
 
     Args:
         logprobs: Of the policy before the step.
-        reference_logprobs: Of the reference model.
         mask: Tokens that the policy sampled; the others may hold anything.
-        config: The estimate and the limit of each token's.
     """
     estimate = kl_estimate(logprobs.double(), reference_logprobs.double(), config.reference_policy_kl_type)
     return clamped_estimate(estimate, config).where(mask, 0.0).sum(dim=1)

@@ -120,9 +120,7 @@ class PolicyGradientLoss:
 def _valid(
     values: Float[Tensor, "sequences targets"], mask: Bool[Tensor, "sequences targets"]
 ) -> Float[Tensor, "sequences targets"]:
-    """Put 0 where masked, in the gradient too; before any arithmetic, as NaN and infinity times 0 are
-    NaN.
-    """
+    """Put 0 where masked, in the gradient too; before arithmetic, as NaN and infinity times 0 are NaN."""
     return values.where(mask, 0.0)
 
 

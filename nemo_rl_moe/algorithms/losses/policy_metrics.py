@@ -31,7 +31,6 @@ def ratio_metrics(
         ratio: The ratio that the objective is made of, detached.
         bounds: What the objective holds it between.
         both: The bounds without regard to advantages.
-        inputs: The microbatch.
     """
     mask = inputs.token_mask
     lowest, highest = _extremes_of_nothing(inputs)
@@ -59,8 +58,7 @@ def mismatch_metrics(
     generation: Float[Tensor, "sequences targets"],
     inputs: LossInputs,
 ) -> Metrics:
-    """Compute metrics of the mismatch between generation and training with the same weights, and the
-    policy's entropy.
+    """Compute metrics of the mismatch of generation and training, and the policy's entropy.
 
     With a correction or without:
 
@@ -77,8 +75,6 @@ def mismatch_metrics(
     Args:
         current: Log-probabilities of the policy that is trained, detached.
         prev: Of the policy before the step.
-        generation: As the engine that sampled the tokens computed them.
-        inputs: The microbatch.
     """
     mask, difference = inputs.token_mask, (prev - generation).abs()
     ratio = importance_ratio(prev, generation)

@@ -23,7 +23,6 @@ def probability_ratio(
     Args:
         logprobs: Of the policy that is trained; finite where masked.
         prev_logprobs: Of the policy before the step; finite where masked.
-        mask: Valid tokens.
         of_sequences: Give all tokens of a sequence `y` the ratio `(pi(y) / pi_prev(y)) ** (1 / |y|)`, the exponential
             of its mean log-ratio (GSPO, arXiv:2507.18071, eq. 7), whose gradient reaches every token of it.
     """
@@ -47,15 +46,13 @@ def sequence_importance_ratio(
     *,
     geometric: bool,
 ) -> Float[Tensor, "sequences targets"]:
-    """Compute the ratio of each sequence's probability in training to that in generation, at all of its
-    tokens.
+    """Compute the ratio of each sequence's probability in training to generation, at all its tokens.
 
     It has no gradient.
 
     Args:
         prev_logprobs: In training before the step; finite where masked.
         generation_logprobs: In generation; finite where masked.
-        mask: Valid tokens.
         geometric: Give its `1 / |y|`-th power, the geometric mean of its tokens' ratios.
     """
     log_ratio = (prev_logprobs - generation_logprobs).detach().where(mask, 0.0)
@@ -69,9 +66,7 @@ def importance_ratios(
     mask: Bool[Tensor, "sequences targets"],
     config: PolicyGradientLossConfig,
 ) -> tuple[Float[Tensor, "sequences targets"], Float[Tensor, "sequences targets"]]:
-    """Compute the ratios of the configured correction: the one that weighs a token, and the one that has
-    bounds.
-    """
+    """Compute the ratios of the configured correction: one that weighs a token, one that has bounds."""
     if config.importance_sampling_level == "sequence":
         ratio = sequence_importance_ratio(prev, generation, mask, geometric=False)
         return ratio, ratio

@@ -62,9 +62,6 @@ class PreferenceLoss:
     - `reward_margin`: reward of the chosen minus that of the rejected response
     - `logprobs_chosen_mean`, `logprobs_rejected_mean`: sums of the responses' log-probabilities, in nats
     - `num_valid_pairs`, `num_valid_tokens`: pairs, and response tokens, of the global batch
-
-    Attributes:
-        config: The settings of the loss.
     """
 
     config: PreferenceLossConfig
@@ -143,8 +140,6 @@ def preference_losses(
 
     Args:
         chosen: Rewards of the chosen responses, `beta` included.
-        rejected: Rewards of the rejected responses.
-        config: The settings of the loss.
     """
     margins, kind = chosen - rejected, config.preference_loss_type
     if kind == "ipo":

@@ -73,7 +73,6 @@ def lines_about(override: str) -> list[str]:
     return []
 
 
-# Many more, and several at a time: `test_fuzz_configurations.py`.
 @settings(max_examples=10, deadline=None)
 @given(key=st.sampled_from(KEYS), text=st.text(st.characters(codec="utf-8"), max_size=20))
 def test_any_value_for_any_key_loads_or_is_reported(key: str, text: str) -> None:

@@ -153,13 +153,11 @@ def test_interpolation_of_values_sections_neighbours_and_in_text() -> None:
 def test_interpolations_in_a_circle_and_to_nowhere() -> None:
     _, problems = resolve({"a": "${b}", "b": "${a}", "policy": {"model_name": "m"}, "c": "${policy.modelname}"})
     assert problems[("c",)] == "c: '${policy.modelname}' names no key; did you mean policy.model_name?"
-    assert problems[("a",)].startswith("a: '${b}' names keys that name others, in a circle")
+    assert problems[("a",)].startswith("a: '${b}': Recursive interpolation detected")
     assert problems.keys() == {("a",), ("b",), ("c",)}
 
 
 def test_question_marks_mean_still_to_be_given(tmp_path: Path, problems_of: Problems) -> None:
     path = write(tmp_path, "m.yaml", "defaults: sft_tiny_moe.yaml\nlogger: {log_dir: '???'}")
-    assert problems_of(config=path) == [
-        "logger.log_dir: missing; expected text that is not empty and can be a file's name"
-    ]
+    assert problems_of(config=path) == ["logger.log_dir: missing; expected text that is not empty"]
     assert load_config(path, ["logger.log_dir=x"], check_paths=False).logger.log_dir == "x"

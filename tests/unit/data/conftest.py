@@ -3,13 +3,12 @@
 """Tokenizers small enough to check masks by hand."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl_moe.data.template_process import template_process
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from tests.support.byte_tokenizer import make_byte_tokenizer
 
@@ -20,14 +19,6 @@ REPOSITORY = Path(__file__).parents[3]
 def repository() -> Path:
     """The root of the source tree."""
     return REPOSITORY
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_template_process() -> Iterator[None]:
-    """Keeps the process that renders chat templates between tests: it takes a second to start."""
-    process = template_process()
-    yield
-    del process
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from nemo_rl_moe.config.schema_policy import TokenizerConfig
 from nemo_rl_moe.data.chat_template import template_setup
 from nemo_rl_moe.data.corrected_templates import CORRECTED, correct_template
 from nemo_rl_moe.data.left_out import require_all_shown
-from nemo_rl_moe.data.template_renderer import Rendered, RenderRequest, TemplateRenderer
+from nemo_rl_moe.data.template_renderer import Rendered, TemplateRenderer
 from nemo_rl_moe.data.turn_spans import RenderError
 from nemo_rl_moe.launch.setup import use_corrected_template
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
@@ -59,14 +59,12 @@ def renderers(name: str) -> tuple[TemplateRenderer, TemplateRenderer]:
     """The published template's, and ours."""
     published = template_setup(tokenizer_of(name), with_tools=False)
     ours = published.with_template(OURS[name].text())
-    return TemplateRenderer(published, lambda _: None), TemplateRenderer(ours, lambda _: None)
+    return TemplateRenderer(published), TemplateRenderer(ours)
 
 
 def rendered(renderer: TemplateRenderer, *turns: dict[str, Any], **request: Any) -> Rendered:
     first_trained = 0 if turns[-1]["role"] == "assistant" else None
-    return renderer.render(
-        RenderRequest(turns, **{"tools": None, "kwargs": {}, **request}, first_trained=first_trained), 99
-    )
+    return renderer.render(turns, request.get("tools"), request.get("kwargs", {}), first_trained=first_trained)
 
 
 def marked(renderer: TemplateRenderer, *turns: dict[str, Any]) -> str:

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import csv
 
-from nemo_rl_moe.data.template_process import template_process
 from nemo_rl_moe.errors import printable
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.byte_tokenizer import make_byte_tokenizer
@@ -70,12 +69,11 @@ MOST_TOKENS = 40_000
 
 @cache
 def tokenizer_folder() -> Path:
-    """Made once in a process, with the process that renders templates: it takes a second to start."""
+    """Made once in a process."""
     from tempfile import mkdtemp
 
     folder = Path(mkdtemp(prefix="fuzz_tokenizer_"))
     make_byte_tokenizer(TEMPLATE).save_pretrained(folder)
-    tokenizer_folder.process = template_process()  # type: ignore[attr-defined]
     return folder
 
 

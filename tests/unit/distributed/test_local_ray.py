@@ -296,25 +296,6 @@ def test_a_program_that_has_succeeded_before_it_ends(servers: Path) -> None:
     assert done.stderr == ""
 
 
-def test_a_server_that_is_stopped_counts_as_dead_after_a_while(servers: Path) -> None:
-    """It stays until the program has reported why it ends: Ray would end the program as soon as it is gone."""
-    waiting = PROGRAM[PROGRAM.index("gone, alive =") : PROGRAM.index("goes_on =")]
-    stopping = "local_ray.FROZEN_S = 1.0\nfake.started[victim].suspend()\ntime.sleep(0.3)\nassert fake.failure is None"
-    program = PROGRAM.replace("fake.started[victim].kill()", stopping).replace(waiting, "")
-    ending = "assert fake.started[victim].is_running()\ntime.sleep(600)"
-    done = subprocess.run(
-        [sys.executable, "-c", program + ending, str(servers), "raylet", "0.5"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == EXIT_RUN_FAILED, done.stderr
-    assert done.stderr.startswith("error: Ray's raylet (pid "), done.stderr
-    assert done.stderr.endswith(") on this machine has been stopped (SIGSTOP) for 1 s\n"), done.stderr
-    commands = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
-    assert not [command for command in commands if str(servers) in command], "nothing is left"
-
-
 def test_a_program_that_hangs_is_ended(servers: Path) -> None:
     done = run_program(servers, "raylet", "time.sleep(600)", unwinding_s=0.5)
     assert done.returncode == EXIT_RUN_FAILED, done.stderr

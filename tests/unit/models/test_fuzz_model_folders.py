@@ -18,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_rl_moe.data.template_process import template_process
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.fuzzing import Case, Output, command, fuzz
 from tests.support.hf_folders import tiny_tensors, write_folder
@@ -33,8 +32,7 @@ SMALL = {"num_hidden_layers": 2, "num_experts": 4, "max_window_layers": 2, "voca
 
 @cache
 def model_folder() -> Path:
-    """A model of two layers in two files, made once in a process, with the process that renders templates."""
-    model_folder.process = template_process()  # type: ignore[attr-defined]
+    """A model of two layers in two files, made once in a process."""
     folder = Path(mkdtemp(prefix="fuzz_model_")) / "model"
     config = json.loads((TINY / "config.json").read_text()) | SMALL
     write_folder(tiny_tensors(SimpleNamespace(**config)), folder, num_files=2)

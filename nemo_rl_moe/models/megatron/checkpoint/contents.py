@@ -78,7 +78,6 @@ def check_names(
     Args:
         directory: For the message.
         wanted: Of this rank.
-        saved: All names in the checkpoint.
         may_be_left_out: Whether the model may do without a name in the checkpoint.
 
     Returns:

@@ -65,10 +65,8 @@ def sharded_range(
     """Return the pieces of full tensors that form a range of a flattened parameter, as views of its values.
 
     Args:
-        parameter: The sharded parameter.
         start: Beginning of the range in the flattened parameter.
         values: One for each entry of the range, such as a moment.
-        prefix: Of the tensors' names.
         replica: Index of this copy among ranks with the same parameters; the first is written.
 
     Raises:

@@ -123,8 +123,7 @@ def _damage_of_all_ranks(directory: Path, parts: PartsRead | None, *, has_failed
 
 
 def _index_of_all_ranks(directory: Path, *, with_optimizer: bool) -> Metadata:
-    """Return the index, once every rank has checked the folder, because a missing rank would keep the others
-    waiting."""
+    """Return the index once every rank has checked the folder: a missing rank would block the others."""
     index: Metadata | None = None
     problem, fingerprint = None, None
     try:

@@ -74,10 +74,6 @@ def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: Mapping[s
     """Return every tensor of the optimizer that this rank updates, a dictionary for each of its parts.
 
     Nothing is copied or sent: a distributed optimizer's rank has its own range of the flattened parameters.
-
-    Args:
-        optimizer: With its state allocated.
-        model_state: The sharded parameters themselves.
     """
     return [
         _sharded_of_distributed(part, model_state)
@@ -134,9 +130,7 @@ def _numbered(name: str, among: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _ranges_of_distributed(part: Any) -> Iterator[tuple[Tensor, int]]:
-    """Yield the model's parameters that this rank updates a range of, with its beginning, as Megatron-Core counts
-    them.
-    """
+    """Yield the parameters that this rank updates a range of, with its beginning in Megatron-Core's count."""
     for dtypes in part.gbuf_ranges:
         for buckets in dtypes.values():
             for bucket in buckets:

@@ -132,9 +132,7 @@ class CheckpointWrite:
         return outcome[0]
 
     def _complete(self, results: list[list[WriteResult]], files: dict[str, list[Part]]) -> str | None:
-        """Write index and checksums, if the first rank finds the parts of all ranks. Return the problem, or
-        None.
-        """
+        """Write index and checksums if rank 0 finds the parts of all ranks; return the problem, or None."""
         try:
             problem = _torn_part(self._directory, results)
             if problem is None:
