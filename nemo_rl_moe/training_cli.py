@@ -47,7 +47,7 @@ _DATA_HELP = """\
 Reads the training data with the tokenizer, the chat template and the lengths of the configuration, as a run does, and
 starts nothing. Shows, in the order of the data,
 
-  sft   conversations: what is trained on, what is context, and what is cut off at policy.max_total_sequence_length
+  sft   conversations: what is trained on, what is context, and what is truncated at policy.max_total_sequence_length
   dpo   the chosen and the rejected response of each pair, with their prompt
   grpo  the prompts as the model gets them
 
