@@ -350,7 +350,8 @@ class EnvironmentConfig(StrictModel):
     prompt, scored by the reward function that `name` names."""
     rollout_timeout_s: Seconds | None
     """Seconds that the code and the tools of one trajectory of `rollout` may take; then it has failed, and is counted.
-    Time in which it waits for the model's responses or for `session.score()` does not count. null: no limit."""
+    Time in which it waits for the model's responses or for `session.score()` does not count, nor that of other
+    trajectories. null: no limit."""
 
     @property
     def is_custom(self) -> bool:

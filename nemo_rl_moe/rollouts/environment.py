@@ -41,6 +41,7 @@ class Turn:
 
     Attributes:
         token_ids: Its sampled tokens, the end token included where there is one.
+        text: The same as text, without the end token.
         is_truncated: It was truncated at a limit on its tokens.
     """
 
@@ -54,8 +55,16 @@ class Session:
     """A trajectory while it grows: what an environment asks to generate, and the tokens that it adds itself.
 
     Attributes:
+        prompt: What the trajectory begins with.
+        group_id: Trajectories of one group are compared with each other.
+        sampling: How tokens are sampled.
         seed: Of the first response; later ones have seeds that follow from it.
+        max_tokens: Most tokens of the whole sequence.
+        submit_request: Has one sequence continued.
         submit_item: Has one response scored by the reward function that the configuration names.
+        decode: From token ids to text.
+        encode: From text to token ids, special tokens in the text included.
+        reward_weights: Of each named reward; None where a score is one number.
         model_inputs: Further inputs of the model; an environment may add some between turns.
     """
 
@@ -192,6 +201,7 @@ class Session:
         """Return the trajectory as it is now.
 
         Args:
+            score: What it is worth.
             metrics: Further numbers, logged as means over trajectories.
         """
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
@@ -221,7 +231,12 @@ class Session:
         )
 
     def failed(self, fault: Fault, message: str) -> Trajectory:
-        """Return the trajectory as it is now, with the reason why it has no score."""
+        """Return the trajectory as it is now, with the reason why it has no score.
+
+        Args:
+            fault: Kind of the failure.
+            message: What went wrong, in one line.
+        """
         return self.finish(Score(0.0, is_correct=False, fault=fault, message=message))
 
 
@@ -253,7 +268,12 @@ class SingleTurn:
 
 
 class RolloutFunction:
-    """An environment of a user's own, as a coroutine function of a session."""
+    """An environment of a user's own, as a coroutine function of a session.
+
+    Args:
+        function: Makes one trajectory.
+        name: Its name in the configuration.
+    """
 
     def __init__(self, function: Callable[[Session], Awaitable[object]], name: str):
         self._function, self._name = function, name

@@ -23,6 +23,7 @@ class FailureRule:
     """Treatment of failed responses in the groups of a step, so that failing is never better than an answer.
 
     Attributes:
+        on_failure: As `env.on_failure`.
         fewest_of_group: Scored responses below which a group is left out, where failed ones are.
         fewest_of_step: Scored responses below which the whole step is left out, where failed ones are.
     """

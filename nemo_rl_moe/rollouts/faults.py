@@ -26,6 +26,7 @@ class FaultWatch:
     Args:
         max_failed: Generations in a row that fail in this way, at the last of which the run ends; None: it never does.
         score_truncated: Responses that were cut are scored too.
+        on_failure: As `env.on_failure`.
         warn: Receives a line at the first failure of each kind, and where all of a generation failed.
     """
 

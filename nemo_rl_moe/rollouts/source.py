@@ -28,6 +28,7 @@ class RolloutGroups:
 
     Attributes:
         trained: Those that are trained on, group after group.
+        generated: All of them, group after group.
         num_generations: Trajectories of a group.
         num_rounds: How often trajectories were generated.
         num_filled: Zero-variance groups among the trained ones, which only fill up the batch.
@@ -58,6 +59,7 @@ class RolloutSource(Protocol):
 
         Args:
             step: Steps done.
+            clock: Times the phases.
         """
         ...
 
@@ -87,6 +89,9 @@ class SynchronousSource:
 
     Args:
         config: The `grpo` section.
+        worker: Makes trajectories.
+        rounds: The prompts of each epoch, at least one round.
+        sampling: How tokens are sampled.
         failures: Treatment of responses that the environment failed to score.
         informative: Says which groups, of trajectories group after group, are worth training on; dynamic sampling
             replaces the others.
@@ -126,12 +131,13 @@ class SynchronousSource:
         self._start()
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
-        """Generate until there are enough groups for a step, and let the engine sleep.
+        """Generate until there are enough groups for a step, and lets the engine sleep.
 
         Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476, section 3.2) replaces zero-variance groups by those of
         further prompts. After `dynamic_sampling_max_gen_batches` rounds, or when no prompts are left, they fill up the
         step: a run goes on where all prompts are too easy or too hard, and a metric reports. Groups without a response
-        to train on, for want of scores, come last.
+            to
+        train on, for want of scores, come last.
         """
         config = self._config
         num_generations = config.num_generations_per_prompt

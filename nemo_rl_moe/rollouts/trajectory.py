@@ -39,13 +39,20 @@ class Trajectory:
     There is no split into prompt and completion: the mask says which tokens are trained on.
 
     Attributes:
+        sample_id: Where its prompt came from.
         group_id: Trajectories of one group are compared with each other; the others of its group have the same.
+        token_ids: The whole sequence.
         loss_mask: True on tokens that are trained on, as targets.
         logprobs: Log-probability of each sampled token by the engine that sampled it, in nats; 0 on all other tokens.
         weight_versions: Optimizer steps of the weights that sampled each token; `NOT_SAMPLED` on all other tokens.
         reward: What it is worth; finite.
+        is_correct: Whether it counts as right in `accuracy`.
+        finish_reason: Why it ended.
         num_turns: Responses of the model.
+        prompt_text: What was asked, for the eye.
+        response_text: What came of it, for the eye.
         fault: Why the environment gave no reward; None where it did.
+        fault_message: What went wrong, in one line.
         overlong: Message about tokens of the environment that did not fit, before which it ended; empty where all did.
         rewards: Several rewards by name, of which `reward` is the weighted sum; empty where there is one number, and
             where the environment gave none.
@@ -142,6 +149,7 @@ def training_batch(
     Args:
         trajectories: In the order of the advantages.
         advantages: One for each trajectory, or for each of its tokens.
+        pad_token_id: What stands after a sequence's end.
         leave_out_truncated: Train on no token of a trajectory that was truncated at a limit (DAPO's overlong
             filtering).
         takes_part: Trajectories that are trained on; of the others no token is. They stay in the batch, so that sizes
@@ -206,6 +214,7 @@ def rollout_metrics(
     and are left out where none does. The weighted sum of the named means is `reward`.
 
     Args:
+        trajectories: All of them.
         counted: Those whose rewards count; None: all.
     """
     lengths = np.array([trajectory.num_sampled_tokens for trajectory in trajectories])

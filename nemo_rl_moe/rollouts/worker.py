@@ -18,10 +18,10 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import BatchReward, Score, ScoringItem
 from nemo_rl_moe.rollouts.environment import Decode, Encode, Environment, Session
 from nemo_rl_moe.rollouts.limits import RolloutLimits, RolloutWatch
-from nemo_rl_moe.rollouts.running import RunningTrajectory
+from nemo_rl_moe.rollouts.running import RunningTrajectory, task_factory
 from nemo_rl_moe.rollouts.scoring import ScoringQueue
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from nemo_rl_moe.rollouts.trajectory_timer import RolloutClock, TrajectoryTimer
+from nemo_rl_moe.rollouts.trajectory_timer import ThreadTime, TrajectoryTimer
 
 CHECK_S = 0.1
 """Seconds between two looks at the limits, while a trajectory waits for something of its own."""
@@ -38,7 +38,16 @@ class RolloutWorker:
     repeated to the last bit.
 
     Attributes:
+        engine: Generates.
+        reward function: Scores responses.
+        environment: Drives the trajectories.
+        decode: From token ids to text.
+        encode: From text to token ids.
+        max_tokens: Most tokens of a trajectory.
         watch: Sees the trajectories of each call, and may end the run by an error.
+        reward_weights: Of each named reward; None where a score is one number.
+        limits: Limits in time.
+        report_progress: Receives the number of sequences that a call has so far.
     """
 
     engine: GenerationEngine
@@ -60,11 +69,15 @@ class RolloutWorker:
         seed_key: Sequence[int],
         clock: PhaseClock,
     ) -> list[Trajectory]:
-        """Return the trajectories of each prompt, group after group; the engine stays awake.
+        """Return the trajectories of each prompt, group after group. The engine stays awake: the source of a step lets
+        it sleep.
 
         Args:
             prompts: At least one.
+            num_generations: Trajectories of each prompt.
+            sampling: How tokens are sampled.
             seed_key: Whole numbers that name this call; the same ones give the same trajectories.
+            clock: Gets the phases `generation` and `rewards`.
 
         Raises:
             RewardWorkersFailedError: The watch ends the run.
@@ -72,24 +85,40 @@ class RolloutWorker:
             DataError: An image of a prompt cannot be read any more, or has changed.
         """
         seeds = np.random.SeedSequence(list(seed_key)).generate_state(len(prompts) * num_generations, np.uint64)
+        thread = ThreadTime(self.limits.clock)
         self.engine.wake()
-        loop = asyncio.new_event_loop()  # unlike `asyncio.run`, it leaves the handling of signals alone
-        try:
-            call = _Call(self, sampling, clock)
-            trajectories = loop.run_until_complete(call.run(prompts, num_generations, seeds.tolist()))
-        finally:
-            loop.close()
+        with RolloutWatch(self.limits, thread) as watch:
+            loop = asyncio.new_event_loop()  # unlike `asyncio.run`, it leaves the handling of signals alone
+            try:
+                call = _Call(self, sampling, clock, thread, watch)
+                trajectories = loop.run_until_complete(call.run(prompts, num_generations, seeds.tolist()))
+            finally:
+                loop.close()
         self.watch(trajectories)
         return trajectories
 
 
 class _Call:
-    """One call of a worker: trajectories from their prompts to their ends."""
+    """One call of a worker: trajectories from their prompts to their ends.
 
-    def __init__(self, worker: RolloutWorker, sampling: SamplingParameters, clock: PhaseClock):
+    Args:
+        worker: The worker.
+        sampling: How tokens are sampled.
+        clock: Gets the phases `generation` and `rewards`.
+        thread: Time of this thread.
+        watch: Keeps the limits.
+    """
+
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        sampling: SamplingParameters,
+        clock: PhaseClock,
+        thread: ThreadTime,
+        watch: RolloutWatch,
+    ):
         self._worker, self._sampling, self._clock = worker, sampling, clock
-        self._time = RolloutClock(worker.limits.clock)
-        self._watch = RolloutWatch(worker.limits, self._time)
+        self._time, self._watch = thread, watch
         self._engine_in_lockstep = worker.engine if isinstance(worker.engine, LockstepEngine) else None
         score = worker.reward_function.score
         self._scores_in_lockstep: Lockstep[ScoringItem, Score] = Lockstep(lambda batch: enumerate(score(batch)))
@@ -102,6 +131,7 @@ class _Call:
 
     async def run(self, prompts: Sequence[Prompt], num_generations: int, seeds: Sequence[int]) -> list[Trajectory]:
         """Make the trajectories, group after group."""
+        asyncio.get_running_loop().set_task_factory(task_factory(self._time))
         # The trajectories of a group share the arrays of their images.
         prepared = zip(prompts, prompt_inputs(prompts), strict=True)
         repeated = [pair for pair in prepared for _ in range(num_generations)]
@@ -109,6 +139,8 @@ class _Call:
             self._start(prompt, number, num_generations, seed, inputs)
             for number, ((prompt, inputs), seed) in enumerate(zip(repeated, seeds, strict=True))
         ]
+        timers = [each.timer for each in started]
+        self._watch.observe(timers, lambda: [each.timer for each in started if each.is_running])
         try:
             while True:
                 await asyncio.sleep(0)
@@ -160,10 +192,10 @@ class _Call:
         """End trajectories that take too long; raise what ends the run."""
         if self._engine_in_lockstep is None and any(each.waits_for for each in started):
             self._watch.note_progress()  # an engine or a reward function that hangs has limits of its own
-        self._watch.look([each.timer for each in started], [each.timer for each in started if each.is_running])
+        self._watch.check_request_to_stop()
         for each in started:
             if not each.has_ended and self._watch.has_expired(each.timer):
-                each.expire(self._worker.limits.timeout_text(each.timer.where()))
+                each.expire(self._worker.limits.timeout_text(each.timer.ended_at or each.timer.where()))
             each.check()
 
     async def _wait_for_a_change(self, started: Sequence[RunningTrajectory]) -> None:
@@ -189,7 +221,6 @@ class _Call:
             self._watch.note_progress()
             with self._clock.phase("rewards"):
                 await asyncio.sleep(0)
-            self._watch.warn_of_blocking()
 
 
 async def _cancel_all() -> None:

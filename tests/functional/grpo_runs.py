@@ -92,14 +92,17 @@ async def ask_twice(session: Session) -> Trajectory:
 
 
 HANG_FILE = "hang"
-"""While a file of this name is in the working folder, `ask_twice_or_hang` hangs: "await" or "thread"."""
+"""While a file of this name is in the working folder, `ask_twice_or_hang` hangs: "await", "block" or "thread"."""
 
 
 async def ask_twice_or_hang(session: Session) -> Trajectory:
     """`ask_twice`, with a tool that hangs in one of four trajectories."""
     hang = Path(HANG_FILE)
     if session.seed % 4 == 0 and hang.exists():
-        await (asyncio.to_thread(time.sleep, 3600) if hang.read_text() == "thread" else asyncio.sleep(3600))
+        how = hang.read_text()
+        if how == "block":
+            time.sleep(3600)
+        await (asyncio.to_thread(time.sleep, 3600) if how == "thread" else asyncio.sleep(3600))
     return await ask_twice(session)
 
 

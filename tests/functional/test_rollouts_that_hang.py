@@ -39,7 +39,7 @@ def run_to_the_end(folder: Path, data: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["await", "thread"])
+@pytest.mark.parametrize("how", ["await", "block", "thread"])
 def test_a_request_to_stop_keeps_all_steps_that_are_done(how: str, tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path / "data", 24)
     unharmed, faulty = tmp_path / "unharmed", tmp_path / "faulty"

@@ -1,9 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout functions that hang or block: they are reported; hanging ones cost their trajectory, or yield to a stop."""
+"""Rollout functions that hang or block: they cost their trajectory, are reported, and give way to a request to stop."""
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,11 +13,13 @@ import pytest
 
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
+from nemo_rl_moe.rollouts import limits as limits_module
 from nemo_rl_moe.rollouts.environment import RolloutFunction, Session
 from nemo_rl_moe.rollouts.limits import (
     BLOCKED_S,
     QUIET_S,
     STOP_GRACE_S,
+    STUBBORN_S,
     RolloutLimits,
     RolloutsGivenUpError,
 )
@@ -54,6 +57,7 @@ class Rollouts:
         stop: Request to stop.
         timeout_s: Limit of a trajectory.
         reported: All messages and warnings.
+        ends: Texts with which the process would have been ended.
     """
 
     function: Callable[[Session, MovedClock], Awaitable[Trajectory]]
@@ -62,6 +66,7 @@ class Rollouts:
     timeout_s: float | None = TIMEOUT_S
     clock: MovedClock = field(default_factory=MovedClock)
     reported: list[str] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
 
     def run(self, num_prompts: int = 3) -> list[Trajectory]:
         async def rollout(session: Session) -> Trajectory:
@@ -74,6 +79,7 @@ class Rollouts:
             self.reported.append,
             self.reported.append,
             self.clock,
+            self.ends.append,
         )
         worker = make_worker(self.engine, FakeRewardFunction(), RolloutFunction(rollout, "tools:use_tools"))
         return replace(worker, limits=limits).run(prompts(num_prompts), 1, SAMPLING, (3, 1), PhaseClock())
@@ -118,6 +124,42 @@ def test_a_tool_that_hangs_costs_its_trajectory_alone() -> None:
     assert cancelled == ["train:1"], "its code hears of it"
 
 
+def test_code_that_blocks_the_thread_of_all_costs_its_trajectory_alone() -> None:
+    def look_up_synchronously(clock: MovedClock) -> None:
+        clock.move(TIMEOUT_S + 1)
+        time.sleep(FOR_EVER_S)
+
+    async def blocks(session: Session, clock: MovedClock) -> Trajectory:
+        await session.generate()
+        if is_faulty(session):
+            with suppress(Exception):  # as careful code does
+                look_up_synchronously(clock)
+        return await two_turns(session)
+
+    rollouts = Rollouts(blocks)
+    assert_faulty_alone(rollouts.run(), "look_up_synchronously")
+    (blocking,) = [text for text in rollouts.reported if "main thread" in text]
+    assert blocking.startswith("env.rollout: tools:use_tools has kept the run's main thread for 601 s (train:1,")
+    assert "asyncio.to_thread" in blocking
+    assert "time.sleep(FOR_EVER_S)" in blocking, "its stack"
+    assert "asyncio/" not in blocking, "and nothing above it"
+    assert not rollouts.ends
+
+
+def test_a_task_that_a_function_starts_counts_for_it() -> None:
+    async def blocks_in_a_task(session: Session, clock: MovedClock) -> Trajectory:
+        async def tool() -> None:
+            clock.move(TIMEOUT_S + 1)
+            time.sleep(FOR_EVER_S)
+
+        await session.generate()
+        if is_faulty(session):
+            await asyncio.gather(tool(), asyncio.sleep(0))
+        return await two_turns(session)
+
+    assert_faulty_alone(Rollouts(blocks_in_a_task).run(), "tool")
+
+
 def test_code_that_cannot_be_cancelled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_rl_moe.rollouts.worker.CLEANUP_S", 0.1)
 
@@ -137,7 +179,7 @@ def test_code_that_cannot_be_cancelled_is_left_behind(monkeypatch: pytest.Monkey
         over.set()
 
 
-def test_time_of_the_engine_does_not_count() -> None:
+def test_time_of_the_engine_and_of_other_trajectories_does_not_count() -> None:
     clock = MovedClock()
 
     class Slow(FakeEngine):
@@ -148,10 +190,10 @@ def test_time_of_the_engine_does_not_count() -> None:
 
     async def uses_a_tool(session: Session, clock: MovedClock) -> Trajectory:
         await session.generate()
-        clock.move(TIMEOUT_S * 0.1)
+        clock.move(TIMEOUT_S * 0.4)  # its own code keeps the thread, and the others wait
         await asyncio.sleep(0.03)  # while the engine answers others, too
         await session.generate()
-        clock.move(TIMEOUT_S * 0.1)
+        clock.move(TIMEOUT_S * 0.4)
         return session.finish(await session.score())
 
     found = Rollouts(uses_a_tool, Slow(), clock=clock).run()
@@ -179,6 +221,23 @@ def test_null_is_no_limit() -> None:
     assert [found.fault for found in Rollouts(takes_long, timeout_s=None).run()] == [None] * 3
 
 
+def test_code_that_does_not_let_itself_be_interrupted_ends_the_process() -> None:
+    async def takes_no_hint(session: Session, clock: MovedClock) -> Trajectory:
+        clock.move(TIMEOUT_S + STUBBORN_S + 1)
+        deadline = time.monotonic() + 60
+        while not rollouts.ends and time.monotonic() < deadline:
+            with suppress(BaseException):
+                time.sleep(0.05)
+        return await two_turns(session)
+
+    rollouts = Rollouts(takes_no_hint)
+    rollouts.run(num_prompts=1)
+    assert rollouts.ends[0].startswith(
+        "env.rollout: tools:use_tools keeps the run's main thread for 631 s and does not let itself be interrupted"
+        " (train:0, response 1 of 1, at test_rollout_limits.py:"
+    )
+
+
 def test_who_is_waited_for_is_reported_again_and_again_but_ever_less_often() -> None:
     async def waits(session: Session, clock: MovedClock) -> Trajectory:
         await session.generate()
@@ -190,39 +249,35 @@ def test_who_is_waited_for_is_reported_again_and_again_but_ever_less_often() -> 
 
     rollouts = Rollouts(waits)
     rollouts.run()
-    # Not of code that blocks, which a clock that leaps looks like.
-    reported = [text for text in rollouts.reported if text.startswith("rollouts: ")]
-    assert len(reported) == 3, reported  # after 10, 20 and 40 seconds
-    assert reported[0].startswith(
+    assert len(rollouts.reported) == 3, rollouts.reported  # after 10, 20 and 40 seconds
+    assert rollouts.reported[0].startswith(
         "rollouts: no progress for 11 s; 2 of 3 trajectories have ended or wait for the others; running: train:1,"
         " response 1 of 1 (11 of 600 s, at test_rollout_limits.py:"
     )
-    assert reported[0].endswith(" in waits)")
+    assert rollouts.reported[0].endswith(" in waits)")
 
 
-@pytest.mark.parametrize("seconds", [BLOCKED_S - 1, BLOCKED_S + 1])
-def test_code_that_blocks_the_thread_of_all_is_reported_once(seconds: float) -> None:
-    async def blocks(session: Session, clock: MovedClock) -> Trajectory:
-        await session.generate()
-        if is_faulty(session):
-            clock.move(seconds)
-        await session.generate()
-        if is_faulty(session):
-            clock.move(seconds)
-        return session.finish(Score(1.0, is_correct=True))
+def test_short_calls_that_block_are_not_reported() -> None:
+    async def blocks_a_little(session: Session, clock: MovedClock) -> Trajectory:
+        clock.move(BLOCKED_S - 1)
+        time.sleep(2 * limits_module.POLL_S)
+        return await two_turns(session)
 
-    rollouts = Rollouts(blocks)
-    rollouts.run()
-    expected = ["env.rollout: tools:use_tools has kept the run's main thread for 6 s, and all other trajectories"]
-    assert [text[: len(expected[0])] for text in rollouts.reported] == expected[: seconds > BLOCKED_S]
+    rollouts = Rollouts(blocks_a_little)
+    rollouts.run(num_prompts=1)
+    assert rollouts.reported == []
 
 
-def test_a_request_to_stop_gives_up_rollouts_that_make_no_progress() -> None:
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_request_to_stop_gives_up_rollouts_that_make_no_progress(blocks: bool) -> None:
     async def hangs(session: Session, clock: MovedClock) -> Trajectory:
         await session.generate()
         if is_faulty(session):
             rollouts.stop = "SIGTERM"
             clock.move_soon(STOP_GRACE_S + 1)
+            if blocks:
+                threading.Timer(1.0, clock.move, [STOP_GRACE_S + 1]).start()
+                time.sleep(FOR_EVER_S)
             await look_up_for_ever()
         return await two_turns(session)
 
