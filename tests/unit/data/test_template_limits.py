@@ -63,7 +63,9 @@ def problem(tokenizer):
         ("{% include 'a' %}", "the chat template refers to another template, and there is none beside it"),
         ("{{ '(' * 1000 }}" + "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "the chat template is not valid Jinja: "),
         pytest.param(ENDLESS, "the chat template takes longer than 2 s to render", marks=pytest.mark.slow),
-        ("{{ 7 ** (10 ** 9) }}", "the chat template takes longer than 2 s to render"),
+        pytest.param(
+            "{{ 7 ** (10 ** 9) }}", "the chat template takes longer than 2 s to render", marks=pytest.mark.full
+        ),
         # The tests of memory below fill it, too.
         pytest.param(
             FILLS_MEMORY, "the chat template needs more than 384 MB of memory to render", marks=pytest.mark.slow
@@ -145,6 +147,7 @@ def test_the_process_ends_when_nobody_needs_it(monkeypatch):
     assert template_process._shared() is None
 
 
+@pytest.mark.full
 def test_an_interrupted_question_is_not_answered_by_the_next_reply(monkeypatch):
     process = TemplateProcess()
     setup = template_process.TemplateSetup(GOOD, {}, "", ())
@@ -173,6 +176,7 @@ def test_an_interrupted_question_is_not_answered_by_the_next_reply(monkeypatch):
     assert rendered.text == "q<|end|>a<|end|>"
 
 
+@pytest.mark.full
 def test_many_conversations_keep_their_order(byte_tokenizer):
     """More than are sent at a time, and longer ones than fit together."""
     lengths = [*range(1, 250), 700_000, 1, 700_000, 2]
