@@ -43,9 +43,12 @@ IN_PARALLEL := -n 2 --dist worksteal
 # Two files of runs at a time: half of a run is starting processes, which two cores do side by side.
 RUNS_IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
+# What continuous integration runs. Without -m, pytest leaves out those marked `full` as well (pyproject.toml).
+ALL := not slow and not vllm and not trl
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install gpu vllm trl test-gpu test-vllm test-slow-vllm demo demo-vision demo-vllm test lint types docs test-unit test-functional test-other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
+.PHONY: help install gpu vllm trl test-gpu test-vllm test-slow-vllm demo demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -82,8 +85,11 @@ demo-vllm: $(VLLM_STAMP) ## the demo's reinforcement learning with rollouts by v
 	@echo "[demo-vllm] nemo-rl-moe grpo --config examples/configs/grpo_tiny_moe_vllm.yaml checkpointing.resume=never"
 	@$(VENV)/bin/python -m nemo_rl_moe.cli grpo --config examples/configs/grpo_tiny_moe_vllm.yaml checkpointing.resume=never
 
-test: lint types test-unit test-functional ## what to run before a change; .ci/run lists what continuous integration runs
+test: lint types test-unit test-functional ## what to run before a change, in minutes: every subject in a few of its cases
 	@echo "[test] all passed"
+
+test-all: lint types test-all-unit test-all-functional ## what continuous integration runs of them (.ci/run): every case, but for the slow tests
+	@echo "[test-all] all passed"
 
 lint: $(TEST_STAMP) ## style of the code (ruff), and who may import whom (import-linter)
 	@echo "[lint] ruff"
@@ -96,13 +102,21 @@ types: $(TEST_STAMP) ## types (mypy)
 	@echo "[types] mypy"
 	@$(VENV)/bin/python -m mypy
 
-test-unit: $(TEST_STAMP) ## unit tests
+test-unit: $(TEST_STAMP) ## unit tests, in a few cases of every subject
 	@echo "[test-unit] with Megatron-Core as installed in $(VENV)"
 	@$(PYTEST) tests/unit $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
 
-test-functional: $(TEST_STAMP) ## real runs with Ray and Megatron-Core
+test-functional: $(TEST_STAMP) ## real runs with Ray and Megatron-Core, a few of every kind
 	@echo "[test-functional] with Megatron-Core as installed in $(VENV)"
 	@$(PYTEST) tests/functional $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS)
+
+test-all-unit: $(TEST_STAMP) ## unit tests: all but the slow ones
+	@echo "[test-all-unit] with Megatron-Core as installed in $(VENV)"
+	@$(PYTEST) tests/unit -m "$(ALL)" $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
+
+test-all-functional: $(TEST_STAMP) ## real runs: all but the slow ones
+	@echo "[test-all-functional] with Megatron-Core as installed in $(VENV)"
+	@$(PYTEST) tests/functional -m "$(ALL)" $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS)
 
 # Asked first whether the release really is the other one: a second pass on the first release would pass and mean nothing.
 test-other-megatron: $(TEST_STAMP) $(OTHER_STAMP) ## the tests that touch Megatron-Core, on the other supported release of it
@@ -111,7 +125,7 @@ test-other-megatron: $(TEST_STAMP) $(OTHER_STAMP) ## the tests that touch Megatr
 		'from importlib.metadata import version; found = version("megatron-core"); assert found == "$(OTHER_MEGATRON)", found'
 	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) tests/unit -m "megatron and not slow" $(IN_PARALLEL) \
 		$(PYTEST_ARGUMENTS)
-	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) $(OTHER_FUNCTIONAL) $(PYTEST_ARGUMENTS)
+	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) $(OTHER_FUNCTIONAL) -m "$(ALL)" $(PYTEST_ARGUMENTS)
 
 trl: $(TRL_STAMP) ## TRL beside .venv, for the tests of the callback in its trainers
 
@@ -122,7 +136,7 @@ test-trl: $(TEST_STAMP) $(TRL_STAMP) ## what runs in trainers of transformers an
 test-browser: $(TEST_STAMP) ## reports of runs opened in a browser, skipped without one: apt-get install chromium
 	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_report_images_browser.py tests/functional/test_audit_browser.py $(PYTEST_ARGUMENTS)
 
-test-slow: test-slow-unit test-slow-functional test-drills test-trl ## tests that `make test` leaves out, for the time that they take
+test-slow: test-slow-unit test-slow-functional test-drills test-trl ## tests that `make test-all` leaves out, for the time that they take
 
 # Exit code 5: PYTEST_ARGUMENTS choose none of them.
 test-slow-unit: $(TEST_STAMP) ## the slow unit tests: model families in every layout, memory, kills while saving

@@ -52,7 +52,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_report_header() -> str:
-    """Names the release that this pass tests: `make test` makes two passes, on different ones."""
+    """Names the release that this pass tests: `.ci/run` makes two passes, on different ones."""
     return f"megatron-core: {importlib.metadata.version('megatron-core')}"
 
 

@@ -82,6 +82,7 @@ def test_there_and_back_changes_nothing(model: Path, megatron_model: Path) -> No
     assert not list(model.parent.glob("*.incomplete"))
 
 
+@pytest.mark.full
 def test_output_reports_the_router_settings_and_what_to_do_with_it(model: Path, tmp_path: Path) -> None:
     """As a user types it."""
     words = ["convert", "--from", "hf", "--to", "megatron", "--input", str(model), "--output", str(tmp_path / "out")]
@@ -271,6 +272,7 @@ def checkpoints(megatron_model: Path, data: Path, tmp_path_factory: pytest.TempP
     return train(tmp_path_factory.mktemp("from_megatron"), data, megatron_model)
 
 
+@pytest.mark.full
 def test_a_checkpoint_becomes_the_model_that_the_run_ended_with(checkpoints: Path, tmp_path: Path) -> None:
     target = converted(checkpoints / "step_3", tmp_path / "exported", "megatron", "hf")
     assert_same_tensors(target, checkpoints / "final")
@@ -284,6 +286,7 @@ def test_a_checkpoint_becomes_the_model_that_the_run_ended_with(checkpoints: Pat
     assert f"name one, such as --input {checkpoints / 'step_3'}" in done.stderr
 
 
+@pytest.mark.full
 def test_transformers_loads_a_finished_run(checkpoints: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

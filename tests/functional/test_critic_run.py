@@ -99,6 +99,7 @@ def test_it_fits_the_returns(runs: Runs) -> None:
         assert line["value"] == pytest.approx(line["value_in_loss"], abs=1e-6), "as measured before the update"
 
 
+@pytest.mark.full
 def test_it_goes_on_to_the_last_bit(runs: Runs) -> None:
     runs("stopped", SAVED_AT)
     done = runs("stopped")
@@ -108,6 +109,7 @@ def test_it_goes_on_to_the_last_bit(runs: Runs) -> None:
         assert weights_of(runs.checkpoints("stopped") / final) == weights_of(runs.checkpoints("whole") / final)
 
 
+@pytest.mark.full
 def test_another_layout_has_the_same_numbers(runs: Runs) -> None:
     runs("tensor parallel", **TP2, **{"cluster.roles.critic.cpu_workers_per_node": 2})
     for name in ("loss", "grad_norm", "value"):

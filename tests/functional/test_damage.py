@@ -189,6 +189,7 @@ def test_damaged_checkpoints_alone_end_the_run(whole: Path, data: Path, tmp_path
     assert path.read_bytes() == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("source", "pattern"),
     [
@@ -214,6 +215,7 @@ def test_damaged_weights_are_neither_converted_nor_trained(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_a_file_that_was_edited_on_purpose_is_accepted(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(whole / "final", folder)

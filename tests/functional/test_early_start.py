@@ -23,6 +23,7 @@ class Rank:
         pass
 
 
+@pytest.mark.full
 def test_workers_are_the_processes_that_have_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert all(map(find_spec, IMPORTED_BY_WORKERS))

@@ -170,10 +170,12 @@ DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batc
     [
         # Rollouts are six requests; a validation before them four, with the same weights.
         (["grpo.val_at_start=true"], 0, [(4, 6), (6,)]),
-        (["grpo.val_period=1"], 0, [(6,), (4, 6)]),
-        ([*DYNAMIC], 0, [(6, 6), (6, 6)]),
-        ([*DYNAMIC, "grpo.val_at_start=true", "grpo.val_period=1"], 0, [(4, 6, 6), (4, 6, 6)]),
-        (["grpo.val_at_start=true"], 1, [(6,)]),
+        pytest.param(["grpo.val_period=1"], 0, [(6,), (4, 6)], marks=pytest.mark.full),
+        pytest.param([*DYNAMIC], 0, [(6, 6), (6, 6)], marks=pytest.mark.full),
+        pytest.param(
+            [*DYNAMIC, "grpo.val_at_start=true", "grpo.val_period=1"], 0, [(4, 6, 6), (4, 6, 6)], marks=pytest.mark.full
+        ),
+        pytest.param(["grpo.val_at_start=true"], 1, [(6,)], marks=pytest.mark.full),
     ],
     ids=["validation at the start", "periodic validation", "dynamic sampling", "all of them", "resume"],
 )
@@ -197,6 +199,7 @@ def test_engines_have_weights_whenever_the_loop_generates(
     }
 
 
+@pytest.mark.full
 def test_weights_that_sleep_has_discarded_are_sent_before_engines_generate(place: tuple[RayCluster, Path]) -> None:
     """A loop of one's own that lets engines sleep between two rollouts, and sends nothing."""
     with Engines(*place) as engines:
@@ -214,6 +217,7 @@ def test_weights_that_sleep_has_discarded_are_sent_before_engines_generate(place
         assert not [event for event in engines.events() if event.startswith(("sleep:", "wake:"))]
 
 
+@pytest.mark.full
 def test_an_engine_that_sleeps_is_not_asked(place: tuple[RayCluster, Path]) -> None:
     with Engines(*place) as engines:
         engine: Any = engines.engine
@@ -232,6 +236,7 @@ def test_an_engine_that_sleeps_is_not_asked(place: tuple[RayCluster, Path]) -> N
         assert engines.warnings == []
 
 
+@pytest.mark.full
 def test_an_engine_that_dies_while_it_has_nothing_to_do_is_replaced(place: tuple[RayCluster, Path]) -> None:
     with Engines(*place) as engines:
         engine: Any = engines.engine
@@ -244,6 +249,7 @@ def test_an_engine_that_dies_while_it_has_nothing_to_do_is_replaced(place: tuple
         assert len(engines.warnings) == 2
 
 
+@pytest.mark.full
 def test_steps_without_tokens_are_no_progress(place: tuple[RayCluster, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that falls asleep of itself is given up after the stall limit, and another one answers."""
     with Engines(*place, stall_timeout_s=5.0) as engines:

@@ -132,6 +132,7 @@ def test_greedy_responses_of_a_checkpoint_are_those_of_transformers(trained: Tra
         assert record["num_tokens"] == len(answer) <= 6
 
 
+@pytest.mark.full
 def test_sampled_responses_go_into_a_file(trained: Trained, tmp_path: Path) -> None:
     options = ("--samples", "2", "--temperature", "0.7", "--seed", "7", "--output", "responses.jsonl")
     records, done = generated(trained, tmp_path, trained.final, *options)

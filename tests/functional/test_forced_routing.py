@@ -14,7 +14,7 @@ from nemo_rl_moe.config.loading import load_config
 from tests.functional import sft_runs
 from tests.support.logged_metrics import read_jsonl
 
-pytestmark = pytest.mark.shared_ray
+pytestmark = [pytest.mark.shared_ray, pytest.mark.full]
 
 NUM_STEPS = 3
 BATCH_SIZE = 16

@@ -30,7 +30,9 @@ def absolute_of(name: str) -> float:
     return next(tolerance for part, tolerance in ABSOLUTE.items() if part in name)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(name, marks=pytest.mark.full if name == "dpo" else ()) for name in ALGORITHMS]
+)
 def test_five_steps_give_the_kept_metrics(algorithm: str, tmp_path: Path, repository_root: Path) -> None:
     golden = json.loads((repository_root / "tests/golden_curves.json").read_text())[algorithm]
     words = golden_words(algorithm, tmp_path, repository_root)

@@ -217,7 +217,7 @@ def test_layout_generates_and_trains_as_two_data_parallel_workers_do(
         assert other.values(key)[0] == pytest.approx(run.values(key)[0], rel=2e-5, abs=1e-7), key
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "gdpo"])
+@pytest.mark.parametrize("estimator", [pytest.param("grpo", marks=pytest.mark.full), "gdpo"])
 def test_several_rewards_are_weighed_logged_and_saved_apart(tmp_path: Path, data: Path, estimator: str) -> None:
     weights = {"short": 0.5, "digits": 2.0, "even": 0.0}
     run = finished_run(
@@ -263,6 +263,7 @@ def test_several_rewards_are_weighed_logged_and_saved_apart(tmp_path: Path, data
         assert run.values(f"train/advantages/{kind}")[0] == pytest.approx(getattr(expected, kind)(), rel=1e-5)
 
 
+@pytest.mark.full
 def test_everything_at_once(tmp_path: Path, data: Path) -> None:
     """Packing, several updates, reference model, dynamic sampling, shaping, stop strings, a failing environment."""
     run = finished_run(

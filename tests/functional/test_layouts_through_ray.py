@@ -19,7 +19,7 @@ from nemo_rl_moe.runs.folder.metrics import StepRecord, read_metrics
 from tests.functional import sft_runs
 from tests.support.tiny_model import layout
 
-pytestmark = pytest.mark.shared_ray
+pytestmark = [pytest.mark.shared_ray, pytest.mark.full]
 
 NUM_STEPS = 3
 NUM_VALIDATION = 5

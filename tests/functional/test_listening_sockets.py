@@ -4,6 +4,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.functional import grpo_runs, run_kills
 
 ENGINE = "tests.support.transformers_engine:make_engine"
@@ -11,6 +13,7 @@ START_LIMIT_S = 240.0
 NUM_STEPS = 3
 
 
+@pytest.mark.full
 def test_a_run_of_grpo_listens_on_the_loopback_interface_alone(tmp_path: Path) -> None:
     """Two ranks with a reference model, workers of the environment, an engine with its own copy, all loggers.
 

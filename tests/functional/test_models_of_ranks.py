@@ -59,6 +59,7 @@ def start(cluster: RayCluster, other: Path | None) -> None:
     ).shutdown()
 
 
+@pytest.mark.full
 def test_a_rank_that_cannot_read_the_model_says_why(cluster: RayCluster) -> None:
     with pytest.raises(WorkerDiedError, match=r"worker rank 1 .* raised ConfigurationError while starting") as caught:
         start(cluster, None)

@@ -78,6 +78,7 @@ def gloo(num_receivers: int, receivers: str) -> TransportBackend:
 WAYS = {"files": lambda num_receivers, receivers: FileTransport(), "gloo": gloo}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [pytest.param("files", marks=pytest.mark.slow), "gloo"])
 @pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP])
 def test_what_is_lost_gets_the_weights_once_more(way: str, strike: signal.Signals, tmp_path: Path) -> None:
@@ -88,6 +89,7 @@ def test_what_is_lost_gets_the_weights_once_more(way: str, strike: signal.Signal
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_what_is_lost_twice_ends_the_run(tmp_path: Path) -> None:
     engine = Engine([signal.SIGKILL, signal.SIGKILL, None])
     with pytest.raises(ReceiverLostError, match=r"^copy 1 died while it received weights$"):

@@ -145,6 +145,7 @@ def test_workers_killed_from_outside_between_batches(reward_function):
     check(reward_function.score(items_of(["1.0"])), ["1.0"], {})  # a share of one is not blamed at once
 
 
+@pytest.mark.full
 def test_worker_killed_from_outside_in_a_batch(reward_function):
     victim = processes(reward_function)[0]
     killer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
@@ -187,7 +188,7 @@ def test_scores_do_not_depend_on_the_sharing(reward_function):
     assert reward_function.score([]) == []
 
 
-@pytest.mark.parametrize("name", ["math", "reasoning_gym"])
+@pytest.mark.parametrize("name", ["math", pytest.param("reasoning_gym", marks=pytest.mark.full)])
 def test_verifiers(name):
     record = {"question": "1+605=", "answer": "606", "metadata": {}}
     responses = ["<think>607</think>606", "<think>606</think>607", "</think> 606\n", "606", "<think>606"]

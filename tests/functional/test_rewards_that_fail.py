@@ -71,6 +71,7 @@ def test_a_reward_that_always_raises_stops_the_run_with_its_own_error(tmp_path: 
     assert "train/loss" not in run.metrics, "nothing is trained"
 
 
+@pytest.mark.full
 def test_failures_are_left_out_and_reported_at_the_start_while_it_runs_and_at_the_end(
     tmp_path: Path, data: Path
 ) -> None:
@@ -116,6 +117,7 @@ def _groups(samples: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return [group for group in found.values() if len(group) > 1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("on_failure", ["leave_out", "lowest"])
 def test_a_run_goes_on_behind_steps_without_any_score_and_they_change_no_weights(
     on_failure: str, tmp_path: Path, data: Path

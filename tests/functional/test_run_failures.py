@@ -54,6 +54,7 @@ def logged_steps(folder: Path) -> list[int]:
     return [record.step for record in read_metrics(sft_runs.only_run_folder(folder) / "metrics.jsonl")]
 
 
+@pytest.mark.full
 def test_a_worker_is_killed_while_it_trains(training_run: run_kills.Run, tmp_path: Path) -> None:
     training_run.wait_for_text("step 3/", START_LIMIT_S)
     victim, _ = training_run.find("worker")
@@ -109,6 +110,7 @@ def test_a_server_of_ray_is_killed(training_run: run_kills.Run, server: str) -> 
     assert "Traceback" not in training_run.errors
 
 
+@pytest.mark.full
 def test_the_process_itself_is_killed(training_run: run_kills.Run) -> None:
     training_run.wait_for_text("step 2/", START_LIMIT_S)
     folders = [path for process in training_run.family() if (path := ray_folder(process.pid)).exists()]
@@ -337,6 +339,7 @@ def test_of_two_starts_of_one_command_one_runs(data: Path, tmp_path: Path) -> No
     assert sft_runs.only_run_folder(tmp_path).name == "exp_001"
 
 
+@pytest.mark.full
 def test_too_few_samples(refused: Refused, data: Path, tmp_path: Path) -> None:
     (tmp_path / "few.jsonl").write_text("".join((data / "train.jsonl").read_text().splitlines(keepends=True)[:127]))
     assert refused(data__train__path=tmp_path / "few.jsonl") == (

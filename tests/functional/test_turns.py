@@ -45,6 +45,7 @@ def test_trajectories_of_two_turns_are_trained_on(tmp_path: Path) -> None:
     assert {sample["weight_version"] for sample in samples} == {0, 1}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["await", "block"])
 def test_a_tool_that_hangs_costs_its_trajectories_alone(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

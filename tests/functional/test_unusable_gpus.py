@@ -21,6 +21,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an accelerator")
 def test_gpus_that_torch_cannot_use_are_refused(tmp_path: Path) -> None:
     data = sft_runs.make_additions(tmp_path / "data", 128, 16)

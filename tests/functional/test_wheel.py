@@ -39,6 +39,7 @@ def run_in(folder: Path, site: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_the_demos_recipe_runs_from_a_wheel(site: Path, tmp_path: Path) -> None:
     assert run_in(tmp_path, site, "-c", "import nemo_rl_moe; print(nemo_rl_moe.__file__)").startswith(str(site))
     sizes = ["--num-train", "256", "--num-validation", "16", "--num-grpo-prompts", "0", "--num-preferences", "0"]

@@ -341,6 +341,7 @@ def impatient_group(cluster: RayCluster, tmp_path: Path) -> Iterator[WorkerGroup
     assert_all_gone(tmp_path)
 
 
+@pytest.mark.full
 def test_frozen_in_a_step(impatient_group: WorkerGroup[Ranks]):
     first, second = impatient_group.process_ids
     text = fail_in_a_step(impatient_group, Ranks.freeze_while_the_peer_waits)
@@ -386,6 +387,7 @@ def test_an_error_that_ranks_survive_comes_back_as_it_is(group: WorkerGroup[Rank
     assert group.call_all(Ranks.all_reduce, 1.5) == [3.0, 3.0]
 
 
+@pytest.mark.full
 def test_a_result_that_cannot_travel(group: WorkerGroup[Ranks]):
     text = fail_in_a_step(group, Ranks.unpicklable)
     assert "in `unpicklable`:" in text
@@ -423,6 +425,7 @@ def test_two_nodes_of_a_running_cluster(tmp_path: Path):
     assert_all_gone(tmp_path)
 
 
+@pytest.mark.full
 def test_no_worker_outlives_its_driver(tmp_path: Path):
     with (tmp_path / "driver.log").open("w") as log, start_driver("drive_until_killed", tmp_path, log) as driver:
         deadline = time.monotonic() + START_TIMEOUT_S

@@ -406,6 +406,7 @@ def generic(key: str) -> str:
     return key
 
 
+@pytest.mark.full
 def test_documented_keys_are_those_of_a_real_report() -> None:
     """Two expert-parallel ranks train the tiny model one step with everything turned on, and image tokens."""
     policy = tiny_policy(

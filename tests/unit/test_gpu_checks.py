@@ -20,6 +20,7 @@ def lines_of(printed: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in printed.splitlines()]
 
 
+@pytest.mark.full
 def test_a_check_that_crashes_or_hangs_leaves_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     limits = {"crashes": 60, "fails": 60, "hangs": 2, "passes": 60}
     ways = [Check(name, f"{FAKES}:{name}", limit, ()) for name, limit in limits.items()]

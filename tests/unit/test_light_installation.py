@@ -75,6 +75,7 @@ def test_an_audit_runs(tmp_path: Path, of_training: str) -> None:
     assert "belong to padding or to the last token" in done.stderr
 
 
+@pytest.mark.full
 def test_files_of_a_framework_are_read_without_pandas(of_training: str, repository_root: Path) -> None:
     """Which pyarrow before 26 asks for the types of numpy; no package of this one brings it."""
     examples = repository_root / "examples" / "audit"
@@ -94,6 +95,7 @@ def modules_of(names: set[str]) -> str:
     return ",".join(found)
 
 
+@pytest.mark.full
 def test_metrics_need_torch_and_numpy_alone(of_training: str, repository_root: Path) -> None:
     """Not even what the package alone depends on; typing_extensions comes with torch."""
     project = tomllib.loads((repository_root / "pyproject.toml").read_text())["project"]
@@ -111,6 +113,7 @@ print(load_balance_metrics(ExpertLoad((0,), torch.tensor([[4, 0]])), router_topk
     assert (done.stdout, done.returncode) == ("0.5\n", 0), done.stderr
 
 
+@pytest.mark.full
 def test_the_callback_needs_transformers_besides(repository_root: Path) -> None:
     others = modules_of({"jaxtyping", "msgpack", "omegaconf", "plotly", "pyarrow", "xxhash", "pydantic", "ray"})
     code = "from nemo_rl_moe.routing.hooks.trainer import RoutingCallback; print(RoutingCallback().findings)"
@@ -118,6 +121,7 @@ def test_the_callback_needs_transformers_besides(repository_root: Path) -> None:
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
+@pytest.mark.full
 def test_hooks_load_without_their_hosts(of_training: str) -> None:
     done = run_without(of_training, "import nemo_rl_moe.routing.hooks.routes, nemo_rl_moe.routing.hooks.router_replay")
     assert done.returncode == 0, done.stderr

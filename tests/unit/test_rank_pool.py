@@ -92,7 +92,12 @@ def rank_that_fails(how: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("raises", "on purpose"), ("dies", "died without an answer"), ("hangs", "rank_that_fails")]
+    ("how", "words"),
+    [
+        pytest.param("raises", "on purpose", marks=pytest.mark.full),
+        ("dies", "died without an answer"),
+        pytest.param("hangs", "rank_that_fails", marks=pytest.mark.full),
+    ],
 )
 def test_a_call_that_fails_costs_its_processes(how: str, words: str) -> None:
     before = run_ranks(rank_that_fails, 2, "not at all")

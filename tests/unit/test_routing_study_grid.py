@@ -188,6 +188,7 @@ def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "study").exists()
 
 
+@pytest.mark.full
 def test_tables_of_an_empty_folder_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tables", "--output", str(tmp_path)]) == 2
     assert "no run of `none` is done" in capsys.readouterr().err

@@ -33,6 +33,7 @@ def saver(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     process.communicate()
 
 
+@pytest.mark.full
 def test_every_checkpoint_is_whole_whenever_a_run_is_killed(tmp_path: Path, saver: "subprocess.Popen[str]") -> None:
     generator = random.Random(6)
     warnings: list[str] = []

@@ -190,6 +190,7 @@ def test_dump_holds_plain_values_only(algorithm: str) -> None:
     assert next(iter(dumped)) == algorithm
 
 
+@pytest.mark.full
 @both_algorithms
 def test_no_dead_flags(algorithm: str) -> None:
     """Every key is read as an attribute by code outside the configuration package, or by a property of its section."""

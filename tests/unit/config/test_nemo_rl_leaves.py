@@ -116,7 +116,15 @@ def names() -> Iterator[tuple[str, ...]]:
     return (place for place, _ in places(yaml.safe_load(NAMES_FILE.read_text())))
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo_torch", "grpo", "grpo_torch"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "sft",
+        pytest.param("dpo_torch", marks=pytest.mark.full),
+        "grpo",
+        pytest.param("grpo_torch", marks=pytest.mark.full),
+    ],
+)
 def test_no_key_of_theirs_is_lost_whatever_file_it_stands_in(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, *KINDS[kind])
     theirs = read_theirs(path)

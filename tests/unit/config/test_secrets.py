@@ -83,6 +83,7 @@ def test_a_resumed_run_compares_without_them() -> None:
     assert changed_keys(before, now) == {"env.parameters.n": ("1", "2")}
 
 
+@pytest.mark.full
 def test_no_logger_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.chdir(tmp_path)

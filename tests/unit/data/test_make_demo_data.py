@@ -183,6 +183,7 @@ def test_wrong_arguments(maker, tmp_path, capsys, arguments, message):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.full
 def test_as_a_program_and_read_by_the_product(script, tmp_path, demo_tokenizer):
     command = [sys.executable, str(script), "--output", str(tmp_path), "--num-train", "300", "--seed", "3"]
     subprocess.run(command, check=True, capture_output=True, timeout=280)

@@ -202,6 +202,7 @@ def test_ray_that_starts_in_a_thread_leaves_the_programs_handler() -> None:
     assert received == [signal.SIGTERM]
 
 
+@pytest.mark.full
 def test_a_request_to_stop_while_ray_starts_is_the_programs() -> None:
     process = subprocess.Popen([sys.executable, "-c", STOPPED_IN_THE_START])
     family: list[psutil.Process] = []
@@ -281,6 +282,7 @@ def run_program(folder: Path, victim: str, ending: str, unwinding_s: float = 200
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)])
 def test_a_program_that_ends_in_order_leaves_out_rays_end(servers: Path, victim: str) -> None:
     done = run_program(servers, victim, "print(fake.failure, file=sys.stderr); sys.exit(7)")

@@ -126,6 +126,7 @@ def test_a_run_that_is_stopped_says_so_itself(start: Start, tmp_path: Path, numb
     assert "main process" not in errors
 
 
+@pytest.mark.full
 def test_a_run_that_hangs_in_a_library_is_killed_after_the_second_request(start: Start, tmp_path: Path) -> None:
     """Its main thread gets to no handler; the watcher hears of the signals all the same."""
     process = start(

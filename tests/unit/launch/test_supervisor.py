@@ -50,6 +50,7 @@ def test_an_exit_code_of_no_failure_is_passed_on(start: Start, tmp_path: Path, c
     assert end_of(start(f"start_family(); sys.exit({code})"), tmp_path) == (code, "")
 
 
+@pytest.mark.full
 def test_only_failures_are_repeated_and_so_often(start: Start, tmp_path: Path) -> None:
     fails = "open('restarts', 'a').write(f'{restart} '); start_family(); sys.exit(1 if restart < 2 else 2)"
     code, errors = end_of(start(fails, max_restarts=5), tmp_path)

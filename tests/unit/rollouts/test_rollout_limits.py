@@ -238,6 +238,7 @@ def test_code_that_does_not_let_itself_be_interrupted_ends_the_process() -> None
     )
 
 
+@pytest.mark.full
 def test_who_is_waited_for_is_reported_again_and_again_but_ever_less_often() -> None:
     async def waits(session: Session, clock: MovedClock) -> Trajectory:
         await session.generate()

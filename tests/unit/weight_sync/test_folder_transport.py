@@ -266,6 +266,7 @@ def killed_receive(spec: TransportSpec, receiver: int) -> None:
     spec.receive(receiver, load)
 
 
+@pytest.mark.full
 def test_a_killed_sender_is_noticed(tmp_path: Path) -> None:
     found = transfer(
         tmp_path, [*all_senders(1), partial(killed_send, sender=1)], all_receivers(1), stall_timeout_s=STALLED_S

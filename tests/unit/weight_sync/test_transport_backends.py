@@ -161,6 +161,7 @@ def slow_or_quick_receive(spec: FolderTransfer, rank: int) -> list[str]:
     return names
 
 
+@pytest.mark.full
 def test_senders_that_wait_for_each_other_do_not_wait_for_ever(tmp_path: Path) -> None:
     found = transfers(tmp_path, gloo, lock_step_send, slow_or_quick_receive)
     assert sorted(found["receiver 0"][0], key=int) == [str(index) for index in range(12)]
@@ -189,7 +190,7 @@ def dying_receive(spec: FolderTransfer, rank: int) -> None:
     ("functions", "dead", "others"),
     [
         # A sender whose tensors have all been taken needs the others no more.
-        ((dying_send, receive), "sender 1", ("receiver 0", "receiver 1")),
+        pytest.param((dying_send, receive), "sender 1", ("receiver 0", "receiver 1"), marks=pytest.mark.full),
         ((send, dying_receive), "receiver 1", ("receiver 0", "sender 0", "sender 1")),
     ],
 )

@@ -41,7 +41,7 @@ def captured_and_own(policy: PolicyConfig, passes_kept: int | None) -> list[tupl
 
 
 @pytest.mark.parametrize("passes_kept", [None, 3])
-@pytest.mark.parametrize("layer_spec", ["auto", "local"])
+@pytest.mark.parametrize("layer_spec", ["auto", pytest.param("local", marks=pytest.mark.full)])
 def test_routes_are_those_of_each_sequence_alone(layer_spec: str, passes_kept: int | None) -> None:
     """Prompts of several lengths, and responses that end one by one, at which rows leave the batch."""
     (found,) = run_ranks(captured_and_own, 1, tiny_grpo_policy(1, layer_spec=layer_spec), passes_kept)

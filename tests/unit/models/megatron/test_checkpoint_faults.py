@@ -83,6 +83,7 @@ def test_a_disk_that_fills_up(small_disk: Path, tmp_path: Path) -> None:
     assert found[0][1] == "saved"
 
 
+@pytest.mark.full
 def test_a_file_that_may_not_grow_on_one_rank(tmp_path: Path) -> None:
     folders = [tmp_path / "limited", tmp_path / "free"]
     for folder in folders:
@@ -111,6 +112,7 @@ def test_ranks_that_do_not_share_the_folder_save_nothing(tmp_path: Path) -> None
     assert not (own / ".metadata").exists()
 
 
+@pytest.mark.full
 def test_ranks_that_do_not_share_the_folder_load_nothing(tmp_path: Path) -> None:
     saved, stranger, half = tmp_path / "saved", tmp_path / "stranger", tmp_path / "half"
     for folder in (saved, stranger):
@@ -128,7 +130,9 @@ def test_ranks_that_do_not_share_the_folder_load_nothing(tmp_path: Path) -> None
         assert words in first
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision": "bfloat16"}], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"precision": "bfloat16"}, marks=pytest.mark.full)], ids=["float32", "bfloat16"]
+)
 def test_a_damaged_checkpoint_leaves_no_trace_in_the_one_that_is_taken_instead(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -158,6 +162,7 @@ def test_a_damaged_checkpoint_leaves_no_trace_in_the_one_that_is_taken_instead(
         assert steps == expected[0][1]
 
 
+@pytest.mark.full
 def test_what_is_listed_otherwise_than_it_is_read_is_compared_too(tmp_path: Path) -> None:
     """A list whose parts are other stretches than the tensors: two tensors in each."""
     settings = RunSettings(tiny_policy(2))

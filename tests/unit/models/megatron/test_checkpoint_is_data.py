@@ -152,7 +152,7 @@ def broken_copies(saved: Path, tmp_path: Path, damages: dict[str, tuple[Damage, 
     return copies
 
 
-@pytest.mark.parametrize("variable", [None, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"])
+@pytest.mark.parametrize("variable", [pytest.param(None, marks=pytest.mark.full), "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"])
 def test_planted_code_is_refused_and_never_run(
     variable: str | None, settings: RunSettings, saved: Path, tmp_path: Path
 ) -> None:
@@ -202,6 +202,7 @@ def test_an_optimizer_that_was_not_saved_is_reported(settings: RunSettings, tmp_
     assert "checkpointing.save_optimizer" in problem
 
 
+@pytest.mark.full
 def test_every_rank_s_damage_ends_all_ranks(tmp_path: Path) -> None:
     """A data file that only one rank reads: the others must not wait for it."""
     settings = RunSettings(tiny_policy(2, expert_model_parallel_size=2))

@@ -108,7 +108,7 @@ def largest_difference(found: Steps, expected: Steps) -> float:
         pytest.param(Job(2, {}, ZERO), marks=pytest.mark.slow),
         Job(2, {"ep": 2}, {**ZERO, **EXPERT_BIAS}),
         pytest.param(Job(2, {"pp": 2, "vpp": 2}), marks=pytest.mark.slow),
-        Job(2, {"tp": 2}, ZERO),
+        pytest.param(Job(2, {"tp": 2}, ZERO), marks=pytest.mark.full),
         pytest.param(Job(2, {}, {**BFLOAT16, **ZERO}), marks=pytest.mark.slow),
         pytest.param(Job(2, {}, BFLOAT16), marks=pytest.mark.slow),
         pytest.param(Job(2, {}, {"layer_spec": "local"}), marks=pytest.mark.slow),
@@ -129,20 +129,22 @@ def test_the_same_layout_goes_on_to_the_last_bit(job: Job, written: Callable[[Jo
     ("writer", "reader"),
     [
         pytest.param(Job(), Job(2, {"ep": 2}), marks=pytest.mark.slow),
-        (Job(), Job(2, {"pp": 2})),
+        pytest.param(Job(), Job(2, {"pp": 2}), marks=pytest.mark.full),
         pytest.param(Job(), Job(2, {"tp": 2}), marks=pytest.mark.slow),
         pytest.param(Job(1, {}, ZERO), Job(2, {}, ZERO), marks=pytest.mark.slow),
-        (Job(2, {"ep": 2}, ZERO), Job(1, {}, ZERO)),
+        pytest.param(Job(2, {"ep": 2}, ZERO), Job(1, {}, ZERO), marks=pytest.mark.full),
         pytest.param(Job(2, {"pp": 2}, ZERO), Job(2, {"ep": 2}, ZERO), marks=pytest.mark.slow),
         pytest.param(Job(2, {}, ZERO), Job(2, {"tp": 2}, ZERO), marks=pytest.mark.slow),
         pytest.param(Job(2, {}, ZERO), Job(2), marks=pytest.mark.slow),
         pytest.param(Job(2), Job(2, {}, ZERO), marks=pytest.mark.slow),
         # Vocabulary rows that only fill up, tied embeddings, Megatron-Core's own experts.
-        (Job(2, {"tp": 2}, ZERO, {"vocab_size": 65}), Job(1, {}, {}, {"vocab_size": 65})),
+        pytest.param(
+            Job(2, {"tp": 2}, ZERO, {"vocab_size": 65}), Job(1, {}, {}, {"vocab_size": 65}), marks=pytest.mark.full
+        ),
         (Job(2, {"pp": 2}, ZERO, {"tie_word_embeddings": True}), Job(1, {}, {}, {"tie_word_embeddings": True})),
         pytest.param(Job(1, {}, {"layer_spec": "local"}), Job(2, {"ep": 2}), marks=pytest.mark.slow),
         pytest.param(Job(), Job(2, {"pp": 2, "vpp": 2}), marks=pytest.mark.slow),
-        (Job(2, {"pp": 2, "first": 3}, ZERO), Job(2, {"pp": 2, "last": 3}, ZERO)),
+        pytest.param(Job(2, {"pp": 2, "first": 3}, ZERO), Job(2, {"pp": 2, "last": 3}, ZERO), marks=pytest.mark.full),
         pytest.param(Job(2, {"tp": 2, "etp": 2}), Job(), marks=pytest.mark.slow),
         pytest.param(Job(1, {}, ZERO), Job(4, {"pp": 2, "ep": 2}, ZERO), marks=pytest.mark.slow),
         pytest.param(Job(4, {"tp": 2, "pp": 2}, ZERO), Job(1, {}, ZERO), marks=pytest.mark.slow),
@@ -154,12 +156,14 @@ def test_another_layout_goes_on_within_rounding(writer: Job, reader: Job, writte
     assert largest_difference(resume(reader, checkpoint.folder), checkpoint.steps) < 5e-6
 
 
+@pytest.mark.full
 def test_an_expert_bias_moves_with_its_experts(written: Callable[[Job], Written]) -> None:
     checkpoint = written(Job(2, {}, EXPERT_BIAS))
     found = resume(Job(2, {"ep": 2}, EXPERT_BIAS), checkpoint.folder)
     assert largest_difference(found, checkpoint.steps) < 5e-6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [ZERO, *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, BFLOAT16, {**BFLOAT16, **ZERO}))],

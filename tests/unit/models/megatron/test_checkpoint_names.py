@@ -24,10 +24,11 @@ DENSE_LAYER, MOE_LAYER = "decoder.layers.0.", "decoder.layers.1."
             {"mlp.linear_fc1.layer_norm_weight", "self_attention.linear_qkv.layer_norm_weight"},
             {"pre_mlp_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"},
         ),
-        (
+        pytest.param(
             RunSettings(tiny_policy(), model="deepseek_v3"),
             {"pre_mlp_layernorm.weight", "self_attention.kv_layernorm.weight"},
             {"pre_mlp_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"},
+            marks=pytest.mark.full,
         ),
     ],
     ids=["experts", "latent attention"],
@@ -58,6 +59,7 @@ def saved(policy_changes: dict[str, Any], folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.full
 def test_tensors_that_are_missing_or_have_no_place_are_named_on_all_ranks(tmp_path: Path) -> None:
     plain, shared = saved({}, tmp_path / "plain"), saved(SHARED_EXPERTS, tmp_path / "shared")
     stages = layout(pp=2)

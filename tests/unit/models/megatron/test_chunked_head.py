@@ -102,7 +102,10 @@ def joined(ranks: list[Any], *, sequence_parallel: bool) -> tuple[Any, ...]:
     return *ranks[0][:3], hidden, np.concatenate([rank[4] for rank in ranks])
 
 
-@pytest.mark.parametrize(("world_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("world_size", "sequence_parallel"),
+    [pytest.param(1, False, marks=pytest.mark.full), pytest.param(2, False, marks=pytest.mark.full), (2, True)],
+)
 def test_numbers_and_gradients_are_those_of_whole_logits(world_size: int, sequence_parallel: bool) -> None:
     ranks = run_ranks(in_chunks, world_size, world_size, torch.float64, sequence_parallel)
     expected = by_autograd(numbers())
@@ -177,8 +180,8 @@ ROUTERS_GRADIENTS = {"router_gradients__every_n_steps": 1}
 @pytest.mark.parametrize(
     ("world_size", "changes", "tied"),
     [
-        (1, {"sequence_packing__enabled": True, **ROUTERS_GRADIENTS}, True),
-        (2, layout(tp=2) | ROUTERS_GRADIENTS, False),
+        pytest.param(1, {"sequence_packing__enabled": True, **ROUTERS_GRADIENTS}, True, marks=pytest.mark.full),
+        pytest.param(2, layout(tp=2) | ROUTERS_GRADIENTS, False, marks=pytest.mark.full),
         (2, layout(pp=2), True),
         pytest.param(2, layout(ep=2), False, marks=pytest.mark.slow),
         pytest.param(2, layout(tp=2), True, marks=pytest.mark.slow),

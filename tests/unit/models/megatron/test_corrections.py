@@ -99,6 +99,7 @@ def single_rank() -> RankRun:
 # Expert gradients under tensor parallelism
 
 
+@pytest.mark.full
 def test_expert_gradients_are_reduced_when_experts_are_not_cut_but_matrices_are() -> None:
     settings = RunSettings(tiny_policy(2, layer_spec="local", **layout(tp=2)))
     cured, uncured = both_ways("expert_marks", 2, settings)
@@ -133,6 +134,7 @@ def with_biases(cure: str | None, **sizes: int) -> list[RankRun]:
     return run_ranks(train_without, 2, cure, RunSettings(tiny_policy(2, **layout(**sizes)), "gpt_oss"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sizes", [{"tp": 2}, pytest.param({"tp": 2, "ep": 2}, marks=pytest.mark.slow)], ids=["tp2", "tp2_ep2"]
 )
@@ -153,6 +155,7 @@ def test_biases_of_experts_count_in_every_rank_s_gradient_norm(one_rank_with_bia
     assert off > 1e-4 if _OLD else off < 2e-6
 
 
+@pytest.mark.full
 def test_sinks_belong_to_the_heads_of_a_rank(one_rank_with_biases: RankRun) -> None:
     assert difference(with_biases(None, tp=2), one_rank_with_biases).weights < 5e-6
     with pytest.raises(AssertionError, match=r"replicas of .*softmax_offset"):
@@ -162,6 +165,7 @@ def test_sinks_belong_to_the_heads_of_a_rank(one_rank_with_biases: RankRun) -> N
 # Interleaved pipeline
 
 
+@pytest.mark.full
 def test_batched_point_to_point_communication_gives_another_loss_under_gloo() -> None:
     settings = RunSettings(tiny_policy(2, layer_spec="local", **layout(pp=2, vpp=2)), num_steps=1)
     cured, uncured = both_ways("plain_p2p", 2, settings)
@@ -173,6 +177,7 @@ def test_batched_point_to_point_communication_gives_another_loss_under_gloo() ->
 # Padding
 
 
+@pytest.mark.full
 def test_padding_mask_reaches_later_stages_under_sequence_parallelism() -> None:
     settings = RunSettings(tiny_policy(4, layer_spec="local", **layout(pp=2, tp=2)), num_steps=1)
     with pytest.raises(RankError, match="size of tensor"):
@@ -218,7 +223,11 @@ def train_with_more_padding(cure: str | None, settings: RunSettings, columns: in
 
 @pytest.mark.parametrize(
     "changes",
-    [{"layer_spec": "local"}, pytest.param({"layer_spec": "auto"}, marks=pytest.mark.slow), {"moe_z_loss_coeff": 0.1}],
+    [
+        pytest.param({"layer_spec": "local"}, marks=pytest.mark.full),
+        pytest.param({"layer_spec": "auto"}, marks=pytest.mark.slow),
+        {"moe_z_loss_coeff": 0.1},
+    ],
 )
 def test_padding_changes_neither_auxiliary_losses_nor_gradients(changes: dict[str, Any]) -> None:
     settings = RunSettings(tiny_policy(1, moe_router_load_balancing_type="aux_loss", **changes))
@@ -230,6 +239,7 @@ def test_padding_changes_neither_auxiliary_losses_nor_gradients(changes: dict[st
     assert max(abs(biased[name] - metrics[name]) for name in metrics) > 0.01
 
 
+@pytest.mark.full
 def test_global_batch_loss_counts_the_tokens_of_all_ranks() -> None:
     balancing = {"layer_spec": "auto", "moe_router_load_balancing_type": "global_aux_loss"}
     together = ((0, 1, 4, 5), (2, 3, 6, 7))
@@ -277,6 +287,7 @@ def test_expert_bias_leaves_padding_out_of_its_counts() -> None:
 # Weight decay
 
 
+@pytest.mark.full
 def test_weight_decay_acts_on_matrices_only() -> None:
     def weights(cure: str | None, decay: float) -> dict[str, np.ndarray[Any, Any]]:
         policy = tiny_policy(1, layer_spec="local", optimizer__weight_decay=decay)
@@ -378,6 +389,7 @@ def test_z_loss_is_averaged_over_data_parallel_ranks() -> None:
         np.testing.assert_allclose(theirs, ours, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_stage_without_experts_reports_whole_values() -> None:
     policy = tiny_policy(4, layer_spec="local", **layout(pp=2, tp=2), **UNTRACKED)
     settings = RunSettings(policy, {"mlp_only_layers": [0, 1]})
@@ -427,6 +439,7 @@ def train_repeated(policy: PolicyConfig, repetitions: int, scaled: bool) -> floa
         return trainer.train([make_shard(batch, microbatches, batch)], sft_loss).grad_norm
 
 
+@pytest.mark.full
 def test_auxiliary_gradients_do_not_grow_with_the_number_of_microbatches() -> None:
     policy = tiny_policy(1, layer_spec="local", moe_aux_loss_coeff=1.0, max_grad_norm=None)
     once, four_times = (run_ranks(train_repeated, 1, policy, count, True)[0] for count in (1, 4))

@@ -27,6 +27,7 @@ def run_python(program: str, *, first_on_path: Path | None = None) -> subprocess
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
 
+@pytest.mark.full
 def test_with_an_accelerator_nothing_is_touched() -> None:
     program = """
 import sys, torch
@@ -80,6 +81,7 @@ def test_without_an_accelerator_it_is_on() -> None:
     assert event.query() is True
 
 
+@pytest.mark.full
 def test_an_installed_transformer_engine_is_left_alone() -> None:
     """Of the real package Megatron-Core takes the optimizer wherever it imports, and that one asks for a GPU."""
     program = """
@@ -145,6 +147,7 @@ def test_bytecode_of_the_unedited_source_is_not_used(module_path: Path) -> None:
     assert "cuda" not in repr(loader.get_code("edited").co_consts)
 
 
+@pytest.mark.full
 def test_megatron_core_is_imported_without_wandb() -> None:
     program = """
 import sys

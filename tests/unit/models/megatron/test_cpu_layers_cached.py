@@ -137,11 +137,11 @@ def uses_cached_forward(policy: PolicyConfig) -> bool:
         (1, {"layer_spec": "auto"}, True),
         (1, {"layer_spec": "local"}, False),
         # Padding would take real tokens' places.
-        (1, {"layer_spec": "auto", "moe_expert_capacity_factor": 1.5}, False),
+        pytest.param(1, {"layer_spec": "auto", "moe_expert_capacity_factor": 1.5}, False, marks=pytest.mark.full),
         # Each rounding would have to be that of training.
-        (1, {"layer_spec": "auto", "precision": "bfloat16"}, False),
-        (2, {"layer_spec": "auto", **layout(ep=2)}, True),
-        (2, {"layer_spec": "auto", **layout(tp=2)}, True),
+        pytest.param(1, {"layer_spec": "auto", "precision": "bfloat16"}, False, marks=pytest.mark.full),
+        pytest.param(2, {"layer_spec": "auto", **layout(ep=2)}, True, marks=pytest.mark.full),
+        pytest.param(2, {"layer_spec": "auto", **layout(tp=2)}, True, marks=pytest.mark.full),
     ],
 )
 def test_where_it_is_used(world_size: int, changes: dict[str, Any], expected: bool) -> None:

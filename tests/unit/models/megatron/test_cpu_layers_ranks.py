@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from test_cpu_layers_support import (
@@ -128,5 +129,6 @@ def compare_in_every_layout(store: str) -> None:
         _pipeline(2, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
+@pytest.mark.full
 def test_two_ranks_agree_with_stock_modules(tmp_path: Path) -> None:
     run_ranks(compare_in_every_layout, 2, str(tmp_path / "rendezvous"))

@@ -104,14 +104,14 @@ def test_evaluation_and_training_measure_the_same(expected: tuple[float, ...]) -
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        (1, PACKED),
+        pytest.param(1, PACKED, marks=pytest.mark.full),
         pytest.param(2, {}, marks=pytest.mark.slow),
-        (2, layout(tp=2)),
-        (2, layout(tp=2) | CHUNKED),
+        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
+        pytest.param(2, layout(tp=2) | CHUNKED, marks=pytest.mark.full),
         pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
-        (2, layout(pp=2, vpp=2)),
+        pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.full),
         (2, layout(pp=2, vpp=2) | PACKED | CHUNKED),
-        (2, layout(ep=2)),
+        pytest.param(2, layout(ep=2), marks=pytest.mark.full),
     ],
 )
 def test_layouts_agree(world_size: int, changes: dict[str, Any], expected: tuple[float, ...]) -> None:

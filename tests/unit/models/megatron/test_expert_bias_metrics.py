@@ -74,7 +74,15 @@ def run(world_size: int = 1, *, num_steps: int = 1, loss_scale: float = 1.0, **c
     return run_ranks(train, world_size, policy, num_steps, loss_scale)
 
 
-@pytest.mark.parametrize(("world_size", "changes"), [(1, {}), (2, layout(pp=2)), (2, layout(ep=2)), (2, layout(tp=2))])
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (1, {}),
+        (2, layout(pp=2)),
+        pytest.param(2, layout(ep=2), marks=pytest.mark.full),
+        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
+    ],
+)
 def test_metrics_say_how_far_the_bias_has_moved(world_size: int, changes: dict[str, Any]) -> None:
     ranks = run(world_size, num_steps=3, **changes)
     before = {layer: np.zeros(NUM_EXPERTS) for layer in range(NUM_LAYERS)}

@@ -334,10 +334,17 @@ def assert_same_loads(steps: list[Step], expected: list[Step], *, same_microbatc
                 assert value == pytest.approx(wanted.metrics[name], abs=2e-6), name
 
 
+def marks_of(name: str, *, further: bool) -> list[pytest.MarkDecorator]:
+    """The quick list has one rank, and the layout whose microbatches pass a rank twice."""
+    if further:
+        return [pytest.mark.slow]
+    return [] if name in ("single", "pp2_vpp2") else [pytest.mark.full]
+
+
 @pytest.mark.parametrize(
     ("name", "variant", "further"),
     [
-        pytest.param(name, variant, further, id=f"{name}-{variant}", marks=pytest.mark.slow if further else ())
+        pytest.param(name, variant, further, id=f"{name}-{variant}", marks=marks_of(name, further=further))
         for name, chosen in LAYOUTS.items()
         for further, variants in ((False, chosen.variants), (True, chosen.further))
         for variant in variants
@@ -369,6 +376,7 @@ def test_one_rank_counts_what_the_logits_call_for(variant: str) -> None:
         np.testing.assert_array_equal(step.counts, wanted.by_hand if step.by_hand is None else step.by_hand)
 
 
+@pytest.mark.full
 def test_each_token_counts_as_often_as_it_is_routed() -> None:
     for index, step in enumerate(job("single")["auto"]):
         num_tokens = int(tiny_batch(100 + index).lengths.sum())

@@ -146,9 +146,13 @@ def walk(records: Sequence[RankRecord], expert_parallel_size: int) -> dict[str, 
     return dict(zip(KEYS, (sum(overloads) / len(overloads), max(overloads), max(cumulative)), strict=True))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("ep2_dp4", "pp2_ep2") else []) for name in LAYOUTS]
-)
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    if name in ("ep2_dp4", "pp2_ep2"):
+        return [pytest.mark.slow]
+    return [] if name == "pp2_vpp2_ep2" else [pytest.mark.full]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in LAYOUTS])
 def test_overload_is_what_a_walk_over_the_events_finds(name: str) -> None:
     records = records_of(name)
     size = LAYOUTS[name][1].get("ep", 1)
@@ -179,12 +183,14 @@ def test_other_sizes_are_predicted_from_all_slices(name: str) -> None:
         assert {key: record.metrics[key] for key in expected} == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.full
 def test_overload_of_several_global_batches() -> None:
     records = records_of("pp2_ep2", batches_in_step=2)
     assert records[0].counts.shape[0] == 2 * len(MICROBATCHES) // 2
     assert {key: records[0].metrics[key] for key in KEYS} == pytest.approx(walk(records, 2), abs=1e-12)
 
 
+@pytest.mark.full
 def test_overload_per_layer() -> None:
     records = records_of("pp2_ep2")
     slices, metrics = counts_of_slices(records), records[0].metrics
@@ -204,6 +210,7 @@ NO_PIPELINE = [(kind, 0, m) for m in range(4) for kind in (F, B)]
 FIRST_OF_TWO = [(F, 0, 0), *[event for m in range(3) for event in ((F, 0, m + 1), (B, 0, m))], (B, 0, 3)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [pytest.param({}, marks=pytest.mark.slow), {"activation_checkpointing": "full"}],
@@ -240,7 +247,7 @@ def test_events_of_several_global_batches_follow_one_another() -> None:
         pytest.param("ep2", "local", marks=pytest.mark.slow),
         pytest.param("ep2", "auto", marks=pytest.mark.slow),
         pytest.param("pp2_ep2", "local", marks=pytest.mark.slow),
-        ("pp2_ep2", "auto"),
+        pytest.param("pp2_ep2", "auto", marks=pytest.mark.full),
         ("tp2_ep2", "local"),
         pytest.param("tp2_ep2", "auto", marks=pytest.mark.slow),
     ],

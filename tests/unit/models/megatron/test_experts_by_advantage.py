@@ -119,13 +119,19 @@ LAYOUTS: tuple[tuple[int, int, dict[str, Any]], ...] = (
     (4, 1, layout(pp=2, tp=2) | PACKED),
 )
 # One of each kind of layout, and both kinds of advantages; the others prove the same once more.
-FAST = ((0, True), (4, False), (6, True), (7, False))
+ON_EACH_CHANGE = ((0, True), (4, False), (6, True), (7, False))
+
+
+def marks_of(index: int, *, by_token: bool) -> list[pytest.MarkDecorator]:
+    if (index, by_token) not in ON_EACH_CHANGE:
+        return [pytest.mark.slow]
+    return [] if index in (0, 7) else [pytest.mark.full]
 
 
 @pytest.mark.parametrize(
     ("world_size", "copies", "changes", "by_token"),
     [
-        pytest.param(*given, by_token, marks=() if (index, by_token) in FAST else pytest.mark.slow)
+        pytest.param(*given, by_token, marks=marks_of(index, by_token=by_token))
         for by_token in (False, True)
         for index, given in enumerate(LAYOUTS)
     ],

@@ -27,7 +27,7 @@ from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_b
 # Largest seen: 1.1e-5.
 LOGITS_TOLERANCE = 1e-4
 
-# Of the layouts of several ranks, those that a model is tried in without being asked for slow tests. Together every
+# Of the layouts of several ranks, those that a model is tried in on each change. Together every
 # kind of experts is spread (with a shared one, with groups, with biases), and every kind of layer is put into stages.
 ON_SEVERAL_RANKS = {
     # Tensor parallelism goes through OLMoE's own norms.
@@ -38,6 +38,8 @@ ON_SEVERAL_RANKS = {
     "deepseek_v2_groups": {"ep2"},
     "deepseek_v3": {"pp2_ep2"},
 }
+# Latents, a shared expert, groups and a bias, in stages that share their experts: in the quick list.
+COMBINING_MOST = ("deepseek_v3", "pp2_ep2")
 # Megatron-Core's own modules: plain attention and experts, sinks and biases, latents.
 WITH_STOCK_MODULES = {"mixtral", "gpt_oss", "deepseek_v3"}
 
@@ -50,16 +52,18 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return ParityJobs(wanted, tmp_path_factory.mktemp("families"))
 
 
-def is_quick(name: str, where: str) -> bool:
+def marks_of(name: str, where: str) -> list[pytest.MarkDecorator]:
+    if where == "one_rank" or (name, where) == COMBINING_MOST:
+        return []
     if where == "one_rank_local":
-        return name in WITH_STOCK_MODULES
-    return where == "one_rank" or where in ON_SEVERAL_RANKS.get(name, set())
+        return [pytest.mark.full if name in WITH_STOCK_MODULES else pytest.mark.slow]
+    return [pytest.mark.full if where in ON_SEVERAL_RANKS.get(name, set()) else pytest.mark.slow]
 
 
 with_layouts = pytest.mark.parametrize(
     ("name", "where"),
     [
-        pytest.param(name, where, marks=[] if is_quick(name, where) else [pytest.mark.slow])
+        pytest.param(name, where, marks=marks_of(name, where))
         for where, chosen in LAYOUTS.items()
         for name, model in FAMILY_MODELS.items()
         if chosen.holds(model)
@@ -116,7 +120,7 @@ def measures_of(folder: str, policy: PolicyConfig) -> tuple[list[float], list[fl
         return losses, [evaluated[name].reduce() for name in ("loss", "accuracy") if name in evaluated]
 
 
-@pytest.mark.parametrize("layer_spec", ["local", "auto"])
+@pytest.mark.parametrize("layer_spec", [pytest.param("local", marks=pytest.mark.full), "auto"])
 def test_odd_vocabulary_is_padded_without_changing_a_measure(layer_spec: str, tmp_path: Path) -> None:
     run_ranks(write_reference, 1, "mixtral_top3_odd_vocabulary", tmp_path)
     ((losses, evaluated),) = run_ranks(measures_of, 1, str(tmp_path), tiny_policy(1, layer_spec=layer_spec))
@@ -135,7 +139,10 @@ def write_both_forms(name: str, root: str) -> None:
         trainer_of(Path(root, "memory"), policy).save_weights(Path(root, "exported"), {})
 
 
-@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", pytest.param("olmoe", marks=pytest.mark.full), pytest.param("qwen2_moe", marks=pytest.mark.full)],
+)
 def test_files_may_have_the_form_of_transformers_memory(name: str, tmp_path: Path) -> None:
     run_ranks(write_both_forms, 1, name, str(tmp_path))
     assert any(tensor.ndim == 3 for tensor in tensors_in(tmp_path / "memory").values())

@@ -14,6 +14,7 @@ from tests.support.training_run import RunSettings
 SAVE_AFTER, NUM_STEPS = 1, 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [

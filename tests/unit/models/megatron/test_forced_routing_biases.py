@@ -64,6 +64,7 @@ def biases_of_models(world_size: int, settings: dict[str, Any], num_models: int 
             TopKRouter.routing = routing
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sizes", "sign"),
     [
@@ -85,7 +86,7 @@ def test_all_ranks_have_the_same_bias(sizes: dict[str, int], sign: int) -> None:
     assert np.abs(first).max() > DEVIATION
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.full), "full"])
 def test_a_positive_deviation_draws_anew_in_each_forward(recompute: str) -> None:
     settings = {"moe_router_force_biased": DEVIATION, "activation_checkpointing": recompute}
     ((biases,),) = run_ranks(biases_of_models, 1, 1, settings)
@@ -99,7 +100,7 @@ def test_a_positive_deviation_draws_anew_in_each_forward(recompute: str) -> None
 
 
 @pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
-@pytest.mark.parametrize("sizes", [{}, {"pp": 2}], ids=["single", "pp2"])
+@pytest.mark.parametrize("sizes", [{}, pytest.param({"pp": 2}, marks=pytest.mark.full)], ids=["single", "pp2"])
 def test_a_negative_deviation_draws_once_for_each_layer(sizes: dict[str, int], recompute: str) -> None:
     world_size = 2 if sizes else 1
     settings = {"moe_router_force_biased": -DEVIATION, "activation_checkpointing": recompute, **layout(**sizes)}
@@ -132,6 +133,7 @@ def shares_of_models(policies: list[Any]) -> list[Biases]:
         return shares
 
 
+@pytest.mark.full
 def test_a_plain_model_after_a_forced_one_is_plain() -> None:
     policies = [tiny_policy(1, moe_router_force_biased=-DEVIATION), tiny_policy(1)]
     ((forced, after),) = run_ranks(shares_of_models, 1, policies)
@@ -144,11 +146,11 @@ def test_a_plain_model_after_a_forced_one_is_plain() -> None:
 @pytest.mark.parametrize(
     ("forced", "what"),
     [
-        ({"moe_router_force_biased": 1.0}, "full"),
+        pytest.param({"moe_router_force_biased": 1.0}, "full", marks=pytest.mark.full),
         pytest.param({"moe_router_force_biased": 1.0}, "moe", marks=pytest.mark.slow),
         ({"moe_router_force_biased": -1.0}, "full"),
-        ({"moe_router_force_load_balancing": True}, "full"),
-        ({"moe_router_force_hot_rank": 0}, "moe"),
+        pytest.param({"moe_router_force_load_balancing": True}, "full", marks=pytest.mark.full),
+        pytest.param({"moe_router_force_hot_rank": 0}, "moe", marks=pytest.mark.full),
     ],
     ids=str,
 )

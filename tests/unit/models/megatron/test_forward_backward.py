@@ -67,6 +67,7 @@ def _assert_same(runs: Sequence[RankRun], reference: RankRun) -> None:
 
 
 # One rank is among the jobs of `test_no_host_sync.py`.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "sizes"),
     [pytest.param(1, {}, marks=pytest.mark.slow), (2, {"pp": 2})],
@@ -125,6 +126,7 @@ def test_evaluation_leaves_nothing_behind(checkpointing: str) -> None:
     assert 0.0 <= answer["evaluated"]["accuracy"] <= 1.0
 
 
+@pytest.mark.full
 def test_evaluation_agrees_over_layouts() -> None:
     (single,) = run_ranks(evaluate_between_steps, 1, RunSettings(tiny_policy(1, layer_spec="auto")))
     settings = RunSettings(tiny_policy(4, layer_spec="auto", **layout(tp=2, pp=2)))

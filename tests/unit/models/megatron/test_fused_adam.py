@@ -47,7 +47,9 @@ def _largest_difference(left: list[Tensor], right: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("changes", [{}, ZERO_1], ids=["replicated", "distributed"])
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, marks=pytest.mark.full), ZERO_1], ids=["replicated", "distributed"]
+)
 def test_adam_is_fused_and_trains_the_same(changes: dict[str, Any]) -> None:
     settings = RunSettings(tiny_policy(**changes))
     ((as_built, difference, moved),) = run_ranks(train_both, 1, settings)

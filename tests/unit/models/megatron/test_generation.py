@@ -236,7 +236,7 @@ def trained_with_and_without(policy: PolicyConfig, generates: bool) -> tuple[lis
     [
         pytest.param(1, {"layer_spec": "auto"}, marks=pytest.mark.slow),
         pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.slow),
-        (1, {"layer_spec": "auto", "moe_input_jitter_eps": 0.1}),
+        pytest.param(1, {"layer_spec": "auto", "moe_input_jitter_eps": 0.1}, marks=pytest.mark.full),
         (2, {"layer_spec": "auto", **layout(tp=2)}),
         pytest.param(2, {"layer_spec": "auto", **layout(pp=2)}, marks=pytest.mark.slow),
     ],
@@ -274,7 +274,12 @@ def leftovers(policy: PolicyConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "changes"), [(1, {"layer_spec": "local"}), (1, {"layer_spec": "auto"}), (2, layout(tp=2))]
+    ("world_size", "changes"),
+    [
+        pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.full),
+        (1, {"layer_spec": "auto"}),
+        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
+    ],
 )
 def test_errors_leave_nothing_behind(world_size: int, changes: dict[str, Any]) -> None:
     run_ranks(leftovers, world_size, tiny_policy(world_size, **changes))

@@ -129,8 +129,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {model_type: tmp_path_factory.mktemp(model_type) for model_type in MODELS}
 
 
+def marks_of(model_type: str, spec: str) -> list[pytest.MarkDecorator]:
+    if spec == "local":
+        return [pytest.mark.full if model_type == "qwen2_5_vl" else pytest.mark.slow]
+    return [] if model_type == "qwen3_vl_moe" else [pytest.mark.full]
+
+
 CASES = [
-    pytest.param(model_type, spec, marks=() if spec == "auto" or model_type == "qwen2_5_vl" else pytest.mark.slow)
+    pytest.param(model_type, spec, marks=marks_of(model_type, spec))
     for model_type in MODELS
     for spec in ("auto", "local")
 ]
@@ -152,7 +158,10 @@ def test_logprobs_are_those_of_the_trainer(model_type: str, layer_spec: str, fol
 
 
 @pytest.mark.parametrize(("model_type", "layer_spec"), CASES)
-@pytest.mark.parametrize("other", ["alone", "backwards", "two at a time"])
+@pytest.mark.parametrize(
+    "other",
+    [pytest.param("alone", marks=pytest.mark.full), "backwards", pytest.param("two at a time", marks=pytest.mark.full)],
+)
 def test_a_response_does_not_depend_on_the_batch(
     model_type: str, layer_spec: str, other: str, folders: dict[str, Path]
 ) -> None:
@@ -181,8 +190,8 @@ def sampled_in_layout(policy: PolicyConfig, model_type: str, folder: Path) -> Ma
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [
-        ("qwen2_5_vl", "tp2"),
-        ("internvl", "ep2"),
+        pytest.param("qwen2_5_vl", "tp2", marks=pytest.mark.full),
+        pytest.param("internvl", "ep2", marks=pytest.mark.full),
         # Features that go to the first layers, where the second stage has none.
         ("qwen3_vl_moe", "pp2"),
         *(pytest.param(model_type, "pp2", marks=pytest.mark.slow) for model_type in ("qwen2_5_vl", "internvl")),

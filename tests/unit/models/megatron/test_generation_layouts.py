@@ -37,12 +37,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], Any]] = {
 ON_ONE_SPEC = {"dp2", "dp2_empty", "tp2_etp2", "tp2_pp2", "pp2_vpp2", "pp2_uneven"}
 # With this project's modules each dimension runs beside another one, or where ranks have no share; with
 # Megatron-Core's own the one that cuts most of them.
-QUICK = {
+ON_EACH_CHANGE = {
     "auto": {"dp2_empty", "ep2_empty", "pp2_vpp2", "tp2_ep2", "tp2_etp2", "tp2_pp2", "pp2_ep2"},
     "local": {"tp2"},
 }
+
+
+def marks_of(name: str, spec: str) -> list[pytest.MarkDecorator]:
+    if name not in ON_EACH_CHANGE[spec]:
+        return [pytest.mark.slow]
+    return [] if name == "pp2_ep2" else [pytest.mark.full]
+
+
 CASES = [
-    pytest.param(name, spec, marks=() if name in QUICK[spec] else pytest.mark.slow)
+    pytest.param(name, spec, marks=marks_of(name, spec))
     for name in LAYOUTS
     for spec in ("local", "auto")
     if spec == "auto" or name not in ON_ONE_SPEC

@@ -90,7 +90,7 @@ def one_rank() -> RankRun:
     ("world_size", "sizes", "changes"),
     [
         pytest.param(1, {}, {}, id="fast modules", marks=slow),
-        pytest.param(1, {}, PACKED, id="packed"),
+        pytest.param(1, {}, PACKED, id="packed", marks=pytest.mark.full),
         pytest.param(2, {"tp": 2, "ep": 2}, SHARDED, id="tp2_ep2_zero1"),
         pytest.param(2, {"tp": 2}, PACKED, id="tp2_packed", marks=slow),
         pytest.param(2, {"tp": 2}, {"layer_spec": "local"}, id="tp2_local", marks=slow),
@@ -111,6 +111,7 @@ def test_training_is_that_of_one_rank_with_megatrons_modules(
         assert getattr(found, name) <= limit, f"{name}: {found}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "sizes", "changes"),
     [

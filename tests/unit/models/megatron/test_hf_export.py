@@ -21,7 +21,7 @@ from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
     ("world_size", "sizes"),
     [
         (2, {"ep": 2}),
-        (2, {"tp": 2, "etp": 2}),
+        pytest.param(2, {"tp": 2, "etp": 2}, marks=pytest.mark.full),
         pytest.param(4, {"pp": 2, "ep": 2}, marks=pytest.mark.slow),
         pytest.param(4, {"tp": 2, "ep": 2, "etp": 2}, marks=pytest.mark.slow),
         pytest.param(4, {"ep": 2}, marks=pytest.mark.slow),
@@ -106,8 +106,10 @@ def test_fault_of_one_rank_ends_all_and_leaves_the_earlier_folder(
     ("sizes", "function"),
     [
         pytest.param({"tp": 2, "etp": 2}, "torch.Tensor.new_empty", marks=pytest.mark.slow),
-        ({"tp": 2, "etp": 2}, "nemo_rl_moe.models.megatron.weights.hf_gather._joined"),
-        ({"ep": 2}, "nemo_rl_moe.models.megatron.weights.hf_gather._as_bytes"),
+        pytest.param(
+            {"tp": 2, "etp": 2}, "nemo_rl_moe.models.megatron.weights.hf_gather._joined", marks=pytest.mark.full
+        ),
+        pytest.param({"ep": 2}, "nemo_rl_moe.models.megatron.weights.hf_gather._as_bytes", marks=pytest.mark.full),
         ({"pp": 2}, "nemo_rl_moe.models.safetensors_files.SafetensorsWriter.write"),
     ],
 )

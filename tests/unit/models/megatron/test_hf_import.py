@@ -48,7 +48,14 @@ def test_what_does_not_fit_is_reported_by_all_ranks_and_changes_nothing(tmp_path
 
 @pytest.mark.parametrize(
     ("world_size", "sizes"),
-    [(1, {}), (2, {}), (2, {"ep": 2}), (2, {"tp": 2, "etp": 2}), (2, {"pp": 2}), (4, {"tp": 2, "ep": 2})],
+    [
+        pytest.param(1, {}, marks=pytest.mark.full),
+        pytest.param(2, {}, marks=pytest.mark.full),
+        pytest.param(2, {"ep": 2}, marks=pytest.mark.full),
+        pytest.param(2, {"tp": 2, "etp": 2}, marks=pytest.mark.full),
+        (2, {"pp": 2}),
+        pytest.param(4, {"tp": 2, "ep": 2}, marks=pytest.mark.full),
+    ],
 )
 def test_damage_of_any_part_is_reported_by_name_in_every_layout(
     world_size: int, sizes: dict[str, int], tmp_path: Path
@@ -123,8 +130,8 @@ def expected_bytes(tensors: dict[str, torch.Tensor], changes: dict[str, Any], si
         pytest.param({"pp": 2}, {}, marks=pytest.mark.slow),
         ({"pp": 2}, TIED),
         pytest.param({"ep": 2}, {}, marks=pytest.mark.slow),
-        ({"tp": 2, "ep": 2}, {}),
-        ({"tp": 2, "etp": 2}, {"vocab_size": 61}),
+        pytest.param({"tp": 2, "ep": 2}, {}, marks=pytest.mark.full),
+        pytest.param({"tp": 2, "etp": 2}, {"vocab_size": 61}, marks=pytest.mark.full),
     ],
 )
 def test_each_rank_reads_what_it_holds(sizes: dict[str, int], changes: dict[str, Any], tmp_path: Path) -> None:
@@ -142,10 +149,10 @@ def test_each_rank_reads_what_it_holds(sizes: dict[str, int], changes: dict[str,
 @pytest.mark.parametrize(
     ("world_size", "sizes", "layer_spec"),
     [
-        (2, {"pp": 2, "vpp": 2}, "auto"),
-        (2, {"pp": 2, "last": 1}, "auto"),
+        pytest.param(2, {"pp": 2, "vpp": 2}, "auto", marks=pytest.mark.full),
+        pytest.param(2, {"pp": 2, "last": 1}, "auto", marks=pytest.mark.full),
         (2, {"tp": 2, "etp": 2}, "local"),
-        (2, {"ep": 2}, "local"),
+        pytest.param(2, {"ep": 2}, "local", marks=pytest.mark.full),
         pytest.param(2, {}, "auto", marks=pytest.mark.slow),
         pytest.param(4, {"tp": 2, "ep": 2, "pp": 2}, "auto", marks=pytest.mark.slow),
         pytest.param(4, {"tp": 2, "etp": 2, "ep": 2}, "local", marks=pytest.mark.slow),
@@ -159,6 +166,7 @@ def test_round_trip_keeps_every_bit(world_size: int, sizes: dict[str, int], laye
     assert_same_tensors(target, source)
 
 
+@pytest.mark.full
 def test_padding_of_the_vocabulary_is_zero(tmp_path: Path) -> None:
     changes = {"vocab_size": 61}
     tensors = tiny_tensors(tiny_hf_config(**changes))
@@ -186,6 +194,7 @@ def test_experts_may_be_stacked(sizes: dict[str, int], tmp_path: Path) -> None:
     assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.full
 def test_other_types_are_cast(tmp_path: Path) -> None:
     tensors = {name: tensor.bfloat16() for name, tensor in tiny_tensors(tiny_hf_config()).items()}
     tensors["model.norm.weight"] = tensors["model.norm.weight"].double()

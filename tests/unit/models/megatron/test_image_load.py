@@ -94,12 +94,18 @@ LAYOUTS: tuple[tuple[int, int, dict[str, Any]], ...] = (
     (4, 1, layout(pp=2, tp=2) | PACKED),
 )
 # One of each kind of layout; the others prove the same once more.
-FAST = {0, 2, 4, 6, 9}
+ON_EACH_CHANGE = {0, 2, 4, 6, 9}
+
+
+def marks_of(index: int) -> list[pytest.MarkDecorator]:
+    if index not in ON_EACH_CHANGE:
+        return [pytest.mark.slow]
+    return [] if index in (2, 4) else [pytest.mark.full]
 
 
 @pytest.mark.parametrize(
     ("world_size", "copies", "changes"),
-    [pytest.param(*given, marks=() if index in FAST else pytest.mark.slow) for index, given in enumerate(LAYOUTS)],
+    [pytest.param(*given, marks=marks_of(index)) for index, given in enumerate(LAYOUTS)],
 )
 def test_every_layout_counts_what_a_hand_does(world_size: int, copies: int, changes: dict[str, Any]) -> None:
     load, _ = run(world_size, copies=copies, **changes)

@@ -91,6 +91,7 @@ def train_without_whole_projections(settings: RunSettings) -> RankRun:
         return train_run(settings)
 
 
+@pytest.mark.full
 def test_projections_cut_in_columns_lose_gradients() -> None:
     """What whole projections cure; where Megatron-Core is cured itself this test says so."""
     first, expected = run_ranks(train_without_whole_projections, 2, settings_of("v3", 2, {"tp": 2}))[0], one_rank("v3")
@@ -103,9 +104,9 @@ def test_projections_cut_in_columns_lose_gradients() -> None:
     [
         ("v3", {"sequence_packing__enabled": True}),
         pytest.param("v3", {"activation_checkpointing": "full"}, marks=slow),
-        ("v3", {"activation_checkpointing": "moe"}),
+        pytest.param("v3", {"activation_checkpointing": "moe"}, marks=pytest.mark.full),
         pytest.param("v3", {"layer_spec": "local"}, marks=slow),
-        ("v2", {"layer_spec": "local"}),
+        pytest.param("v2", {"layer_spec": "local"}, marks=pytest.mark.full),
         pytest.param("v2", {"sequence_packing__enabled": True}, marks=slow),
     ],
 )
@@ -159,6 +160,7 @@ def test_bfloat16_trains_and_keeps_the_bias_exact() -> None:
     np.testing.assert_allclose(steps, np.round(steps), atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "writer", "reader"),
     [

@@ -75,12 +75,18 @@ COMBINING_MOST = {
 }
 # What Megatron-Core's own modules compute in two dimensions they compute in one; of stages those of recomputed
 # activations see them.
-QUICK_WITH_STOCK_MODULES = {"ep2", "tp2"}
+WITH_STOCK_MODULES = {"ep2", "tp2"}
+
+
+# Every dimension, but for the experts' own tensor parallelism.
+QUICK = {("tp2_pp2_ep2_zero1", "auto"), ("ep2", "local")}
 
 
 def _marks(name: str, layer_spec: str) -> list[pytest.MarkDecorator]:
-    quick = QUICK_WITH_STOCK_MODULES if layer_spec == "local" else COMBINING_MOST
-    return [] if name in quick else [pytest.mark.slow]
+    on_each_change = WITH_STOCK_MODULES if layer_spec == "local" else COMBINING_MOST
+    if name not in on_each_change:
+        return [pytest.mark.slow]
+    return [] if (name, layer_spec) in QUICK else [pytest.mark.full]
 
 
 # The sharded optimizer does not know which modules run, so with Megatron-Core's own it is tried once.
@@ -154,13 +160,13 @@ def test_recomputed_activations_change_nothing(
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.full),
         pytest.param(2, {}, marks=pytest.mark.slow),
         (2, layout(ep=2)),
         pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
         pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.slow),
         pytest.param(2, layout(tp=2), marks=pytest.mark.slow),
-        (4, layout(tp=2, pp=2)),
+        pytest.param(4, layout(tp=2, pp=2), marks=pytest.mark.full),
     ],
     ids=["single", "dp2", "ep2", "pp2", "pp2_vpp2", "tp2", "tp2_pp2"],
 )
@@ -171,12 +177,14 @@ def test_packed_sequences_train_as_padded_ones(world_size: int, changes: dict[st
     assert_same_training(run_ranks(train_run, world_size, settings), single_rank("auto"))
 
 
+@pytest.mark.full
 def test_uneven_stages_in_pieces_train_as_one_rank_does() -> None:
     six_layers = {"num_hidden_layers": 6}
     settings = RunSettings(tiny_policy(2, layer_spec="auto", **layout(pp=2, vpp=2, first=4)), six_layers)
     assert_same_training(run_ranks(train_run, 2, settings), single_rank("auto", tuple(six_layers.items())))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "sizes"),
     [
@@ -198,6 +206,7 @@ def test_z_loss_in_layouts(world_size: int, sizes: dict[str, int]) -> None:
     assert_same_training(runs, reference)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("balancing", ["seq_aux_loss", pytest.param("global_aux_loss", marks=pytest.mark.slow)])
 def test_other_balancing_losses_under_tensor_parallelism(balancing: str) -> None:
     changes = {"layer_spec": "auto", "moe_router_load_balancing_type": balancing}
@@ -225,7 +234,7 @@ def test_global_batch_loss_spans_the_data_parallel_ranks() -> None:
         pytest.param({"pp": 2}, marks=pytest.mark.slow),
         {"pp": 2, "vpp": 2},
         pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow),
-        {"tp": 2},
+        pytest.param({"tp": 2}, marks=pytest.mark.full),
     ],
     ids=str,
 )

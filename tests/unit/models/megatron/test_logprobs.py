@@ -135,15 +135,15 @@ def joined(parts: Sequence[Array]) -> Array:
     ("world_size", "changes"),
     [
         pytest.param(1, {}, marks=pytest.mark.slow),
-        (1, PACKED),
+        pytest.param(1, PACKED, marks=pytest.mark.full),
         (1, {"layer_spec": "local"}),
         pytest.param(2, {}, marks=pytest.mark.slow),
-        (2, layout(tp=2)),
+        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
         pytest.param(2, PACKED | layout(tp=2), marks=pytest.mark.slow),
         pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
         (2, PACKED | layout(pp=2)),
         pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.slow),
-        (2, layout(ep=2)),
+        pytest.param(2, layout(ep=2), marks=pytest.mark.full),
     ],
 )
 def test_are_those_of_transformers_whole_and_in_pieces(
@@ -235,7 +235,12 @@ IN_BFLOAT16 = {"precision": "bfloat16", "generation__temperature": 0.7}
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, PACKED, pytest.param({"generation__temperature": 1.0}, marks=pytest.mark.slow), IN_BFLOAT16],
+    [
+        pytest.param({}, marks=pytest.mark.full),
+        PACKED,
+        pytest.param({"generation__temperature": 1.0}, marks=pytest.mark.slow),
+        pytest.param(IN_BFLOAT16, marks=pytest.mark.full),
+    ],
 )
 def test_training_sees_the_same_and_columns_in_line(changes: dict[str, Any], model_folder: str) -> None:
     (microbatches,) = run_ranks(training_inputs, 1, policy_for(**changes), model_folder)
@@ -288,11 +293,13 @@ def weights_of(trainer: MegatronTrainer) -> list[Tensor]:
     ("world_size", "changes"),
     [
         pytest.param(1, {}, marks=pytest.mark.slow),
-        (1, {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}),
-        (2, {"distributed_data_parallel_config__use_distributed_optimizer": True}),
+        pytest.param(
+            1, {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}, marks=pytest.mark.full
+        ),
+        pytest.param(2, {"distributed_data_parallel_config__use_distributed_optimizer": True}, marks=pytest.mark.full),
         (2, layout(pp=2)),
         pytest.param(2, layout(ep=2), marks=pytest.mark.slow),
-        (1, {"precision": "bfloat16"}),
+        pytest.param(1, {"precision": "bfloat16"}, marks=pytest.mark.full),
     ],
 )
 def test_reference_is_the_model_of_the_start_and_leaves_no_trace(world_size: int, changes: dict[str, Any]) -> None:
@@ -325,6 +332,7 @@ def share_loss(inputs: LossInputs) -> LossOutputs:
     return replace(outputs, metrics=outputs.metrics | metrics)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [*(pytest.param(ranks, {}, marks=pytest.mark.slow) for ranks in (1, 2)), (2, layout(pp=2))],

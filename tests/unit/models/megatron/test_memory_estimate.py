@@ -185,11 +185,16 @@ SLOW_CASES = {
     "dense, tied",
     "dense, tied, pipeline",
 }
+QUICK_CASES = {"one rank", "pipeline, tied", "frozen routers", "all at once", "biases and sinks"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_CASES else []) for name in CASES]
-)
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    if name in SLOW_CASES:
+        return [pytest.mark.slow]
+    return [] if name in QUICK_CASES else [pytest.mark.full]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CASES])
 def test_every_rank_holds_what_the_arithmetic_says(name: str) -> None:
     world_size, sizes, model, changes = CASES[name]
     config = run_of(world_size, **layout(**sizes), **changes)

@@ -132,13 +132,13 @@ def test_the_columns_change_what_the_model_gives(expected: Any) -> None:
     [
         (1, PACKED, MICROBATCHES),
         pytest.param(1, {}, LENGTH_SORTED, marks=pytest.mark.slow),
-        (2, {}, MICROBATCHES),
+        pytest.param(2, {}, MICROBATCHES, marks=pytest.mark.full),
         pytest.param(2, layout(tp=2), MICROBATCHES, marks=pytest.mark.slow),
-        (2, PACKED | layout(tp=2), MICROBATCHES),
-        (2, layout(ep=2), LENGTH_SORTED),
+        pytest.param(2, PACKED | layout(tp=2), MICROBATCHES, marks=pytest.mark.full),
+        pytest.param(2, layout(ep=2), LENGTH_SORTED, marks=pytest.mark.full),
         pytest.param(2, layout(pp=2), MICROBATCHES, marks=pytest.mark.slow),
         (2, PACKED | layout(pp=2), LENGTH_SORTED),
-        (2, layout(pp=2, vpp=2), MICROBATCHES),
+        pytest.param(2, layout(pp=2, vpp=2), MICROBATCHES, marks=pytest.mark.full),
     ],
 )
 def test_in_every_layout_and_batching(

@@ -125,6 +125,14 @@ JOBS = {
 
 # Two dimensions at a time, or more of one thing, are in the others.
 COVERED_BY_OTHERS = {"dp2", "many_layers", "pp2_vpp2"}
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    if name in COVERED_BY_OTHERS:
+        return [pytest.mark.slow]
+    return [] if name in ("ep2", "many_names") else [pytest.mark.full]
+
+
 SUM_AND_MAXIMUM = ["allreduce_", "allreduce_"]
 OTHER_COLLECTIVES = {
     "no_overload": ["allreduce_"],
@@ -143,9 +151,7 @@ WITHIN_A_SLICE = {
 """Whose ranks that exchange tokens add up their counts first."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in COVERED_BY_OTHERS else ()) for name in JOBS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in JOBS])
 def test_few_collectives_and_one_copy(name: str) -> None:
     reports = run_ranks(logged_report, JOBS[name].world_size, JOBS[name])
     for report in reports:
@@ -158,6 +164,7 @@ def test_few_collectives_and_one_copy(name: str) -> None:
     assert "cv_mean" in reports[0]["metrics"]
 
 
+@pytest.mark.full
 def test_bytes_over_the_whole_job_do_not_grow_with_microbatches_and_slices() -> None:
     names = ("ep2", "many_microbatches", "dp2", "images")
     few, many, two_slices, images = (run_ranks(logged_report, 2, JOBS[name])[0]["bytes"] for name in names)

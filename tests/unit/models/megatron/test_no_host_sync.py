@@ -150,7 +150,12 @@ def waits_with_advantages(policy: PolicyConfig) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("world_size", "changes"),
-    [(1, {}), (1, PACKED), (2, layout(tp=2)), pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.slow)],
+    [
+        (1, {}),
+        pytest.param(1, PACKED, marks=pytest.mark.full),
+        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
+        pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.slow),
+    ],
 )
 def test_experts_by_advantage_wait_for_nothing_before_the_report(world_size: int, changes: dict[str, Any]) -> None:
     off, on = (
@@ -172,10 +177,13 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-# "ep2" does what "auto" does, on two ranks.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "auto" else ()) for name in JOBS]
-)
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    if name == "auto":  # "ep2" does it on two ranks
+        return [pytest.mark.slow]
+    return [] if name in ("recompute", "ep2") else [pytest.mark.full]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in JOBS])
 def test_tracking_waits_for_nothing_before_the_report(name: str) -> None:
     world_size, changes = JOBS[name]
     off, on = (
@@ -228,7 +236,12 @@ def test_the_counter_sees_what_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("local", "auto")), "ep2", "capacity"]
+    "name",
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("local", "auto")),
+        "ep2",
+        pytest.param("capacity", marks=pytest.mark.full),
+    ],
 )
 def test_tracking_changes_no_bit(name: str) -> None:
     world_size, changes = JOBS[name]

@@ -81,6 +81,7 @@ def weights_alone(job: RunSettings, folder: str) -> bool:
         )
 
 
+@pytest.mark.full
 def test_moments_in_float32_give_the_numbers_of_torch(tmp_path: Path) -> None:
     for name in ("plain", "fused"):
         (tmp_path / name).mkdir()

@@ -124,6 +124,7 @@ def test_training_starts_at_the_reference_and_leaves_it(plain: tuple[Training, l
 SLOW_WAYS = {"packed", "two ranks"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow if way in SLOW_WAYS else ()) for way in WAYS])
 def test_every_cut_trains_alike(plain: tuple[Training, list[list[float]]], way: str) -> None:
     expected, sums = plain

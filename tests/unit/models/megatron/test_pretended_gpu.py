@@ -106,6 +106,7 @@ MEGATRON = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world_size", "changes"), JOBS)
 def test_the_host_waits_where_the_table_says_alone(world_size: int, changes: dict[str, Any]) -> None:
     policy = tiny_grpo_policy(world_size, routing_replay="rollout", **changes)

@@ -176,6 +176,7 @@ def as_numbers(chosen: torch.Tensor) -> list[list[int]]:
 
 
 # Of 32 and of 16 one of the two tensors is square: it lies as the other does.
+@pytest.mark.full
 @pytest.mark.parametrize("width", [24, *(pytest.param(width, marks=pytest.mark.slow) for width in (32, 16))])
 def test_experts_are_those_of_transformers_whichever_way_they_lie(width: int, tmp_path: Path) -> None:
     (found,) = run_ranks(experts_either_way, 1, tmp_path / "model", width)

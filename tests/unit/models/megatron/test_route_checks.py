@@ -121,6 +121,7 @@ def test_the_rank_that_lacks_its_rows_is_named(changes: dict[str, Any]) -> None:
     assert anomalies == []
 
 
+@pytest.mark.full
 def test_routers_of_other_weights_are_seen_in_float32_alone() -> None:
     (found,) = run_ranks(trained, 1, tiny_grpo_policy(1), "weights")
     agreement = found[0]["routing/live_agreement"]
@@ -143,7 +144,7 @@ def biased(policy: PolicyConfig, frozen: bool) -> dict[str, float]:
         return trainer.train([shard], sft_loss).moe_metrics
 
 
-@pytest.mark.parametrize(("world_size", "changes"), [(1, {}), (2, layout(pp=2))])
+@pytest.mark.parametrize(("world_size", "changes"), [pytest.param(1, {}, marks=pytest.mark.full), (2, layout(pp=2))])
 def test_an_expert_bias_that_stands_still_is_counted(world_size: int, changes: dict[str, Any]) -> None:
     with_bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     policy = tiny_grpo_policy(world_size, **with_bias, **changes)

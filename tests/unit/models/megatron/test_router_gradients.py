@@ -140,14 +140,14 @@ def test_the_parts_are_there_and_add_up(expected: Measured) -> None:
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        (1, PACKED),
+        pytest.param(1, PACKED, marks=pytest.mark.full),
         pytest.param(1, FULL, marks=pytest.mark.slow),
         pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.slow),
         pytest.param(2, {}, marks=pytest.mark.slow),
-        (2, OVERLAP),
+        pytest.param(2, OVERLAP, marks=pytest.mark.full),
         pytest.param(2, layout(tp=2), marks=pytest.mark.slow),
-        (2, layout(tp=2) | PACKED | FULL),
-        (2, layout(ep=2) | {"activation_checkpointing": "moe"}),
+        pytest.param(2, layout(tp=2) | PACKED | FULL, marks=pytest.mark.full),
+        pytest.param(2, layout(ep=2) | {"activation_checkpointing": "moe"}, marks=pytest.mark.full),
         pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
         pytest.param(2, layout(pp=2) | FULL | OVERLAP, marks=pytest.mark.slow),
         (2, layout(pp=2, vpp=2) | OVERLAP),
@@ -159,6 +159,7 @@ def test_every_layout_measures_what_one_rank_does(world_size: int, changes: dict
     compare(measured(world_size, **changes), expected, complete=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
@@ -178,7 +179,7 @@ def test_with_a_sharded_optimizer_too(world_size: int, changes: dict[str, Any], 
         (1, FULL),
         pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.slow),
         pytest.param(2, layout(tp=2) | PACKED | FULL, marks=pytest.mark.slow),
-        (2, layout(pp=2, vpp=2) | FULL),
+        pytest.param(2, layout(pp=2, vpp=2) | FULL, marks=pytest.mark.full),
     ],
 )
 def test_under_replay_too(world_size: int, changes: dict[str, Any], expected_under_replay: Measured) -> None:
@@ -222,9 +223,11 @@ def test_metrics_are_those_of_the_parts(expected: Measured) -> None:
 @pytest.mark.parametrize(
     ("changes", "sources"),
     [
-        ({"moe_z_loss_coeff": None}, ("policy", "aux")),
-        ({"moe_router_load_balancing_type": "none"}, ("policy", "z")),
-        ({"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": None}, ("policy",)),
+        pytest.param({"moe_z_loss_coeff": None}, ("policy", "aux"), marks=pytest.mark.full),
+        pytest.param({"moe_router_load_balancing_type": "none"}, ("policy", "z"), marks=pytest.mark.full),
+        pytest.param(
+            {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": None}, ("policy",), marks=pytest.mark.full
+        ),
         (GLOBAL_AND_SEQUENCE, ("policy", "aux", "z")),
     ],
 )
@@ -251,6 +254,7 @@ def halves(policy: Any) -> list[np.ndarray]:
         return found
 
 
+@pytest.mark.full
 def test_some_microbatches_stand_for_all() -> None:
     """Their parts have the size of a whole step's, so that the mean of two halves is the whole."""
     whole, first, last = run_ranks(halves, 1, policy_for())[0]
@@ -260,7 +264,12 @@ def test_some_microbatches_stand_for_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "sizes", "expected"), [(1, {"pp": 2, "vpp": 2}, 2), (3, {"pp": 2, "vpp": 2}, 4), (1, {"pp": 2}, 1)]
+    ("number", "sizes", "expected"),
+    [
+        pytest.param(1, {"pp": 2, "vpp": 2}, 2, marks=pytest.mark.full),
+        (3, {"pp": 2, "vpp": 2}, 4),
+        pytest.param(1, {"pp": 2}, 1, marks=pytest.mark.full),
+    ],
 )
 def test_an_interleaved_pipeline_runs_whole_rounds(number: int, sizes: dict[str, int], expected: int) -> None:
     policy = policy_for(2, **layout(**sizes), router_gradients__num_microbatches=number)
@@ -390,7 +399,7 @@ def both(
         pytest.param(1, EVERYTHING, {}, marks=pytest.mark.slow),
         (1, EVERYTHING | FULL | REPLAY, {"with_routes": True}),
         pytest.param(1, EVERYTHING | {"layer_spec": "local", "precision": "bfloat16"}, {}, marks=pytest.mark.slow),
-        (2, EVERYTHING | ZERO_1 | OVERLAP, {}),
+        pytest.param(2, EVERYTHING | ZERO_1 | OVERLAP, {}, marks=pytest.mark.full),
         pytest.param(
             2, EVERYTHING | layout(ep=2) | OVERLAP | {"activation_checkpointing": "moe"}, {}, marks=pytest.mark.slow
         ),
@@ -412,6 +421,7 @@ def test_measuring_changes_no_bit(world_size: int, changes: dict[str, Any], sett
     assert any("expert_bias" in name for name in without[0].buffers) == ("moe_router_enable_expert_bias" in changes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
@@ -426,6 +436,7 @@ def test_each_trace_would_be_seen(fault: str, what: str) -> None:
 
 
 # A mean that is taken twice is the same mean: of whole gradients over data-parallel ranks nothing would be seen.
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [pytest.param(layout(tp=2), marks=pytest.mark.slow), ZERO_1])
 def test_gradients_that_the_schedule_had_reduced_would_be_seen(changes: dict[str, Any], expected: Measured) -> None:
     ranks = run_ranks(measure, 2, policy_for(2, **changes), FULL_ROWS, False, "_unreduced_gradients")
@@ -439,6 +450,7 @@ def due_steps(policy: Any) -> list[bool]:
         return ["router_gradient/seconds" in metrics for metrics in found]
 
 
+@pytest.mark.full
 def test_every_second_step() -> None:
     policy = policy_for(router_gradients__every_n_steps=2, router_gradients__num_microbatches=1)
     assert run_ranks(due_steps, 1, policy) == [[False, True, False, True]]

@@ -175,20 +175,20 @@ def test_comparison_counts_as_brute_force_does(expected: Trained) -> None:
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        (1, {"layer_spec": "local"}),
-        (1, PACKED),
-        (1, {"activation_checkpointing": "full"}),
+        pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.full),
+        pytest.param(1, PACKED, marks=pytest.mark.full),
+        pytest.param(1, {"activation_checkpointing": "full"}, marks=pytest.mark.full),
         (1, {"activation_checkpointing": "moe"}),
-        (1, {"layer_spec": "local", "activation_checkpointing": "full"}),
-        (2, {}),
-        (2, layout(tp=2)),
+        pytest.param(1, {"layer_spec": "local", "activation_checkpointing": "full"}, marks=pytest.mark.full),
+        pytest.param(2, {}, marks=pytest.mark.full),
+        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
         (2, layout(tp=2) | PACKED),
-        (2, layout(ep=2)),
-        (2, layout(pp=2)),
-        (2, layout(pp=2) | {"activation_checkpointing": "full"}),
-        (2, layout(pp=2) | {"activation_checkpointing": "moe"}),
-        (2, layout(pp=2) | PACKED | {"activation_checkpointing": "full"}),
-        (2, layout(pp=2, vpp=2)),
+        pytest.param(2, layout(ep=2), marks=pytest.mark.full),
+        pytest.param(2, layout(pp=2), marks=pytest.mark.full),
+        pytest.param(2, layout(pp=2) | {"activation_checkpointing": "full"}, marks=pytest.mark.full),
+        pytest.param(2, layout(pp=2) | {"activation_checkpointing": "moe"}, marks=pytest.mark.full),
+        pytest.param(2, layout(pp=2) | PACKED | {"activation_checkpointing": "full"}, marks=pytest.mark.full),
+        pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.full),
         (2, layout(pp=2, vpp=2) | {"activation_checkpointing": "full"}),
         pytest.param(4, layout(pp=2, ep=2) | {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
         pytest.param(4, layout(pp=2, tp=2) | {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
@@ -233,7 +233,7 @@ def train_with_fault(policy: PolicyConfig, fault: type[RouterHooks]) -> Trained:
 
 @pytest.mark.parametrize(
     ("world_size", "changes", "fault"),
-    [(1, {}, _LostInTheBackwardPass), (2, layout(pp=2), _OfTheLastMicrobatch)],
+    [(1, {}, _LostInTheBackwardPass), pytest.param(2, layout(pp=2), _OfTheLastMicrobatch, marks=pytest.mark.full)],
 )
 def test_a_replay_that_recomputation_loses_is_seen_in_the_gradient_alone(
     world_size: int, changes: dict[str, Any], fault: type[RouterHooks], expected: Trained
@@ -245,6 +245,7 @@ def test_a_replay_that_recomputation_loses_is_seen_in_the_gradient_alone(
     assert abs(found.grad_norm / expected.grad_norm - 1) > 0.01
 
 
+@pytest.mark.full
 def test_the_load_that_auxiliary_losses_count() -> None:
     """Of the live choice the replayed routes say nothing; of the replayed one they are all."""
     live = {spec: run(layer_spec=spec).metrics["load_balancing_loss"] for spec in ("auto", "local")}
@@ -339,17 +340,17 @@ def generate_and_train(
         return result.moe_metrics, [] if report is None else [anomaly.text for anomaly in report.anomalies]
 
 
-@pytest.mark.parametrize("layer_spec", ["auto", "local"])
+@pytest.mark.parametrize("layer_spec", ["auto", pytest.param("local", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("world_size", "changes", "shares", "model"),
     [
         (1, {}, ONE_SHARE, {}),
-        (2, {}, UNEVEN_SHARES, {}),
+        pytest.param(2, {}, UNEVEN_SHARES, {}, marks=pytest.mark.full),
         (2, layout(ep=2), UNEVEN_SHARES, {}),
-        (2, layout(tp=2), ONE_SHARE, {}),
-        (2, layout(pp=2), ONE_SHARE, {}),
-        (2, layout(pp=2), ONE_SHARE, {"mlp_only_layers": [2, 3]}),
-        (2, layout(pp=2, vpp=2), ONE_SHARE, {}),
+        pytest.param(2, layout(tp=2), ONE_SHARE, {}, marks=pytest.mark.full),
+        pytest.param(2, layout(pp=2), ONE_SHARE, {}, marks=pytest.mark.full),
+        pytest.param(2, layout(pp=2), ONE_SHARE, {"mlp_only_layers": [2, 3]}, marks=pytest.mark.full),
+        pytest.param(2, layout(pp=2, vpp=2), ONE_SHARE, {}, marks=pytest.mark.full),
         pytest.param(4, layout(pp=2, tp=2), ONE_SHARE, {}, marks=pytest.mark.slow),
     ],
 )
@@ -365,14 +366,16 @@ def test_routes_of_generation_are_those_of_training(
     assert metrics["routing/agreement"] == metrics["routing/live_agreement"] == 1
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(each, marks=() if each is _one_token_late else pytest.mark.full) for each in FAULTS]
+)
 @pytest.mark.parametrize(
     ("world_size", "changes", "shares"),
     [
         (1, {}, ONE_SHARE),
-        (2, layout(tp=2) | PACKED, ONE_SHARE),
+        pytest.param(2, layout(tp=2) | PACKED, ONE_SHARE, marks=pytest.mark.full),
         (2, layout(pp=2, vpp=2), ONE_SHARE),
-        (2, layout(pp=2) | IN_BFLOAT16, ONE_SHARE),
+        pytest.param(2, layout(pp=2) | IN_BFLOAT16, ONE_SHARE, marks=pytest.mark.full),
     ],
 )
 def test_a_fault_of_the_capture_is_named(world_size: int, changes: dict[str, Any], shares: Any, fault: Any) -> None:
@@ -410,11 +413,11 @@ def replay_own_routes(policy: PolicyConfig, model: dict[str, Any]) -> tuple[floa
     ("world_size", "changes", "model"),
     [
         (1, {}, {}),
-        (1, {"layer_spec": "local"}, {}),
-        (2, layout(tp=2) | PACKED, {}),
-        (2, layout(pp=2), {}),
-        (2, layout(pp=2), {"mlp_only_layers": [2, 3]}),
-        (2, layout(pp=2), {"mlp_only_layers": [0, 1]}),
+        pytest.param(1, {"layer_spec": "local"}, {}, marks=pytest.mark.full),
+        pytest.param(2, layout(tp=2) | PACKED, {}, marks=pytest.mark.full),
+        pytest.param(2, layout(pp=2), {}, marks=pytest.mark.full),
+        pytest.param(2, layout(pp=2), {"mlp_only_layers": [2, 3]}, marks=pytest.mark.full),
+        pytest.param(2, layout(pp=2), {"mlp_only_layers": [0, 1]}, marks=pytest.mark.full),
         (2, layout(pp=2, vpp=2), {}),
         pytest.param(4, layout(pp=2, tp=2), {}, marks=pytest.mark.slow),
     ],

@@ -164,8 +164,8 @@ def gradients_of_transformers(folder: str) -> list[Any]:
     ("world_size", "changes"),
     [
         pytest.param(1, {}, marks=pytest.mark.slow),
-        (1, {"sequence_packing__enabled": True}),
-        (1, {"layer_spec": "local"}),
+        pytest.param(1, {"sequence_packing__enabled": True}, marks=pytest.mark.full),
+        pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.full),
         pytest.param(2, {}, marks=pytest.mark.slow),
         (2, layout(ep=2)),
     ],
@@ -182,6 +182,7 @@ def test_without_an_auxiliary_loss_the_gradient_is_that_of_the_policy_loss(
     assert_close(found, expected, 1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "advantages",
     [pytest.param(NO_ADVANTAGES, marks=pytest.mark.slow), ADVANTAGES[:2] * 4],
@@ -230,7 +231,7 @@ def checked_loss(inputs: LossInputs) -> LossOutputs:
         pytest.param(2, layout(ep=2), marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("is_frozen", [True, False])
+@pytest.mark.parametrize("is_frozen", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_frozen_routers_stay_to_the_last_bit_while_all_else_moves(
     is_frozen: bool, world_size: int, changes: dict[str, Any]
 ) -> None:

@@ -44,13 +44,19 @@ def _weights(trainer: MegatronTrainer) -> torch.Tensor:
 
 
 SETTINGS: dict[str, Mapping[str, Any]] = {"plain": {}, "zero": ZERO, "bfloat16": {"precision": "bfloat16"}}
-QUICK = {"plain-loss", "zero-gradient", "bfloat16-both"}
+ON_EACH_CHANGE = {"plain-loss", "zero-gradient", "bfloat16-both"}
+
+
+def marks_of(case: str) -> list[pytest.MarkDecorator]:
+    if case not in ON_EACH_CHANGE:
+        return [pytest.mark.slow]
+    return [] if case == "zero-gradient" else [pytest.mark.full]
 
 
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [
-        pytest.param(settings, kind, id=f"{name}-{kind}", marks=() if f"{name}-{kind}" in QUICK else pytest.mark.slow)
+        pytest.param(settings, kind, id=f"{name}-{kind}", marks=marks_of(f"{name}-{kind}"))
         for name, settings in SETTINGS.items()
         for kind in ("loss", "gradient", "both")
     ],
@@ -98,7 +104,11 @@ def expert_biases(settings: RunSettings, losses: list[Any]) -> list[list[float]]
         return found
 
 
-@pytest.mark.parametrize("sizes", [pytest.param({"ep": 2}, marks=pytest.mark.slow), {"pp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({"ep": 2}, marks=pytest.mark.slow), {"pp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.full)],
+    ids=str,
+)
 def test_one_rank_s_nan_stops_the_update_on_all(sizes: Mapping[str, int]) -> None:
     settings = RunSettings(tiny_policy(2, **layout(**sizes)))
     found = run_ranks(run_with, 2, settings, [SpoiledLoss("gradient", only_width=16), None])
@@ -106,6 +116,7 @@ def test_one_rank_s_nan_stops_the_update_on_all(sizes: Mapping[str, int]) -> Non
     assert [step[3:5] for step in found[0]] == [(False, 1), (True, 0)]
 
 
+@pytest.mark.full
 def test_several_updates_of_one_call() -> None:
     (found,) = run_ranks(updates_of_one_call, 1, RunSettings(tiny_policy(1)))
     assert found == (1, 1, 2)

@@ -39,7 +39,7 @@ def statistics_of_rank(scale: float, world_size: int, bfloat16: bool) -> tuple[A
         return result.logprobs.numpy(), result.greedy_matches.numpy()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_against_float64(world_size: int, scale: float) -> None:
     logprobs, greedy = expected(scale)

@@ -31,7 +31,6 @@ MODELS = {
     "OLMoE": ("olmoe",),
 }
 # Two formats that differ much; the tests of data see of every one which of its text the assistant writes.
-QUICK = {"qwen3_moe", "gpt_oss"}
 LONGEST = 600
 RELATIVE_TOLERANCE = 1e-4
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
@@ -105,7 +104,11 @@ def expected_step(model: nn.Module, family: ToolFormat, tokenizer: Any) -> Step:
 @pytest.mark.parametrize(
     ("name", "model"),
     [
-        pytest.param(name, model, marks=() if model in QUICK else pytest.mark.slow)
+        pytest.param(
+            name,
+            model,
+            marks=() if model == "qwen3_moe" else pytest.mark.full if model == "gpt_oss" else pytest.mark.slow,
+        )
         for name, models in MODELS.items()
         for model in models
     ],

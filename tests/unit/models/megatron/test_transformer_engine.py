@@ -49,7 +49,7 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        pytest.param(name, where, marks=[] if (name, where) in QUICK else [pytest.mark.slow])
+        pytest.param(name, where, marks=[pytest.mark.full] if (name, where) in QUICK else [pytest.mark.slow])
         for where in WHERE
         for name, model in FAMILY_MODELS.items()
         if LAYOUTS[where].holds(model)
@@ -89,6 +89,7 @@ def test_a_step_is_that_of_own_modules(name: str, jobs: ParityJobs, tmp_path: Pa
     assert step.grad_norm == pytest.approx(norm, rel=1e-4)
 
 
+@pytest.mark.full
 def test_two_ranks_share_each_sequence() -> None:
     """What else there is of it is in `test_context_parallel.py`; here ranks with the engine run already."""
     changes = {
@@ -174,6 +175,7 @@ def test_packed_sinks_need_a_kernel(tmp_path: Path) -> None:
 SAVE_AFTER, NUM_STEPS = 1, 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [

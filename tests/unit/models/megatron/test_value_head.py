@@ -144,13 +144,13 @@ def test_values_are_the_product_with_the_head_and_they_fit(expected: tuple[Colle
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        (1, PACKED),
-        (2, layout(tp=2)),
+        pytest.param(1, PACKED, marks=pytest.mark.full),
+        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
         (2, layout(pp=2, vpp=2) | PACKED | CHUNKED),
         pytest.param(2, layout(tp=2) | PACKED | CHUNKED, marks=pytest.mark.slow),
         pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
         pytest.param(2, {"tensor_model_parallel_size": 2, "sequence_parallel": False}, marks=pytest.mark.slow),
-        (2, layout(ep=2) | ZERO_1 | OVERLAP),
+        pytest.param(2, layout(ep=2) | ZERO_1 | OVERLAP, marks=pytest.mark.full),
     ],
 )
 def test_layouts_agree(world_size: int, changes: dict[str, Any], expected: tuple[Collection[Head], Fitted]) -> None:
@@ -158,6 +158,7 @@ def test_layouts_agree(world_size: int, changes: dict[str, Any], expected: tuple
     _agree(run_ranks(fit, world_size, tiny_policy(world_size, **changes), heads), wanted)
 
 
+@pytest.mark.full
 def test_ranks_that_share_sequences_agree() -> None:
     policy = tiny_policy(2, **PACKED)
     (wanted,) = run_ranks_with_engine(fit, 1, tiny_policy(1, **PACKED), CRITIC)

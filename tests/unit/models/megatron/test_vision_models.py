@@ -154,21 +154,27 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 # Each kind of layout once, with the model that it is hardest for: packing and tensor parallelism with positions in
 # three axes, stages with features behind the first layers, and ranks that have other images with experts.
-QUICK = {
+ON_EACH_CHANGE = {
     "qwen2_5_vl": [PACKED | layout(tp=2)],
     "qwen3_vl_moe": [layout(pp=2)],
     "internvl": [PACKED, {}],
 }
 
 
+def marks_of(model_type: str, changes: dict[str, Any]) -> list[pytest.MarkDecorator]:
+    if changes not in ON_EACH_CHANGE[model_type]:
+        return [pytest.mark.slow]
+    return [] if model_type == "qwen3_vl_moe" else [pytest.mark.full]
+
+
 def with_layouts(model_type: str) -> list[Any]:
-    """The layouts of a model; all but the quick ones are slow."""
+    """The layouts of a model; all but those of `ON_EACH_CHANGE` are slow, and of these one is in the quick list."""
     without = {
         "qwen2_5_vl": "expert_model_parallel_size",  # it has no experts
         "qwen3_vl_moe": "virtual_pipeline_model_parallel_size",  # its tower adds to two layers
     }.get(model_type)
     return [
-        pytest.param(model_type, *case, marks=() if case[1] in QUICK[model_type] else pytest.mark.slow)
+        pytest.param(model_type, *case, marks=marks_of(model_type, case[1]))
         for case in LAYOUTS
         if not case[1].get(without or "")
     ]
@@ -197,7 +203,7 @@ def test_steps_do_not_depend_on_the_layout(reference: Any, world_size: int, chan
 
 @pytest.mark.parametrize(
     ("reference", "world_size", "packed"),
-    [("qwen2_5_vl", 1, False), ("internvl", 2, True)],
+    [("qwen2_5_vl", 1, False), pytest.param("internvl", 2, True, marks=pytest.mark.full)],
     indirect=["reference"],
 )
 def test_a_limit_of_patches_changes_no_step(reference: Any, world_size: int, packed: bool) -> None:
@@ -261,6 +267,7 @@ def losses_of(trainer: MegatronTrainer, model_type: str, num_steps: int) -> list
     return [trainer.train([shard], sft_loss).global_loss for _ in range(num_steps)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "reference",
     [*(pytest.param(model_type, marks=pytest.mark.slow) for model_type in ("qwen2_5_vl", "qwen3_vl_moe")), "internvl"],

@@ -112,6 +112,7 @@ logger.close()
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("end", ["closed", "killed"])
 def test_wandb_leaves_nothing_in_the_temporary_directory(end: str, tmp_path: Path) -> None:
     """A process of its own: W&B makes its folders where it is imported."""
@@ -152,6 +153,7 @@ def test_wandb_reader_joins_records_over_blocks_and_passes_over_a_cut_end(tmp_pa
         read_wandb_offline(copy.parent)
 
 
+@pytest.mark.full
 def test_wandb_offline_contacts_nobody(tmp_path: Path) -> None:
     """Watches every name lookup and connection of a fresh process, and how W&B's own service was started."""
     code = """

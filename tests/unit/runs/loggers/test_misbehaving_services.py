@@ -44,6 +44,7 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_mlflow_server_that_never_answers(tmp_path: Path, silent_server: str) -> None:
     import mlflow.tracking  # noqa: F401  # seconds that are not the server's
 
@@ -58,6 +59,7 @@ def test_mlflow_server_that_never_answers(tmp_path: Path, silent_server: str) ->
     assert read_jsonl(tmp_path / "metrics.jsonl") == STEPS
 
 
+@pytest.mark.full
 def test_mlflow_store_that_another_process_has_locked(tmp_path: Path, empty_mlflow_store: Path) -> None:
     stream = io.StringIO()
     settings = settings_for(tmp_path / "logs", "mlflow")

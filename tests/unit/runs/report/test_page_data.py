@@ -36,7 +36,7 @@ def test_all_counts_of_a_short_run_are_exact(tmp_path: Path) -> None:
     np.testing.assert_array_equal(unpacked(run["load"]["frames"]["counts"], blobs), counts)
 
 
-@pytest.mark.parametrize(("num_runs", "budget"), [(1, 45_000), (3, 150_000)])
+@pytest.mark.parametrize(("num_runs", "budget"), [(1, 45_000), pytest.param(3, 150_000, marks=pytest.mark.full)])
 def test_a_long_run_shows_what_the_budget_allows_for(tmp_path: Path, num_runs: int, budget: int) -> None:
     counts = random_counts(200, 8, 64, 50)
     folders = [make_run(tmp_path / str(number), {}, counts) for number in range(num_runs)]
@@ -97,6 +97,7 @@ def test_numbers_that_are_none_are_reported_as_such(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, [np.nan, np.inf, -np.inf, 1e300, 0.5])
 
 
+@pytest.mark.full
 def test_many_runs_share_what_there_is_for_their_layers_over_time(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "run", {}, random_counts(200, 60, 4, 50)))
     columns = []
