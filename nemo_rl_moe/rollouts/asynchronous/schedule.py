@@ -1,0 +1,177 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules of asynchronous runs: which groups each step trained on, in a file, and a run that repeats them.
+
+A repeated run generates each group with the weights of the version at which it was dispatched, and finishes it before the
+weights change. It equals every other repetition to the bit, where the engine does; it equals the recorded run where no
+group was generated across an update.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Generic
+
+from nemo_rl_moe.errors import DataError, UserError
+from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
+from nemo_rl_moe.rollouts.asynchronous.groups import Batch, GroupT, PromptT, Reason, Ticket
+from nemo_rl_moe.rollouts.asynchronous.staleness import QueueView, StalenessPolicy
+
+
+@dataclass(frozen=True)
+class ScheduledGroup:
+    """A group of a recorded step.
+
+    Attributes:
+        position: Number of its prompt.
+        sample_id: Where its prompt came from.
+        attempt: Groups of this prompt that were cancelled before.
+        version: Optimizer steps of the weights at its dispatch.
+        finished_version: Optimizer steps of the weights when it was finished.
+    """
+
+    position: int
+    sample_id: str
+    attempt: int
+    version: int
+    finished_version: int
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """A recorded training step.
+
+    Attributes:
+        version: Optimizer steps of the weights that were trained.
+        groups: What they were trained on.
+    """
+
+    version: int
+    groups: tuple[ScheduledGroup, ...]
+
+    @staticmethod
+    def of(batch: Batch[PromptT, GroupT]) -> "ScheduledStep":
+        """Return the record of a batch."""
+        groups = (
+            ScheduledGroup(
+                found.ticket.position,
+                found.ticket.prompt.sample_id,
+                found.ticket.attempt,
+                found.ticket.version,
+                found.version,
+            )
+            for found in batch.groups
+        )
+        return ScheduledStep(batch.version, tuple(groups))
+
+
+def append_step(path: Path, step: ScheduledStep) -> None:
+    """Append a step to a schedule's file, as one line of JSON."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(step)) + "\n")
+
+
+def read_schedule(path: Path) -> list[ScheduledStep]:
+    """Read the steps of a schedule's file. A run that went on from a checkpoint wrote its last steps twice: the later
+    ones count.
+
+    Raises:
+        DataError: A line is not a step.
+    """
+    steps: list[ScheduledStep] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            step = ScheduledStep(record["version"], tuple(ScheduledGroup(**group) for group in record["groups"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{path}:{number}: not a step of a schedule: {error}") from None
+        steps = [*(earlier for earlier in steps if earlier.version < step.version), step]
+    return steps
+
+
+def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> StalenessPolicy:
+    """Return the policy that trains on the groups of a schedule, and waits until all that were dispatched are finished.
+
+    Args:
+        schedule: The recorded steps.
+        bounds: Those of the run, whose staleness becomes the largest one of the schedule.
+    """
+    lags = [step.version - group.version for step in schedule for group in step.groups]
+    steps = {step.version: step for step in schedule}
+
+    def choose(view: QueueView) -> Sequence[int]:
+        """Choose the groups of the recorded step."""
+        left = [group for step in schedule if step.version >= view.version for group in step.groups]
+        dispatched = {group.position for group in left if group.version <= view.version}
+        if not dispatched.issubset({group.position for group in view.ready}):
+            return []
+        return [group.position for group in steps[view.version].groups]
+
+    limits = Bounds(
+        bounds.groups_per_step, max(lags, default=0), bounds.concurrency, updates_per_step=bounds.updates_per_step
+    )
+    return StalenessPolicy(choose, limits, on_stale="drop", name="replay of a schedule")
+
+
+class ReplayedFeed(Generic[PromptT]):
+    """A ticket source that dispatches the groups of a schedule, each at its version.
+
+    Args:
+        schedule: The recorded steps, from version 0 on.
+        prompts: The prompts of all epochs, from the first one on.
+        max_faults: Groups of a prompt that may fail or take too long; then the run ends.
+
+    Raises:
+        DataError: The prompts are others.
+    """
+
+    def __init__(self, schedule: Sequence[ScheduledStep], prompts: Iterator[PromptT], max_faults: int = 2):
+        self._max_faults = max_faults
+        self._waiting = sorted(
+            (group for step in schedule for group in step.groups), key=lambda group: (group.version, group.position)
+        )
+        needed = {group.position: group.sample_id for group in self._waiting}
+        found = zip(range(max(needed, default=-1) + 1), prompts, strict=False)
+        self._prompts = {position: prompt for position, prompt in found if position in needed}
+        for position, sample_id in needed.items():
+            got = self._prompts[position].sample_id if position in self._prompts else "missing"
+            if got != sample_id:
+                raise DataError(f"the schedule's prompt {position} is {sample_id}; in this run's data it is {got}")
+        self._returned: list[Ticket[PromptT]] = []
+
+    @property
+    def num_left(self) -> int:
+        """Return the prompts that have no ticket now, and may have one later."""
+        return len(self._waiting) + len(self._returned)
+
+    def next(self, version: int) -> Ticket[PromptT] | None:
+        """Return the next ticket of a version; None: all of it have been dispatched."""
+        if self._returned:
+            return self._returned.pop(0)
+        if not self._waiting or self._waiting[0].version > version:
+            return None
+        group = self._waiting.pop(0)
+        return Ticket(self._prompts[group.position], group.position, version, version, group.attempt)
+
+    def give_back(self, ticket: Ticket[PromptT], reason: Reason) -> bool:
+        """Take back the prompt of a cancelled group, which is generated once more as the same attempt.
+
+        Raises:
+            UserError: It fails again and again.
+        """
+        num_faults = ticket.num_faults + reason.is_own_fault
+        if num_faults >= self._max_faults:
+            raise UserError(
+                f"the schedule cannot be repeated: the group of {ticket.prompt.sample_id} (prompt {ticket.position}) fails"
+            )
+        again = Ticket(
+            ticket.prompt,
+            ticket.position,
+            ticket.version,
+            ticket.admitted_version,
+            ticket.attempt,
+            num_faults,
+        )
+        self._returned.append(again)
+        return False
