@@ -1,11 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous rollouts by a script: how long the group of each prompt takes, or how it fails, and a trainer that sleeps."""
+"""Asynchronous rollouts by a script: how long each group takes, or how it fails, and a trainer that sleeps."""
 
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -52,11 +53,12 @@ class ScriptedRun:
         batches: What was trained on.
         cancelled: What was cancelled, as the batches and `stop` say.
         cleaned_up: Positions of groups that have seen their cancellation.
+        engine_versions: Version of the engines when each group was begun, or begun again.
     """
 
     def __init__(
         self,
-        fates: Mapping[int, Fate] | Callable[[Ticket[ScriptedPrompt]], Fate] = {},
+        fates: Mapping[int, Fate] | Callable[[Ticket[ScriptedPrompt]], Fate] = MappingProxyType({}),
         *,
         groups_per_step: int = 2,
         max_staleness: int = 1,
@@ -81,6 +83,7 @@ class ScriptedRun:
         self.batches: list[Batch[ScriptedPrompt, str]] = []
         self.cancelled: list[Cancellation] = []
         self.cleaned_up: list[int] = []
+        self.engine_versions: dict[str, int] = {}
         self.dispatcher = Dispatcher(
             self.make_group,
             self.feed if feed is None else feed,
@@ -94,6 +97,7 @@ class ScriptedRun:
     async def make_group(self, ticket: Ticket[ScriptedPrompt]) -> str:
         """Take as long as the script says, or fail."""
         self.dispatched.append(ticket)
+        self.engine_versions[f"{ticket.position}/{ticket.attempt}"] = self.dispatcher.version
         fate = self._fate(ticket)
         try:
             if not isinstance(fate, float | int):
@@ -139,12 +143,17 @@ class ScriptedRun:
 
     @property
     def consumed(self) -> list[list[int]]:
-        """Positions of the groups of each step."""
+        """Return the positions of the groups of each step."""
         return [[found.ticket.position for found in batch.groups] for batch in self.batches]
 
     @property
+    def positions(self) -> list[int]:
+        """Return the positions of all groups that were trained on, in order of their numbers."""
+        return sorted(position for step in self.consumed for position in step)
+
+    @property
     def lags(self) -> list[list[int]]:
-        """Staleness of the groups of each step."""
+        """Return the staleness of the groups of each step."""
         return [[each.total for each in batch.staleness] for batch in self.batches]
 
     def reasons(self) -> list[tuple[int, str]]:

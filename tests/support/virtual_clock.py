@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An event loop whose time is simulated: it leaps to the next timer where a real one would wait for it.
 
-Hours pass in milliseconds, and two runs of one script are the same. Where nothing is left that could ever happen, waiting
-is an error at once, instead of a test that hangs.
+Hours pass in milliseconds, and two runs of one script are the same. Where nothing is left that could ever happen,
+waiting is an error at once, instead of a test that hangs.
 """
 
 import asyncio

@@ -3,7 +3,7 @@
 """The dispatcher: generates groups ahead of training, as tasks of one event loop, and hands out batches of them.
 
 Every admitted group reaches its end exactly once: in a batch, or as one cancellation with its reason. Whoever ends a
-group takes it out of the live ones first, in the same step of the loop; what comes of its task later counts for nothing.
+group takes it out of the live ones first, in the same step of the loop; what comes of its task later does not count.
 The loop's clock is the only one.
 """
 
@@ -21,6 +21,8 @@ from nemo_rl_moe.rollouts.asynchronous.staleness import LiveGroup, StalenessPoli
 Partial = Literal["continue", "restart", "discard"]
 """Treatment of groups that run when weights change. continue: they go on under the new ones; restart: they begin again
 and keep their place; discard: they are cancelled, and their prompts come again."""
+FAILURES_IN_A_ROW = 8
+"""Prompts that may be given up with no group finished between; those of a whole step, where that is more."""
 CLEANUP_S = 5.0
 """Seconds that a cancelled group may take for its end before engines are paused or the run goes on without it."""
 
@@ -157,7 +159,7 @@ class Dispatcher(Generic[PromptT, GroupT]):
         """
         self._is_updating = True
         self._cancel_stale(version)
-        running = [live for live in self._live.values() if live.task is not None]
+        running = [live for live in self._live.values() if live.task is not None and not live.task.done()]
         for live in running:
             if self._partial == "discard":
                 self._cancel(live, Reason.UPDATE)
@@ -272,14 +274,15 @@ class Dispatcher(Generic[PromptT, GroupT]):
         self._changed.set()
 
     def _give_back(self, ticket: Ticket[PromptT], reason: Reason, message: str) -> bool:
-        """Give a prompt back; the run ends where a whole step's prompts are given up one after the other."""
+        """Give a prompt back; the run ends where many are given up one after the other."""
         try:
             is_given_up = self._feed.give_back(ticket, reason)
         except UserError as error:
             self._error = self._error or error
             return True
         self._given_up_in_a_row += is_given_up
-        if self._given_up_in_a_row >= self._policy.bounds.groups_per_step and self._error is None:
+        limit = max(FAILURES_IN_A_ROW, self._policy.bounds.groups_per_step)
+        if self._given_up_in_a_row >= limit and self._error is None:
             self._error = GenerationError(
                 f"the groups of {self._given_up_in_a_row} prompts failed, and none was finished between them; the last"
                 f" one, of {ticket.prompt.sample_id}: {message}"

@@ -84,7 +84,7 @@ class QueueState(Generic[PromptT, GroupT]):
 
 
 class PromptFeed(Generic[PromptT]):
-    """A `TicketSource` of the prompts of all epochs. Prompts that come back go first, those of the lowest number before.
+    """A `TicketSource` of the prompts of all epochs. Prompts that come back go first, in the order of their numbers.
 
     Args:
         prompts: The prompts of all epochs, from the first one on.
@@ -149,9 +149,7 @@ class PromptFeed(Generic[PromptT]):
         self._given_up = list(state.given_up)
         while self._num_taken < state.num_taken:
             if self._num_taken == self._num_prompts:
-                raise CheckpointError(
-                    f"{state.num_taken} prompts were taken, of {self._num_prompts} that there are now"
-                )
+                raise CheckpointError(f"{state.num_taken} prompts were taken, and there are {self._num_prompts} now")
             position, prompt = self._take()
             expected = opened[position].sample_id if position in opened else queued.get(position, prompt.sample_id)
             if prompt.sample_id != expected:

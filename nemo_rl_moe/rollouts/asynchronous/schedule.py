@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules of asynchronous runs: which groups each step trained on, in a file, and a run that repeats them.
 
-A repeated run generates each group with the weights of the version at which it was dispatched, and finishes it before the
-weights change. It equals every other repetition to the bit, where the engine does; it equals the recorded run where no
-group was generated across an update.
+A repeated run generates each group with the weights of the version at which it was dispatched, and finishes it before
+the weights change. It equals every other repetition to the bit, where the engine does; it equals the recorded run where
+no group was generated across an update.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Generic
 
@@ -163,15 +163,8 @@ class ReplayedFeed(Generic[PromptT]):
         num_faults = ticket.num_faults + reason.is_own_fault
         if num_faults >= self._max_faults:
             raise UserError(
-                f"the schedule cannot be repeated: the group of {ticket.prompt.sample_id} (prompt {ticket.position}) fails"
+                f"the schedule cannot be repeated: the group of {ticket.prompt.sample_id} fails, its prompt"
+                f" number {ticket.position}"
             )
-        again = Ticket(
-            ticket.prompt,
-            ticket.position,
-            ticket.version,
-            ticket.admitted_version,
-            ticket.attempt,
-            num_faults,
-        )
-        self._returned.append(again)
+        self._returned.append(replace(ticket, num_faults=num_faults))
         return False

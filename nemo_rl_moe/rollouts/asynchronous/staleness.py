@@ -3,8 +3,8 @@
 """Policies of staleness: which finished groups make the next training step, and which are too old.
 
 A policy only orders groups. The rules hold for all policies, custom ones included: a group that is too old is never
-trained on, and with `on_stale: wait` no group is overtaken so often that it gets too old. A group that is dropped and one
-that is waited for are told apart by the same number, its age since its admission.
+trained on, and with `on_stale: wait` no group is overtaken so often that it gets too old. One number decides on both:
+the age of a group since its admission.
 """
 
 from collections.abc import Callable, Mapping, Sequence

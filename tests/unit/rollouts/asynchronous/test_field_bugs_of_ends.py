@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs that other frameworks had with groups that fail, hang, race or get lost, as scripts. Each fails on its planted bug.
+"""Bugs that other frameworks had with groups that fail, hang, race or get lost, as scripts.
 
-The numbers are those of the project's list, as in test_field_bugs_of_versions.py.
+Each fails on its planted bug. The numbers are those of the project's list, as in test_field_bugs_of_versions.py.
 """
 
 import asyncio
@@ -178,7 +178,7 @@ async def test_a13_each_prompt_is_trained_on_once() -> None:
     run.dispatcher.start()
     assert await run.train() == 4
     assert {(1, "update"), (2, "update")} <= set(run.reasons())
-    assert sorted(sum(run.consumed, [])) == ALL
+    assert run.positions == ALL
     run.check_each_group_ended_once()
 
 

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that other frameworks had with versions and staleness, as scripts. Each fails on its planted bug.
 
-The numbers A1 to A23 are those of the project's list of them; test_field_bugs_of_ends.py and test_lengths.py have the others.
+The numbers A1 to A23 are those of the project's list of them; test_field_bugs_of_ends.py and test_lengths.py have the
+others.
 """
 
 import asyncio
@@ -109,7 +110,7 @@ async def test_a04_the_time_in_the_queue_counts() -> None:
     assert run.consumed[:2] == [[1], [2]]
     assert (0, "stale") in run.reasons()
     assert max(max(lags) for lags in run.lags) <= 1
-    assert sorted(sum(run.consumed, [])) == list(range(8)), "its prompt came again"
+    assert run.positions == list(range(8)), "its prompt came again"
 
 
 def admits_from_zero(patch: Patch) -> None:
