@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that takes requests as they come, in virtual time, and whose tokens tell the weights that sampled them."""
+"""An engine that takes requests as they come, in virtual time, and whose tokens show the weights that sampled them."""
 
 import asyncio
 from collections.abc import Sequence

@@ -19,8 +19,8 @@ from nemo_rl_moe.rollouts.asynchronous.staleness import OnStale, StalenessPolicy
 from tests.support.virtual_clock import NothingLeftError, run_virtually
 
 STUCK = float("inf")
-Fate = float | Exception | type[BaseException]
-"""Seconds of a group, `STUCK`, or the error that it raises."""
+Fate = float | Exception | type[BaseException] | asyncio.Event
+"""Seconds of a group, `STUCK`, the error that it raises, or what it waits for."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,13 @@ class ScriptedRun:
         self.engine_versions[f"{ticket.position}/{ticket.attempt}"] = self.dispatcher.version
         fate = self._fate(ticket)
         try:
-            if not isinstance(fate, float | int):
+            if isinstance(fate, asyncio.Event):
+                await fate.wait()
+            elif isinstance(fate, float | int):
+                await (asyncio.sleep(fate) if fate < STUCK else asyncio.get_running_loop().create_future())
+            else:
                 await asyncio.sleep(0)
                 raise fate
-            await (asyncio.sleep(fate) if fate < STUCK else asyncio.get_running_loop().create_future())
         except asyncio.CancelledError:
             self.cleaned_up.append(ticket.position)
             raise

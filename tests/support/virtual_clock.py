@@ -12,10 +12,12 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+LONGEST_S = 10_000.0
+"""Virtual seconds after which a script counts as one that never ends."""
 
 
 class NothingLeftError(Exception):
-    """Everybody waits, and there is no timer: a deadlock."""
+    """Everybody waits, and there is no timer: a deadlock. Or the script never ends."""
 
 
 class _NoWaiting(selectors.DefaultSelector):
@@ -27,6 +29,8 @@ class _NoWaiting(selectors.DefaultSelector):
         if timeout is None:
             raise NothingLeftError("everybody waits, and nothing is left that could happen")
         self.now_s += max(0.0, timeout)
+        if self.now_s > LONGEST_S:
+            raise NothingLeftError(f"it goes on after {LONGEST_S:g} s")
         return super().select(0)
 
 
@@ -41,24 +45,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Return the virtual seconds."""
         return self._virtual.now_s
 
-
-LONGEST_S = 10_000.0
-"""Virtual seconds after which a script counts as one that never ends."""
+    def rewind(self) -> None:
+        """Begin at 0 again."""
+        self._virtual.now_s = 0.0
 
 
 def run_virtually(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Run a coroutine in virtual time; tasks that it leaves are cancelled. Errors of callbacks are raised."""
     loop, errors = VirtualLoop(), list[BaseException]()
     loop.set_exception_handler(lambda _, context: errors.append(context.get("exception") or RuntimeError(str(context))))
-    loop.call_later(LONGEST_S, loop.stop)
-    main = loop.create_task(coroutine)
-    main.add_done_callback(stop := lambda _: loop.stop())
     try:
-        loop.run_forever()
-        if not main.done():
-            raise NothingLeftError(f"it goes on after {LONGEST_S:g} s")
+        result = loop.run_until_complete(coroutine)
     finally:
-        main.remove_done_callback(stop)
+        loop.rewind()
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()
@@ -67,4 +66,4 @@ def run_virtually(coroutine: Coroutine[Any, Any, Result]) -> Result:
         loop.close()
     if errors:
         raise errors[0]
-    return main.result()
+    return result

@@ -36,16 +36,22 @@ class _Live(Generic[PromptT, GroupT]):
         task: Generates it; None: it is finished, or waits for new weights to begin again.
         timer: Ends it at its deadline.
         finished: What came of it; None: it runs.
-        started_s: Time at which its generation began.
+        started_s: Time at which its generation began; None: it waits for new weights, or an earlier run generated it.
         ended_s: Time at which it was finished.
     """
 
     ticket: Ticket[PromptT]
-    started_s: float = 0.0
+    started_s: float | None = None
     ended_s: float | None = None
     task: "asyncio.Task[GroupT] | None" = None
     timer: asyncio.TimerHandle | None = None
     finished: Finished[PromptT, GroupT] | None = None
+
+    def seconds(self, now_s: float) -> float:
+        """Return the seconds of its generation, restarts included."""
+        if self.started_s is None:
+            return self.ticket.lost_s
+        return self.ticket.lost_s + (now_s if self.ended_s is None else self.ended_s) - self.started_s
 
     def view(self) -> LiveGroup:
         """Return it as policies see it."""
@@ -64,7 +70,8 @@ class Dispatcher(Generic[PromptT, GroupT]):
         feed: Gives out tickets.
         policy: Decides what is trained on next, and what is too old.
         partial: Treatment of groups that run when weights change.
-        deadline_s: Seconds after which a group is cancelled instead of waited for; None: no limit.
+        deadline_s: Seconds after which a group is cancelled instead of waited for, pauses of the engines included;
+            None: no limit.
         version: Optimizer steps of the engines' weights.
         queue: Finished groups that come back from a checkpoint.
     """
@@ -164,6 +171,7 @@ class Dispatcher(Generic[PromptT, GroupT]):
             if self._partial == "discard":
                 self._cancel(live, Reason.UPDATE)
             elif self._partial == "restart":
+                live.ticket, live.started_s = replace(live.ticket, lost_s=live.seconds(_now())), None
                 self._leave_behind(live)
         await self._wait_for_left_behind()
 
@@ -264,12 +272,9 @@ class Dispatcher(Generic[PromptT, GroupT]):
         del self._live[ticket.position]
         self._admission = self._admission.reject_finished() if is_finished else self._admission.reject_running()
         self._leave_behind(live)
-        seconds = (_now() if live.ended_s is None else live.ended_s) - live.started_s
-        is_given_up = self._give_back(ticket, reason, message)
+        is_given_up, lost_s = self._give_back(ticket, reason, message), live.seconds(_now())
         self._cancelled.append(
-            Cancellation(
-                ticket.position, ticket.prompt.sample_id, ticket.attempt, reason, message, seconds, is_given_up
-            )
+            Cancellation(ticket.position, ticket.prompt.sample_id, ticket.attempt, reason, message, lost_s, is_given_up)
         )
         self._changed.set()
 

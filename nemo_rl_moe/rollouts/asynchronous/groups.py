@@ -53,6 +53,7 @@ class Ticket(Generic[PromptT]):
             be overtaken any more, so that restarts do not put a long group off for ever.
         attempt: Groups of this prompt that were cancelled before.
         num_faults: Those among them whose reason was their own fault.
+        lost_s: Seconds of generation that restarts have lost.
     """
 
     prompt: PromptT
@@ -61,6 +62,7 @@ class Ticket(Generic[PromptT]):
     admitted_version: int
     attempt: int = 0
     num_faults: int = 0
+    lost_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Cancellation:
         attempt: Groups of this prompt that were cancelled before.
         reason: Why.
         message: What went wrong, in one line; may be empty.
-        seconds: Time of its generation that is lost.
+        lost_s: Seconds of its generation, all of them lost; 0 where an earlier run generated it.
         is_given_up: Its prompt is not generated again.
     """
 
@@ -122,7 +124,7 @@ class Cancellation:
     attempt: int
     reason: Reason
     message: str
-    seconds: float
+    lost_s: float
     is_given_up: bool
 
 

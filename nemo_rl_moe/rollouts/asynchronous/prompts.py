@@ -80,7 +80,8 @@ class QueueState(Generic[PromptT, GroupT]):
     def consumed(self) -> list[int]:
         """Return the positions of the prompts that were trained on."""
         others = {prompt.position for prompt in self.open} | {found.ticket.position for found in self.queue}
-        return [position for position in range(self.num_taken) if position not in others | set(self.given_up)]
+        others |= set(self.given_up)
+        return [position for position in range(self.num_taken) if position not in others]
 
 
 class PromptFeed(Generic[PromptT]):

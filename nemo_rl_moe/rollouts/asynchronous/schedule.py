@@ -8,6 +8,7 @@ no group was generated across an update.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -86,7 +87,9 @@ def read_schedule(path: Path) -> list[ScheduledStep]:
             step = ScheduledStep(record["version"], tuple(ScheduledGroup(**group) for group in record["groups"]))
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"{path}:{number}: not a step of a schedule: {error}") from None
-        steps = [*(earlier for earlier in steps if earlier.version < step.version), step]
+        while steps and steps[-1].version >= step.version:
+            steps.pop()
+        steps.append(step)
     return steps
 
 
@@ -98,15 +101,17 @@ def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> Stalenes
         bounds: Those of the run, whose staleness becomes the largest one of the schedule.
     """
     lags = [step.version - group.version for step in schedule for group in step.groups]
-    steps = {step.version: step for step in schedule}
+    consumed = {step.version: [group.position for group in step.groups] for step in schedule}
+    live = defaultdict[int, set[int]](set)
+    for step in schedule:
+        for group in step.groups:
+            for version in range(group.version, step.version + 1):
+                live[version].add(group.position)
 
     def choose(view: QueueView) -> Sequence[int]:
-        """Choose the groups of the recorded step."""
-        left = [group for step in schedule if step.version >= view.version for group in step.groups]
-        dispatched = {group.position for group in left if group.version <= view.version}
-        if not dispatched.issubset({group.position for group in view.ready}):
-            return []
-        return [group.position for group in steps[view.version].groups]
+        """Choose the groups of the recorded step, when all that were live then are finished."""
+        ready = {group.position for group in view.ready}
+        return consumed[view.version] if live[view.version].issubset(ready) else []
 
     limits = Bounds(
         bounds.groups_per_step, max(lags, default=0), bounds.concurrency, updates_per_step=bounds.updates_per_step

@@ -38,6 +38,7 @@ def test_partial_groups_begin_again_and_keep_their_place() -> None:
         assert (run.consumed[1], run.cleaned_up, run.cancelled) == ([2, 3], [2, 3], [])
         assert run.batches[1].staleness == [Staleness(in_flight=0, in_queue=0)] * 2
         assert [found.ticket.admitted_version for found in run.batches[1].groups] == [0, 0]
+        assert [found.ticket.lost_s for found in run.batches[1].groups] == [2.0, 2.0]
         assert run.batches[1].waited_s == 4.0
         run.check_each_group_ended_once()
 
@@ -90,7 +91,7 @@ def test_a_trainer_that_waits_hears_of_the_stop() -> None:
         await run.stop()
         assert await waiting is None
         assert run.reasons() == [(0, "stopped"), (1, "stopped"), (2, "stopped"), (3, "stopped")]
-        assert [each.seconds for each in run.cancelled] == [5.0, 1.0, 1.0, 1.0]
+        assert [each.lost_s for each in run.cancelled] == [5.0, 1.0, 1.0, 1.0]
 
     run_virtually(body())
 

@@ -197,7 +197,7 @@ def looks_at_the_newest_group(patch: Patch) -> None:
 @red_on(looks_at_the_newest_group)
 async def test_a19_one_older_group_makes_a_step_off_policy() -> None:
     """One update a step alone does not make the ratio 1."""
-    run = ScriptedRun({3: 3.5}, max_staleness=1, policy="ready_first", on_stale="drop")
+    run = ScriptedRun({3: 3.5}, max_staleness=1, policy="windowed", on_stale="drop")
     run.dispatcher.start()
     await run.train(2)
     assert (run.consumed, run.lags) == ([[0, 1], [2, 4]], [[0, 0], [1, 0]])

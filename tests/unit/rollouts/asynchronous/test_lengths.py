@@ -87,7 +87,7 @@ def test_dropping_favours_short_groups_and_its_waste_is_seen() -> None:
     consumed, generated, run = run_virtually(consumed_lengths(policy="ready_first", on_stale="drop"))
     assert consumed.mean() < 0.95 * generated.mean()
     assert {str(each.reason) for each in run.cancelled} == {"stale"}
-    assert sum(each.seconds for each in run.cancelled) > consumed.sum()
+    assert sum(each.lost_s for each in run.cancelled) > consumed.sum()
 
 
 def test_with_drop_every_prompt_is_trained_on_in_the_end() -> None:
