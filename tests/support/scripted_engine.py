@@ -3,8 +3,9 @@
 """An engine that takes requests as they come, in virtual time, and whose tokens show the weights that sampled them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.rewards.interface import BatchReward, Score, ScoringItem
 from nemo_rl_moe.rollouts.asynchronous.groups import Ticket
-from nemo_rl_moe.rollouts.asynchronous.source import MakeTrajectories, group_seeds
+from nemo_rl_moe.rollouts.asynchronous.source import group_seeds
 from nemo_rl_moe.rollouts.environment import Environment, Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.weight_sync.transport import WeightTransport
@@ -65,7 +66,7 @@ def make_session_groups(
     seed: int,
     groups_per_step: int,
     num_generations: int,
-) -> MakeTrajectories:
+) -> Callable[[Ticket[Prompt]], Coroutine[Any, Any, list[Trajectory]]]:
     """Return a function that makes groups by sessions of an environment, as a rollout worker does."""
 
     async def score(item: ScoringItem) -> Score:

@@ -76,9 +76,6 @@ class ScriptedRun:
     ):
         self._fate = fates if callable(fates) else lambda ticket: fates.get(ticket.position, 1.0)
         self.bounds = Bounds(groups_per_step, max_staleness, concurrency, target_lag, updates_per_step)
-        self.feed = PromptFeed(scripted_prompts(num_prompts), num_prompts, max_faults)
-        if state is not None:
-            self.feed.restore(state)
         self.dispatched: list[Ticket[ScriptedPrompt]] = []
         self.batches: list[Batch[ScriptedPrompt, str]] = []
         self.cancelled: list[Cancellation] = []
@@ -86,12 +83,11 @@ class ScriptedRun:
         self.engine_versions: dict[str, int] = {}
         self.dispatcher = Dispatcher(
             self.make_group,
-            self.feed if feed is None else feed,
+            PromptFeed(scripted_prompts(num_prompts), num_prompts, max_faults) if feed is None else feed,
             make_policy("policy", policy, self.bounds, on_stale) if isinstance(policy, str) else policy,
             partial=partial,
             deadline_s=deadline_s,
-            version=0 if state is None else state.version,
-            queue=() if state is None else state.queue,
+            state=state,
         )
 
     async def make_group(self, ticket: Ticket[ScriptedPrompt]) -> str:
@@ -142,7 +138,7 @@ class ScriptedRun:
 
     def state(self) -> QueueState[ScriptedPrompt, str]:
         """Return what a checkpoint keeps."""
-        return self.feed.state(self.dispatcher.version, self.dispatcher.running, self.dispatcher.queue)
+        return self.dispatcher.state(self.dispatcher.version)
 
     @property
     def consumed(self) -> list[list[int]]:

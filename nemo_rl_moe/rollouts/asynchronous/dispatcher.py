@@ -8,14 +8,14 @@ The loop's clock is the only one.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal
 
 from nemo_rl_moe.errors import GenerationError, UserError, one_line
-from nemo_rl_moe.rollouts.asynchronous.admission import Admission
+from nemo_rl_moe.rollouts.asynchronous.admission import Admission, Bounds
 from nemo_rl_moe.rollouts.asynchronous.groups import Batch, Cancellation, Finished, GroupT, PromptT, Reason, Ticket
-from nemo_rl_moe.rollouts.asynchronous.prompts import TicketSource
+from nemo_rl_moe.rollouts.asynchronous.prompts import QueueState, TicketSource
 from nemo_rl_moe.rollouts.asynchronous.staleness import LiveGroup, StalenessPolicy
 
 Partial = Literal["continue", "restart", "discard"]
@@ -72,8 +72,7 @@ class Dispatcher(Generic[PromptT, GroupT]):
         partial: Treatment of groups that run when weights change.
         deadline_s: Seconds after which a group is cancelled instead of waited for, pauses of the engines included;
             None: no limit.
-        version: Optimizer steps of the engines' weights.
-        queue: Finished groups that come back from a checkpoint.
+        state: Where the run goes on; None: at its start.
     """
 
     def __init__(
@@ -84,9 +83,12 @@ class Dispatcher(Generic[PromptT, GroupT]):
         *,
         partial: Partial = "continue",
         deadline_s: float | None = None,
-        version: int = 0,
-        queue: Sequence[Finished[PromptT, GroupT]] = (),
+        state: QueueState[PromptT, GroupT] | None = None,
     ):
+        version, queue = 0, tuple[Finished[PromptT, GroupT], ...]()
+        if state is not None:
+            feed.restore(state)
+            version, queue = state.version, state.queue
         self._make_group, self._feed, self._policy = make_group, feed, policy
         self._partial, self._deadline_s = partial, deadline_s
         self._version, self._is_updating, self._is_stopped = version, False, False
@@ -110,6 +112,11 @@ class Dispatcher(Generic[PromptT, GroupT]):
         return self._version
 
     @property
+    def bounds(self) -> Bounds:
+        """Return the limits."""
+        return self._policy.bounds
+
+    @property
     def is_used_up(self) -> bool:
         """Return whether too few groups are left for another step."""
         return self._admission.live + self._feed.num_left < self._policy.bounds.groups_per_step
@@ -124,6 +131,14 @@ class Dispatcher(Generic[PromptT, GroupT]):
         """Return the finished groups, in the order of their prompts."""
         found = (self._live[position].finished for position in sorted(self._live))
         return [each for each in found if each is not None]
+
+    def state(self, version: int) -> QueueState[PromptT, GroupT]:
+        """Return what a checkpoint keeps between two steps.
+
+        Args:
+            version: Optimizer steps of the weights that the checkpoint has.
+        """
+        return self._feed.state(version, self.running, self.queue)
 
     def start(self) -> None:
         """Begin to generate, in a running event loop."""

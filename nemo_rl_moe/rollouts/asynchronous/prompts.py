@@ -15,27 +15,6 @@ from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.rollouts.asynchronous.groups import Finished, GroupT, PromptT, Reason, Ticket
 
 
-class TicketSource(Protocol[PromptT]):
-    """Gives out tickets; `PromptFeed` is one, and `ReplayedFeed` in `schedule.py`."""
-
-    @property
-    def num_left(self) -> int:
-        """Return the prompts that have no ticket now, and may have one later."""
-        ...
-
-    def next(self, version: int) -> Ticket[PromptT] | None:
-        """Return the next ticket; None: there is none at this version."""
-        ...
-
-    def give_back(self, ticket: Ticket[PromptT], reason: Reason) -> bool:
-        """Take back the prompt of a cancelled group; return whether it is given up.
-
-        Raises:
-            UserError: The run cannot go on without the group.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class OpenPrompt:
     """A prompt that was taken and not consumed.
@@ -84,6 +63,47 @@ class QueueState(Generic[PromptT, GroupT]):
         return [position for position in range(self.num_taken) if position not in others]
 
 
+class TicketSource(Protocol[PromptT]):
+    """Gives out tickets; `PromptFeed` is one, and `ReplayedFeed` in `schedule.py`."""
+
+    @property
+    def num_left(self) -> int:
+        """Return the prompts that have no ticket now, and may have one later."""
+        ...
+
+    def next(self, version: int) -> Ticket[PromptT] | None:
+        """Return the next ticket; None: there is none at this version."""
+        ...
+
+    def give_back(self, ticket: Ticket[PromptT], reason: Reason) -> bool:
+        """Take back the prompt of a cancelled group; return whether it is given up.
+
+        Raises:
+            UserError: The run cannot go on without the group.
+        """
+        ...
+
+    def state(
+        self, version: int, running: Sequence[Ticket[PromptT]], queue: Sequence[Finished[PromptT, GroupT]]
+    ) -> QueueState[PromptT, GroupT]:
+        """Return what a checkpoint keeps.
+
+        Args:
+            version: Optimizer steps of the weights.
+            running: Tickets of groups that are generated.
+            queue: Finished groups.
+        """
+        ...
+
+    def restore(self, state: QueueState[PromptT, GroupT]) -> None:
+        """Go on where another one stood, before the first ticket.
+
+        Raises:
+            CheckpointError: The prompts are others.
+        """
+        ...
+
+
 class PromptFeed(Generic[PromptT]):
     """A `TicketSource` of the prompts of all epochs. Prompts that come back go first, in the order of their numbers.
 
@@ -128,13 +148,7 @@ class PromptFeed(Generic[PromptT]):
     def state(
         self, version: int, running: Sequence[Ticket[PromptT]], queue: Sequence[Finished[PromptT, GroupT]]
     ) -> QueueState[PromptT, GroupT]:
-        """Return what a checkpoint keeps.
-
-        Args:
-            version: Optimizer steps of the weights.
-            running: Tickets of groups that are generated.
-            queue: Finished groups.
-        """
+        """Return what a checkpoint keeps: running groups count as prompts that came back."""
         tickets = sorted([*running, *self._returned.values()], key=lambda ticket: ticket.position)
         opened = tuple(OpenPrompt.of(ticket) for ticket in tickets)
         return QueueState(version, self._num_taken, opened, tuple(self._given_up), tuple(queue))

@@ -16,7 +16,8 @@ from typing import Generic
 
 from nemo_rl_moe.errors import DataError, UserError
 from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
-from nemo_rl_moe.rollouts.asynchronous.groups import Batch, GroupT, PromptT, Reason, Ticket
+from nemo_rl_moe.rollouts.asynchronous.groups import Batch, Finished, GroupT, PromptT, Reason, Ticket
+from nemo_rl_moe.rollouts.asynchronous.prompts import QueueState
 from nemo_rl_moe.rollouts.asynchronous.staleness import QueueView, StalenessPolicy
 
 
@@ -132,10 +133,8 @@ class ReplayedFeed(Generic[PromptT]):
     """
 
     def __init__(self, schedule: Sequence[ScheduledStep], prompts: Iterator[PromptT], max_faults: int = 2):
-        self._max_faults = max_faults
-        self._waiting = sorted(
-            (group for step in schedule for group in step.groups), key=lambda group: (group.version, group.position)
-        )
+        self._schedule, self._max_faults = schedule, max_faults
+        self._waiting = _in_order_of_dispatch(schedule)
         needed = {group.position: group.sample_id for group in self._waiting}
         found = zip(range(max(needed, default=-1) + 1), prompts, strict=False)
         self._prompts = {position: prompt for position, prompt in found if position in needed}
@@ -173,3 +172,20 @@ class ReplayedFeed(Generic[PromptT]):
             )
         self._returned.append(replace(ticket, num_faults=num_faults))
         return False
+
+    def state(
+        self, version: int, running: Sequence[Ticket[PromptT]], queue: Sequence[Finished[PromptT, GroupT]]
+    ) -> QueueState[PromptT, GroupT]:
+        """Return what a checkpoint keeps: the finished groups. Which prompts are left, the schedule says."""
+        return QueueState(version, num_taken=0, open=(), given_up=(), queue=tuple(queue))
+
+    def restore(self, state: QueueState[PromptT, GroupT]) -> None:
+        """Go on behind the steps before a version; what is in the queue is not dispatched again."""
+        queued = {found.ticket.position for found in state.queue}
+        left = _in_order_of_dispatch([step for step in self._schedule if step.version >= state.version])
+        self._waiting = [group for group in left if group.position not in queued]
+
+
+def _in_order_of_dispatch(schedule: Sequence[ScheduledStep]) -> list[ScheduledGroup]:
+    groups = (group for step in schedule for group in step.groups)
+    return sorted(groups, key=lambda group: (group.version, group.position))

@@ -12,16 +12,14 @@ import numpy as np
 
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.rollouts.asynchronous.dispatcher import Dispatcher, Partial
+from nemo_rl_moe.rollouts.asynchronous.dispatcher import Dispatcher
 from nemo_rl_moe.rollouts.asynchronous.groups import Batch, Cancellation, Ticket
 from nemo_rl_moe.rollouts.asynchronous.prompts import PromptFeed, QueueState
-from nemo_rl_moe.rollouts.asynchronous.staleness import StalenessPolicy
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.source import TRAINING_SEEDS, PromptRounds, RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 Result = TypeVar("Result")
-MakeTrajectories = Callable[[Ticket[Prompt]], Coroutine[Any, Any, list[Trajectory]]]
 
 
 class RunCoroutine(Protocol):
@@ -68,59 +66,41 @@ def group_seeds(ticket: Ticket[Prompt], seed: int, groups_per_step: int, num_gen
     return [int(each) for each in seeds[number * num_generations :][:num_generations]]
 
 
+def feed_of_epochs(rounds: PromptRounds, num_epochs: int, groups_per_step: int) -> PromptFeed[Prompt]:
+    """Return the feed of the prompts of all epochs, in the order of the synchronous source."""
+    prompts = (prompt for epoch in range(num_epochs) for prompts in rounds.epoch(epoch) for prompt in prompts)
+    return PromptFeed(prompts, num_epochs * len(rounds) * groups_per_step)
+
+
 class AsynchronousSource:
     """Groups of each step that were generated ahead of it, as far as a policy of staleness allows.
 
     The loop calls `update_pending` before it brings new weights to the engine, and `updated` behind.
 
     Args:
-        make_group: Generates the trajectories of a ticket.
-        rounds: The prompts of each epoch.
-        num_epochs: Epochs of the run.
-        num_generations: Trajectories of a group.
-        policy: Decides what is trained on next, and what is too old.
+        dispatcher: Generates the groups; it begins at once.
         run: Runs coroutines in the loop of the rollouts.
-        partial: Treatment of groups that run when weights change.
-        deadline_s: Seconds after which a group is cancelled; None: no limit.
-        state: Where the run goes on; None: at its start.
+        steps_per_epoch: Steps of one pass over the prompts.
+        num_generations: Trajectories of a group.
         observe: Called with each batch, such as to record its schedule.
     """
 
     def __init__(
         self,
-        make_group: MakeTrajectories,
-        rounds: PromptRounds,
-        num_epochs: int,
-        num_generations: int,
-        policy: StalenessPolicy,
+        dispatcher: Dispatcher[Prompt, list[Trajectory]],
         run: RunCoroutine,
-        *,
-        partial: Partial = "continue",
-        deadline_s: float | None = None,
-        state: QueueState[Prompt, list[Trajectory]] | None = None,
+        steps_per_epoch: int,
+        num_generations: int,
         observe: Callable[[Batch[Prompt, list[Trajectory]]], None] = lambda batch: None,
     ):
-        self._rounds, self._num_generations, self._run = rounds, num_generations, run
-        self._updates_per_step, self._observe = policy.bounds.updates_per_step, observe
-        prompts = (prompt for epoch in range(num_epochs) for prompts in rounds.epoch(epoch) for prompt in prompts)
-        self._feed = PromptFeed(prompts, num_epochs * len(rounds) * policy.bounds.groups_per_step)
-        if state is not None:
-            self._feed.restore(state)
-        self._dispatcher = Dispatcher(
-            make_group,
-            self._feed,
-            policy,
-            partial=partial,
-            deadline_s=deadline_s,
-            version=0 if state is None else state.version,
-            queue=() if state is None else state.queue,
-        )
-        self._run(_in_loop(self._dispatcher.start))
+        self._dispatcher, self._run, self._observe = dispatcher, run, observe
+        self._steps_per_epoch, self._num_generations = steps_per_epoch, num_generations
+        self._run(_in_loop(dispatcher.start))
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps of one pass over the prompts."""
-        return len(self._rounds)
+        return self._steps_per_epoch
 
     @property
     def is_used_up(self) -> bool:
@@ -137,8 +117,9 @@ class AsynchronousSource:
         Raises:
             RolloutsGivenUpError: The source was stopped, or its last prompts were given up.
         """
+        version = step * self._dispatcher.bounds.updates_per_step
         with clock.phase("generation"):
-            batch = self._run(self._dispatcher.next_batch(step * self._updates_per_step))
+            batch = self._run(self._dispatcher.next_batch(version))
         if batch is None:
             raise RolloutsGivenUpError("rollouts were stopped, or their last prompts failed")
         self._observe(batch)
@@ -163,11 +144,7 @@ class AsynchronousSource:
         Args:
             version: Optimizer steps of the weights that the checkpoint has.
         """
-
-        def now() -> QueueState[Prompt, list[Trajectory]]:
-            return self._feed.state(version, self._dispatcher.running, self._dispatcher.queue)
-
-        return self._run(_in_loop(now))
+        return self._run(_in_loop(lambda: self._dispatcher.state(version)))
 
 
 async def _in_loop(function: Callable[[], Result]) -> Result:

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.algorithms.grpo_batch import make_source
-from nemo_rl_moe.data.prompts import PromptLoader
+from nemo_rl_moe.data.prompts import Prompt, PromptLoader
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
+from nemo_rl_moe.rollouts.asynchronous.dispatcher import Dispatcher
+from nemo_rl_moe.rollouts.asynchronous.prompts import QueueState
 from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledStep
-from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource, LoopThread, RunCoroutine
+from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource, LoopThread, RunCoroutine, feed_of_epochs
 from nemo_rl_moe.rollouts.asynchronous.staleness import make_policy
 from nemo_rl_moe.rollouts.environment import Environment, Session, SingleTurn
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
@@ -45,13 +47,19 @@ def loader() -> PromptLoader:
 
 
 def asynchronous(
-    run: RunCoroutine, engine: ScriptedEngine, environment: Environment | None = None, lag: int = 0, **options: Any
+    run: RunCoroutine,
+    engine: ScriptedEngine,
+    environment: Environment | None = None,
+    lag: int = 0,
+    state: QueueState[Prompt, list[Trajectory]] | None = None,
+    **options: Any,
 ) -> AsynchronousSource:
     make_group = make_session_groups(
         engine, FakeRewardFunction(), environment or SingleTurn(), seed=11, groups_per_step=2, num_generations=3
     )
-    policy = make_policy("policy", options.pop("policy", "in_order"), Bounds(2, lag), "wait")
-    return AsynchronousSource(make_group, loader(), NUM_EPOCHS, 3, policy, run, **options)
+    policy = make_policy("policy", "in_order", Bounds(2, lag), "wait")
+    dispatcher = Dispatcher(make_group, feed_of_epochs(loader(), NUM_EPOCHS, 2), policy, state=state)
+    return AsynchronousSource(dispatcher, run, len(loader()), 3, **options)
 
 
 def synchronous_groups(environment: Environment) -> list[RolloutGroups]:

@@ -16,8 +16,10 @@ from tests.support.scripted_rollouts import STUCK, Fate, ScriptedPrompt, Scripte
 from tests.support.virtual_clock import run_virtually
 
 DEADLINE_S = 3.0
-FATES: st.SearchStrategy[Fate] = st.sampled_from([0.0, 0.5, 1.0, 1.0, 2.0, 2.5, 7.0, OSError("lost")])
-FATES_WITH_DEADLINE: st.SearchStrategy[Fate] = FATES | st.sampled_from([STUCK, asyncio.CancelledError])
+FATES: st.SearchStrategy[Fate] = st.sampled_from(
+    [0.0, 0.5, 1.0, 1.0, 2.0, 2.5, 7.0, OSError("lost"), asyncio.CancelledError]
+)
+FATES_WITH_DEADLINE: st.SearchStrategy[Fate] = FATES | st.just(STUCK)
 
 
 @st.composite
@@ -50,11 +52,16 @@ def scripts(draw: st.DrawFn) -> dict[str, Any]:
 TIMES = st.sampled_from([0.0, 0.5, 1.0, 3.0])
 
 
-async def train_to_the_end(run: ScriptedRun, step_s: float, update_s: float) -> bool:
-    """Train until the prompts end; return whether they did, and not the run by its failures."""
+async def train_to_the_end(run: ScriptedRun, step_s: float, update_s: float, stop_after: int | None = None) -> bool:
+    """Train until the prompts end, or so many steps and into an update; return whether no failures ended it before."""
     run.dispatcher.start()
     try:
-        await run.train(step_s=step_s, update_s=update_s)
+        if stop_after is None:
+            await run.train(step_s=step_s, update_s=update_s)
+        else:
+            await run.train(stop_after, step_s, update_s)
+            if await run.take() is not None:
+                await run.dispatcher.update_pending(run.dispatcher.version + run.bounds.updates_per_step)
     except GenerationError:
         return False
     return True
@@ -75,20 +82,25 @@ def check_bounds(run: ScriptedRun, on_stale: str) -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(scripts(), TIMES, TIMES)
-def test_each_group_ends_once_and_in_time(script: dict[str, Any], step_s: float, update_s: float) -> None:
+@given(scripts(), TIMES, TIMES, st.none() | st.integers(0, 4))
+def test_each_group_ends_once_and_in_time(
+    script: dict[str, Any], step_s: float, update_s: float, stop_after: int | None
+) -> None:
+    """A run goes on to its end, or is stopped in an update."""
+
     async def body() -> None:
         run = ScriptedRun(**script)
-        has_ended = await train_to_the_end(run, step_s, update_s)
+        has_ended = await train_to_the_end(run, step_s, update_s, stop_after)
         await run.stop()
+        assert run.dispatcher.admission.live == 0
         run.check_each_group_ended_once()
         check_bounds(run, script["on_stale"])
         given_up = {each.position for each in run.cancelled if each.is_given_up}
         assert given_up.isdisjoint(run.positions)
         left = script["num_prompts"] - len(run.positions) - len(given_up)
-        if has_ended:
+        if has_ended and stop_after is None:
             assert 0 <= left < run.bounds.groups_per_step, "a prompt was lost"
-        else:
+        if not has_ended:
             assert len(given_up) >= FAILURES_IN_A_ROW
 
     run_virtually(body())

@@ -70,6 +70,25 @@ def test_a_repeated_run_trains_on_the_same_groups_with_the_same_weights(
     assert all(each.in_flight == 0 for batch in again.batches for each in batch.staleness)
 
 
+def test_a_repeated_run_goes_on_from_a_checkpoint() -> None:
+    first = recorded([1.0, 4.0, 0.5, 2.5] * 3)
+    schedule = [ScheduledStep.of(batch) for batch in first.batches]
+
+    async def body() -> list[list[int]]:
+        bounds = ScriptedRun().bounds
+        policy, state, consumed = replay_policy(schedule, bounds), None, list[list[int]]()
+        for num_steps in (1, 2, 1):
+            run = ScriptedRun(policy=policy, feed=ReplayedFeed(schedule, scripted_prompts(12)), state=state)
+            run.dispatcher.start()
+            assert await run.train(num_steps) == num_steps
+            state, consumed = run.state(), consumed + run.consumed
+            await run.stop()
+        assert run.dispatcher.is_used_up
+        return consumed
+
+    assert run_virtually(body()) == first.consumed
+
+
 def test_a_file_keeps_a_schedule(tmp_path: Path) -> None:
     steps = [ScheduledStep.of(batch) for batch in recorded([1.0, 3.0] * 6).batches]
     path = tmp_path / "schedule.jsonl"
