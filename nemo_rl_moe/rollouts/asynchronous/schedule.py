@@ -8,7 +8,7 @@ no group was generated across an update.
 """
 
 import json
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -100,7 +100,12 @@ def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> Stalenes
     Args:
         schedule: The recorded steps.
         bounds: Those of the run, whose staleness becomes the largest one of the schedule.
+
+    Raises:
+        DataError: The schedule is one of steps of another size.
     """
+    if any(len(step.groups) != bounds.groups_per_step for step in schedule):
+        raise DataError(f"the schedule has steps of another size than the {bounds.groups_per_step} groups of this run")
     lags = [step.version - group.version for step in schedule for group in step.groups]
     consumed = {step.version: [group.position for group in step.groups] for step in schedule}
     live = defaultdict[int, set[int]](set)
@@ -111,6 +116,8 @@ def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> Stalenes
 
     def choose(view: QueueView) -> Sequence[int]:
         """Choose the groups of the recorded step, when all that were live then are finished."""
+        if view.version not in consumed:
+            raise DataError(f"the schedule has no step that trains the weights of version {view.version}")
         ready = {group.position for group in view.ready}
         return consumed[view.version] if live[view.version].issubset(ready) else []
 
@@ -134,7 +141,7 @@ class ReplayedFeed(Generic[PromptT]):
 
     def __init__(self, schedule: Sequence[ScheduledStep], prompts: Iterator[PromptT], max_faults: int = 2):
         self._schedule, self._max_faults = schedule, max_faults
-        self._waiting = _in_order_of_dispatch(schedule)
+        self._waiting = deque(_in_order_of_dispatch(schedule))
         needed = {group.position: group.sample_id for group in self._waiting}
         found = zip(range(max(needed, default=-1) + 1), prompts, strict=False)
         self._prompts = {position: prompt for position, prompt in found if position in needed}
@@ -155,7 +162,7 @@ class ReplayedFeed(Generic[PromptT]):
             return self._returned.pop(0)
         if not self._waiting or self._waiting[0].version > version:
             return None
-        group = self._waiting.pop(0)
+        group = self._waiting.popleft()
         return Ticket(self._prompts[group.position], group.position, version, version, group.attempt)
 
     def give_back(self, ticket: Ticket[PromptT], reason: Reason) -> bool:
@@ -183,7 +190,7 @@ class ReplayedFeed(Generic[PromptT]):
         """Go on behind the steps before a version; what is in the queue is not dispatched again."""
         queued = {found.ticket.position for found in state.queue}
         left = _in_order_of_dispatch([step for step in self._schedule if step.version >= state.version])
-        self._waiting = [group for group in left if group.position not in queued]
+        self._waiting = deque(group for group in left if group.position not in queued)
 
 
 def _in_order_of_dispatch(schedule: Sequence[ScheduledStep]) -> list[ScheduledGroup]:

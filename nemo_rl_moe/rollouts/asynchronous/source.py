@@ -43,7 +43,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:
-        """End the loop and its thread."""
+        """End the loop and its thread; its source is stopped before."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -105,7 +105,8 @@ class AsynchronousSource:
     @property
     def is_used_up(self) -> bool:
         """True when too few prompts are left for a step."""
-        return self._dispatcher.is_used_up
+        # In the loop's thread: between two of its steps each group is counted once.
+        return self._run(_in_loop(lambda: self._dispatcher.is_used_up))
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
         """Return the groups of the next step; only while it is not used up.

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_moe.errors import DataError, UserError
+from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
 from nemo_rl_moe.rollouts.asynchronous.schedule import (
     ReplayedFeed,
     ScheduledStep,
@@ -111,6 +112,14 @@ def test_other_prompts_are_refused() -> None:
     schedule = [ScheduledStep.of(batch) for batch in recorded([1.0] * 12).batches]
     with pytest.raises(DataError, match="prompt 2 is prompt 2; in this run's data it is missing"):
         ReplayedFeed(schedule, scripted_prompts(2))
+
+
+def test_a_schedule_of_other_steps_is_refused() -> None:
+    schedule = [ScheduledStep.of(batch) for batch in recorded([1.0] * 12).batches]
+    with pytest.raises(DataError, match="another size than the 3 groups"):
+        replay_policy(schedule, Bounds(groups_per_step=3))
+    with pytest.raises(DataError, match="no step that trains the weights of version 1"):
+        repeated([schedule[0], *schedule[2:]], {})
 
 
 def test_a_group_that_fails_once_is_repeated_and_then_the_run_ends() -> None:
