@@ -15,6 +15,9 @@ Result = TypeVar("Result")
 LONGEST_S = 10_000.0
 """Virtual seconds after which a script counts as one that never ends."""
 
+MOST_TURNS = 50_000
+"""Turns of the loop after which a script counts so, too: one may go on for ever without a second that passes."""
+
 
 class NothingLeftError(Exception):
     """Everybody waits, and there is no timer: a deadlock. Or the script never ends."""
@@ -23,14 +26,15 @@ class NothingLeftError(Exception):
 class _NoWaiting(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
-        self.now_s = 0.0
+        self.now_s, self.num_turns = 0.0, 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise NothingLeftError("everybody waits, and nothing is left that could happen")
         self.now_s += max(0.0, timeout)
-        if self.now_s > LONGEST_S:
-            raise NothingLeftError(f"it goes on after {LONGEST_S:g} s")
+        self.num_turns += 1
+        if self.now_s > LONGEST_S or self.num_turns > MOST_TURNS:
+            raise NothingLeftError(f"it goes on after {self.now_s:g} s and {self.num_turns} turns")
         return super().select(0)
 
 
@@ -47,7 +51,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def rewind(self) -> None:
         """Begin at 0 again."""
-        self._virtual.now_s = 0.0
+        self._virtual.now_s, self._virtual.num_turns = 0.0, 0
 
 
 def run_virtually(coroutine: Coroutine[Any, Any, Result]) -> Result:

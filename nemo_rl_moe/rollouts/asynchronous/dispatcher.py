@@ -315,7 +315,7 @@ class Dispatcher(Generic[PromptT, GroupT]):
 
     def _take_batch(self, version: int) -> tuple[Finished[PromptT, GroupT], ...]:
         """Return the groups of a step, which are no longer in the queue; none: they are not there yet."""
-        if self._is_updating or self._version < version:
+        if self._version < version:
             return ()
         self._cancel_stale(version)
         taken = [self._live.pop(position).finished for position in self._policy.select(self._views(), version)]

@@ -31,6 +31,10 @@ def test_a_trained_step_makes_no_capacity_until_its_weights_are_there() -> None:
     assert [counts.capacity(version) for version in (0, 1)] == [0, 2]
 
 
+def test_a_queue_that_is_longer_than_a_smaller_bound_leaves_no_capacity() -> None:
+    assert Admission.resumed(Bounds(2, max_staleness=0), 4, finished=6).capacity(4) == 0
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"groups_per_step": 0}, {"concurrency": 0}, {"target_lag": 3}, {"target_lag": -1}, {"updates_per_step": 0}],

@@ -16,9 +16,16 @@ from nemo_rl_moe.data.prompts import Prompt, PromptLoader
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
 from nemo_rl_moe.rollouts.asynchronous.dispatcher import Dispatcher
+from nemo_rl_moe.rollouts.asynchronous.groups import Ticket
 from nemo_rl_moe.rollouts.asynchronous.prompts import QueueState
 from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledStep
-from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource, LoopThread, RunCoroutine, feed_of_epochs
+from nemo_rl_moe.rollouts.asynchronous.source import (
+    AsynchronousSource,
+    LoopThread,
+    RunCoroutine,
+    feed_of_epochs,
+    group_seeds,
+)
 from nemo_rl_moe.rollouts.asynchronous.staleness import make_policy
 from nemo_rl_moe.rollouts.environment import Environment, Session, SingleTurn
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
@@ -152,6 +159,13 @@ def test_a_run_that_goes_on_trains_on_what_was_finished() -> None:
     assert [[each.group_id for each in groups.trained] for groups in found] == names[2:]
     restored = [trajectory for queued in state.queue for trajectory in queued.group]
     assert found[0].trained[:3] == restored[:3]
+
+
+def test_another_try_has_other_seeds() -> None:
+    prompt = prompts(1)[0]
+    tickets = [Ticket(prompt, position, 0, 0, attempt) for position in range(4) for attempt in range(3)]
+    seeds = [seed for ticket in tickets for seed in group_seeds(ticket, 11, groups_per_step=2, num_generations=3)]
+    assert len(set(seeds)) == len(tickets) * 3
 
 
 def test_a_stopped_source_gives_the_step_up() -> None:

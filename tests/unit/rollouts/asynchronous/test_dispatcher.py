@@ -155,6 +155,17 @@ def test_engines_that_always_fail_end_the_run() -> None:
     run_virtually(body())
 
 
+def test_prompts_that_fail_among_others_do_not() -> None:
+    async def body() -> None:
+        fates = {position: OSError("lost") for position in range(0, 60, 3)}
+        run = ScriptedRun(fates, num_prompts=60)
+        run.dispatcher.start()
+        assert await run.train() == 20
+        assert [each.position for each in run.cancelled if each.is_given_up] == sorted(fates)
+
+    run_virtually(body())
+
+
 def test_what_failed_twice_is_given_up_and_what_was_too_old_is_not() -> None:
     async def body() -> None:
         run = ScriptedRun({1: OSError("lost")}, num_prompts=9)

@@ -162,11 +162,7 @@ def does_not_wait_for_the_engines(patch: Patch) -> None:
     right = Dispatcher._take_batch
 
     def take(self: Any, version: int) -> Any:
-        self._is_updating, held = False, self._is_updating
-        try:
-            return right(self, self.version)
-        finally:
-            self._is_updating = held
+        return right(self, self.version)
 
     patch.setattr(Dispatcher, "_take_batch", take)
 

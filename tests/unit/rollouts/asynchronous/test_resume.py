@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that go on: what a checkpoint keeps, by prompt and not by the position of a loader."""
 
+import asyncio
+
 import pytest
 
 from nemo_rl_moe.errors import CheckpointError
@@ -44,6 +46,36 @@ def test_running_groups_are_generated_again_and_finished_ones_are_not() -> None:
         assert [ticket.position for ticket in run.dispatched] == [1, 5, 9, 10, 11]
         assert {ticket.version for ticket in run.dispatched} == {2}
         assert run.lags == [[0, 0], [3, 3], [2, 2]]
+
+    run_virtually(body())
+
+
+def test_a_stop_before_the_checkpoint_costs_no_attempt() -> None:
+    async def body() -> State:
+        run = ScriptedRun()
+        run.dispatcher.start()
+        await run.stop()
+        return run.state()
+
+    assert [(prompt.position, prompt.attempt) for prompt in run_virtually(body()).open] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (3, 0),
+    ]
+
+
+def test_what_was_finished_before_is_finished_first() -> None:
+    state = state_after(2)
+
+    async def body() -> None:
+        run = ScriptedRun(num_prompts=12, max_staleness=4, policy="ready_first", state=state)
+        run.dispatcher.start()
+        await run.dispatcher.update_pending(2)
+        run.dispatcher.updated(2)
+        await asyncio.sleep(20.0)
+        await run.train()
+        assert run.consumed[0] == [7, 8]
 
     run_virtually(body())
 

@@ -51,6 +51,12 @@ def test_what_is_too_old_runs_or_waits_in_the_queue() -> None:
     assert policy("windowed").stale(LIVE, 6) == [1, 2]
 
 
+def test_a_restart_makes_no_group_younger() -> None:
+    restarted = LiveGroup(0, version=5, admitted_version=2, finish_number=None)
+    assert policy("windowed").stale([restarted], 5) == [0]
+    assert policy("ready_first", "wait").select([restarted, *LIVE[2:]], 4) == [], "it is waited for"
+
+
 def last_ready(view: QueueView) -> Sequence[int]:
     return [group.position for group in view.ready[-view.num_needed :]]
 
