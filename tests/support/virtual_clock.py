@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 LONGEST_S = 10_000.0
 """Virtual seconds after which a script counts as one that never ends."""
 
-MOST_TURNS = 50_000
+MOST_TURNS = 20_000
 """Turns of the loop after which a script counts so, too: one may go on for ever without a second that passes."""
 
 

@@ -64,8 +64,11 @@ def bounds(draw: st.DrawFn) -> Bounds:
     )
 
 
+EVENTS = st.sampled_from(["admit", "admit", "finish", "finish", "train", "train", "running", "finished"])
+
+
 @settings(deadline=None)
-@given(bounds(), st.integers(0, 5), st.lists(st.sampled_from(["admit", "finish", "running", "finished", "train"])))
+@given(bounds(), st.integers(0, 5), st.lists(EVENTS, min_size=20, max_size=100))
 def test_any_order_of_events_keeps_the_bounds(bounds: Bounds, first_step: int, events: list[str]) -> None:
     """First come, first served, no group is older than allowed; there is capacity while a step's groups are missing."""
     version = first_step * bounds.updates_per_step
@@ -84,6 +87,7 @@ def test_any_order_of_events_keeps_the_bounds(bounds: Bounds, first_step: int, e
             assert not any(bounds.is_stale(since, version) for since in taken)
             counts, version = counts.consume(), version + bounds.updates_per_step
         assert (counts.running, counts.finished) == (len(running), len(queue))
+        assert not any(bounds.is_stale(since, version) for since in queue[: bounds.groups_per_step])
         assert counts.consumed * bounds.updates_per_step == version * bounds.groups_per_step
         assert bounds.concurrency is None or counts.running <= bounds.concurrency
         assert counts.consumed + counts.live <= bounds.most_admitted(version)
