@@ -1,0 +1,141 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Admission of groups: how many may be under way, so that none is older than allowed when it is trained on.
+
+A version is a number of optimizer steps. Staleness is the version that is trained minus the version at which a group
+was dispatched: the time in the queue counts.
+"""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of asynchronous rollouts.
+
+    Attributes:
+        groups_per_step: Groups of a training step.
+        max_staleness: Most optimizer steps between the dispatch of a group and its training; 0: synchronous.
+        concurrency: Most groups that are generated at the same time; None: no limit of its own.
+        target_lag: Optimizer steps that generation may run ahead; at most `max_staleness`, which it is where None.
+        updates_per_step: Optimizer steps of a training step.
+
+    Raises:
+        ValueError: A limit is too small, or the target is above the bound.
+    """
+
+    groups_per_step: int
+    max_staleness: int = 0
+    concurrency: int | None = None
+    target_lag: int | None = None
+    updates_per_step: int = 1
+
+    def __post_init__(self) -> None:
+        concurrency = 1 if self.concurrency is None else self.concurrency
+        if min(self.groups_per_step, self.updates_per_step, concurrency) < 1:
+            raise ValueError(f"groups, updates and concurrency must be at least 1: {self}")
+        if not 0 <= self.lag <= self.max_staleness:
+            raise ValueError(f"0 <= target_lag <= max_staleness must hold: {self}")
+
+    @property
+    def lag(self) -> int:
+        """Return the optimizer steps that generation may run ahead."""
+        return self.max_staleness if self.target_lag is None else self.target_lag
+
+    def most_admitted(self, version: int) -> int:
+        """Return the most groups that may be trained on or under way at a version, since version 0.
+
+        All of them are trained on, first come first served, no later than `lag` optimizer steps behind this version.
+        """
+        return ((version + self.lag) // self.updates_per_step + 1) * self.groups_per_step
+
+    def is_stale(self, since: int, version: int) -> bool:
+        """Return whether a group of one version is too old to be trained on at another."""
+        return version - since > self.max_staleness
+
+    def is_due(self, since: int, version: int) -> bool:
+        """Return whether a group is too old for the training step after the one at this version."""
+        return self.is_stale(since, version + self.updates_per_step)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Counts of groups. Every admitted group is in exactly one of the other four counts.
+
+    Attributes:
+        bounds: Limits.
+        admitted: Groups that were ever admitted.
+        running: Groups that are generated now.
+        finished: Groups that wait in the queue.
+        rejected: Groups that were cancelled, running or in the queue.
+        consumed: Groups that were trained on.
+
+    Raises:
+        ValueError: A count would be negative, or a group would be in none or in two of them.
+    """
+
+    bounds: Bounds
+    admitted: int = 0
+    running: int = 0
+    finished: int = 0
+    rejected: int = 0
+    consumed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = (self.running, self.finished, self.rejected, self.consumed)
+        if min(counts) < 0 or sum(counts) != self.admitted:
+            raise ValueError(f"each group must be counted once: {self}")
+
+    @staticmethod
+    def resumed(bounds: Bounds, version: int, finished: int = 0) -> "Admission":
+        """Return the counts at the start of a run, or where it goes on from a checkpoint.
+
+        The version stands for the groups that were trained on: a version that jumps without them would open the
+        admission for all the groups between.
+
+        Args:
+            bounds: Limits.
+            version: Optimizer steps of the weights.
+            finished: Groups that come back into the queue.
+        """
+        consumed = version // bounds.updates_per_step * bounds.groups_per_step
+        return Admission(bounds, admitted=consumed + finished, finished=finished, consumed=consumed)
+
+    @property
+    def live(self) -> int:
+        """Return the groups that run or wait in the queue."""
+        return self.running + self.finished
+
+    def capacity(self, version: int) -> int:
+        """Return how many groups may be admitted at a version; never negative."""
+        free = self.bounds.most_admitted(version) - self.consumed - self.live
+        if self.bounds.concurrency is not None:
+            free = min(free, self.bounds.concurrency - self.running)
+        return max(0, free)
+
+    def admit(self, version: int) -> "Admission":
+        """Count a group that is dispatched.
+
+        Raises:
+            ValueError: There is no capacity.
+        """
+        if not self.capacity(version):
+            raise ValueError(f"no group can be admitted at version {version}: {self}")
+        return replace(self, admitted=self.admitted + 1, running=self.running + 1)
+
+    def finish(self) -> "Admission":
+        """Count a group that goes from its generation into the queue."""
+        return replace(self, running=self.running - 1, finished=self.finished + 1)
+
+    def reject_running(self) -> "Admission":
+        """Count a group that is cancelled while it runs."""
+        return replace(self, running=self.running - 1, rejected=self.rejected + 1)
+
+    def reject_finished(self) -> "Admission":
+        """Count a group that is cancelled in the queue."""
+        return replace(self, finished=self.finished - 1, rejected=self.rejected + 1)
+
+    def consume(self) -> "Admission":
+        """Count the groups of a training step."""
+        count = self.bounds.groups_per_step
+        return replace(self, finished=self.finished - count, consumed=self.consumed + count)

@@ -1,0 +1,198 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules of asynchronous runs: which groups each step trained on, in a file, and a run that repeats them.
+
+A repeated run generates each group with the weights of the version at which it was dispatched, and finishes it before
+the weights change. It equals every other repetition to the bit, where the engine does; it equals the recorded run where
+no group was generated across an update.
+"""
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Generic
+
+from nemo_rl_moe.errors import DataError, UserError
+from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
+from nemo_rl_moe.rollouts.asynchronous.groups import Batch, Finished, GroupT, PromptT, Reason, Ticket
+from nemo_rl_moe.rollouts.asynchronous.prompts import QueueState
+from nemo_rl_moe.rollouts.asynchronous.staleness import QueueView, StalenessPolicy
+
+
+@dataclass(frozen=True)
+class ScheduledGroup:
+    """A group of a recorded step.
+
+    Attributes:
+        position: Number of its prompt.
+        sample_id: Where its prompt came from.
+        attempt: Groups of this prompt that were cancelled before.
+        version: Optimizer steps of the weights at its dispatch.
+        finished_version: Optimizer steps of the weights when it was finished.
+    """
+
+    position: int
+    sample_id: str
+    attempt: int
+    version: int
+    finished_version: int
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """A recorded training step.
+
+    Attributes:
+        version: Optimizer steps of the weights that were trained.
+        groups: What they were trained on.
+    """
+
+    version: int
+    groups: tuple[ScheduledGroup, ...]
+
+    @staticmethod
+    def of(batch: Batch[PromptT, GroupT]) -> "ScheduledStep":
+        """Return the record of a batch."""
+        groups = (
+            ScheduledGroup(
+                found.ticket.position,
+                found.ticket.prompt.sample_id,
+                found.ticket.attempt,
+                found.ticket.version,
+                found.version,
+            )
+            for found in batch.groups
+        )
+        return ScheduledStep(batch.version, tuple(groups))
+
+
+def append_step(path: Path, step: ScheduledStep) -> None:
+    """Append a step to a schedule's file, as one line of JSON."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(step)) + "\n")
+
+
+def read_schedule(path: Path) -> list[ScheduledStep]:
+    """Read the steps of a schedule's file. A run that went on from a checkpoint wrote its last steps twice: the later
+    ones count.
+
+    Raises:
+        DataError: A line is not a step.
+    """
+    steps: list[ScheduledStep] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            step = ScheduledStep(record["version"], tuple(ScheduledGroup(**group) for group in record["groups"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{path}:{number}: not a step of a schedule: {error}") from None
+        while steps and steps[-1].version >= step.version:
+            steps.pop()
+        steps.append(step)
+    return steps
+
+
+def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> StalenessPolicy:
+    """Return the policy that trains on the groups of a schedule, and waits until all that were dispatched are finished.
+
+    Args:
+        schedule: The recorded steps.
+        bounds: Those of the run, whose staleness becomes the largest one of the schedule.
+
+    Raises:
+        DataError: The schedule is one of steps of another size.
+    """
+    if any(len(step.groups) != bounds.groups_per_step for step in schedule):
+        raise DataError(f"the schedule has steps of another size than the {bounds.groups_per_step} groups of this run")
+    lags = [step.version - group.version for step in schedule for group in step.groups]
+    consumed = {step.version: [group.position for group in step.groups] for step in schedule}
+    live = defaultdict[int, set[int]](set)
+    for step in schedule:
+        for group in step.groups:
+            for version in range(group.version, step.version + 1):
+                live[version].add(group.position)
+
+    def choose(view: QueueView) -> Sequence[int]:
+        """Choose the groups of the recorded step, when all that were live then are finished."""
+        if view.version not in consumed:
+            raise DataError(f"the schedule has no step that trains the weights of version {view.version}")
+        ready = {group.position for group in view.ready}
+        return consumed[view.version] if live[view.version].issubset(ready) else []
+
+    limits = Bounds(
+        bounds.groups_per_step, max(lags, default=0), bounds.concurrency, updates_per_step=bounds.updates_per_step
+    )
+    return StalenessPolicy(choose, limits, on_stale="drop", name="replay of a schedule")
+
+
+class ReplayedFeed(Generic[PromptT]):
+    """A ticket source that dispatches the groups of a schedule, each at its version.
+
+    Args:
+        schedule: The recorded steps, from version 0 on.
+        prompts: The prompts of all epochs, from the first one on.
+        max_faults: Groups of a prompt that may fail or take too long; then the run ends.
+
+    Raises:
+        DataError: The prompts are others.
+    """
+
+    def __init__(self, schedule: Sequence[ScheduledStep], prompts: Iterator[PromptT], max_faults: int = 2):
+        self._schedule, self._max_faults = schedule, max_faults
+        self._waiting = deque(_in_order_of_dispatch(schedule))
+        needed = {group.position: group.sample_id for group in self._waiting}
+        found = zip(range(max(needed, default=-1) + 1), prompts, strict=False)
+        self._prompts = {position: prompt for position, prompt in found if position in needed}
+        for position, sample_id in needed.items():
+            got = self._prompts[position].sample_id if position in self._prompts else "missing"
+            if got != sample_id:
+                raise DataError(f"the schedule's prompt {position} is {sample_id}; in this run's data it is {got}")
+        self._returned: list[Ticket[PromptT]] = []
+
+    @property
+    def num_left(self) -> int:
+        """Return the prompts that have no ticket now, and may have one later."""
+        return len(self._waiting) + len(self._returned)
+
+    def next(self, version: int) -> Ticket[PromptT] | None:
+        """Return the next ticket of a version; None: all of it have been dispatched."""
+        if self._returned:
+            return self._returned.pop(0)
+        if not self._waiting or self._waiting[0].version > version:
+            return None
+        group = self._waiting.popleft()
+        return Ticket(self._prompts[group.position], group.position, version, version, group.attempt)
+
+    def give_back(self, ticket: Ticket[PromptT], reason: Reason) -> bool:
+        """Take back the prompt of a cancelled group, which is generated once more as the same attempt.
+
+        Raises:
+            UserError: It fails again and again.
+        """
+        num_faults = ticket.num_faults + reason.is_own_fault
+        if num_faults >= self._max_faults:
+            raise UserError(
+                f"the schedule cannot be repeated: the group of {ticket.prompt.sample_id} fails, its prompt"
+                f" number {ticket.position}"
+            )
+        self._returned.append(replace(ticket, num_faults=num_faults))
+        return False
+
+    def state(
+        self, version: int, running: Sequence[Ticket[PromptT]], queue: Sequence[Finished[PromptT, GroupT]]
+    ) -> QueueState[PromptT, GroupT]:
+        """Return what a checkpoint keeps: the finished groups. Which prompts are left, the schedule says."""
+        return QueueState(version, num_taken=0, open=(), given_up=(), queue=tuple(queue))
+
+    def restore(self, state: QueueState[PromptT, GroupT]) -> None:
+        """Go on behind the steps before a version; what is in the queue is not dispatched again."""
+        queued = {found.ticket.position for found in state.queue}
+        left = _in_order_of_dispatch([step for step in self._schedule if step.version >= state.version])
+        self._waiting = deque(group for group in left if group.position not in queued)
+
+
+def _in_order_of_dispatch(schedule: Sequence[ScheduledStep]) -> list[ScheduledGroup]:
+    groups = (group for step in schedule for group in step.groups)
+    return sorted(groups, key=lambda group: (group.version, group.position))

@@ -1,0 +1,92 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that takes requests as they come, in virtual time, and whose tokens show the weights that sampled them."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.rewards.interface import BatchReward, Score, ScoringItem
+from nemo_rl_moe.rollouts.asynchronous.groups import Ticket
+from nemo_rl_moe.rollouts.asynchronous.source import group_seeds
+from nemo_rl_moe.rollouts.environment import Environment, Session
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.weight_sync.transport import WeightTransport
+from tests.support.grpo_fakes import END_TOKEN, SAMPLING, as_numbers, from_numbers
+
+
+@dataclass
+class ScriptedEngine:
+    """Samples one token after the other; each depends on its seed, its place and the weights at its time.
+
+    Attributes:
+        token_s: Seconds of a token.
+        version: Optimizer steps of the weights.
+        seeds: Of all requests.
+    """
+
+    token_s: float = 0.0
+    version: int = 0
+    shares_weights: bool = False
+    seeds: list[int] = field(default_factory=list)
+
+    async def generate(self, request: GenerationRequest) -> GeneratedSequence:
+        self.seeds.append(request.seed)
+        token_ids, versions = list[int](), list[int]()
+        for place in range(2 + request.seed % 4):
+            await asyncio.sleep(self.token_s)
+            token_ids.append(5 + (request.seed // 10**place + 3 * self.version) % 10)
+            versions.append(self.version)
+        token_ids, versions = [*token_ids, END_TOKEN], [*versions, self.version]
+        return GeneratedSequence(np.array(token_ids), np.full(len(versions), -0.25), False, np.array(versions))
+
+    def update_weights(self, transport: WeightTransport, version: int) -> None:
+        raise AssertionError("the script says which weights there are")
+
+    def sleep(self) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+def make_session_groups(
+    engine: ScriptedEngine,
+    reward_function: BatchReward,
+    environment: Environment,
+    *,
+    seed: int,
+    groups_per_step: int,
+    num_generations: int,
+) -> Callable[[Ticket[Prompt]], Coroutine[Any, Any, list[Trajectory]]]:
+    """Return a function that makes groups by sessions of an environment, as a rollout worker does."""
+
+    async def score(item: ScoringItem) -> Score:
+        return reward_function.score([item])[0]
+
+    def session(ticket: Ticket[Prompt], seed: int) -> Session:
+        return Session(
+            prompt=ticket.prompt,
+            group_id=f"{ticket.prompt.sample_id}#{ticket.position % groups_per_step}",
+            sampling=SAMPLING,
+            seed=seed,
+            max_tokens=100,
+            submit_request=engine.generate,
+            submit_item=score,
+            decode=as_numbers,
+            encode=from_numbers,
+        )
+
+    async def make_group(ticket: Ticket[Prompt]) -> list[Trajectory]:
+        seeds: Sequence[int] = group_seeds(ticket, seed, groups_per_step, num_generations)
+        return list(await asyncio.gather(*(environment.rollout(session(ticket, each)) for each in seeds)))
+
+    return make_group

@@ -1,0 +1,190 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The asynchronous source beside the synchronous one, over one engine, real sessions and real environments."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_rl_moe.algorithms.grpo_batch import make_source
+from nemo_rl_moe.data.prompts import Prompt, PromptLoader
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
+from nemo_rl_moe.rollouts.asynchronous.dispatcher import Dispatcher
+from nemo_rl_moe.rollouts.asynchronous.groups import Ticket
+from nemo_rl_moe.rollouts.asynchronous.prompts import QueueState
+from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledStep
+from nemo_rl_moe.rollouts.asynchronous.source import (
+    AsynchronousSource,
+    LoopThread,
+    RunCoroutine,
+    feed_of_epochs,
+    group_seeds,
+)
+from nemo_rl_moe.rollouts.asynchronous.staleness import make_policy
+from nemo_rl_moe.rollouts.environment import Environment, Session, SingleTurn
+from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
+from nemo_rl_moe.rollouts.source import RolloutGroups
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.grpo_fakes import SAMPLING, FakeRewardFunction, make_worker, prompts, small_config
+from tests.support.scripted_engine import ScriptedEngine, make_session_groups
+from tests.support.virtual_clock import VirtualLoop
+
+NUM_EPOCHS, NUM_STEPS = 2, 6
+CONFIG = small_config(f"grpo.max_num_epochs={NUM_EPOCHS}")
+
+
+class TwoTurns:
+    """Asks twice."""
+
+    async def rollout(self, session: Session) -> Trajectory:
+        await session.generate()
+        session.append([7, 8])
+        await session.generate()
+        return session.finish(await session.score())
+
+
+def loader() -> PromptLoader:
+    return PromptLoader(prompts(7), 2, seed=3, shuffle=True)
+
+
+def asynchronous(
+    run: RunCoroutine,
+    engine: ScriptedEngine,
+    environment: Environment | None = None,
+    lag: int = 0,
+    state: QueueState[Prompt, list[Trajectory]] | None = None,
+    **options: Any,
+) -> AsynchronousSource:
+    make_group = make_session_groups(
+        engine, FakeRewardFunction(), environment or SingleTurn(), seed=11, groups_per_step=2, num_generations=3
+    )
+    policy = make_policy("policy", "in_order", Bounds(2, lag), "wait")
+    dispatcher = Dispatcher(make_group, feed_of_epochs(loader(), NUM_EPOCHS, 2), policy, state=state)
+    return AsynchronousSource(dispatcher, run, len(loader()), 3, **options)
+
+
+def synchronous_groups(environment: Environment) -> list[RolloutGroups]:
+    """The groups of all steps of the synchronous source; each step has new weights."""
+    engine = ScriptedEngine()
+    source = make_source(CONFIG, make_worker(engine, FakeRewardFunction(), environment), loader(), SAMPLING)
+    found = []
+    while not source.is_used_up:
+        found.append(source.next(len(found), PhaseClock()))
+        engine.version += 1
+    return found
+
+
+@contextmanager
+def virtual_loop() -> Iterator[VirtualLoop]:
+    loop = VirtualLoop()
+    yield loop
+    loop.close()
+
+
+def train(run: RunCoroutine, source: AsynchronousSource, engine: ScriptedEngine, step: int) -> RolloutGroups:
+    """One step of a loop, in which training takes a second."""
+    groups = source.next(step, PhaseClock())
+    run(asyncio.sleep(1.0))
+    source.update_pending(step + 1)
+    engine.version = step + 1
+    source.updated(step + 1)
+    return groups
+
+
+def assert_same(one: RolloutGroups, other: RolloutGroups) -> None:
+    assert len(one.trained) == len(other.trained) == 6
+    assert (one.num_generations, one.num_rounds, one.num_filled) == (
+        other.num_generations,
+        other.num_rounds,
+        other.num_filled,
+    )
+    for ours, theirs in zip(one.trained, other.trained, strict=True):
+        for each in fields(Trajectory):
+            np.testing.assert_array_equal(getattr(ours, each.name), getattr(theirs, each.name), err_msg=each.name)
+
+
+@pytest.mark.parametrize("environment", [SingleTurn(), TwoTurns()], ids=["one turn", "two turns"])
+@pytest.mark.parametrize("token_s", [0.0, 0.3])
+def test_without_staleness_it_is_the_synchronous_source(environment: Environment, token_s: float) -> None:
+    """Prompts, order, tokens, versions and rewards are equal, however long the engine takes."""
+    expected = synchronous_groups(environment)
+    assert len(expected) == NUM_STEPS
+    with virtual_loop() as loop:
+        engine = ScriptedEngine(token_s)
+        source = asynchronous(loop.run_until_complete, engine, environment)
+        for step, groups in enumerate(expected):
+            assert not source.is_used_up
+            assert_same(train(loop.run_until_complete, source, engine, step), groups)
+        assert source.is_used_up
+        assert source.steps_per_epoch == 3
+
+
+def test_with_staleness_tokens_carry_the_version_that_sampled_them() -> None:
+    """A trajectory that runs when weights change has both versions; its group has that of the dispatch (A1)."""
+    with virtual_loop() as loop:
+        engine, steps = ScriptedEngine(token_s=2.0), list[ScheduledStep]()
+        record = lambda batch: steps.append(ScheduledStep.of(batch))  # noqa: E731
+        source = asynchronous(loop.run_until_complete, engine, TwoTurns(), lag=1, observe=record)
+        found = [train(loop.run_until_complete, source, engine, step) for step in range(4)]
+        assert source.stop(), "groups ran ahead"
+    assert [[group.version for group in step.groups] for step in steps] == [[0, 0], [0, 0], [1, 1], [2, 2]]
+    mixed = [set(each.weight_versions.tolist()) - {-1} for groups in found for each in groups.trained]
+    assert {0, 1} in mixed
+    for step, groups in enumerate(found):
+        for each in groups.trained:
+            sampled = each.weight_versions[each.weight_versions >= 0]
+            assert (np.diff(sampled) >= 0).all()
+            assert max(0, step - 1) <= sampled.min() <= sampled.max() <= step
+
+
+def test_a_run_that_goes_on_trains_on_what_was_finished() -> None:
+    with virtual_loop() as loop:
+        whole = asynchronous(loop.run_until_complete, engine := ScriptedEngine(0.1), lag=2)
+        expected = [train(loop.run_until_complete, whole, engine, step) for step in range(NUM_STEPS)]
+        first = asynchronous(loop.run_until_complete, engine := ScriptedEngine(0.1), lag=2)
+        for step in range(2):
+            train(loop.run_until_complete, first, engine, step)
+        state = first.state(version=2)
+        first.stop()
+        assert state.queue, "something was ready"
+        second = asynchronous(loop.run_until_complete, engine, lag=2, state=state)
+        found = [train(loop.run_until_complete, second, engine, step) for step in range(2, NUM_STEPS)]
+    names = [[each.group_id for each in groups.trained] for groups in expected]
+    assert [[each.group_id for each in groups.trained] for groups in found] == names[2:]
+    restored = [trajectory for queued in state.queue for trajectory in queued.group]
+    assert found[0].trained[:3] == restored[:3]
+
+
+def test_another_try_has_other_seeds() -> None:
+    prompt = prompts(1)[0]
+    tickets = [Ticket(prompt, position, 0, 0, attempt) for position in range(4) for attempt in range(3)]
+    seeds = [seed for ticket in tickets for seed in group_seeds(ticket, 11, groups_per_step=2, num_generations=3)]
+    assert len(set(seeds)) == len(tickets) * 3
+
+
+def test_a_stopped_source_gives_the_step_up() -> None:
+    with virtual_loop() as loop:
+        source = asynchronous(loop.run_until_complete, ScriptedEngine())
+        source.stop()
+        with pytest.raises(RolloutsGivenUpError, match="stopped"):
+            source.next(0, PhaseClock())
+
+
+def test_a_thread_generates_while_the_main_thread_does_something_else() -> None:
+    expected = synchronous_groups(SingleTurn())
+    thread, engine = LoopThread(), ScriptedEngine()
+    try:
+        source = asynchronous(thread.run, engine)
+        for step, groups in enumerate(expected):
+            assert_same(source.next(step, PhaseClock()), groups)
+            source.update_pending(step + 1)
+            engine.version = step + 1
+            source.updated(step + 1)
+    finally:
+        thread.close()

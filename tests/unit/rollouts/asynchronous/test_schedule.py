@@ -1,0 +1,128 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded schedules: files of them, and runs that repeat them, however long groups take this time."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_moe.errors import DataError, UserError
+from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
+from nemo_rl_moe.rollouts.asynchronous.schedule import (
+    ReplayedFeed,
+    ScheduledStep,
+    append_step,
+    read_schedule,
+    replay_policy,
+)
+from tests.support.scripted_rollouts import Fate, ScriptedRun, scripted_prompts
+from tests.support.virtual_clock import run_virtually
+
+SECONDS = st.lists(st.sampled_from([0.5, 1.0, 2.5, 5.0]), min_size=12, max_size=12)
+
+
+def recorded(seconds: list[float], **options: object) -> ScriptedRun:
+    """Train on groups that overtake each other."""
+
+    async def body() -> ScriptedRun:
+        options_with_defaults = {"policy": "ready_first", "max_staleness": 2, "num_prompts": 12, **options}
+        run = ScriptedRun(lambda ticket: seconds[ticket.position] + ticket.attempt, **options_with_defaults)
+        run.dispatcher.start()
+        await run.train(4)
+        return run
+
+    return run_virtually(body())
+
+
+def repeated(schedule: list[ScheduledStep], fates: dict[int, Fate], concurrency: int | None = None) -> ScriptedRun:
+    """Train by a schedule."""
+
+    async def body() -> ScriptedRun:
+        bounds = ScriptedRun(concurrency=concurrency).bounds
+        run = ScriptedRun(
+            fates,
+            concurrency=concurrency,
+            policy=replay_policy(schedule, bounds),
+            feed=ReplayedFeed(schedule, scripted_prompts(12)),
+        )
+        run.dispatcher.start()
+        await run.train()
+        run.check_each_group_ended_once()
+        return run
+
+    return run_virtually(body())
+
+
+@settings(deadline=None, max_examples=30)
+@given(SECONDS, SECONDS, st.sampled_from(["drop", "wait"]), st.none() | st.integers(1, 3))
+def test_a_repeated_run_trains_on_the_same_groups_with_the_same_weights(
+    seconds: list[float], others: list[float], on_stale: str, concurrency: int | None
+) -> None:
+    first = recorded(seconds, on_stale=on_stale)
+    schedule = [ScheduledStep.of(batch) for batch in first.batches]
+    again = repeated(schedule, dict(enumerate(others)), concurrency)
+    assert again.consumed == first.consumed
+    assert again.lags == first.lags
+    assert [[found.group for found in batch.groups] for batch in again.batches] == [
+        [found.group for found in batch.groups] for batch in first.batches
+    ]
+    assert all(each.in_flight == 0 for batch in again.batches for each in batch.staleness)
+
+
+def test_a_repeated_run_goes_on_from_a_checkpoint() -> None:
+    first = recorded([1.0, 4.0, 0.5, 2.5] * 3)
+    schedule = [ScheduledStep.of(batch) for batch in first.batches]
+
+    async def body() -> list[list[int]]:
+        bounds = ScriptedRun().bounds
+        policy, state, consumed = replay_policy(schedule, bounds), None, list[list[int]]()
+        for num_steps in (1, 2, 1):
+            run = ScriptedRun(policy=policy, feed=ReplayedFeed(schedule, scripted_prompts(12)), state=state)
+            run.dispatcher.start()
+            assert await run.train(num_steps) == num_steps
+            state, consumed = run.state(), consumed + run.consumed
+            await run.stop()
+        assert run.dispatcher.is_used_up
+        return consumed
+
+    assert run_virtually(body()) == first.consumed
+
+
+def test_a_file_keeps_a_schedule(tmp_path: Path) -> None:
+    steps = [ScheduledStep.of(batch) for batch in recorded([1.0, 3.0] * 6).batches]
+    path = tmp_path / "schedule.jsonl"
+    for step in [*steps, *steps[2:]]:  # the run went on from a checkpoint after step 2
+        append_step(path, step)
+    assert len(path.read_text().splitlines()) == 6
+    assert read_schedule(path) == steps
+
+
+@pytest.mark.parametrize("line", ["{", "{}", '{"version": 0, "groups": [{"position": 1}]}', "[]"])
+def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "schedule.jsonl"
+    append_step(path, ScheduledStep(0, ()))
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError, match=r"schedule.jsonl:2: not a step of a schedule"):
+        read_schedule(path)
+
+
+def test_other_prompts_are_refused() -> None:
+    schedule = [ScheduledStep.of(batch) for batch in recorded([1.0] * 12).batches]
+    with pytest.raises(DataError, match="prompt 2 is prompt 2; in this run's data it is missing"):
+        ReplayedFeed(schedule, scripted_prompts(2))
+
+
+def test_a_schedule_of_other_steps_is_refused() -> None:
+    schedule = [ScheduledStep.of(batch) for batch in recorded([1.0] * 12).batches]
+    with pytest.raises(DataError, match="another size than the 3 groups"):
+        replay_policy(schedule, Bounds(groups_per_step=3))
+    with pytest.raises(DataError, match="no step that trains the weights of version 1"):
+        repeated([schedule[0], *schedule[2:]], {})
+
+
+def test_a_group_that_fails_once_is_repeated_and_then_the_run_ends() -> None:
+    schedule = [ScheduledStep.of(batch) for batch in recorded([1.0] * 12).batches]
+    with pytest.raises(UserError, match="the group of prompt 1 fails"):
+        repeated(schedule, {1: OSError("lost")})
