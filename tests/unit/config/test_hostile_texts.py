@@ -151,6 +151,7 @@ def test_a_long_unknown_key_of_a_file_is_cut(tmp_path: Path) -> None:
     assert problem.startswith(f"{'k' * 60}... (100,000 characters): unknown key; allowed here: ")
 
 
+@pytest.mark.full
 def test_a_file_of_unknown_keys_is_reported_soon(tmp_path: Path) -> None:
     text = "\n".join(f"unknown_key_{number}: 1" for number in range(3000))
     problems = in_file(tmp_path, f"defaults: sft_tiny_moe.yaml\n{text}\n")

@@ -185,6 +185,7 @@ def test_many_conversations_keep_their_order(byte_tokenizer):
     assert [example.num_trained_tokens() - 1 for example in tokenized] == lengths
 
 
+@pytest.mark.full
 def test_the_conversation_at_fault_is_named_among_many(byte_tokenizer):
     template = GOOD + "{% if messages[0].content == 'q7' %}" + FILLS_MEMORY + "{% endif %}"
     examples = [parse_record({"prompt": f"q{line}", "completion": "a"}, f"f:{line}") for line in range(20)]

@@ -73,7 +73,9 @@ def test_damage_of_any_part_is_reported_by_name_in_every_layout(
             if part.name != HEADER:  # which the safetensors library reads before, and refuses
                 places[part.name], files[part.name] = (str(folder / file), start + part.num_bytes // 2), file
             start += part.num_bytes
-    outcomes = run_ranks(load_with_each_damaged, world_size, tiny_policy(world_size, **layout(**sizes)), SMALLEST, places)
+    outcomes = run_ranks(
+        load_with_each_damaged, world_size, tiny_policy(world_size, **layout(**sizes)), SMALLEST, places
+    )
     assert len(files) > 20
     for outcome in outcomes:
         assert outcome.pop("") == "loaded"
