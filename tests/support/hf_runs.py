@@ -70,11 +70,14 @@ def load_from_each(policy: PolicyConfig, folders: Sequence[Sequence[str]]) -> li
     return outcomes
 
 
-def load_with_each_damaged(policy: PolicyConfig, places: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+def load_with_each_damaged(
+    policy: PolicyConfig, changes: Mapping[str, Any], places: Mapping[str, tuple[str, int]]
+) -> dict[str, str]:
     """Load a folder with one byte changed, and once as it is, after each of which it is as it was.
 
     Args:
         policy: The layout.
+        changes: Of the model's configuration.
         places: For each outcome a file and the place of the byte in it; a place before the file's first: no change.
 
     Returns:
@@ -82,7 +85,7 @@ def load_with_each_damaged(policy: PolicyConfig, places: Mapping[str, tuple[str,
     """
     outcomes = {}
     with parallel_job(policy) as rank:
-        model = build_model(policy, {})
+        model = build_model(policy, changes)
         for name, (path, place) in places.items():
             _flip(Path(path), place, rank)
             try:

@@ -44,6 +44,7 @@ def test_one_slip_in_the_last_part_suggests_a_key_at_least_as_near(key: str, dat
     assert likeness(suggestion) >= likeness(key)
 
 
+@pytest.mark.full
 @settings(deadline=None)
 @given(key=st.sampled_from(KEYS))
 def test_right_name_in_the_wrong_section_suggests_a_key_of_that_name(key: str) -> None:

@@ -95,6 +95,7 @@ def test_a_slip_by_hand(maker):
     assert maker.work_out("721", "978", (2, 1)) == ("1+8=9;2+7+0=9;7+9+0=17", 1799)
 
 
+@pytest.mark.full
 def test_preferences(maker, small, tmp_path, demo_tokenizer):
     maker.write_data(tmp_path, small)
     report = load_preferences(str(tmp_path / "preferences.jsonl"), "train", demo_tokenizer, 64).report

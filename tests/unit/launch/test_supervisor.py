@@ -147,6 +147,7 @@ def test_a_request_while_it_waits_to_start_again(start: Start, tmp_path: Path) -
     assert end_of(process, tmp_path)[0] == 130
 
 
+@pytest.mark.full
 def test_hangups_are_left_to_nohup(start: Start, tmp_path: Path) -> None:
     process = start("start_family(); time.sleep(0.5)")
     process.kill()

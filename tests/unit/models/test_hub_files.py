@@ -211,6 +211,7 @@ def away() -> Iterator[dict[str, str]]:
         yield {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_ENDPOINT": endpoint}
 
 
+@pytest.mark.full
 def test_a_hub_that_is_away_is_not_asked_again_and_again(
     hub: FakeHub, away: dict[str, str], tmp_path: Path, repository_root: Path
 ) -> None:

@@ -275,6 +275,7 @@ def test_a_killed_sender_is_noticed(tmp_path: Path) -> None:
     assert found["receiver 0"] == "WeightSyncError: receiver 0: waited for 4 s for tensors of senders [1]"
 
 
+@pytest.mark.full
 def test_a_killed_receiver_is_noticed(tmp_path: Path) -> None:
     found = transfer(
         tmp_path, all_senders(1), [*all_receivers(1), partial(killed_receive, receiver=1)], stall_timeout_s=STALLED_S

@@ -24,6 +24,7 @@ def faults_in(name: str, folder: Path, faults: list[str], precision: str, **more
     return found
 
 
+@pytest.mark.full
 def test_every_fault_that_changes_a_number_is_found_in_sixteen_bits(tmp_path: Path) -> None:
     faults = [*COARSE_FAULTS, *FINE_FAULTS, STALE]
     found = faults_in("qwen3_moe", tmp_path, faults, "bfloat16")

@@ -73,6 +73,7 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_by_all_ranks_and_the_ne
     assert run_ranks(problem_of_a_rank_s_folder, 2, SETTINGS, [str(with_room)] * 2) == ["loaded"] * 2
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_up(small_disk: Path, tmp_path: Path) -> None:
     full, with_room = small_disk / "step", tmp_path / "step"
     full.mkdir()
@@ -130,6 +131,7 @@ def test_ranks_that_do_not_share_the_folder_load_nothing(tmp_path: Path) -> None
         assert words in first
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param({"precision": "bfloat16"}, marks=pytest.mark.full)], ids=["float32", "bfloat16"]
 )

@@ -188,6 +188,7 @@ def test_an_optimizer_that_counts_by_group_is_reported_before_its_first_step() -
     assert [group["step"] for group in optimizer.param_groups] == [7]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "job",
     [

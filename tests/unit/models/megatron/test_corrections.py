@@ -150,6 +150,7 @@ def _first_norm_off(runs: Sequence[RankRun], reference: RankRun) -> float:
     return max(abs(run.grad_norms[0] / reference.grad_norms[0] - 1) for run in runs)
 
 
+@pytest.mark.full
 def test_biases_of_experts_count_in_every_rank_s_gradient_norm(one_rank_with_biases: RankRun) -> None:
     off = _first_norm_off(with_biases("expert_biases_in_norm", tp=2, ep=2), one_rank_with_biases)
     assert off > 1e-4 if _OLD else off < 2e-6
@@ -264,6 +265,7 @@ def _expert_bias_settings(world_size: int) -> RunSettings:
     return RunSettings(policy)
 
 
+@pytest.mark.full
 def test_expert_bias_works_with_padding() -> None:
     (reference,) = run_ranks(train_without, 1, None, _expert_bias_settings(1))
     cured = run_ranks(train_without, 2, None, _expert_bias_settings(2))

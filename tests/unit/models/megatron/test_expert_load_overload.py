@@ -241,6 +241,7 @@ def test_events_of_several_global_batches_follow_one_another() -> None:
     assert last == [(kind, 0, m) for m in range(4) for kind in (F, B)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "layer_spec"),
     [

@@ -144,6 +144,7 @@ def test_every_layout_counts_what_a_hand_does(
     assert run(world_size, copies=copies, by_token=by_token, **changes) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.full
 def test_the_next_step_starts_anew() -> None:
     assert run(steps=2) == run()
 

@@ -38,6 +38,8 @@ ON_SEVERAL_RANKS = {
     "deepseek_v2_groups": {"ep2"},
     "deepseek_v3": {"pp2_ep2"},
 }
+# On one rank: each kind of attention, of norms and of experts.
+QUICK = {"llama", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2_groups", "deepseek_v3"}
 # Latents, a shared expert, groups and a bias, in stages that share their experts: in the quick list.
 COMBINING_MOST = ("deepseek_v3", "pp2_ep2")
 # Megatron-Core's own modules: plain attention and experts, sinks and biases, latents.
@@ -53,7 +55,9 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def marks_of(name: str, where: str) -> list[pytest.MarkDecorator]:
-    if where == "one_rank" or (name, where) == COMBINING_MOST:
+    if where == "one_rank":
+        return [] if name in QUICK else [pytest.mark.full]
+    if (name, where) == COMBINING_MOST:
         return []
     if where == "one_rank_local":
         return [pytest.mark.full if name in WITH_STOCK_MODULES else pytest.mark.slow]

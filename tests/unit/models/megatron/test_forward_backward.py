@@ -109,6 +109,7 @@ def evaluate_between_steps(settings: RunSettings) -> dict[str, Any]:
         }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_evaluation_leaves_nothing_behind(checkpointing: str) -> None:
     policy = tiny_policy(1, layer_spec="local", activation_checkpointing=checkpointing)
@@ -171,6 +172,7 @@ def test_frozen_routers_stay_and_all_else_trains() -> None:
     assert unchanged == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layer_spec", [pytest.param("local", marks=pytest.mark.slow), "auto"])
 def test_bfloat16_stays_close_to_float32(layer_spec: str) -> None:
     (exact,) = run_ranks(train_run, 1, RunSettings(tiny_policy(1, layer_spec=layer_spec)))

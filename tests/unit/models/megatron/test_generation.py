@@ -231,6 +231,7 @@ def trained_with_and_without(policy: PolicyConfig, generates: bool) -> tuple[lis
         return reports, names
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [

@@ -187,6 +187,7 @@ def sampled_in_layout(policy: PolicyConfig, model_type: str, folder: Path) -> Ma
         return made(trainer.generate(mine.fetched(list) if trainer.has_tower else mine, 4))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [

@@ -24,6 +24,8 @@ from tests.support.hf_runs import (
 from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
 
 TIED = {"tie_word_embeddings": True}
+# A layer for each of two stages, two experts for each of two ranks: the folder is read once for every tensor.
+SMALLEST = {"num_hidden_layers": 2, "num_experts": 4}
 
 
 def test_what_does_not_fit_is_reported_by_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
@@ -62,8 +64,8 @@ def test_damage_of_any_part_is_reported_by_name_in_every_layout(
 ) -> None:
     """Tensors that a rank reads whole are compared while it does so, the others before."""
     source, folder = tmp_path / "source", tmp_path / "folder"
-    write_folder(tiny_tensors(tiny_hf_config()), source)
-    run_ranks(load_and_save, 1, tiny_policy(1), {}, str(source), str(folder), {})
+    write_folder(tiny_tensors(tiny_hf_config(**SMALLEST)), source)
+    run_ranks(load_and_save, 1, tiny_policy(1), SMALLEST, str(source), str(folder), {})
     places, files = {"": (str(folder / "files.json"), -1)}, {}
     for file, entry in read_inventory(folder).items():
         start = 0
@@ -71,7 +73,9 @@ def test_damage_of_any_part_is_reported_by_name_in_every_layout(
             if part.name != HEADER:  # which the safetensors library reads before, and refuses
                 places[part.name], files[part.name] = (str(folder / file), start + part.num_bytes // 2), file
             start += part.num_bytes
-    outcomes = run_ranks(load_with_each_damaged, world_size, tiny_policy(world_size, **layout(**sizes)), places)
+    outcomes = run_ranks(
+        load_with_each_damaged, world_size, tiny_policy(world_size, **layout(**sizes)), SMALLEST, places
+    )
     assert len(files) > 20
     for outcome in outcomes:
         assert outcome.pop("") == "loaded"

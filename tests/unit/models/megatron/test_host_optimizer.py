@@ -38,6 +38,7 @@ def shares_on_the_host(job: RunSettings) -> list[float]:
         return shares
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fraction", "overlap"), [(1.0, True), pytest.param(0.5, False, marks=pytest.mark.slow)], ids=["all", "half"]
 )

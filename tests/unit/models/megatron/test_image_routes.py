@@ -186,6 +186,7 @@ def policy_of(world_size: int, **changes: Any) -> PolicyConfig:
     return tiny_grpo_policy(world_size, **{"routing_replay": "rollout", "moe_aux_loss_coeff": 0.0, **changes})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model_type", MODELS)
 def test_stages_that_recompute_replay_the_routes_of_images(model_type: str, tmp_path: Path) -> None:
     alone = [policy_of(1, activation_checkpointing="none", routing_replay=replay) for replay in ("rollout", "none")]

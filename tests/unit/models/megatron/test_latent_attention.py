@@ -72,13 +72,13 @@ def assert_same_training(runs: list[RankRun], reference: RankRun) -> None:
         assert getattr(found, name) <= limit, f"{name}: {found}"
 
 
+def marks_of(model: str, chosen: str) -> list[pytest.MarkDecorator]:
+    return {("v3", "pp2_ep2"): [], ("v3", "tp2"): [pytest.mark.full]}.get((model, chosen), [slow])
+
+
 @pytest.mark.parametrize(
     ("model", "chosen"),
-    [
-        pytest.param(model, chosen, marks=[] if (model, chosen) in {("v3", "tp2"), ("v3", "pp2_ep2")} else [slow])
-        for model in MODELS
-        for chosen in LAYOUTS
-    ],
+    [pytest.param(model, chosen, marks=marks_of(model, chosen)) for model in MODELS for chosen in LAYOUTS],
 )
 def test_layout_trains_as_one_rank_does(model: str, chosen: str) -> None:
     world_size, sizes = LAYOUTS[chosen]

@@ -105,6 +105,7 @@ def test_layout_trains_as_one_rank_does(name: str, layer_spec: str) -> None:
     assert_same_training(run_ranks(train_run, world_size, settings), single_rank(layer_spec))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sizes", "layer_spec"),
     [
@@ -215,6 +216,7 @@ def test_other_balancing_losses_under_tensor_parallelism(balancing: str) -> None
     assert_same_training(run_ranks(train_run, 2, settings), reference)
 
 
+@pytest.mark.full
 def test_global_batch_loss_spans_the_data_parallel_ranks() -> None:
     changes = {"layer_spec": "auto", "moe_router_load_balancing_type": "global_aux_loss"}
     # The first microbatches of both ranks are one microbatch of the single rank, and so are the second ones. Some have
@@ -228,6 +230,7 @@ def test_global_batch_loss_spans_the_data_parallel_ranks() -> None:
     assert_same_training(run_ranks(train_run, 2, settings), reference)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sizes",
     [

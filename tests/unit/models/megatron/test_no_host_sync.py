@@ -148,6 +148,7 @@ def waits_with_advantages(policy: PolicyConfig) -> dict[str, int]:
         return waits.until_stop
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
@@ -235,6 +236,7 @@ def test_the_counter_sees_what_waits() -> None:
     assert waits.counts == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [

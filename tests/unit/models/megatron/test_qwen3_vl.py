@@ -201,6 +201,7 @@ def steps_of_the_example() -> list[float]:
         return [step.global_loss for step in losses]
 
 
+@pytest.mark.full
 def test_the_example_takes_steps_from_random_weights() -> None:
     (losses,) = run_ranks(steps_of_the_example, 1)
     assert all(map(math.isfinite, losses))

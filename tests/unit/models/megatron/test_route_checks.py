@@ -144,6 +144,7 @@ def biased(policy: PolicyConfig, frozen: bool) -> dict[str, float]:
         return trainer.train([shard], sft_loss).moe_metrics
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world_size", "changes"), [pytest.param(1, {}, marks=pytest.mark.full), (2, layout(pp=2))])
 def test_an_expert_bias_that_stands_still_is_counted(world_size: int, changes: dict[str, Any]) -> None:
     with_bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}

@@ -173,6 +173,7 @@ def test_with_a_sharded_optimizer_too(world_size: int, changes: dict[str, Any], 
     compare(measured(world_size, **changes), expected, complete=world_size == 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
@@ -186,6 +187,7 @@ def test_under_replay_too(world_size: int, changes: dict[str, Any], expected_und
     compare(measured(world_size, with_routes=True, **REPLAY, **changes), expected_under_replay, complete=True)
 
 
+@pytest.mark.full
 def test_replay_changes_the_gradient(expected: Measured, expected_under_replay: Measured) -> None:
     assert relative(expected_under_replay.parts[0], expected.parts[0]) > 0.1
 
@@ -220,6 +222,7 @@ def test_metrics_are_those_of_the_parts(expected: Measured) -> None:
     assert found.keys() == {f"cosine_policy_{part}{ending}" for part in ("aux", "z") for ending in endings}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changes", "sources"),
     [
@@ -263,6 +266,7 @@ def test_some_microbatches_stand_for_all() -> None:
         assert relative(first[part], whole[part]) > 0.1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "sizes", "expected"),
     [

@@ -178,11 +178,11 @@ def test_comparison_counts_as_brute_force_does(expected: Trained) -> None:
         pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.full),
         pytest.param(1, PACKED, marks=pytest.mark.full),
         pytest.param(1, {"activation_checkpointing": "full"}, marks=pytest.mark.full),
-        (1, {"activation_checkpointing": "moe"}),
+        pytest.param(1, {"activation_checkpointing": "moe"}, marks=pytest.mark.full),
         pytest.param(1, {"layer_spec": "local", "activation_checkpointing": "full"}, marks=pytest.mark.full),
         pytest.param(2, {}, marks=pytest.mark.full),
         pytest.param(2, layout(tp=2), marks=pytest.mark.full),
-        (2, layout(tp=2) | PACKED),
+        pytest.param(2, layout(tp=2) | PACKED, marks=pytest.mark.full),
         pytest.param(2, layout(ep=2), marks=pytest.mark.full),
         pytest.param(2, layout(pp=2), marks=pytest.mark.full),
         pytest.param(2, layout(pp=2) | {"activation_checkpointing": "full"}, marks=pytest.mark.full),
@@ -412,7 +412,7 @@ def replay_own_routes(policy: PolicyConfig, model: dict[str, Any]) -> tuple[floa
 @pytest.mark.parametrize(
     ("world_size", "changes", "model"),
     [
-        (1, {}, {}),
+        pytest.param(1, {}, {}, marks=pytest.mark.full),
         pytest.param(1, {"layer_spec": "local"}, {}, marks=pytest.mark.full),
         pytest.param(2, layout(tp=2) | PACKED, {}, marks=pytest.mark.full),
         pytest.param(2, layout(pp=2), {}, marks=pytest.mark.full),

@@ -144,7 +144,10 @@ def audit_on_both(store: str, name: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == "virtual stages" else pytest.mark.full) for name in LAYOUTS],
+)
 def audits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Layout, and of both ranks what was found, by fault."""
     store = str(tmp_path_factory.mktemp("store") / "rendezvous")

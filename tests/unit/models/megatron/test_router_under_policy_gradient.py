@@ -160,6 +160,7 @@ def gradients_of_transformers(folder: str) -> list[Any]:
     return [layer.mlp.gate.weight.grad.numpy() for layer in model.model.layers]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
@@ -223,6 +224,7 @@ def checked_loss(inputs: LossInputs) -> LossOutputs:
     return loss_function()(inputs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [

@@ -158,6 +158,7 @@ def problems_with_packing(folder: str, versions: list[tuple[int, int]]) -> list[
     return problems
 
 
+@pytest.mark.full
 def test_packed_sinks_need_a_kernel(tmp_path: Path) -> None:
     FAMILY_MODELS["gpt_oss"].hf_config().save_pretrained(tmp_path / "gpt_oss")
     FAMILY_MODELS["qwen3_moe"].hf_config().save_pretrained(tmp_path / "qwen3_moe")

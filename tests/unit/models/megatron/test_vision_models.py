@@ -127,7 +127,15 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]
     return made
 
 
-@pytest.fixture(params=[*MODELS, pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=[
+        *(
+            pytest.param(model_type, marks=() if model_type == "qwen3_vl_moe" else pytest.mark.full)
+            for model_type in MODELS
+        ),
+        pytest.param("qwen3_vl", marks=pytest.mark.slow),
+    ]
+)
 def reference(request: pytest.FixtureRequest, references: Callable[[str], Any]) -> Any:
     """What `references` has of one model."""
     return references(request.param)
@@ -161,7 +169,7 @@ ON_EACH_CHANGE = {
 }
 
 
-def marks_of(model_type: str, changes: dict[str, Any]) -> list[pytest.MarkDecorator]:
+def marks_of_layout(model_type: str, changes: dict[str, Any]) -> list[pytest.MarkDecorator]:
     if changes not in ON_EACH_CHANGE[model_type]:
         return [pytest.mark.slow]
     return [] if model_type == "qwen3_vl_moe" else [pytest.mark.full]
@@ -174,7 +182,7 @@ def with_layouts(model_type: str) -> list[Any]:
         "qwen3_vl_moe": "virtual_pipeline_model_parallel_size",  # its tower adds to two layers
     }.get(model_type)
     return [
-        pytest.param(model_type, *case, marks=marks_of(model_type, case[1]))
+        pytest.param(model_type, *case, marks=marks_of_layout(model_type, case[1]))
         for case in LAYOUTS
         if not case[1].get(without or "")
     ]
@@ -201,9 +209,10 @@ def test_steps_do_not_depend_on_the_layout(reference: Any, world_size: int, chan
             np.testing.assert_array_equal(weights, with_tower[0].tower[name], err_msg=f"replicas of {name}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("reference", "world_size", "packed"),
-    [("qwen2_5_vl", 1, False), pytest.param("internvl", 2, True, marks=pytest.mark.full)],
+    [("qwen2_5_vl", 1, False), ("internvl", 2, True)],
     indirect=["reference"],
 )
 def test_a_limit_of_patches_changes_no_step(reference: Any, world_size: int, packed: bool) -> None:
@@ -402,13 +411,17 @@ EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function
 FROZEN = [("vision_tower",), ("vision_tower", "language_model"), ("projector",)]
 
 
+def marks_of_parts(model_type: str, parts: tuple[str, ...]) -> list[pytest.MarkDecorator]:
+    if model_type != "internvl" and parts != FROZEN[-1]:
+        return [pytest.mark.slow]
+    return [] if model_type == "qwen3_vl_moe" else [pytest.mark.full]
+
+
 @pytest.mark.parametrize(
     ("reference", "parts"),
     [
         # What is the projector differs by model; the rest is the same for all.
-        pytest.param(
-            model_type, parts, marks=() if model_type == "internvl" or parts == FROZEN[-1] else pytest.mark.slow
-        )
+        pytest.param(model_type, parts, marks=marks_of_parts(model_type, parts))
         for model_type in MODELS
         for parts in FROZEN
     ],

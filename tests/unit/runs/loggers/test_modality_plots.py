@@ -61,6 +61,7 @@ def test_it_is_a_plot_that_no_model_makes_too_large(shape: tuple[int, int]) -> N
     assert 300 < height < 1100
 
 
+@pytest.mark.full
 def test_it_is_in_tensorboard_beside_the_load_and_of_vision_alone(tmp_path: Path) -> None:
     found = {}
     for name, images in (("vision", torch.from_numpy(IMAGES)), ("text", None)):

@@ -93,6 +93,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in reported
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", [["watch", "--once"], pytest.param(["report"], marks=pytest.mark.full)])
 def test_nothing_heavy_is_imported(command: list[str], tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {1: {"train/loss": 1.0}}, random_counts(1, 2, 4, 50))
