@@ -81,6 +81,7 @@ def steps_with_own_modules(name: str, root: str) -> tuple[float, float]:
     return run.step.loss, run.step.grad_norm
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted({name for name, _ in QUICK}))
 def test_a_step_is_that_of_own_modules(name: str, jobs: ParityJobs, tmp_path: Path) -> None:
     ((loss, norm),) = run_ranks(steps_with_own_modules, 1, name, str(tmp_path))
