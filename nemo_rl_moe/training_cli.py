@@ -270,7 +270,7 @@ def _print_config(config_path: str, overrides: Sequence[str]) -> None:
 
 
 def _print_translation(path: str) -> int:
-    """Print what a configuration of NeMo-RL is here; returns the exit code."""
+    """Print what a configuration of NeMo-RL is here; return the exit code."""
     from pathlib import Path
 
     from nemo_rl_moe.config.loading import problems_of_translation

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from nemo_rl_moe.checkpoints.state import json_ready
 from nemo_rl_moe.checkpoints.store import CHECKPOINT_NAME, FINAL_WEIGHTS_FOLDER, POLICY_FOLDER_NAME
 from nemo_rl_moe.config.algorithm import ORDER_OF_THE_DATA, Algorithm
+from nemo_rl_moe.config.renamed_keys import new_key
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.masking import masked
@@ -63,7 +64,8 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
 
     Secrets are masked on both sides, and never differ.
     """
-    old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in _leaves(masked(json_ready(before)))}
+    leaves = ((new_key(key) or key, value) for key, value in _leaves(masked(json_ready(before))))
+    old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in leaves}
     new = dict(_leaves(masked(json_ready(now))))
     return {
         key: (old.get(key, _ABSENT), new.get(key, _ABSENT))

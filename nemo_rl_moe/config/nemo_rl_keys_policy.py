@@ -57,7 +57,7 @@ POLICY_ROWS: tuple[Row, ...] = (
     *no_counterpart("policy.tokenizer", ENGINE, "use_fastokens"),
     *no_counterpart("policy.hf_config_overrides", "edit the model's config.json", "*"),
     *no_counterpart("policy", "of their Hugging Face backend", "generation_batch_size", off=32),
-    *no_counterpart("policy", "the model's own config.json reports", "is_vlm", off=True),
+    *no_counterpart("policy", "the model's own config.json says so", "is_vlm", off=True),
     *no_counterpart(
         "policy",
         "no quantization",

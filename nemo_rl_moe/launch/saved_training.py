@@ -239,9 +239,7 @@ class SavedTraining:
 
 
 def _known_store(config: MasterConfig, resume: ResumePoint | None, console: ConsoleLogger) -> CheckpointStore | None:
-    """Return the folder of checkpoints; None where there are none, or where the run's own folder, not made yet, has
-    it.
-    """
+    """Return the folder of checkpoints; None without any, or where it lies in the run's folder, not made yet."""
     if not config.checkpointing.enabled:
         return None
     known = resume.folder.parent if resume is not None else config.checkpointing.checkpoint_dir

@@ -106,7 +106,7 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel
 def use_corrected_template(
     tokenizer: "PreTrainedTokenizerBase", settings: TokenizerConfig, console: ConsoleLogger
 ) -> None:
-    """Take a chat template of ours where the tokenizer's own loses parts of a conversation, and reports it."""
+    """Take a chat template of ours where the tokenizer's own loses parts of a conversation, and report it."""
     if settings.chat_template is None and (line := correct_template(tokenizer, settings.corrected_template)):
         console.message(line)
 

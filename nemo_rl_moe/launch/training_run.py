@@ -247,7 +247,7 @@ class TrainingRun(ModelRun):
         return self._folder
 
     def end(self, summary: RunSummary) -> None:
-        """Write the final weights of a run that is complete; prepares what is reported when everything is closed.
+        """Write the final weights of a run that is complete; prepare what is reported when everything is closed.
 
         Raises:
             CheckpointError: They cannot be written.
@@ -334,7 +334,7 @@ class TrainingRun(ModelRun):
 
 
 def _all_samples(error: TrainingDivergedError, run_folder: Path) -> str:
-    """Write the samples of the step to a file, and says where."""
+    """Write the samples of the step to a file, and say where."""
     path = run_folder / DIVERGED_SAMPLES_FILE
     try:
         path.write_text(json.dumps({"sample_ids": error.sample_ids}, indent=1) + "\n", encoding="utf-8")

@@ -240,7 +240,7 @@ class PolicyInterface(Protocol):
         ...
 
     def save_weights(self, directory: Path) -> Sequence[str]:
-        """Write the weights as a Hugging Face folder; returns the names of parameters that had to be left out."""
+        """Write the weights as a Hugging Face folder; return the names of parameters that had to be left out."""
         ...
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
@@ -248,7 +248,7 @@ class PolicyInterface(Protocol):
         ...
 
     def poll_checkpoint(self, *, wait: bool) -> WriteOutcome | None:
-        """Return the outcome of the writing; None while it goes on. With `wait`, returns when it has ended."""
+        """Return the outcome of the writing; None while it goes on. With `wait`, return when it has ended."""
         ...
 
     def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:

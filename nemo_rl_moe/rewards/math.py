@@ -9,7 +9,7 @@ from typing import Any
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
-# What reports the library where mathematics begins. Data sets hold bare answers, such as \frac{1}{2}, without it.
+# What shows the library where mathematics begins. Data sets hold bare answers, such as \frac{1}{2}, without it.
 LATEX_MARKS = ("$", r"\boxed", r"\(", r"\[", r"\begin")
 ANSWERS_KEPT = 1024
 

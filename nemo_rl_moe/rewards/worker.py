@@ -20,7 +20,7 @@ class RewardWorker:  # pragma: no cover  (runs in other processes)
     """An environment and the loop over the responses of a call."""
 
     def __init__(self, rank: int, world_size: int, *, config: EnvironmentConfig):
-        self._environment = make_reward_function(config)
+        self._reward_function = make_reward_function(config)
         self._timeout_s = config.timeout_s
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
@@ -34,7 +34,7 @@ class RewardWorker:  # pragma: no cover  (runs in other processes)
             for item in items:
                 # Kept by a thread that needs no interpreter.
                 faulthandler.dump_traceback_later(self._timeout_s + INTERRUPTION_S, exit=True, file=_STDERR)
-                scores.append(score_within(self._timeout_s, self._environment, item))
+                scores.append(score_within(self._timeout_s, self._reward_function, item))
         finally:
             faulthandler.cancel_dump_traceback_later()
         return scores

@@ -187,7 +187,7 @@ class RewardWorkers:
         self._calls[call] = _Call(worker, share, ping, now, now + allowed_s)
 
     def _wait(self) -> list[Any]:
-        """Wait until a call has ended, or its time has; kills the worker of a call that is overdue, which ends it."""
+        """Wait until a call has ended, or its time has; kill the worker of a call that is overdue, which ends it."""
         next_deadline = min(doing.deadline for doing in self._calls.values())
         ready, _ = ray.wait(list(self._calls), num_returns=1, timeout=max(0.0, next_deadline - time.monotonic()))
         if ready:

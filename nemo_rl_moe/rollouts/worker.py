@@ -39,7 +39,7 @@ class RolloutWorker:
 
     Attributes:
         engine: Generates.
-        reward function: Scores responses.
+        reward_function: Scores responses.
         environment: Drives the trajectories.
         decode: From token ids to text.
         encode: From text to token ids.

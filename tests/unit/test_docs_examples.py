@@ -102,7 +102,7 @@ NAMED_FILE = re.compile(r"`((?:[\w-]+/)+[\w*-]+\.(?:py|yaml|sbatch))(?:::\w+)?`"
 
 def missing_files(page: Path) -> list[str]:
     """Files of the repository that a page names in its text, and that are not there."""
-    places = [REPOSITORY_ROOT, *(REPOSITORY_ROOT / "nemo_rl_moe" / room for room in (".", "models/megatron"))]
+    places = [REPOSITORY_ROOT, *(REPOSITORY_ROOT / "nemo_rl_moe" / folder for folder in (".", "models/megatron"))]
     named = NAMED_FILE.findall(page.read_text(encoding="utf-8"))
     return [
         name for name in named if "/NAME." not in name and not any(next(place.glob(name), None) for place in places)

@@ -270,7 +270,7 @@ def _environment(policy: PolicyConfig, *, on_gpus: bool) -> dict[str, str]:
 
 def _has_its_own_experts(megatron: MegatronConfig) -> bool:
     """Return True where all experts of a data-parallel copy lie on its own ranks: Megatron-Core numbers those of a
-    stage in a row, and divides the experts among as many neighbours as it is reported to."""
+    stage in a row, and divides the experts among as many neighbours as it is set to."""
     ranks_of_a_stage = megatron.tensor_model_parallel_size * megatron.context_parallel_size
     ranks_of_experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     return ranks_of_a_stage % ranks_of_experts == 0

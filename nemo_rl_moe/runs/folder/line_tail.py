@@ -49,7 +49,7 @@ class LineTail(Generic[Record]):
             raise DataError(f"{self._path}: cannot be read: {error.strerror}") from None
 
     def _read(self, file: BinaryIO) -> NewRecords[Record]:
-        # The size alone does not report: a file that was cut may have grown beyond its former length since.
+        # The size alone does not show it: a file that was cut may have grown beyond its former length since.
         file.seek(self._offset - len(self._last_bytes))
         begins_anew = file.read(len(self._last_bytes)) != self._last_bytes
         if begins_anew:

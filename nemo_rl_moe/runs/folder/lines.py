@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Text files of one record a line: appended whole, cut back on resume, robust against a full disk."""
+"""Text files of one record a line: appended whole, rewound on resume, robust against a full disk."""
 
 import contextlib
 import json

@@ -116,6 +116,13 @@ def test_a_value_under_its_former_name_is_no_change() -> None:
     assert changes == {"dpo.reference_logprobs": ("precompute", "in_step")}
 
 
+def test_a_key_under_its_former_name_is_no_change() -> None:
+    recorded = {"policy": {"megatron_cfg": {"routing_tape": True}}}  # older name
+    assert changed_keys(recorded, {"policy": {"megatron_cfg": {"capture_routing": True}}}) == {}
+    changes = changed_keys(recorded, {"policy": {"megatron_cfg": {"capture_routing": False}}})
+    assert changes == {"policy.megatron_cfg.capture_routing": ("true", "false")}
+
+
 def test_what_makes_going_on_wrong_is_refused_with_the_way_out(place: Place) -> None:
     saved(place.run(1, shared=True), 10)
     with pytest.raises(CheckpointError) as caught:

@@ -263,7 +263,7 @@ class RouterHooks:
 
     @contextmanager
     def comparing(self) -> Iterator[Callable[[], AgreementTotals]]:
-        """Compare forward passes with their capture, not replayed; yields a reader of all ranks' counts."""
+        """Compare forward passes with their capture, not replayed; yield a reader of all ranks' counts."""
         statistics = AgreementStatistics(len(self.layers), self._config.num_moe_experts, self.statistics.rows.device)
         self._compared = statistics
         try:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert what frameworks write into sequences of a capture: padding, joins of prompt and response, rows of routes.
 
-Frameworks give what is of a token for the whole sequence or for its response alone; which of both, its length reports.
+Frameworks give what is of a token for the whole sequence or for its response alone; its length shows which of both.
 What is not known is never filled in: log-probabilities of a prompt are NaN, routes that are missing -1. Rows that a
 framework has filled with zeros stay zeros: they cannot be distinguished from routes.
 """

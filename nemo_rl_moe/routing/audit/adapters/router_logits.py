@@ -37,7 +37,7 @@ def _logits(content: Mapping[str, Any]) -> list[Any]:
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
     if model is None:
-        raise DataError(f"{where}: router_logits: how many experts a token has is not in it; --model DIR reports")
+        raise DataError(f"{where}: router_logits: how many experts a token has is not in it; --model DIR says it")
     if not model.plain_topk:
         raise DataError(
             f"{where}: router_logits: routers of {model.family} may choose by more than their largest logits"

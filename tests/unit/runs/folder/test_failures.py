@@ -105,7 +105,7 @@ def test_lines_at_the_end_of_a_run(tmp_path: Path) -> None:
         " (sample grpo.jsonl:3)",
         "  warning: 2 responses of validations could not be scored, 25% of those of 1 step; the first at step 2:"
         " ValueError: even (sample val.jsonl:1)",
-        "  warning: the reward 'format' has been 0 in every response since step 1: it separates none",
+        "  warning: the reward 'format' has been 0 in every response since step 1: it distinguishes no responses",
     ]
     # A healthy run has no such file, and no line.
     healthy = make_run(tmp_path / "healthy", {1: {"train/loss": 1.0, "train/reward": 0.5, "train/reward_std": 0.5}})
