@@ -80,7 +80,7 @@ class WorkerDiedError(RuntimeError):
 
 
 class RewardWorkersFailedError(WorkerDiedError):
-    """The environment's workers could score no response; carries the error text of the first. Exit code 1."""
+    """The reward workers could score no response; carries the error text of the first. Exit code 1."""
 
 
 class WeightSyncError(RuntimeError):

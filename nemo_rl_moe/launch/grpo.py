@@ -205,7 +205,7 @@ def make_routing_measurements(
 def start_rollouts(
     config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", prepared: PreparedRollouts
 ) -> RolloutWorker:
-    """Start the environment's workers and the generation engine for the rest of the run."""
+    """Start the reward workers and the generation engine for the rest of the run."""
     reward_function = run.use(running_reward_workers(config, run.console))
     tokenizer = prepared.model.tokenizer
     notices = Notices(run.console.message, run.console.warn)
@@ -314,8 +314,8 @@ def _token_ids_and_images(prompts: Iterable[Prompt]) -> Iterator[Any]:
 
 @contextmanager
 def running_reward_workers(config: GRPOMasterConfig, console: ConsoleLogger) -> Iterator[RewardWorkers]:
-    """Start the environment's workers, and stop them whatever happens."""
-    with console.phase(f"starting the environment ({config.env.name})"):
+    """Start the reward workers, and stop them whatever happens."""
+    with console.phase(f"starting the reward workers ({config.env.name})"):
         reward_function = RewardWorkers(config.env)
     try:
         yield reward_function

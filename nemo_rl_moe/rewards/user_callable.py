@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A Python function of the user's own as environment."""
+"""A Python function of the user's own as reward function."""
 
 from collections.abc import Callable, Mapping
 from numbers import Real

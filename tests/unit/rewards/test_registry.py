@@ -68,7 +68,7 @@ def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_
         (
             f"{NAME}:makes_a_number",
             {},
-            f"env.name: {NAME}:makes_a_number makes 3 (int), expected an environment with",
+            f"env.name: {NAME}:makes_a_number makes 3 (int), expected a reward function with",
         ),
         (f"{NAME}:raising", {}, f"env.name: {NAME}:raising raised while it was made: KeyError: 'no such key'"),
     ],
