@@ -62,14 +62,15 @@ _EXPERIMENT = ("policy.model_name", "policy.tokenizer", "data.train", "data.shuf
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return both values, as text, of each key that differs; keys that cannot change the training are left out.
 
-    Secrets are masked on both sides, and never differ.
+    Secrets are masked on both sides, and never differ. A key that was null and is gone since changes nothing.
     """
     leaves = ((new_key(key) or key, value) for key, value in _leaves(masked(json_ready(before))))
     old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in leaves}
     new = dict(_leaves(masked(json_ready(now))))
+    gone = {key for key, value in old.items() if value == _shown(None)} - new.keys()
     return {
         key: (old.get(key, _ABSENT), new.get(key, _ABSENT))
-        for key in sorted(old.keys() | new.keys())
+        for key in sorted((old.keys() | new.keys()) - gone)
         if old.get(key) != new.get(key) and not key.startswith(_NOT_REPORTED)
     }
 

@@ -15,7 +15,7 @@ ANSWERS_KEPT = 1024
 
 
 class MathReward:
-    r"""Compares the last answer in a response, such as `\boxed{\frac{1}{2}}`, `$0.5$` or `1/2`, with the record's.
+    r"""Comparison of the last answer in a response, such as `\boxed{\frac{1}{2}}`, `$0.5$` or `1/2`, with the record's.
 
     The reward is 1 for the same value and 0 otherwise; a response without mathematics is wrong.
 

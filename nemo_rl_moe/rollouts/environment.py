@@ -248,7 +248,7 @@ def response_text(token_ids: TokenIds, sampling: SamplingParameters, decode: Dec
 
 
 class Environment(Protocol):
-    """Drives trajectories. One object serves all of them, at the same time; what belongs to one is in its session."""
+    """Driver of trajectories. One object serves all of them at a time; what belongs to one is in its session."""
 
     async def rollout(self, session: Session) -> Trajectory:
         """Make one trajectory: generate, answer with further tokens or not, and end with `session.finish`.

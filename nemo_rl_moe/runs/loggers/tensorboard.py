@@ -16,7 +16,7 @@ from nemo_rl_moe.runs.folder.metrics import RunOutcome
 
 
 class TensorBoardLogger:
-    """Writes scalars to `<run folder>/tensorboard/events.out.tfevents.*`, on disk before `log_step` returns.
+    """Writer of scalars to `<run folder>/tensorboard/events.out.tfevents.*`, on disk before `log_step` returns.
 
     Scalars are float32, as TensorBoard's own; NaN and infinities are kept, and shown by TensorBoard as such. Survives a
     full disk: an event that it does not take raises, and leaves nothing half written.
