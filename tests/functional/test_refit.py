@@ -183,7 +183,7 @@ def test_an_engine_in_other_processes_has_the_trainers_weights(cluster: RayClust
     print({"bytes": sizes, "growth of the peak": growths, "over the driver": over_the_driver})
     # Seen: less than 1 MiB either way.
     assert growths["large"] - growths["small"] < 0.05 * difference
-    assert over_the_driver["large"] - over_the_driver["small"] > 0.9 * difference, "the measure can report"
+    assert over_the_driver["large"] - over_the_driver["small"] > 0.9 * difference, "the measure can show it"
 
 
 @pytest.fixture(scope="module")

@@ -195,7 +195,7 @@ class FakePolicy:
         batches: What was trained on.
         losses: The loss function of each `train` call.
         updates_of_call: Optimizer steps of each `train` call.
-        captures: What is informed of the capture of a step.
+        captures: What is reported of the capture of a step.
         makes_room: The diary gets the calls that prepare for what comes next, too.
     """
 

@@ -281,7 +281,7 @@ def test_a_killed_receiver_is_noticed(tmp_path: Path) -> None:
         tmp_path, all_senders(1), [*all_receivers(1), partial(killed_receive, receiver=1)], stall_timeout_s=STALLED_S
     )
     assert found["receiver 1"] is None, "it is dead"
-    # Whoever notices it first reports the other; or both notice it at the same moment.
+    # Whoever notices it first warns the other; or both notice it at the same moment.
     for side in ("sender 0", "receiver 0"):
         assert re.fullmatch(r"WeightSyncError: \w+ 0: waited for 4 s for receivers \[1\] to take .*", found[side])
 

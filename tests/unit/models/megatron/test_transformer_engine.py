@@ -142,7 +142,7 @@ def test_models_are_built_of_its_modules(tmp_path: Path) -> None:
 
 
 def problems_with_packing(folder: str, versions: list[tuple[int, int]]) -> list[list[str]]:
-    """What each release of Transformer Engine is informed of a model with packed sequences."""
+    """What is wrong with a model with packed sequences, for each release of Transformer Engine."""
     from nemo_rl_moe.errors import ConfigurationError
     from nemo_rl_moe.models.megatron.model import transformer_config
 

@@ -135,7 +135,7 @@ class FakeWorkers:
         ]
 
     def _logprobs(self, sign: float, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """A number that reports the token and its place; rubbish on padding."""
+        """A number that names the token and its place; rubbish on padding."""
         assert all(not batch.columns for batch in microbatches)
         found = []
         for batch in microbatches:
