@@ -150,7 +150,7 @@ _PASSED_ON = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def chat_template(theirs: Theirs, translation: Translation) -> None:
-    """The chat template, which is a file here, and what it is called with."""
+    """Translate the chat template, which is a file here, and what it is called with."""
     if arguments := theirs.get("policy.tokenizer.chat_template_kwargs"):
         translation.values["data.chat_template_kwargs"] = {**arguments}
     key = "policy.tokenizer.chat_template"
