@@ -75,7 +75,9 @@ def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | N
     give_weights(config, run, policy, worker.engine, prepared.model)
     prompts, samples = prepared.held_out[: config.grpo.max_val_samples], config.grpo.val_num_generations
     number = len(prompts) * samples
-    with run.console.phase(f"drawing {counted(number, 'response')} to {counted(len(prompts), 'prompt')}") as progress:
+    with run.console.phase(
+        f"generating {counted(number, 'response')} to {counted(len(prompts), 'prompt')}"
+    ) as progress:
         answer_in_chunks(config, worker.engine)
         if config.env.rollout is None:  # of several turns, how many there will be is not known
             worker = replace(worker, report_progress=lambda done: progress(done / number))

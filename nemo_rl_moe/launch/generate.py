@@ -99,7 +99,9 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
     engine = start_engine(config, run, policy, model)
     give_weights(config, run, policy, engine, model)
     number = len(prompts) * samples
-    with run.console.phase(f"drawing {counted(number, 'response')} to {counted(len(prompts), 'prompt')}") as progress:
+    with run.console.phase(
+        f"generating {counted(number, 'response')} to {counted(len(prompts), 'prompt')}"
+    ) as progress:
         chunk = answer_in_chunks(config, engine)
         found = responses(
             engine, prompts, samples, sampling, config.grpo.seed, chunk, lambda done: progress(done / number)

@@ -285,7 +285,7 @@ def read_prompts(
         DataError: A file is missing, a line cannot be used, or no prompt is left.
     """
     longest = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
-    what = f"reading {source.path}" if source.path else f"drawing {source.num_items} prompts"
+    what = f"reading {source.path}" if source.path else f"sampling {source.num_items} prompts"
     with console.phase(what), load_limit(config.data.load_timeout_s, source.path or "sampled prompts"):
         images = images_of_data(config.data, source.path, tokenizer, image_rule)
         prompts = load_prompts(source, config.data, tokenizer, longest, config.env if is_scored else None, images)
