@@ -6,6 +6,7 @@ What looks at the routes of a run works without the packages that training needs
 """
 
 import argparse
+import errno
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from types import ModuleType
 from nemo_rl_moe import __version__
 from nemo_rl_moe.checkpoints import verify as verify_command
 from nemo_rl_moe.errors import (
+    EXIT_BAD_INPUT,
     EXIT_RUN_FAILED,
     ConfigurationError,
     GenerationError,
@@ -41,6 +43,8 @@ _OF_FOLDERS = {
     "verify": verify_command,
     "audit": audit_command,
 }
+_UNUSABLE_PATHS = (errno.EACCES, errno.ENAMETOOLONG)
+"""Reasons why even looking at a path may fail: it is in somebody else's folder, or a text stands in its place."""
 _EXAMPLES = """\
 examples:
   nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml
@@ -139,6 +143,12 @@ def _reported(run: Callable[[], int]) -> int:
         report_error(error)
         _say_how_to_go_on(error)
         return error.exit_code
+    except OSError as error:
+        if error.filename is None or error.errno not in _UNUSABLE_PATHS:
+            raise
+        report_error(f"{error.filename}: {error.strerror}")
+        _say_how_to_go_on(error)
+        return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return exit_code_of_signal(signal.SIGINT)

@@ -110,6 +110,40 @@ def test_how_a_run_ends_is_reported_by_message_and_code(
     assert capsys.readouterr().err == shown
 
 
+_PATH = "PATH"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["config", "--config", _PATH],
+        ["config", "--from-nemo-rl", _PATH],
+        ["plan", "--config", "sft_tiny_moe.yaml", f"policy.model_name={_PATH}"],
+        ["data", "--config", "sft_tiny_moe.yaml", f"data.train.path={_PATH}"],
+        ["convert", "--from", "hf", "--to", "hf", "--input", _PATH, "--output", "converted"],
+        ["report", _PATH],
+        ["watch", "--once", _PATH],
+        ["verify", _PATH],
+        ["audit", _PATH],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+@pytest.mark.parametrize("kind", ["a text", "in a folder of somebody else's"])
+def test_a_path_that_cannot_be_looked_at_is_one_line(
+    kind: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o000)
+    if kind != "a text" and os.access(locked, os.X_OK):
+        pytest.skip("this user may enter every folder")
+    path, reason = ("7+8=" * 100, "File name too long") if kind == "a text" else (f"{locked}/x", "Permission denied")
+    assert cli.main([word.replace(_PATH, path) for word in arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert path in line
+    assert line.endswith(reason)
+
+
 @pytest.mark.usefixtures("without_data")
 def test_a_bug_keeps_its_stack_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing_run(*_: object) -> None:
