@@ -117,6 +117,9 @@ def _expected(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     ]
     if names:
         return " or ".join(names) if len(names) <= 2 else f"one of {', '.join(names)}"
+    special = next((item.words for item in metadata if isinstance(item, ExpectedWords)), None)
+    if special is not None:
+        return special
     if origin is dict:
         return "a section"
     if origin is list:
@@ -128,9 +131,6 @@ def _expected(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         required = [name for name, field in annotation.model_fields.items() if field.is_required()]
         return f"a section with the keys {', '.join(required)}"
-    special = next((item.words for item in metadata if isinstance(item, ExpectedWords)), None)
-    if special is not None:
-        return special
     if annotation is str and metadata:
         return "text that is not empty"
     bounds = [words for item in metadata for words in [_bound(item)] if words]
