@@ -59,9 +59,11 @@ def find_config(path: str | Path) -> Path:
         if candidate.is_file():
             return candidate
     names = exemplar_names()
+    folder = Path(path).parent
+    beside = [str(folder / other.name) for other in folder.glob("*.yaml")]
+    suggestion = nearest(str(path), beside) or nearest(Path(path).name, names)
     raise ConfigurationError(
-        f"{path}: no such file{did_you_mean(nearest(Path(path).name, names))}"
-        f" (shipped configurations: {', '.join(names)})"
+        f"{path}: no such file{did_you_mean(suggestion)} (shipped configurations: {', '.join(names)})"
     )
 
 

@@ -64,7 +64,11 @@ def make_reward_function(config: EnvironmentConfig) -> RewardFunction:
 def _make_custom(config: EnvironmentConfig) -> RewardFunction:
     """Return a reward function of the user's own: what a class or a function makes of `env.parameters`."""
     names = [str(name) for name in config.parameters]
-    takes = f"env.parameters ({', '.join(names)})" if names else "no argument; env.parameters names its arguments"
+    takes = (
+        f"env.parameters ({', '.join(names)})"
+        if names
+        else ("no argument; env.parameters names its arguments, and a function that scores is env.name callable")
+    )
     make = import_function("env.name", config.name, takes, number=0, names=names)
     try:
         reward_function: RewardFunction = make(**config.parameters)

@@ -16,9 +16,12 @@ import torch
 from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.loading import load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.distributed.accelerators import parse_target
+from nemo_rl_moe.distributed.batch import Axis, Column
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
 from nemo_rl_moe.launch import generate_command
+from nemo_rl_moe.metrics import Reduction
+from nemo_rl_moe.models.interfaces import LossInputs
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rl.objectives import ObjectiveInputs
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
@@ -200,6 +203,13 @@ def test_excerpts_of_the_algorithm_are_its_code() -> None:
         assert [excerpt for excerpt in excerpts if excerpt not in text] == []
 
 
+def test_excerpts_of_the_metric_are_tested_code() -> None:
+    text = (REPOSITORY_ROOT / "tests/unit/models/megatron/test_new_artifact.py").read_text(encoding="utf-8")
+    excerpts = blocks(DOCS / "adding-a-metric.md", "py")
+    assert len(excerpts) == 2
+    assert [excerpt for excerpt in excerpts if excerpt not in text] == []
+
+
 def test_there_are_commands_and_code_to_test() -> None:
     found = {(page.name, words[0]) for page, words in COMMANDS}
     assert found == {
@@ -227,7 +237,7 @@ def test_there_are_commands_and_code_to_test() -> None:
     }
     # None is missed for standing in a form that `commands` does not know.
     assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)
-    assert len(PYTHON_BLOCKS) == 15
+    assert len(PYTHON_BLOCKS) == 16
 
 
 def write_demo_run() -> None:
@@ -298,6 +308,17 @@ def test_own_estimator_and_objective(tmp_path: Path) -> None:
     assert loss.tolist() == [[-1.0, pytest.approx(-1 - config.loss_fn.ratio_clip_max)]]
     gradient = torch.autograd.grad(loss.sum(), logprobs)[0]
     assert gradient.tolist() == [[-1.0, pytest.approx(0.0, abs=1e-4)]]
+
+
+def test_own_loss(tmp_path: Path) -> None:
+    loss = run_block(PYTHON_BLOCKS[MODULES["my_loss"]], tmp_path)["weighted_likelihood"]
+    assert callable(loss)
+    logprobs = torch.tensor([[-1.0, -3.0, -9.0]])
+    mask = torch.tensor([[True, True, False]])
+    columns = {"advantages": Column(torch.tensor([2.0]), Axis.SEQUENCE)}
+    found = loss(LossInputs(logprobs, mask, 4, 1, None, columns))
+    assert float(found.loss) == 2.0  # (1 + 3) * 2 / 4
+    assert found.metrics == {"lowest_logprob": (torch.tensor(-3.0), Reduction.MIN)}
 
 
 def test_environment_that_is_added_scores(tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_
         (
             f"{NAME}:Digits",
             {},
-            f"{SIGNATURE} cannot be called with no argument; env.parameters names its arguments: missing",
+            f"{SIGNATURE} cannot be called with no argument; env.parameters names its arguments, and a function that"
+            " scores is env.name callable: missing",
         ),
         (
             f"{NAME}:Digits",
