@@ -19,7 +19,7 @@ from nemo_rl_moe.runs.folder.run_data import RunData, Series
 from nemo_rl_moe.runs.folder.samples import LONGEST_TEXT, evenly_spaced, read_samples, shortened
 from nemo_rl_moe.runs.folder.thumbnails import read_thumbnail
 from nemo_rl_moe.runs.report.arrays import ArrayPool, narrowest, thinned
-from nemo_rl_moe.runs.report.charts import MISMATCH, MODALITIES, ROUTING, charts_of
+from nemo_rl_moe.runs.report.charts import SECTIONS, charts_of
 from nemo_rl_moe.runs.report.load_view import load_view, modality_view
 from nemo_rl_moe.runs.report.routing_view import advantage_view, layer_tables, routing_view
 from nemo_rl_moe.runs.report.run_findings import episodes_of, findings_of, thresholds_of
@@ -109,8 +109,8 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
         **asdict(words),
         "runs": described,
         "charts": charts,
-        "routing_sections": [ROUTING, MISMATCH],
-        "modality_section": MODALITIES,
+        "routing_sections": [SECTIONS[name].heading for name in ("routing", "mismatch")],
+        "modality_section": SECTIONS["modalities"].heading,
         "keys": keys,
         "configuration": configuration_rows(runs),
     }
