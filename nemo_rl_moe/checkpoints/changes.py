@@ -4,7 +4,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from nemo_rl_moe.checkpoints.state import json_ready
 from nemo_rl_moe.checkpoints.store import CHECKPOINT_NAME, FINAL_WEIGHTS_FOLDER, POLICY_FOLDER_NAME
 from nemo_rl_moe.config.algorithm import ORDER_OF_THE_DATA, Algorithm
+from nemo_rl_moe.config.files import leaves
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.masking import masked
@@ -63,8 +64,8 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
 
     Secrets are masked on both sides, and never differ.
     """
-    old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in _leaves(masked(json_ready(before)))}
-    new = dict(_leaves(masked(json_ready(now))))
+    old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in _as_texts(before).items()}
+    new = _as_texts(now)
     return {
         key: (old.get(key, _ABSENT), new.get(key, _ABSENT))
         for key in sorted(old.keys() | new.keys())
@@ -113,12 +114,8 @@ def layout_line(before: Mapping[str, int], now: Mapping[str, int]) -> str | None
     return f"continues in another layout, equal within rounding and not to the last bit: {'; '.join(changed)}"
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _leaves(item, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix, _shown(value)
+def _as_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    return {key: _shown(value) for key, value in leaves(masked(json_ready(config))) if value != {}}
 
 
 def _shown(value: Any) -> str:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.config.algorithm import ALGORITHMS
+from nemo_rl_moe.config.files import leaves
 from nemo_rl_moe.config.nemo_rl_data import DATA_RULES, environment_of, one_set_of_samples
-from nemo_rl_moe.config.nemo_rl_files import algorithm_in, leaves, read_theirs
+from nemo_rl_moe.config.nemo_rl_files import algorithm_in, read_theirs
 from nemo_rl_moe.config.nemo_rl_grpo import GRPO_RULES
 from nemo_rl_moe.config.nemo_rl_keys import row_of
 from nemo_rl_moe.config.nemo_rl_training import TRAINING_RULES

@@ -3,16 +3,17 @@
 """Charts of metrics in a report, which `charts.yaml` describes."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 
-class Chart(BaseModel):
+@dataclass(frozen=True)
+class Chart:
     """Chart of a report.
 
     Attributes:
@@ -21,26 +22,24 @@ class Chart(BaseModel):
         reference: Value of a horizontal line to compare with, and its name.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     title: str
     caption: str
-    lines: dict[str, str | None]
+    lines: Mapping[str, str | None]
     reference: tuple[float, str] | None = None
     from_zero: bool = False
     bars: bool = False
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+@dataclass(frozen=True)
+class Section:
     heading: str
-    charts: list[Chart]
+    charts: Sequence[Chart]
 
 
-SECTIONS = TypeAdapter(dict[str, Section]).validate_python(
-    yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-)
+SECTIONS = {
+    name: Section(section["heading"], [Chart(**chart) for chart in section["charts"]])
+    for name, section in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
+}
 _PER_LAYER = re.compile(r"_layer_\d+")
 
 
@@ -57,7 +56,7 @@ def charts_of(keys: Iterable[str]) -> list[dict[str, Any]]:
                 if fnmatchcase(key, pattern) and not (label is None and _PER_LAYER.search(key))
             ]
             if lines:
-                found.append({"section": section.heading, **chart.model_dump(), "lines": lines})
+                found.append({"section": section.heading, **asdict(chart), "lines": lines})
     return found
 
 

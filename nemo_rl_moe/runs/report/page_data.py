@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_rl_moe.config.files import leaves
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory
-from nemo_rl_moe.runs.folder.lines import flattened
 from nemo_rl_moe.runs.folder.run_data import RunData, Series
 from nemo_rl_moe.runs.folder.samples import LONGEST_TEXT, evenly_spaced, read_samples, shortened
 from nemo_rl_moe.runs.folder.thumbnails import read_thumbnail
@@ -166,7 +166,7 @@ def configuration_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 def _as_texts(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings by their dotted key; values as JSON, strings as they are."""
     found = {}
-    for key, value in flattened(settings):
+    for key, value in leaves(settings):
         text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False, skipkeys=True)
         found[key] = text if len(text) <= _LONGEST_SETTING else f"{text[:_LONGEST_SETTING]} [...]"
     return found
