@@ -46,8 +46,7 @@ from nemo_rl_moe.models.policy.model_workers import ModelWorkers, in_rows, join_
 from nemo_rl_moe.models.rank_results import RankTrainResult
 from nemo_rl_moe.routing.replay import UNKNOWN
 from nemo_rl_moe.weight_sync.fingerprints import Fingerprints
-from nemo_rl_moe.weight_sync.folder import FolderTransport, folder_of_one_machine
-from nemo_rl_moe.weight_sync.transport import TransportSpec
+from nemo_rl_moe.weight_sync.transport import TransportSpec, WeightTransport, folder_of_one_machine
 from nemo_rl_moe.weight_sync.transport_backends import TransportBackend, make_backend
 
 
@@ -336,7 +335,7 @@ class MegatronPolicy(TrainableModel):
         by_rank = self._reported(self._workers.start_each(MegatronModel.generate, to_ranks)())
         return [by_rank[number % size][number // size] for number in range(len(batch.prompts))]
 
-    def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> FolderTransport:
+    def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> WeightTransport:
         """Return a transport of the weights as they are now, to be opened for one engine: a context manager.
 
         Args:
@@ -347,7 +346,7 @@ class MegatronPolicy(TrainableModel):
             ConfigurationError: The run has several machines and no folder that all of them reach.
         """
         send = partial(self._send_weights, altered, then)
-        return FolderTransport(self._transfer_folder(), len(self._coordinates), send, make_backend=self._backend)
+        return WeightTransport(self._transfer_folder(), len(self._coordinates), send, make_backend=self._backend)
 
     def start_fingerprints(self, number_format: str) -> Callable[[], Fingerprints]:
         """Have all ranks begin with the fingerprints of their weights; return what waits for those of all tensors.
