@@ -13,18 +13,9 @@ from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.config.schema_run import POLICY_ROLE
 from nemo_rl_moe.distributed.accelerators import peak_flops_per_second
-from nemo_rl_moe.distributed.batch import (
-    GlobalBatchShard,
-    StoredColumn,
-    TokenBatch,
-    make_shards,
-    stored_per_token,
-)
+from nemo_rl_moe.distributed.batch import GlobalBatchShard, StoredColumn, TokenBatch, make_shards, stored_per_token
 from nemo_rl_moe.distributed.cluster import RayCluster
-from nemo_rl_moe.distributed.microbatches import (
-    PlainBatching,
-    plan_microbatches,
-)
+from nemo_rl_moe.distributed.microbatches import PlainBatching, plan_microbatches
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
@@ -32,14 +23,7 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.images import distinct_sizes, image_patches
-from nemo_rl_moe.models.interfaces import (
-    GpuUse,
-    Head,
-    LossFunction,
-    RouteComparison,
-    TrainResult,
-    WriteOutcome,
-)
+from nemo_rl_moe.models.interfaces import GpuUse, Head, LossFunction, RouteComparison, TrainResult, WriteOutcome
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers, in_rows, join_metrics

@@ -13,11 +13,7 @@ from torch import Tensor
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig, sequence_multiple
 from nemo_rl_moe.config.schema_run import POLICY_ROLE
-from nemo_rl_moe.distributed.batch import (
-    TokenBatch,
-    append_fillers,
-    make_shards,
-)
+from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, make_shards
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import (
     Batching,

@@ -21,12 +21,7 @@ from nemo_rl_moe.runs.folder.failures import FAILURES_FILE_NAME, FailuresTail
 from nemo_rl_moe.runs.folder.folder import CONFIG_FILE_NAME, newest_run_folders
 from nemo_rl_moe.runs.folder.line_tail import LineTail, by_step
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_history
-from nemo_rl_moe.runs.folder.routing import (
-    ANOMALIES_FILE_NAME,
-    AnomaliesTail,
-    RoutingHistory,
-    read_routing,
-)
+from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, AnomaliesTail, RoutingHistory, read_routing
 from nemo_rl_moe.shapes import Float, Int
 
 EFFECTIVE_MOE_FILE_NAME = "effective_moe_configuration.json"

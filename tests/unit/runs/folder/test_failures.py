@@ -9,12 +9,7 @@ import pytest
 
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
-from nemo_rl_moe.runs.folder.failures import (
-    FAILURES_FILE_NAME,
-    FailuresTail,
-    FailureWriter,
-    failures_of,
-)
+from nemo_rl_moe.runs.folder.failures import FAILURES_FILE_NAME, FailuresTail, FailureWriter, failures_of
 from nemo_rl_moe.runs.folder.line_tail import by_step
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME
 from nemo_rl_moe.runs.folder.run_data import read_run

@@ -14,13 +14,7 @@ from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.agreement.row_kinds import Row
 from nemo_rl_moe.runs.folder.line_tail import by_step
-from nemo_rl_moe.runs.folder.routing import (
-    ANOMALIES_FILE_NAME,
-    FOLDER_NAME,
-    AnomaliesTail,
-    RoutingWriter,
-    read_routing,
-)
+from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, FOLDER_NAME, AnomaliesTail, RoutingWriter, read_routing
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from tests.support.full_disk import files_no_longer_than
 from tests.support.made_captures import routing_report
