@@ -3,7 +3,7 @@
 """YAML files and what they inherit through `defaults:`, as one plain mapping."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from io import StringIO
@@ -114,6 +114,16 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         below = merged.get(key)
         merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield full keys, such as `a.b.c`, and values that are no sections; an empty section counts as a value."""
+    for name, value in tree.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key, value
 
 
 def parse_value(text: str) -> Any:

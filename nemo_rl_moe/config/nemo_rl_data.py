@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nemo_rl_moe.config.nemo_rl_keys_run import IMAGE_ENVIRONMENTS
-from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation, shown
+from nemo_rl_moe.config.nemo_rl_translation import IMAGE_ENVIRONMENTS, Theirs, Translation, shown
 
 Form = Literal["answers", "conversations", "pairs"]
 _WANTED: dict[str, tuple[Form, str]] = {

@@ -150,11 +150,6 @@ class TrainResult:
 
 
 @dataclass(frozen=True)
-class EvaluationResult:
-    microbatch_metrics: dict[str, MetricSeries]
-
-
-@dataclass(frozen=True)
 class RouteComparison:
     logprobs: Float[Tensor, "batch sequence"]
     totals: AgreementTotals
@@ -187,8 +182,8 @@ class PolicyInterface(Protocol):
         """Take one optimizer step for each global batch in `batch`."""
         ...
 
-    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
-        """Run forward passes only; nothing of the model changes."""
+    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> dict[str, MetricSeries]:
+        """Return the loss function's metrics by forward passes only; nothing of the model changes."""
         ...
 
     def logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:

@@ -84,10 +84,6 @@ def _make_custom(config: EnvironmentConfig) -> RewardFunction:
     return reward_function
 
 
-def _make_math(config: EnvironmentConfig) -> RewardFunction:
-    return MathReward()
-
-
 def _make_reasoning_gym(config: EnvironmentConfig) -> RewardFunction:
     assert config.reasoning_gym is not None  # a rule of the configuration
     return ReasoningGymReward(config.reasoning_gym)
@@ -98,13 +94,9 @@ def _make_callable(config: EnvironmentConfig) -> RewardFunction:
     return CallableReward(config.callable)
 
 
-def _make_exact(config: EnvironmentConfig) -> RewardFunction:
-    return ExactReward()
-
-
 REWARD_FUNCTIONS: dict[str, Callable[[EnvironmentConfig], RewardFunction]] = {
-    "exact": _make_exact,
-    "math": _make_math,
+    "exact": lambda config: ExactReward(),
+    "math": lambda config: MathReward(),
     "reasoning_gym": _make_reasoning_gym,
     "callable": _make_callable,
 }

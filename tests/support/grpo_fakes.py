@@ -22,7 +22,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import LockstepEngine
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
-from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult
+from nemo_rl_moe.models.interfaces import LossFunction, TrainResult
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rollouts.environment import Environment, SingleTurn
 from nemo_rl_moe.rollouts.failed_responses import FailureRule
@@ -232,7 +232,7 @@ class FakePolicy:
             artifacts=artifacts,
         )
 
-    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
+    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> dict[str, MetricSeries]:
         raise AssertionError("GRPO validates by generation")
 
     def prepare_for_generation(self, clock: PhaseClock) -> None:

@@ -29,7 +29,7 @@ from nemo_rl_moe.runs.folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.runs.folder.metrics import StepRecord
 from nemo_rl_moe.runs.loggers.console import Notices
 from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger
-from nemo_rl_moe.weight_sync.folder import FolderTransport
+from nemo_rl_moe.weight_sync.transport import WeightTransport
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.estimators import inputs_of_rewards
 from tests.support.gloo_ranks import run_ranks
@@ -356,7 +356,7 @@ def test_a_worker_of_an_engine_of_ones_own_takes_weights(tmp_path: Path) -> None
     assert callable(make)
     worker = make(vocabulary_size=4)
     weights = [("lm_head.weight", torch.eye(4)[[2, 0, 1, 3]] * torch.arange(4.0)), ("other", torch.ones(2))]
-    with FolderTransport(tmp_path / "transfers", 1, lambda spec: spec.send(weights, 0, 7)) as transport:
+    with WeightTransport(tmp_path / "transfers", 1, lambda spec: spec.send(weights, 0, 7)) as transport:
         spec = transport.open(num_receivers=1, version=7)
         with ThreadPoolExecutor(1) as pool:
             receiving = pool.submit(worker.receive, spec, 0)

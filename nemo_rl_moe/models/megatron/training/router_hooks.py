@@ -192,7 +192,7 @@ class RouterHooks:
         live = self.statistics.add(found.tokens, layers, found.routes, found.fed, found.seen)
         if live is None:  # a stage without MoE layers
             return
-        self.checks.add(found.routes, live, found.fed, found.distance, found.follows)
+        self.checks.repeats.add(found.routes, live, found.fed, found.distance, found.follows)
         if chunk not in self._probed:
             first = slice(first_tokens)
             planes = found.routes.planes[..., first]

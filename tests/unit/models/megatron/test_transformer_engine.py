@@ -15,12 +15,7 @@ from tests.support.context_run import assert_as_one_rank, one_rank, shared_run
 from tests.support.family_layouts import LAYOUTS
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_parity import ParityJobs
-from tests.support.family_reference import (
-    assert_same_experts,
-    assert_same_tensors,
-    logit_difference,
-    write_reference,
-)
+from tests.support.family_reference import assert_same_experts, assert_same_tensors, logit_difference, write_reference
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 from tests.support.training_run import RunSettings
