@@ -105,7 +105,7 @@ class WeightTransport:
         try:
             self.num_bytes = self._send(self._transfer)
             return self.num_bytes
-        except BaseException as error:  # a sender that died has reported nobody
+        except BaseException as error:  # a sender that died has said nothing
             self.abort(f"the trainer's ranks ended: {error}")
             raise
 
