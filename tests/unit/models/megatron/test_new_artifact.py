@@ -141,7 +141,8 @@ def test_it_is_written_and_plotted_and_rewound(tmp_path: Path, monkeypatch: pyte
     assert found.values["tokens"].tolist() == expected
     assert [step for step, _ in backend.steps] == [1, 2, 3]
     assert [metrics["train/moe/tokens_of_last_update"] for _, metrics in backend.steps] == [of[1] for of in expected]
-    plotted = {step: plots for step, plots in backend.plots.items() if f"plots/{NAME}" in plots}
-    assert plotted == {step: plot_tokens(step, np.array(expected[step - 1])) for step in (1, 2)}
+    key = f"plots/{NAME}"
+    plotted = {step: plots[key] for step, plots in backend.plots.items() if key in plots}
+    assert plotted == {step: plot_tokens(step, np.array(expected[step - 1]))[key] for step in (1, 2)}
     rewind_run_folder(tmp_path, 2)
     assert read_steps(TABLE, tmp_path).axes[0].tolist() == [1, 2]
