@@ -43,8 +43,13 @@ _OF_FOLDERS = {
     "verify": verify_command,
     "audit": audit_command,
 }
-_UNUSABLE_PATHS = (errno.EACCES, errno.ENAMETOOLONG)
-"""Reasons why even looking at a path may fail: it is in somebody else's folder, or a text stands in its place."""
+_CODES_OF_PATHS = {
+    errno.EACCES: EXIT_BAD_INPUT,
+    errno.ENAMETOOLONG: EXIT_BAD_INPUT,  # a text where a path is expected
+    errno.ENOSPC: EXIT_RUN_FAILED,
+    errno.EDQUOT: EXIT_RUN_FAILED,
+}
+"""Exit codes of what may be wrong with any path, whoever looks at it or writes to it."""
 _EXAMPLES = """\
 examples:
   nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml
@@ -145,11 +150,11 @@ def _reported(run: Callable[[], int]) -> int:
         _say_how_to_go_on(error)
         return error.exit_code
     except OSError as error:
-        if error.filename is None or error.errno not in _UNUSABLE_PATHS:
+        if error.filename is None or error.errno not in _CODES_OF_PATHS:
             raise
         report_error(f"{error.filename}: {error.strerror}")
         _say_how_to_go_on(error)
-        return EXIT_BAD_INPUT
+        return _CODES_OF_PATHS[error.errno]
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return exit_code_of_signal(signal.SIGINT)

@@ -1,5 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
+import errno
 import io
 import os
 import signal
@@ -107,6 +108,7 @@ def test_wrong_usage_ends_with_code_2(arguments: list[str], capsys: pytest.Captu
         (DataError(["line 3: bad", "line 4: bad"]), 2, "error: line 3: bad\nerror: line 4: bad\n"),
         (TrainingDivergedError("step 7 is NaN"), 3, "error: step 7 is NaN\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "logs/a"), 1, "error: logs/a: No space left on device\n"),
     ],
 )
 @pytest.mark.usefixtures("without_data")
