@@ -175,6 +175,11 @@ def escape_log_messages() -> None:
 LONGEST_LINE = 300
 
 
+def counted(number: int, noun: str, zero: str = "0") -> str:
+    """Return a number with its noun: `1 example`, `2,000 examples`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}" if number else f"{zero} {noun}s"
+
+
 def one_line(error: BaseException) -> str:
     """Return type and first line of an error of a library, whose text may itself be broken."""
     name = type(error).__name__

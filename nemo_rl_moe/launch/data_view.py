@@ -16,7 +16,6 @@ from rich.text import Text
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.data.chat import TokenizedExample, batch_tokenizer
-from nemo_rl_moe.data.dataset import counted
 from nemo_rl_moe.data.image_tokens import RecordImages
 from nemo_rl_moe.data.preferences import PreferenceRecord, load_preferences, parse_preference, preference_columns
 from nemo_rl_moe.data.records import Example
@@ -24,7 +23,7 @@ from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.data.sources import load_limit, open_lines, open_source
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.data.tokenizer import load_tokenizer
-from nemo_rl_moe.errors import ConfigurationError, printable
+from nemo_rl_moe.errors import ConfigurationError, counted, printable
 from nemo_rl_moe.launch.grpo import read_prompts
 from nemo_rl_moe.launch.setup import images_of_data, read_samples, use_corrected_template
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config

@@ -14,8 +14,7 @@ from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.atomic_writes import write_whole
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.data.dataset import counted
-from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.errors import ConfigurationError, counted
 from nemo_rl_moe.launch.grpo import prepare_rollouts, start_rollouts
 from nemo_rl_moe.launch.inference import answer_in_chunks, give_weights
 from nemo_rl_moe.launch.output_folder import next_free, staged

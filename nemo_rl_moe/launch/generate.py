@@ -14,9 +14,8 @@ import numpy as np
 
 from nemo_rl_moe.atomic_writes import write_whole
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.data.dataset import counted
 from nemo_rl_moe.data.prompts import Prompt, prompt_inputs
-from nemo_rl_moe.errors import ConfigurationError, DataError
+from nemo_rl_moe.errors import ConfigurationError, DataError, counted
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import generate_all
 from nemo_rl_moe.launch.grpo import read_prompts, sampling_parameters, start_engine

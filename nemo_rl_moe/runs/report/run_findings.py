@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.config.files import find_config, read_with_defaults
-from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.errors import DataError, counted
 from nemo_rl_moe.routing.findings import learning_signal, routing_signal
 from nemo_rl_moe.routing.findings.reward_signal import is_reward_metric
 from nemo_rl_moe.routing.findings.routing_signal import ANOMALIES_METRIC, MISSING_METRIC
@@ -76,10 +76,9 @@ def scoring_lines(run_folder: Path) -> list[str]:
             number, all_of = (
                 sum(getattr(record.content, name) for record in failed) for name in ("number", "responses")
             )
-            steps = f"{len(failed)} step{'' if len(failed) == 1 else 's'}"
             lines.append(
-                f"  warning: {number} {of} could not be scored, {number / all_of:.0%} of those of {steps}; the first at"
-                f" step {failed[0].step}: {failed[0].content.first}"
+                f"  warning: {number} {of} could not be scored, {number / all_of:.0%} of those of"
+                f" {counted(len(failed), 'step')}; the first at step {failed[0].step}: {failed[0].content.first}"
             )
     rewards = {key: series_of(points) for key, points in history.items() if key in _METRICS or is_reward_metric(key)}
     found = findings_of(replace(describe_run(run_folder), metrics=rewards))
