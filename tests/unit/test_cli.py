@@ -132,7 +132,7 @@ _PATH = "PATH"
         ["config", "--config", _PATH],
         ["config", "--from-nemo-rl", _PATH],
         ["plan", "--config", "sft_tiny_moe.yaml", f"policy.model_name={_PATH}"],
-        ["data", "--config", "sft_tiny_moe.yaml", f"data.train.path={_PATH}"],
+        ["data", "--config", "sft_tiny_moe.yaml", "data.validation=null", f"data.train.path={_PATH}"],
         ["convert", "--from", "hf", "--to", "hf", "--input", _PATH, "--output", "converted"],
         ["report", _PATH],
         ["watch", "--once", _PATH],
