@@ -29,6 +29,7 @@ from nemo_rl_moe.distributed.object_store import fetch_objects
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.registry import EngineSetup, make_engine
+from nemo_rl_moe.launch.asynchronous import plan_rollouts, running_source, state_after
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, images_of_data
 from nemo_rl_moe.launch.training_run import TrainingRun
@@ -39,6 +40,7 @@ from nemo_rl_moe.rewards.worker_pool import RewardWorkers
 from nemo_rl_moe.rollouts.environment import Environment, make_environment
 from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.limits import RolloutLimits
+from nemo_rl_moe.rollouts.source import RolloutSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
@@ -85,7 +87,7 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
         WorkerDiedError: A worker failed.
     """
-    prepared = prepare_rollouts(config, run)
+    prepared, plan = prepare_rollouts(config, run), plan_rollouts(config)
     loader = prepared.loader(config)
     run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config))
     if run.is_complete:
@@ -95,7 +97,12 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     worker = start_rollouts(config, run, policy, prepared)
     recorder = run.open()
     failures = failure_rule(config)
-    source = make_source(config, worker, loader, prepared.sampling)
+    source: RolloutSource = make_source(config, worker, loader, prepared.sampling)
+    if plan is not None:
+        state = state_after(config, recorder.state.step, recorder.state.batches_taken)
+        source = run.use(
+            running_source(config, plan, worker, loader, prepared.sampling, run.folder, state, run.console.warn)
+        )
     held_out = prepared.held_out
     validate = Validator(config.grpo, worker, held_out, prepared.sampling, failures) if held_out else None
     rollouts = Rollouts(worker.engine, source, validate, pad_token_id(prepared.model.tokenizer))
@@ -103,9 +110,7 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     summary = train_grpo(config, policy, rollouts, recorder, observers)
     run.end(summary)
     if summary.stopped_for is None and summary.num_steps < run.num_steps:
-        run.console.warn(
-            f"dynamic sampling used up the prompts of all epochs after {summary.num_steps} of {run.num_steps} steps"
-        )
+        run.console.warn(f"the prompts of all epochs were used up after {summary.num_steps} of {run.num_steps} steps")
 
 
 def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollouts:

@@ -3,7 +3,8 @@
 """Rollout sources: they supply the groups of trajectories of each training step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
@@ -32,6 +33,8 @@ class RolloutGroups:
         num_generations: Trajectories of a group.
         num_rounds: How often trajectories were generated.
         num_filled: Zero-variance groups among the trained ones, which only fill up the batch.
+        is_on_policy: The weights that are trained have sampled every token.
+        metrics: Further metrics of the source.
     """
 
     trained: list[Trajectory]
@@ -39,6 +42,8 @@ class RolloutGroups:
     num_generations: int
     num_rounds: int
     num_filled: int
+    is_on_policy: bool = True
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class RolloutSource(Protocol):
@@ -61,6 +66,18 @@ class RolloutSource(Protocol):
             step: Steps done.
             clock: Times the phases.
         """
+        ...
+
+    def update_pending(self, step: int) -> None:
+        """Prepare for the weights of so many steps, before an engine with a copy gets them."""
+        ...
+
+    def updated(self, step: int) -> None:
+        """Go on with the weights of so many steps, which the engine has; also before the first step."""
+        ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Let the engine answer others inside, such as a validation."""
         ...
 
     def state_dict(self) -> dict[str, int]:
@@ -129,6 +146,16 @@ class SynchronousSource:
         """Go on behind the rounds that have been taken."""
         self._taken = state["batches_taken"]
         self._start()
+
+    def update_pending(self, step: int) -> None:
+        """Do nothing: nothing is generated between two steps."""
+
+    def updated(self, step: int) -> None:
+        """Do nothing."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
         """Generate until there are enough groups for a step, and lets the engine sleep.
