@@ -61,7 +61,7 @@ def train_grpo(
     """Train to the last step, validate when due, and end each step with the recorder."""
     engine, source, validate = rollouts.engine, rollouts.source, rollouts.validate
     last_step = num_training_steps(config.grpo, source.steps_per_epoch)
-    source.load_state_dict({"batches_taken": recorder.state.batches_taken})
+    source.load_state(recorder.state.batches_taken)
     step = recorder.state.step
     goes_on = step < last_step and not source.is_used_up
 
@@ -92,14 +92,16 @@ def train_grpo(
             observed |= update_engine(engine, policy, clock, observers, source, step)
         due = validate if validation_is_due(config.grpo, step, last_step) else None
         validation, responses = ({}, {}) if due is None else validated(due, source)
+        state = source.state(step)
         outcome = StepOutcome(
-            batches_taken=source.state_dict()["batches_taken"],
+            batches_taken=state.batches_taken,
             result=result,
             training=training_metrics(result, metrics_of_groups(config, groups, batch) | divergence | observed),
             validation=validation,
             sample_ids=batch.sample_ids,
             samples={"train": groups.trained} | responses,
             failures=failures_of({"train": groups.generated} | responses),
+            write_more=state.write,
         )
         goes_on = recorder.end_step(outcome, clock, is_last=step == last_step)
     recorder.finish()

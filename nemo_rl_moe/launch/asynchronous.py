@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt, PromptLoader
+from nemo_rl_moe.distributed.object_store import RAY_STORE, fetch_objects
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.rollouts.asynchronous.accounts import TrajectoryBatch, wasted_tokens
@@ -17,6 +19,7 @@ from nemo_rl_moe.rollouts.asynchronous.dispatcher import Dispatcher
 from nemo_rl_moe.rollouts.asynchronous.group_maker import GroupMaker
 from nemo_rl_moe.rollouts.asynchronous.loops import CallersLoop, LoopThread, RolloutLoop
 from nemo_rl_moe.rollouts.asynchronous.prompts import QueueState, TicketSource
+from nemo_rl_moe.rollouts.asynchronous.saved_queue import read_queue
 from nemo_rl_moe.rollouts.asynchronous.schedule import (
     ReplayedFeed,
     ScheduledStep,
@@ -136,6 +139,7 @@ def running_source(
         pause=maker.pause,
         resume=maker.resume,
         runs_when_asked=worker.engine.shares_weights,
+        fetch=fetch_objects,
         observe=_observer(worker, maker, folder / SCHEDULE_FILE, warn),
     )
     try:
@@ -146,10 +150,23 @@ def running_source(
         loop.close()
 
 
-def state_after(config: GRPOMasterConfig, step: int, batches_taken: int) -> State:
-    """Return where a run goes on whose checkpoint has no queue: behind the prompts of so many steps."""
-    num_taken = batches_taken * config.grpo.num_prompts_per_step
-    return QueueState(step * config.updates_per_step, num_taken, open=(), given_up=(), queue=())
+def state_at(config: GRPOMasterConfig, loop: LoopState, checkpoint: Path | None, loader: PromptLoader) -> State:
+    """Return where a run goes on: with the queue of its checkpoint, or behind the prompts of so many steps.
+
+    Args:
+        loop: State of the loop.
+        checkpoint: Folder of the checkpoint; None: the run begins.
+        loader: The prompts of each epoch.
+
+    Raises:
+        CheckpointError: The queue is damaged, or one of other prompts.
+    """
+    if checkpoint is not None:
+        prompts = prompts_of_epochs(loader, config.grpo.max_num_epochs)
+        if (found := read_queue(checkpoint, prompts, RAY_STORE)) is not None:
+            return found
+    num_taken = loop.batches_taken * config.grpo.num_prompts_per_step
+    return QueueState(loop.step * config.updates_per_step, num_taken, open=(), given_up=(), queue=())
 
 
 def _observer(

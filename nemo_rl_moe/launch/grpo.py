@@ -29,7 +29,7 @@ from nemo_rl_moe.distributed.object_store import fetch_objects
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.registry import EngineSetup, make_engine
-from nemo_rl_moe.launch.asynchronous import plan_rollouts, running_source, state_after
+from nemo_rl_moe.launch.asynchronous import plan_rollouts, running_source, state_at
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, images_of_data
 from nemo_rl_moe.launch.training_run import TrainingRun
@@ -99,7 +99,8 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     failures = failure_rule(config)
     source: RolloutSource = make_source(config, worker, loader, prepared.sampling)
     if plan is not None:
-        state = state_after(config, recorder.state.step, recorder.state.batches_taken)
+        resume = run.saved.resume
+        state = state_at(config, recorder.state, None if resume is None else resume.folder, loader)
         source = run.use(
             running_source(config, plan, worker, loader, prepared.sampling, run.folder, state, run.console.warn)
         )

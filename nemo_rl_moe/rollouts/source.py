@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Protocol
 
 from jaxtyping import Bool
@@ -46,6 +47,19 @@ class RolloutGroups:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class SourceState:
+    """What a checkpoint keeps of a source; nobody else looks into it.
+
+    Attributes:
+        batches_taken: Rounds of prompts that were taken.
+        write: Writes the rest of it into the checkpoint's folder, now or later.
+    """
+
+    batches_taken: int
+    write: Callable[[Path], None] = lambda folder: None
+
+
 class RolloutSource(Protocol):
     """The groups of one step after the other. A loop knows nothing else of how and when they are made."""
 
@@ -80,11 +94,11 @@ class RolloutSource(Protocol):
         """Let the engine answer others inside, such as a validation."""
         ...
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position between two steps, for a checkpoint."""
+    def state(self, step: int) -> SourceState:
+        """Return where it stands after so many steps, for a checkpoint."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state(self, batches_taken: int) -> None:
         """Go on from where another one stood; before the first step."""
         ...
 
@@ -138,13 +152,13 @@ class SynchronousSource:
         """True when no prompts are left."""
         return self._next_round is None
 
-    def state_dict(self) -> dict[str, int]:
-        """Round of prompts that have been taken, of all epochs."""
-        return {"batches_taken": self._taken}
+    def state(self, step: int) -> SourceState:
+        """Return the rounds of prompts that have been taken, of all epochs."""
+        return SourceState(self._taken)
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state(self, batches_taken: int) -> None:
         """Go on behind the rounds that have been taken."""
-        self._taken = state["batches_taken"]
+        self._taken = batches_taken
         self._start()
 
     def update_pending(self, step: int) -> None:

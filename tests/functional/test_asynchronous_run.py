@@ -97,3 +97,17 @@ def test_a_run_ahead_trains_and_its_schedule_repeats_it(tmp_path: Path) -> None:
     ] == [[(group.position, group.version) for group in step.groups] for step in steps]
     assert metrics_of(first) == metrics_of(second)
     assert weights_of(first) == weights_of(second) != {}
+
+
+def test_a_run_that_goes_on_trains_on_each_prompt_once(tmp_path: Path) -> None:
+    """A13: what was consumed is kept by prompt; finished groups come back, running ones are drawn again."""
+    data = grpo_runs.make_prompts(tmp_path / "data", 16)
+    ahead = ASYNCHRONOUS | COPY | {"grpo__rollouts__order": "ready_first", "checkpointing__save_period": 1}
+    first = trained(tmp_path, data, **ahead, grpo__max_num_steps=2)
+    second = trained(tmp_path, data, **ahead, grpo__max_num_steps=4)
+    assert second == first, "the run goes on in its folder"
+    steps = read_schedule(first / SCHEDULE_FILE)
+    assert [step.version for step in steps] == [0, 1, 2, 3]
+    positions = [group.position for step in steps for group in step.groups]
+    assert sorted(positions) == list(range(16))
+    assert max(series(first, "train/staleness/max")) <= 1.0

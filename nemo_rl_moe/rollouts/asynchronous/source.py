@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from itertools import chain
 
 from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.distributed.stored_rows import Fetch
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.asynchronous.accounts import TrajectoryBatch, batch_metrics
 from nemo_rl_moe.rollouts.asynchronous.dispatcher import Dispatcher
 from nemo_rl_moe.rollouts.asynchronous.groups import Cancellation
 from nemo_rl_moe.rollouts.asynchronous.loops import RunCoroutine, in_loop
 from nemo_rl_moe.rollouts.asynchronous.prompts import PromptFeed, QueueState
+from nemo_rl_moe.rollouts.asynchronous.saved_queue import write_queue
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
-from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups
+from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups, SourceState
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 
@@ -48,6 +50,7 @@ class AsynchronousSource:
         runs_when_asked: The loop runs in calls of this source alone: new groups begin when those of a step are asked
             for.
         observe: Called with each batch; returns metrics.
+        fetch: Fetches routed experts by their handles, for checkpoints.
     """
 
     def __init__(
@@ -61,9 +64,10 @@ class AsynchronousSource:
         resume: Callable[[], object] = lambda: None,
         runs_when_asked: bool = False,
         observe: Callable[[TrajectoryBatch], Mapping[str, float]] = lambda batch: {},
+        fetch: Fetch = list,
     ):
         self._dispatcher, self._run, self._observe = dispatcher, run, observe
-        self._pause, self._resume = pause, resume
+        self._pause, self._resume, self._fetch = pause, resume, fetch
         self._steps_per_epoch, self._num_generations = steps_per_epoch, num_generations
         self._runs_when_asked, self._arrived_version = runs_when_asked, 0
         self._pause_s = 0.0
@@ -132,16 +136,18 @@ class AsynchronousSource:
         """Cancel all groups, and return the cancellations that no batch had."""
         return self._run(self._dispatcher.stop())
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the steps that were trained on, in rounds of prompts."""
+    def state(self, step: int) -> SourceState:
+        """Return what a checkpoint keeps after so many steps: the rounds that were trained on, and the queue."""
+        queue = self.queue_state(step)
         consumed = self._run(in_loop(lambda: self._dispatcher.admission.consumed))
-        return {"batches_taken": consumed // self._dispatcher.bounds.groups_per_step}
+        batches_taken = consumed // self._dispatcher.bounds.groups_per_step
+        return SourceState(batches_taken, lambda folder: write_queue(folder, queue, self._fetch))
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state(self, batches_taken: int) -> None:
         """Do nothing: the dispatcher begins where the run goes on."""
 
-    def state(self, step: int) -> QueueState[Prompt, list[Trajectory]]:
-        """Return what a checkpoint keeps after so many steps."""
+    def queue_state(self, step: int) -> QueueState[Prompt, list[Trajectory]]:
+        """Return the prompts and the finished groups after so many steps."""
         return self._run(in_loop(lambda: self._dispatcher.state(self._version(step))))
 
     def _version(self, step: int) -> int:

@@ -14,10 +14,11 @@ from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo
 from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_loss, make_source, ratio_is_one
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.distributed.batch import per_token
-from nemo_rl_moe.launch.asynchronous import plan_rollouts, running_source, state_after
+from nemo_rl_moe.launch.asynchronous import plan_rollouts, running_source, state_at
 from nemo_rl_moe.models.interfaces import LossInputs
 from nemo_rl_moe.rollouts.source import RolloutSource
 from tests.support.grpo_fakes import (
@@ -63,7 +64,7 @@ class Run:
         worker = make_worker(self.engine, FakeRewardFunction(diary=self.diary))
         loader = PromptLoader(prompts(7), self.config.grpo.num_prompts_per_step, self.config.grpo.seed, shuffle=True)
         validate = Validator(self.config.grpo, worker, prompts(2, "val"), SAMPLING, failure_rule(self.config))
-        plan, state = plan_rollouts(self.config), state_after(self.config, 0, 0)
+        plan, state = plan_rollouts(self.config), state_at(self.config, LoopState(), None, loader)
         if plan is None:
             self._train(make_source(self.config, worker, loader, SAMPLING), validate)
             return

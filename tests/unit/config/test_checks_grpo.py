@@ -68,8 +68,8 @@ BROKEN = [
     (
         (*AHEAD, f"{LAG}=2", "grpo.num_prompts_per_step=32", f"{REPLAY}=old_policy"),
         "replayed_routes_are_of_one_version",
-        f"{REPLAY}: got old_policy, expected none or rollout with {LAG} 2: the routes of a pass before the update are of"
-        " other weights than those that sampled the tokens",
+        f"{REPLAY}: got old_policy, expected none or rollout with {LAG} 2: the routes of a pass before the update are"
+        " of other weights than those that sampled the tokens",
     ),
     (
         (*AHEAD, "grpo.use_dynamic_sampling=true"),

@@ -153,7 +153,7 @@ def test_a_run_that_goes_on_trains_on_what_was_finished() -> None:
         first = asynchronous(loop.run_until_complete, engine := ScriptedEngine(0.1), lag=2)
         for step in range(2):
             train(loop.run_until_complete, first, engine, step)
-        state = first.state(2)
+        state = first.queue_state(2)
         first.stop()
         assert state.queue, "something was ready"
         second = asynchronous(loop.run_until_complete, engine, lag=2, state=state)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.algorithms.grpo_batch import make_source
+from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.generation.interface import GenerationEngine
-from nemo_rl_moe.launch.asynchronous import plan_rollouts, running_source, state_after
+from nemo_rl_moe.launch.asynchronous import plan_rollouts, running_source, state_at
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource
@@ -73,7 +74,9 @@ def source_of(
     config = small_config("grpo.max_num_epochs=2", "grpo.rollouts.mode=asynchronous", *backend, *overrides)
     plan = plan_rollouts(config)
     assert plan is not None
-    with running_source(config, plan, worker, loader(), SAMPLING, tmp_path, state_after(config, 0, 0), warn) as source:
+    with running_source(
+        config, plan, worker, loader(), SAMPLING, tmp_path, state_at(config, LoopState(), None, loader()), warn
+    ) as source:
         source.updated(0)
         yield source
 
