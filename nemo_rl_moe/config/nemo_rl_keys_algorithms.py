@@ -133,8 +133,27 @@ ALGORITHM_ROWS: tuple[Row, ...] = (
     *no_counterpart("grpo", "the trainer stores images once, always", "deduplicate_multimodal_data", off=True),
     *no_counterpart("grpo", "no such metrics", "debug_payload_metrics"),
     *no_counterpart("grpo", "no tools", "invalid_tool_call_advantage", "malformed_thinking_advantage"),
-    *no_counterpart("grpo.async_grpo", "rollouts and training take turns", "*"),
-    *no_counterpart("async_rl", "rollouts and training take turns", "*"),
+    Row(
+        "grpo.async_grpo.enabled",
+        "grpo.rollouts.mode",
+        "`synchronous` or `asynchronous`",
+        lambda value: "asynchronous" if value else "synchronous",
+    ),
+    Row(
+        "grpo.async_grpo.max_trajectory_age_steps",
+        "grpo.rollouts.max_staleness",
+        "in optimizer steps: with several updates a step, times their number",
+    ),
+    *no_counterpart(
+        "grpo.async_grpo",
+        "`grpo.rollouts.partial`: responses go on under new weights, with keys and values computed anew",
+        "in_flight_weight_updates",
+        "recompute_kv_cache_after_weight_updates",
+    ),
+    *no_counterpart(
+        "grpo.async_grpo", "lost engines are replaced, and their requests asked again", "max_generation_failures"
+    ),
+    *no_counterpart("async_rl", "`grpo.rollouts` has what runs ahead of training", "*"),
     *no_counterpart("reward_penalties", "write them into the reward: `env.name: callable`", "*"),
     # The loss of GRPO.
     *same_names(
