@@ -18,7 +18,7 @@ from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
 from nemo_rl_moe.rollouts.asynchronous.dispatcher import Dispatcher
 from nemo_rl_moe.rollouts.asynchronous.group_maker import GroupMaker
 from nemo_rl_moe.rollouts.asynchronous.loops import CallersLoop, LoopThread, RolloutLoop
-from nemo_rl_moe.rollouts.asynchronous.prompts import QueueState, TicketSource
+from nemo_rl_moe.rollouts.asynchronous.prompts import QueueState, TicketSource, drawn_again
 from nemo_rl_moe.rollouts.asynchronous.saved_queue import read_queue
 from nemo_rl_moe.rollouts.asynchronous.schedule import (
     ReplayedFeed,
@@ -161,12 +161,13 @@ def state_at(config: GRPOMasterConfig, loop: LoopState, checkpoint: Path | None,
     Raises:
         CheckpointError: The queue is damaged, or one of other prompts.
     """
+    version, num_generations = loop.step * config.updates_per_step, config.grpo.num_generations_per_prompt
     if checkpoint is not None:
         prompts = prompts_of_epochs(loader, config.grpo.max_num_epochs)
         if (found := read_queue(checkpoint, prompts, RAY_STORE)) is not None:
-            return found
+            return drawn_again(found, version, lambda group: len(group) == num_generations)
     num_taken = loop.batches_taken * config.grpo.num_prompts_per_step
-    return QueueState(loop.step * config.updates_per_step, num_taken, open=(), given_up=(), queue=())
+    return QueueState(version, num_taken, open=(), given_up=(), queue=())
 
 
 def _observer(

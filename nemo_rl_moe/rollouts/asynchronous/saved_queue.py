@@ -106,22 +106,21 @@ def write_queue(checkpoint: Path, state: State, fetch: Fetch) -> None:
         OSError: The disk did not take it.
     """
     routes = {found.ticket.position: _fetched_routes(found.group, fetch) for found in state.queue}
-    kept = [found for found in state.queue if routes[found.ticket.position] is not None]
-    opened = [*state.open, *(OpenPrompt.of(found.ticket) for found in state.queue if found not in kept)]
+    state = state.keeping(lambda found: routes[found.ticket.position] is not None, state.version)
     queue = _Queue(
         format_version=1,
         version=state.version,
         num_taken=state.num_taken,
-        open=[_OpenPrompt(**vars(prompt)) for prompt in sorted(opened, key=lambda prompt: prompt.position)],
+        open=[_OpenPrompt(**vars(prompt)) for prompt in state.open],
         given_up=list(state.given_up),
-        groups=[_group(found, routes[found.ticket.position] or []) for found in kept],
+        groups=[_group(found, routes[found.ticket.position] or []) for found in state.queue],
     )
     folder = checkpoint / FOLDER
     folder.mkdir()
     (folder / JSON_FILE).write_text(queue.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    trajectories = [trajectory for found in kept for trajectory in found.group]
+    trajectories = [trajectory for found in state.queue for trajectory in found.group]
     tensors = {name: _joined([getattr(each, name) for each in trajectories]) for name in _PER_TOKEN if trajectories}
-    rows = [each for found in kept for each in routes[found.ticket.position] or [] if each is not None]
+    rows = [each for found in state.queue for each in routes[found.ticket.position] or [] if each is not None]
     save_file(tensors | ({_ROUTES: _joined(rows)} if rows else {}), folder / TENSOR_FILE)
     write_inventory(folder)
 
