@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.generation.interface import GeneratedSequence, SamplingParameters
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import Lockstep, LockstepEngine
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
-from nemo_rl_moe.rollouts.environment import Session, SubmitRequest
+from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.limits import RolloutWatch
 from nemo_rl_moe.rollouts.running import RunningTrajectory, task_factory
 from nemo_rl_moe.rollouts.scoring import ScoringQueue
@@ -22,6 +22,7 @@ from nemo_rl_moe.rollouts.trajectory_timer import ThreadTime, TrajectoryTimer
 if TYPE_CHECKING:
     from nemo_rl_moe.rollouts.worker import RolloutWorker
 
+Generate = Callable[[GenerationRequest], Coroutine[Any, Any, GeneratedSequence]]
 CHECK_S = 0.1
 """Seconds between two looks at the limits, while a trajectory waits for something of its own."""
 CLEANUP_S = 5.0
@@ -49,7 +50,7 @@ class TrajectoryPool:
         clock: PhaseClock,
         thread: ThreadTime,
         watch: RolloutWatch,
-        generate: SubmitRequest | None = None,
+        generate: Generate | None = None,
     ):
         self._worker, self._sampling, self._clock = worker, sampling, clock
         self._time, self._watch = thread, watch

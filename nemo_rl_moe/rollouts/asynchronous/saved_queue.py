@@ -258,6 +258,6 @@ def _restored(
     saved: _Trajectory, per_token: Mapping[str, Shaped[np.ndarray, " tokens"]], routes: StoredRows | None
 ) -> Trajectory:
     names = {each.name for each in fields(Trajectory)}
-    plain: dict[str, Any] = {name: value for name, value in saved if name in names}
-    plain["fault"] = None if saved.fault is None else Fault(saved.fault)
-    return Trajectory(**plain, **per_token, routed_experts=routes)
+    values: dict[str, Any] = {name: value for name, value in saved if name in names} | dict(per_token)
+    values["fault"] = None if saved.fault is None else Fault(saved.fault)
+    return Trajectory(**values, routed_experts=routes)
