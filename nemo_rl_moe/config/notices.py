@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from nemo_rl_moe.config.algorithm import algorithm_of, metric_in_force
 from nemo_rl_moe.config.checks_run import LoopMasterConfig, loop_section
-from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
+from nemo_rl_moe.config.schema import DPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
 
 
@@ -108,24 +108,6 @@ def rollouts_draw_from_a_part(config: LoopMasterConfig, num_steps: int) -> Itera
         )
 
 
-STALE_WITHOUT_BOUND = 3
-"""Optimizer steps of staleness from which unbounded weights of old tokens are reported."""
-
-
-def old_tokens_have_unbounded_weights(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Yield the loss in which single old tokens may count for any number of others."""
-    if not isinstance(config, GRPOMasterConfig) or config.grpo.rollouts.most_lag < STALE_WITHOUT_BOUND:
-        return
-    loss = config.loss_fn
-    is_clipped = loss.ratio_clip_max <= 1 or loss.objective == "cispo"
-    if loss.importance_sampling_correction == "none" and not is_clipped:
-        yield (
-            f"loss_fn.ratio_clip_max: {loss.ratio_clip_max:g} with grpo.rollouts.max_staleness"
-            f" {config.grpo.rollouts.max_staleness}: ratios to weights that are so old have no bound that matters, and"
-            " such runs are known to diverge; importance_sampling_correction=truncated bounds them"
-        )
-
-
 def _chooses_by_validation(config: LoopMasterConfig) -> bool:
     settings = config.checkpointing
     name = metric_in_force(config)
@@ -139,5 +121,4 @@ NOTICES = (
     ipo_by_sums,
     gradients_add_up_in_bfloat16,
     rollouts_draw_from_a_part,
-    old_tokens_have_unbounded_weights,
 )
