@@ -94,7 +94,7 @@ class Distillation:
         """Train from where the run stands to its last step, and ends each step with the recorder."""
         last_step = num_training_steps(self.config.grpo, self.source.steps_per_epoch)
         loss_function = PolicyGradientLoss(self.config.loss_fn, on_policy=ratio_is_one(self.config))
-        self.source.load_state_dict({"batches_taken": recorder.state.batches_taken})
+        self.source.load_state(recorder.state.batches_taken)
         update_engine(self.engine, self.policy, PhaseClock())
         step = recorder.state.step
         goes_on = step < last_step
@@ -111,7 +111,7 @@ class Distillation:
                 clock.count_tokens("train", result.num_tokens)
                 update_engine(self.engine, self.policy, clock)
             outcome = StepOutcome(
-                batches_taken=self.source.state_dict()["batches_taken"],
+                batches_taken=self.source.state(step).batches_taken,
                 result=result,
                 training=training_metrics(result, rollout_metrics(trajectories) | {"reverse_kl": reverse_kl}),
                 validation={},

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Group relative policy optimization (DeepSeekMath, https://arxiv.org/abs/2402.03300), synchronous."""
+"""Group relative policy optimization (DeepSeekMath, https://arxiv.org/abs/2402.03300)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,11 @@ from nemo_rl_moe.algorithms.grpo_batch import (
     add_logprobs,
     failure_rule,
     make_batch,
-    ratio_is_one,
+    make_loss,
     scored_groups,
     take_divergence_from_rewards,
 )
 from nemo_rl_moe.algorithms.grpo_metrics import Validator, advantage_metrics, group_metrics
-from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.run_observers import RunObserver, joined
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.algorithms.step_recorder import (
@@ -62,14 +61,13 @@ def train_grpo(
     """Train to the last step, validate when due, and end each step with the recorder."""
     engine, source, validate = rollouts.engine, rollouts.source, rollouts.validate
     last_step = num_training_steps(config.grpo, source.steps_per_epoch)
-    loss_function = PolicyGradientLoss(config.loss_fn, on_policy=ratio_is_one(config))
-    source.load_state_dict({"batches_taken": recorder.state.batches_taken})
+    source.load_state(recorder.state.batches_taken)
     step = recorder.state.step
     goes_on = step < last_step and not source.is_used_up
 
-    update_engine(engine, policy, PhaseClock(), observers)
+    update_engine(engine, policy, PhaseClock(), observers, source, step)
     if recorder.is_fresh and validate is not None and config.grpo.val_at_start:
-        goes_on &= record_first_validation(validate, recorder)
+        goes_on &= record_first_validation(validate, source, recorder)
     while goes_on:
         clock = PhaseClock()
         with clock.phase("step"):
@@ -83,34 +81,36 @@ def train_grpo(
                 last_step = step
             batch = make_batch(config, groups, rollouts.pad_token_id)
             observed = joined(each.before_update(step, batch, groups.trained, clock) for each in observers)
-            batch = add_logprobs(config, policy, batch, clock)
+            batch = add_logprobs(config, policy, batch, clock, is_on_policy=groups.is_on_policy)
             batch, divergence = take_divergence_from_rewards(config, groups, batch)
             policy.prepare_for_training(clock)
             with clock.phase("train"):
-                result = policy.train(batch, loss_function)
+                result = policy.train(batch, make_loss(config, is_on_policy=groups.is_on_policy))
             clock.count_tokens("train", result.num_tokens)
             recorder.record_artifacts(result.artifacts)
             observed |= joined(each.after_update(result, clock) for each in observers)
-            observed |= update_engine(engine, policy, clock, observers)
+            observed |= update_engine(engine, policy, clock, observers, source, step)
         due = validate if validation_is_due(config.grpo, step, last_step) else None
-        validation, responses = ({}, {}) if due is None else validated(due)
+        validation, responses = ({}, {}) if due is None else validated(due, source)
+        state = source.state(step)
         outcome = StepOutcome(
-            batches_taken=source.state_dict()["batches_taken"],
+            batches_taken=state.batches_taken,
             result=result,
             training=training_metrics(result, metrics_of_groups(config, groups, batch) | divergence | observed),
             validation=validation,
             sample_ids=batch.sample_ids,
             samples={"train": groups.trained} | responses,
             failures=failures_of({"train": groups.generated} | responses),
+            write_more=state.write,
         )
         goes_on = recorder.end_step(outcome, clock, is_last=step == last_step)
     recorder.finish()
     return RunSummary.of(recorder.state, recorder.stopped_for)
 
 
-def record_first_validation(validate: Validator, recorder: StepRecorder) -> bool:
+def record_first_validation(validate: Validator, source: RolloutSource, recorder: StepRecorder) -> bool:
     """Validate before the first step; return False where a request to stop gave it up, and the run ends."""
-    validation, responses = validated(validate)
+    validation, responses = validated(validate, source)
     if validation:
         recorder.record_start(validation, responses, failures_of(responses))
     else:
@@ -118,10 +118,14 @@ def record_first_validation(validate: Validator, recorder: StepRecorder) -> bool
     return bool(validation)
 
 
-def validated(validate: Validator) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
-    """Return the metrics of a validation and its trajectories, `val`; nothing where a request to stop gave it up."""
+def validated(validate: Validator, source: RolloutSource) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
+    """Return the metrics of a validation and its trajectories, `val`; nothing where a request to stop gave it up.
+
+    Training responses that are generated meanwhile wait.
+    """
     try:
-        metrics = validate()
+        with source.paused():
+            metrics = validate()
     except RolloutsGivenUpError:
         return {}, {}
     return metrics, {"val": validate.trajectories}
@@ -130,15 +134,25 @@ def validated(validate: Validator) -> tuple[dict[str, float], dict[str, list[Tra
 def metrics_of_groups(config: GRPOMasterConfig, groups: RolloutGroups, batch: TokenBatch) -> dict[str, float]:
     """Return metrics of the rewards, the responses and the advantages of a step."""
     failures = failure_rule(config)
-    return group_metrics(groups, failures) | advantage_metrics(batch, failures.taking_part(scored_groups(groups)))
+    metrics = group_metrics(groups, failures) | advantage_metrics(batch, failures.taking_part(scored_groups(groups)))
+    return metrics | dict(groups.metrics)
 
 
 def update_engine(
-    engine: GenerationEngine, policy: PolicyInterface, clock: PhaseClock, observers: Sequence[RunObserver] = ()
+    engine: GenerationEngine,
+    policy: PolicyInterface,
+    clock: PhaseClock,
+    observers: Sequence[RunObserver] = (),
+    source: RolloutSource | None = None,
+    step: int = 0,
 ) -> dict[str, float]:
     """Refit an engine that keeps a copy of the weights; one that shares them is always current.
 
-    The policy makes room for generation before.
+    The policy makes room for generation before, and a source that generates meanwhile stands still.
+
+    Args:
+        source: Generates by the engine; None: nothing does.
+        step: Steps done.
 
     Returns:
         Metrics of the refit, `refit/...`, and of its observers; empty where there was none.
@@ -152,8 +166,13 @@ def update_engine(
             each.during_refit()
 
     policy.prepare_for_generation(clock)
-    if engine.shares_weights:
-        return {}
-    with clock.phase("refit"):
-        num_bytes = refit(engine, policy, then=during_refit)
-    return {"refit/bytes": float(num_bytes)} | joined(each.after_refit(clock) for each in observers)
+    if source is not None:
+        source.update_pending(step)
+    metrics: dict[str, float] = {}
+    if not engine.shares_weights:
+        with clock.phase("refit"):
+            num_bytes = refit(engine, policy, then=during_refit)
+        metrics = {"refit/bytes": float(num_bytes)} | joined(each.after_refit(clock) for each in observers)
+    if source is not None:
+        source.updated(step)
+    return metrics

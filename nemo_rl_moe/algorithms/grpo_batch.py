@@ -12,6 +12,7 @@ from torch import Tensor
 from nemo_rl_moe.algorithms.advantages import clip_advantages, compute_advantages, for_each, shape_rewards
 from nemo_rl_moe.algorithms.custom_estimator import find_estimator
 from nemo_rl_moe.algorithms.losses.divergence import divergence_of_responses
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.distributed.batch import TokenBatch, per_token
 from nemo_rl_moe.generation.interface import SamplingParameters
@@ -161,10 +162,21 @@ def take_divergence_from_rewards(
     return batch.with_columns(advantages=advantage_column(advantages, (len(batch), sampled.shape[1]))), metrics
 
 
-def add_logprobs(config: GRPOMasterConfig, policy: PolicyInterface, batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
-    """Return the batch with the log-probabilities that loss or rewards need."""
+def add_logprobs(
+    config: GRPOMasterConfig,
+    policy: PolicyInterface,
+    batch: TokenBatch,
+    clock: PhaseClock,
+    *,
+    is_on_policy: bool = True,
+) -> TokenBatch:
+    """Return the batch with the log-probabilities that loss or rewards need.
+
+    Args:
+        is_on_policy: The weights that are trained have sampled every token.
+    """
     without_capture = batch.without_stored(ROUTED_EXPERTS)
-    if not ratio_is_one(config) or config.loss_fn.use_kl_in_reward:
+    if not ratio_is_one(config, is_on_policy=is_on_policy) or config.loss_fn.use_kl_in_reward:
         policy.prepare_for_logprobs(clock)
         with clock.phase("logprobs"):
             logprobs, batch = old_logprobs(config, policy, batch)
@@ -191,9 +203,24 @@ def old_logprobs(
     return logprobs, without_capture if capture is None else without_capture.with_stored(ROUTED_EXPERTS, capture)
 
 
-def ratio_is_one(config: GRPOMasterConfig) -> bool:
-    """Return whether updates are on-policy: the ratio is 1, and no pass over the log-probabilities is needed.
+def ratio_is_one(config: GRPOMasterConfig, *, is_on_policy: bool = True) -> bool:
+    """Return whether the probability ratio is 1, so that no pass over the log-probabilities is needed.
 
     The responses of a step that is one update are trained on with the weights that made them.
+
+    Args:
+        is_on_policy: The weights that are trained have sampled every token of the step.
     """
-    return config.loss_fn.force_on_policy_ratio != "never" and config.updates_per_step == 1
+    forced = config.loss_fn.force_on_policy_ratio
+    return config.updates_per_step == 1 and (forced == "always" or (forced == "auto" and is_on_policy))
+
+
+def make_loss(config: GRPOMasterConfig, *, is_on_policy: bool) -> PolicyGradientLoss:
+    """Return the loss of a step: of old tokens that no importance weight corrects, the ratio is to who sampled them.
+
+    Args:
+        is_on_policy: The weights that are trained have sampled every token of the step.
+    """
+    is_one = ratio_is_one(config, is_on_policy=is_on_policy)
+    is_uncorrected = not is_on_policy and config.loss_fn.importance_sampling_correction == "none"
+    return PolicyGradientLoss(config.loss_fn, on_policy=is_one, ratio_to_generation=is_uncorrected and not is_one)

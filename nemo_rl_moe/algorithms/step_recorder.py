@@ -67,6 +67,11 @@ def validation_is_due(config: ScheduleConfig, step: int, num_steps: int) -> bool
 
 
 _SHOWN_SAMPLES = 8
+WriteMore = Callable[[Path], None]
+
+
+def nothing_more(folder: Path) -> None:
+    """Write nothing."""
 
 
 class Checkpoints(Protocol):
@@ -81,8 +86,14 @@ class Checkpoints(Protocol):
         """Return True when `save_period` asks for one after this step."""
         ...
 
-    def start(self, state: LoopState, metrics: Mapping[str, float]) -> None:
-        """Begin to save; blocks for the snapshot alone."""
+    def start(self, state: LoopState, metrics: Mapping[str, float], write_more: WriteMore) -> None:
+        """Begin to save; blocks for the snapshot alone.
+
+        Args:
+            state: Of the loop.
+            metrics: Of the step.
+            write_more: Writes what else the state consists of into the checkpoint's folder, in another thread.
+        """
         ...
 
     def poll(self) -> None:
@@ -121,6 +132,7 @@ class StepOutcome:
         batches_taken: Batches, or rounds of prompts, taken from the data so far.
         training: Its metrics, `train/...`.
         validation: Those of the validation that followed, `val/...` and timing; empty where none was due.
+        write_more: Writes what else the state consists of into a checkpoint's folder, now or later.
     """
 
     batches_taken: int
@@ -130,6 +142,7 @@ class StepOutcome:
     sample_ids: Sequence[str]
     samples: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     failures: Sequence[FailedResponses] = ()
+    write_more: WriteMore = nothing_more
 
 
 class StepRecorder:
@@ -158,6 +171,7 @@ class StepRecorder:
         self._max_skipped_in_a_row = max_skipped_in_a_row
         self._first_step = self._step_of_artifacts = start.step
         self._last_metrics: Mapping[str, float] = {}
+        self._write_more: WriteMore = nothing_more
         self.state = start
         self.stopped_for: str | None = None
 
@@ -200,6 +214,7 @@ class StepRecorder:
         """
         self.record_artifacts(outcome.result.artifacts)
         self.state = state = self._next_state(outcome)
+        self._write_more = outcome.write_more
         self.stopped_for = None if is_last else self._stop_reason()
         metrics = self._last_metrics = {**outcome.training, **outcome.validation}
         saves = False
@@ -207,7 +222,7 @@ class StepRecorder:
             self._checkpoints.poll()
             if saves := self._saves(is_last=is_last):
                 with clock.phase("checkpoint"):
-                    self._checkpoints.start(state, metrics)
+                    self._checkpoints.start(state, metrics, outcome.write_more)
         metrics |= clock.metrics() | performance_metrics(outcome.result, clock)
         self._record(state.step, metrics, outcome.samples, outcome.failures)
         if saves:
@@ -223,7 +238,7 @@ class StepRecorder:
         """
         self.stopped_for = self._stop_reason()
         if self._checkpoints is not None and self.state.step > self._first_step:
-            self._checkpoints.start(self.state, self._last_metrics)
+            self._checkpoints.start(self.state, self._last_metrics, self._write_more)
             self._sinks.flush()
 
     def finish(self) -> None:

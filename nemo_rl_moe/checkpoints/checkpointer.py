@@ -71,6 +71,7 @@ class Checkpointer:
         self._write_beside = write_beside
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._writing: int | None = None
+        self._write_more: Callable[[Path], None] = lambda folder: None
         self._outcomes: dict[str, Outcome] = {}
         self._publishing: tuple[int, Future[Path | None]] | None = None
         self._saving_since = 0.0
@@ -101,8 +102,19 @@ class Checkpointer:
         period = self._settings.save_period
         return period > 0 and step % period == 0
 
-    def start(self, state: LoopState, metrics: Mapping[str, float]) -> None:
-        """Begin to save, after an earlier save has ended; do nothing for the step that was saved last."""
+    def start(
+        self,
+        state: LoopState,
+        metrics: Mapping[str, float],
+        write_more: Callable[[Path], None] = lambda folder: None,
+    ) -> None:
+        """Begin to save, after an earlier save has ended; do nothing for the step that was saved last.
+
+        Args:
+            state: Of the loop.
+            metrics: Of the step.
+            write_more: Writes what else the state consists of into the checkpoint's folder. Called in another thread.
+        """
         if self._last_started == state.step and self._last_failure is None:
             return
         self.poll(wait=True)
@@ -119,7 +131,7 @@ class Checkpointer:
             return
         for role, model in self._models.items():
             model.start_checkpoint(folders[role], with_optimizer=self._settings.save_optimizer)
-        self._writing, self._outcomes = state.step, {}
+        self._writing, self._outcomes, self._write_more = state.step, {}, write_more
 
     def poll(self, *, wait: bool = False) -> None:
         """Publish a checkpoint that is written, and remove those that are no longer kept.
@@ -132,7 +144,7 @@ class Checkpointer:
             if problem := next(filter(None, self._problems()), None):
                 self._give_up(step, problem)
             else:
-                self._publishing = step, self._disk.submit(self._publish, step)
+                self._publishing = step, self._disk.submit(self._publish, step, self._write_more)
         if self._publishing is not None and (wait or self._publishing[1].done()):
             (step, publishing), self._publishing = self._publishing, None
             try:
@@ -183,10 +195,11 @@ class Checkpointer:
             whose = "" if role == POLICY_ROLE else f"role {role}: "
             yield outcome.problem and f"{whose}{outcome.problem}"
 
-    def _publish(self, step: int) -> Path | None:
+    def _publish(self, step: int, write_more: Callable[[Path], None]) -> Path | None:
         if not self._records_are_on_disk():
             return None
         self._write_beside(self._store.staged(step))
+        write_more(self._store.staged(step))
         published = self._store.publish(step)
         self._longest_save_s = max(self._longest_save_s, time.monotonic() - self._saving_since)
         return published

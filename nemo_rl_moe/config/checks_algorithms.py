@@ -5,6 +5,7 @@
 from collections.abc import Iterator
 from math import gcd
 
+from nemo_rl_moe.config.checks_rollouts import ROLLOUT_RULES
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.config.user_code import is_custom
@@ -247,6 +248,7 @@ GRPO_RULES = (
     advantage_bounds_leave_room,
     engine_has_what_it_needs,
     weights_can_travel,
+    *ROLLOUT_RULES,
 )
 
 

@@ -51,6 +51,7 @@ def _or_never(period: Any) -> Any:
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     **{f"{loop}.val_period": _or_never for loop in ("sft", "dpo", "grpo")},
     "checkpointing.metric_name": metric_name,
+    "grpo.async_grpo.enabled": lambda value: "asynchronous" if value else "synchronous",
     "loss_fn.force_on_policy_ratio": lambda value: "always" if value else "auto",
     "policy.tokenizer.chat_template_kwargs": lambda value: {} if value is None else value,
     "policy.router_replay.enabled": lambda value: "rollout" if value else "none",

@@ -30,6 +30,7 @@ from nemo_rl_moe.config.schema_base import (
     WholeOrLess,
 )
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
+from nemo_rl_moe.config.schema_rollouts import RolloutsConfig
 from nemo_rl_moe.config.schema_run import MOST_IMAGE_PIXELS, LoggerConfig
 from nemo_rl_moe.config.user_code import is_custom
 from nemo_rl_moe.rl.corrections import CORRECTIONS
@@ -83,6 +84,8 @@ class GRPOConfig(StrictModel):
     """Prompts of one step."""
     num_generations_per_prompt: PositiveInt
     """Responses to each prompt: a group. 2 or more, or 1 with an estimator that compares no groups."""
+    rollouts: RolloutsConfig
+    """When responses are generated: in turns with training, or ahead of it."""
     max_num_epochs: PositiveInt
     """Passes over the prompts after which the run ends."""
     max_num_steps: PositiveInt | None
@@ -143,7 +146,9 @@ class PolicyGradientLossConfig(StrictModel):
     """With `token_level_loss: false`, the number that the sum over each sequence's tokens is divided by instead of the
     number of these tokens, whatever its length (Dr. GRPO), such as `max_new_tokens`; null: the number of tokens."""
     force_on_policy_ratio: Literal["auto", "always", "never"]
-    """Take the ratio as 1 without a log-probability pass; auto: where a step is one update, so that it is exact."""
+    """Take the ratio as 1 without a log-probability pass; auto: where a step is one update on tokens that the weights
+    before it have sampled, so that it is exact. Of older tokens, without an importance-sampling correction, the ratio
+    is to the weights that sampled them."""
     reference_policy_kl_penalty: Coefficient
     """Weight of the divergence from the model at the start of the run; 0: no reference model."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"]

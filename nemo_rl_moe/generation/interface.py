@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -124,6 +124,7 @@ class GeneratedSequence:
             where unknown; None where the engine reports none. The last token was never fed to the model, and has none.
         kept_mass: Probability of the tokens together that top-k and top-p left to draw each token from; None where they
             leave out none, or the engine does not report it.
+        is_partial: The engine was paused before its end: `followed_by` takes what comes under other weights.
     """
 
     token_ids: Int[np.ndarray, " tokens"]
@@ -132,6 +133,28 @@ class GeneratedSequence:
     weight_version: int | Int[np.ndarray, " tokens"]
     routed_experts: StoredRows | None = None
     kept_mass: Float[np.ndarray, " tokens"] | None = None
+    is_partial: bool = False
+
+    def followed_by(self, later: "GeneratedSequence") -> "GeneratedSequence":
+        """Return this one and its continuation as one sequence; each token keeps the version that sampled it.
+
+        Routed experts of tokens that both computed are those with which they were sampled.
+        """
+        if not len(self.token_ids):
+            return later
+        parts = (self, later)
+        routes, kept = self.routed_experts, [part.kept_mass for part in parts if part.kept_mass is not None]
+        if routes is not None and later.routed_experts is not None:
+            routes = routes.followed_by(later.routed_experts)
+        versions = [np.broadcast_to(np.asarray(part.weight_version), len(part.token_ids)) for part in parts]
+        return replace(
+            later,
+            token_ids=np.concatenate([part.token_ids for part in parts]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            weight_version=np.concatenate(versions),
+            routed_experts=routes if later.routed_experts is not None else None,
+            kept_mass=np.concatenate(kept) if len(kept) == len(parts) else None,
+        )
 
 
 def store_routes(sequences: Sequence[GeneratedSequence], store: RowStore) -> list[GeneratedSequence]:
@@ -148,6 +171,18 @@ def store_routes(sequences: Sequence[GeneratedSequence], store: RowStore) -> lis
         return list(sequences)
     pairs = zip(sequences, store.keep(at_hand), strict=True)
     return [replace(sequence, routed_experts=rows) for sequence, rows in pairs]
+
+
+@runtime_checkable
+class PausingEngine(Protocol):
+    """A `GenerationEngine` whose requests can be broken off and continued, for weights that arrive meanwhile."""
+
+    async def pause(self) -> None:
+        """Answer all that runs by what there is of it, `is_partial`; in the event loop of its requests.
+
+        A request that cannot be broken off is answered whole. Nobody asks for more before `update_weights` is done.
+        """
+        ...
 
 
 class GenerationEngine(Protocol):

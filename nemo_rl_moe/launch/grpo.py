@@ -16,7 +16,7 @@ from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
 from nemo_rl_moe.algorithms.run_observers import CaptureVolume, RoutingAnomalyWatch, RunObserver, checked_refits
-from nemo_rl_moe.algorithms.step_recorder import num_training_steps
+from nemo_rl_moe.algorithms.step_recorder import StepRecorder, num_training_steps
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -29,6 +29,7 @@ from nemo_rl_moe.distributed.object_store import fetch_objects
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.registry import EngineSetup, make_engine
+from nemo_rl_moe.launch.asynchronous import RolloutPlan, plan_rollouts, running_source, state_at
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, images_of_data
 from nemo_rl_moe.launch.training_run import TrainingRun
@@ -39,6 +40,7 @@ from nemo_rl_moe.rewards.worker_pool import RewardWorkers
 from nemo_rl_moe.rollouts.environment import Environment, make_environment
 from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.limits import RolloutLimits
+from nemo_rl_moe.rollouts.source import RolloutSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER, existing_capture
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
@@ -89,7 +91,7 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
         WorkerDiedError: A worker failed.
     """
-    prepared = prepare_rollouts(config, run)
+    prepared, plan = prepare_rollouts(config, run), plan_rollouts(config)
     loader = prepared.loader(config)
     run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config))
     if run.is_complete:
@@ -99,7 +101,7 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     worker = start_rollouts(config, run, policy, prepared)
     recorder = run.open()
     failures = failure_rule(config)
-    source = make_source(config, worker, loader, prepared.sampling)
+    source = start_source(config, run, plan, worker, prepared, recorder)
     held_out = prepared.held_out
     validate = Validator(config.grpo, worker, held_out, prepared.sampling, failures) if held_out else None
     rollouts = Rollouts(worker.engine, source, validate, pad_token_id(prepared.model.tokenizer))
@@ -107,9 +109,24 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     summary = train_grpo(config, policy, rollouts, recorder, observers)
     run.end(summary)
     if summary.stopped_for is None and summary.num_steps < run.num_steps:
-        run.console.warn(
-            f"dynamic sampling used up the prompts of all epochs after {summary.num_steps} of {run.num_steps} steps"
-        )
+        run.console.warn(f"the prompts of all epochs were used up after {summary.num_steps} of {run.num_steps} steps")
+
+
+def start_source(
+    config: GRPOMasterConfig,
+    run: TrainingRun,
+    plan: RolloutPlan | None,
+    worker: RolloutWorker,
+    prepared: PreparedRollouts,
+    recorder: StepRecorder,
+) -> RolloutSource:
+    """Return the source of a run's trajectories; an asynchronous one runs for the rest of the run."""
+    loader, sampling = prepared.loader(config), prepared.sampling
+    if plan is None:
+        return make_source(config, worker, loader, sampling)
+    resume = run.saved.resume
+    state = state_at(config, recorder.state, None if resume is None else resume.folder, loader)
+    return run.use(running_source(config, plan, worker, loader, sampling, run.folder, state, run.console.warn))
 
 
 def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollouts:

@@ -3,6 +3,7 @@
 """Pool of reward workers (Ray actors) that scores many responses and survives the loss of a worker."""
 
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -92,7 +93,7 @@ class RewardWorkers:
         self._actors: dict[int, Any] = {}
         self._calls: dict[Any, _Call] = {}
         self._idle: list[int] = []
-        self._is_stopped = False
+        self._is_stopped, self._in_use = False, threading.Lock()
         search_path = [str(Path(folder).absolute()) for folder in sys.path]
         self._start_arguments = (
             WORKER_ENVIRONMENT,
@@ -120,13 +121,16 @@ class RewardWorkers:
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         """Score each response, in their order; where scoring failed, reward 0 with the fault.
 
+        Another thread, such as that of asynchronous rollouts during a validation, waits meanwhile.
+
         Raises:
             WorkerDiedError: A worker was lost, and the reward function cannot be made again; or all have been stopped.
         """
         try:
-            if self._is_stopped:
-                raise WorkerDiedError(_STOPPED)
-            return self._score(items)
+            with self._in_use:
+                if self._is_stopped:
+                    raise WorkerDiedError(_STOPPED)
+                return self._score(items)
         except BaseException as error:
             if self._is_stopped and isinstance(error, Exception):  # meanwhile, by another thread
                 raise WorkerDiedError(_STOPPED) from None

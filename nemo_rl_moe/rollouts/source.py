@@ -3,8 +3,10 @@
 """Rollout sources: they supply the groups of trajectories of each training step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Protocol
 
 from jaxtyping import Bool
@@ -32,6 +34,8 @@ class RolloutGroups:
         num_generations: Trajectories of a group.
         num_rounds: How often trajectories were generated.
         num_filled: Zero-variance groups among the trained ones, which only fill up the batch.
+        is_on_policy: The weights that are trained have sampled every token.
+        metrics: Further metrics of the source.
     """
 
     trained: list[Trajectory]
@@ -39,6 +43,21 @@ class RolloutGroups:
     num_generations: int
     num_rounds: int
     num_filled: int
+    is_on_policy: bool = True
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SourceState:
+    """What a checkpoint keeps of a source; nobody else looks into it.
+
+    Attributes:
+        batches_taken: Rounds of prompts that were taken.
+        write: Writes the rest of it into the checkpoint's folder, now or later.
+    """
+
+    batches_taken: int
+    write: Callable[[Path], None] = lambda folder: None
 
 
 class RolloutSource(Protocol):
@@ -63,11 +82,23 @@ class RolloutSource(Protocol):
         """
         ...
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position between two steps, for a checkpoint."""
+    def update_pending(self, step: int) -> None:
+        """Prepare for the weights of so many steps, before an engine with a copy gets them."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def updated(self, step: int) -> None:
+        """Go on with the weights of so many steps, which the engine has; also before the first step."""
+        ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Let the engine answer others inside, such as a validation."""
+        ...
+
+    def state(self, step: int) -> SourceState:
+        """Return where it stands after so many steps, for a checkpoint."""
+        ...
+
+    def load_state(self, batches_taken: int) -> None:
         """Go on from where another one stood; before the first step."""
         ...
 
@@ -121,14 +152,24 @@ class SynchronousSource:
         """True when no prompts are left."""
         return self._next_round is None
 
-    def state_dict(self) -> dict[str, int]:
-        """Round of prompts that have been taken, of all epochs."""
-        return {"batches_taken": self._taken}
+    def state(self, step: int) -> SourceState:
+        """Return the rounds of prompts that have been taken, of all epochs."""
+        return SourceState(self._taken)
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state(self, batches_taken: int) -> None:
         """Go on behind the rounds that have been taken."""
-        self._taken = state["batches_taken"]
+        self._taken = batches_taken
         self._start()
+
+    def update_pending(self, step: int) -> None:
+        """Do nothing: nothing is generated between two steps."""
+
+    def updated(self, step: int) -> None:
+        """Do nothing."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
         """Generate until there are enough groups for a step, and let the engine sleep.

@@ -65,6 +65,16 @@ def processes(reward_function: RewardWorkers) -> list[int]:
     return [ray.get(actor.place.remote()).process.pid for actor in reward_function._actors.values()]
 
 
+def test_two_threads_get_the_scores_of_their_own(reward_function):
+    """Asynchronous rollouts score in a thread of their own, while a validation does in the main one."""
+    responses = [["0.25", "0.5"] * 8, ["1", "2", "3"] * 5]
+    expected = [[score.reward for score in reward_function.score(items_of(each))] for each in responses]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(4):
+            found = pool.map(lambda each: reward_function.score(items_of(each)), responses)
+            assert [[score.reward for score in scores] for scores in found] == expected
+
+
 def test_only_the_guilty_fail(reward_function):
     reported = {
         "raise": (Fault.ERROR, "ValueError: no such tile"),

@@ -35,7 +35,9 @@ class DiaryOfCheckpoints:
     def is_due(self, step: int) -> bool:
         return self.period > 0 and step % self.period == 0
 
-    def start(self, state: LoopState, metrics: Mapping[str, float]) -> None:
+    def start(
+        self, state: LoopState, metrics: Mapping[str, float], write_more: Callable[[Path], None] = lambda folder: None
+    ) -> None:
         assert not any(name.startswith("timing/checkpoint") for name in metrics)
         self.diary.append(f"save {state.step}")
         self.states.append(state)

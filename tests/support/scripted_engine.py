@@ -12,8 +12,8 @@ import numpy as np
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.rewards.interface import BatchReward, Score, ScoringItem
+from nemo_rl_moe.rollouts.asynchronous.group_maker import group_seeds
 from nemo_rl_moe.rollouts.asynchronous.groups import Ticket
-from nemo_rl_moe.rollouts.asynchronous.source import group_seeds
 from nemo_rl_moe.rollouts.environment import Environment, Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.weight_sync.transport import WeightTransport

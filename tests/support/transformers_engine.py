@@ -6,6 +6,7 @@ A run takes it by `policy.generation.backend: "tests.support.transformers_engine
 weights, so that whatever it says of a trained policy has come through `update_weights`.
 """
 
+import asyncio
 import re
 import shutil
 import tempfile
@@ -33,6 +34,11 @@ EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<project
 def make_engine(setup: EngineSetup) -> "TransformersEngine":
     """Return what a configuration names."""
     return TransformersEngine(setup.source.folder())
+
+
+def make_streaming_engine(setup: EngineSetup) -> "StreamingEngine":
+    """Return one that takes requests as they come."""
+    return StreamingEngine(setup.source.folder(), num_workers=1)
 
 
 class TransformersWorker:  # pragma: no cover  (runs in another process)
@@ -175,6 +181,16 @@ class TransformersEngine(LockstepEngine):
         self._workers = [worker.remote(model_folder.absolute()) for _ in range(num_workers)]
         self._version: int | None = None
 
+    @property
+    def workers(self) -> list[Any]:
+        """Actors of the copies."""
+        return self._workers
+
+    @property
+    def version(self) -> int | None:
+        """Optimizer steps of the weights; None: there are none yet."""
+        return self._version
+
     def _in_groups(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
         """Yield the continuations as they finish, group by group of those of one length."""
         if self._version is None:
@@ -223,3 +239,50 @@ class TransformersEngine(LockstepEngine):
         """End the processes."""
         for worker in self._workers:
             ray.kill(worker)
+
+
+class StreamingEngine:
+    """A `GenerationEngine` that takes requests as they come: each goes to a worker by itself.
+
+    Args:
+        model_folder: Holds the model's `config.json`.
+        num_workers: Copies.
+    """
+
+    shares_weights = False
+
+    def __init__(self, model_folder: Path, num_workers: int):
+        self._pooled = TransformersEngine(model_folder, num_workers)
+        self._workers, self._next = self._pooled.workers, 0
+
+    async def generate(self, request: GenerationRequest) -> GeneratedSequence:
+        """Continue one sequence."""
+        version = self._pooled.version
+        assert version is not None, "the engine has got no weights yet"
+        worker = self._workers[self._next % len(self._workers)]
+        self._next += 1
+        call = worker.generate.remote(torch.tensor([request.token_ids]), [request.seed], request.sampling, version)
+        (found,) = await asyncio.wrap_future(call.future())
+        return found
+
+    def update_weights(self, transport: WeightTransport, version: int) -> None:
+        """Have all workers receive while the trainer sends."""
+        self._pooled.update_weights(transport, version)
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[np.ndarray]]:
+        """Return the log-probability of each token after the first, by each copy."""
+        return self._pooled.score(sequences, temperature)
+
+    def weight_fingerprints(self, number_format: str) -> list[dict[str, str]]:
+        """Return the fingerprints of the weights that each copy stores."""
+        return self._pooled.weight_fingerprints(number_format)
+
+    def sleep(self) -> None:
+        """Do nothing."""
+
+    def wake(self) -> None:
+        """Do nothing."""
+
+    def shutdown(self) -> None:
+        """End the processes."""
+        self._pooled.shutdown()

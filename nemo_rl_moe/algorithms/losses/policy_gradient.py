@@ -55,10 +55,13 @@ class PolicyGradientLoss:
     Attributes:
         config: The section `loss_fn`.
         on_policy: The policy is the one before the step: the ratio is 1, and its gradient that of the log-probability.
+        ratio_to_generation: Older weights sampled the tokens, and the ratio is to their log-probabilities as the engine
+            computed them, instead of `prev_logprobs`.
     """
 
     config: PolicyGradientLossConfig
     on_policy: bool
+    ratio_to_generation: bool = False
 
     @property
     def needs(self) -> frozenset[Head]:
@@ -78,7 +81,8 @@ class PolicyGradientLoss:
         generation = _column(inputs, "generation_logprobs")
         advantages = _column(inputs, "advantages")
 
-        ratio = probability_ratio(logprobs, prev, mask, of_sequences=config.sequence_level_importance_ratios)
+        old = generation if self.ratio_to_generation else prev
+        ratio = probability_ratio(logprobs, old, mask, of_sequences=config.sequence_level_importance_ratios)
         mismatch, bounded = importance_ratios(prev, generation, mask, config)
         weights = CORRECTIONS[config.importance_sampling_correction].weights(mismatch, bounded, config)
         tokens = ObjectiveInputs(

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM as a generation engine: one or more engines in Ray actors, each with a copy of the model."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -86,9 +87,19 @@ class VllmEngine:
             raise ValueError("this engine takes tokens alone, and no further model inputs")
         return await self._serving.generate(request)
 
+    async def pause(self) -> None:
+        """Answer all that runs by what there is of it, for weights that come."""
+        await self._serving.come_to_rest()
+
     def _prepare(self) -> int:
-        """Make engines ready to generate; return the version of their weights."""
+        """Make engines ready to generate; return the version of their weights.
+
+        Raises:
+            GenerationError: None is left, and the trainer may be in the middle of an update.
+        """
         if self._version is None or not self._actors.present:
+            if threading.current_thread() is not threading.main_thread():
+                raise GenerationError("no vLLM engine is left, and there are no weights for others while training runs")
             self._refit(self)
         self._require_awake()
         assert self._version is not None  # a refit that fails raises

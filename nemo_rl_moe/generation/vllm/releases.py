@@ -154,6 +154,24 @@ def count_steps(engine: Any, count: StepCount) -> None:
     engine.model_executor.execute_model = counted
 
 
+def broken_off(engine: Any) -> list[Any]:
+    """End the requests that an engine has, but those that wait for a text; return what there is of them.
+
+    `abort_request` alone drops it: outputs are asked for when requests are finished.
+    """
+    from vllm.v1.engine import FinishReason
+
+    states = [state for state in engine.output_processor.request_states.values() if not waits_for_text(state)]
+    outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
+    engine.abort_request([state.request_id for state in states], internal=True)
+    return outputs
+
+
+def waits_for_text(state: Any) -> bool:
+    """Return whether a request ends with a text, of which a continuation would not know the beginning."""
+    return bool(getattr(state.detokenizer, "stop", None))
+
+
 def sleeping_parts(engine: Any) -> list[str]:
     parts = sorted(engine.model_executor.sleeping_tags)
     return [*parts, "scheduler"] if engine.is_sleeping() else parts

@@ -65,6 +65,21 @@ class Serving:
             self._deal_out()
         return await self._waiting[number].future
 
+    async def come_to_rest(self) -> None:
+        """Have engines answer all requests by what there is of them, in the event loop of the requests.
+
+        Those that wait for a text, and for a part of which nobody could go on, are answered whole.
+        """
+        if self._task is None or self._task.done():
+            return
+        self._break_off(is_wanted=True)
+        await asyncio.wait([self._task])
+        self._break_off(is_wanted=False)
+
+    def _break_off(self, *, is_wanted: bool) -> None:
+        for actor in self._actors.present:
+            actor.handle.break_off.options(concurrency_group=PROGRESS).remote(is_wanted)
+
     def drain(self) -> None:
         """Let engines end what nobody waits for any more; after a call that was broken off."""
         for actor in [each for each in self._actors.present if each.results is not None]:

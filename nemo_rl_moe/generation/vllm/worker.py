@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -72,6 +73,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         self._steps = releases.StepCount()
         self._stored: list[Any] = []
         self._added: SimpleQueue[Mapping[int, GenerationRequest]] = SimpleQueue()
+        self._breaks_off = threading.Event()
         self._engine: Any = None
         self._folder: Path | None = None
 
@@ -154,6 +156,13 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         """Take further requests, while `generate` runs or for its next call."""
         self._added.put(requests)
 
+    def break_off(self, is_wanted: bool) -> None:
+        """Have `generate` give what there is of each sequence; until it is no longer wanted."""
+        if is_wanted:
+            self._breaks_off.set()
+        else:
+            self._breaks_off.clear()
+
     def generate(
         self, requests: Mapping[int, GenerationRequest], version: int
     ) -> Iterator[list[tuple[int, GeneratedSequence]]]:
@@ -165,7 +174,8 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         self._engine.collective_rpc(_record_routes, args=(True,))
         try:
             while self._take_added(taken, prompts) or self._engine.has_unfinished_requests():
-                outputs = self._engine.step()
+                outputs = releases.broken_off(self._engine) if self._breaks_off.is_set() else []
+                outputs = outputs or self._engine.step()
                 if finished := [output for output in outputs if output.finished]:
                     numbers = [int(output.request_id) for output in finished]
                     yield list(zip(numbers, self._sequences(finished, taken, version), strict=True))
@@ -187,21 +197,26 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
     ) -> list[GeneratedSequence]:
         """Return the finished outputs; their routed experts lie in Ray's object store."""
         found = [sequence_of(output, version) for output in outputs]
-        if not self._settings.captures_routes:
+        # Of a sequence that was broken off at once no pass has seen anything.
+        begun = [number for number, sequence in enumerate(found) if len(sequence.token_ids)]
+        if not self._settings.captures_routes or not begun:
             return found
         fed = {
-            output.request_id: len(requests[int(output.request_id)].token_ids) + len(sequence.token_ids) - 1
-            for output, sequence in zip(outputs, found, strict=True)
+            outputs[number].request_id: len(requests[int(outputs[number].request_id)].token_ids)
+            + len(found[number].token_ids)
+            - 1
+            for number in begun
         }
         # Every rank of an engine routes all tokens.
         (routes, *_) = self._engine.collective_rpc(_take_routes, args=(fed,))
         if not all(name in routes for name in fed):
             return found
-        found = [
-            replace(sequence, routed_experts=StoredRows.of(routes[output.request_id]))
-            for output, sequence in zip(outputs, found, strict=True)
+        with_routes = [
+            replace(found[number], routed_experts=StoredRows.of(routes[outputs[number].request_id])) for number in begun
         ]
-        return store_routes(found, RowStore(put=self._store))
+        for number, sequence in zip(begun, store_routes(with_routes, RowStore(put=self._store)), strict=True):
+            found[number] = sequence
+        return found
 
     def _store(self, array: Shaped[np.ndarray, "rows ..."]) -> Any:
         """Put an array into Ray's object store, and hold it until the next generation.
@@ -358,4 +373,5 @@ def sequence_of(output: Any, version: int) -> GeneratedSequence:
         logprobs=np.array(logprobs, dtype=np.float32),
         is_truncated=completion.finish_reason == "length",
         weight_version=version,
+        is_partial=completion.finish_reason == "abort",
     )

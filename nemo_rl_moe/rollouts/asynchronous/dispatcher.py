@@ -10,17 +10,15 @@ The loop's clock is the only one.
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal
+from typing import Any, Generic
 
+from nemo_rl_moe.config.schema_rollouts import Partial
 from nemo_rl_moe.errors import GenerationError, UserError, one_line
 from nemo_rl_moe.rollouts.asynchronous.admission import Admission, Bounds
 from nemo_rl_moe.rollouts.asynchronous.groups import Batch, Cancellation, Finished, GroupT, PromptT, Reason, Ticket
 from nemo_rl_moe.rollouts.asynchronous.prompts import QueueState, TicketSource
 from nemo_rl_moe.rollouts.asynchronous.staleness import LiveGroup, StalenessPolicy
 
-Partial = Literal["continue", "restart", "discard"]
-"""Treatment of groups that run when weights change. continue: they go on under the new ones; restart: they begin again
-and keep their place; discard: they are cancelled, and their prompts come again."""
 FAILURES_IN_A_ROW = 8
 """Prompts that may be given up with no group finished between; those of a whole step, where that is more."""
 CLEANUP_S = 5.0
@@ -66,13 +64,14 @@ class Dispatcher(Generic[PromptT, GroupT]):
     the engines and updates them, `updated(version + 1)`. Another step may be asked for before that: it waits.
 
     Args:
-        make_group: Generates the group of a ticket. An error cancels the group, a `UserError` ends the run.
+        make_group: Generates the group of a ticket. An error cancels the group, or ends the run.
         feed: Gives out tickets.
         policy: Decides what is trained on next, and what is too old.
         partial: Treatment of groups that run when weights change.
         deadline_s: Seconds after which a group is cancelled instead of waited for, pauses of the engines included;
             None: no limit.
         state: Where the run goes on; None: at its start.
+        ends_the_run: Says which errors of a group end the run.
     """
 
     def __init__(
@@ -84,13 +83,14 @@ class Dispatcher(Generic[PromptT, GroupT]):
         partial: Partial = "continue",
         deadline_s: float | None = None,
         state: QueueState[PromptT, GroupT] | None = None,
+        ends_the_run: Callable[[Exception], bool] = lambda error: isinstance(error, UserError),
     ):
         version, queue = 0, tuple[Finished[PromptT, GroupT], ...]()
         if state is not None:
             feed.restore(state)
             version, queue = state.version, state.queue
         self._make_group, self._feed, self._policy = make_group, feed, policy
-        self._partial, self._deadline_s = partial, deadline_s
+        self._partial, self._deadline_s, self._ends_the_run = partial, deadline_s, ends_the_run
         self._version, self._is_updating, self._is_stopped = version, False, False
         self._admission = Admission.resumed(policy.bounds, version, finished=len(queue))
         self._live = {found.ticket.position: _Live(found.ticket, finished=found) for found in queue}
@@ -155,7 +155,7 @@ class Dispatcher(Generic[PromptT, GroupT]):
 
         Raises:
             GenerationError: Groups fail one after the other.
-            UserError: A group raised it.
+            Exception: A group raised it, and it ends the run.
             ValueError: The engines are ahead of the trainer.
         """
         began_s = _now()
@@ -261,7 +261,7 @@ class Dispatcher(Generic[PromptT, GroupT]):
         if task.cancelled():
             self._cancel(live, Reason.FAILED, "its task was cancelled")
         elif error is not None:
-            if isinstance(error, UserError):
+            if isinstance(error, Exception) and self._ends_the_run(error):
                 self._error = self._error or error
             self._cancel(live, Reason.FAILED, one_line(error))
         else:

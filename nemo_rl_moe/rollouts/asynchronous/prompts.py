@@ -7,8 +7,8 @@ keeps each prompt that was taken and not consumed.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol
 
 from nemo_rl_moe.errors import CheckpointError
@@ -61,6 +61,32 @@ class QueueState(Generic[PromptT, GroupT]):
         others = {prompt.position for prompt in self.open} | {found.ticket.position for found in self.queue}
         others |= set(self.given_up)
         return [position for position in range(self.num_taken) if position not in others]
+
+    def keeping(
+        self, is_kept: Callable[[Finished[PromptT, GroupT]], bool], version: int
+    ) -> "QueueState[PromptT, GroupT]":
+        """Return the state in which the other finished groups count as running, at a version."""
+        kept, opened = list[Finished[PromptT, GroupT]](), list(self.open)
+        for found in self.queue:
+            if is_kept(found):
+                kept.append(found)
+            else:
+                opened.append(OpenPrompt.of(found.ticket))
+        opened.sort(key=lambda prompt: prompt.position)
+        return replace(self, version=version, open=tuple(opened), queue=tuple(kept))
+
+
+def drawn_again(
+    state: QueueState[PromptT, GroupT], version: int, is_usable: Callable[[GroupT], bool]
+) -> QueueState[PromptT, GroupT]:
+    """Return a state for a run with other settings: what it cannot train on counts as running, and is drawn again.
+
+    Args:
+        state: As a checkpoint has it.
+        version: Optimizer steps by the run's settings; by others the ages in the queue mean something else.
+        is_usable: Says which finished groups the run can train on.
+    """
+    return state.keeping(lambda found: version == state.version and is_usable(found.group), version)
 
 
 class TicketSource(Protocol[PromptT]):

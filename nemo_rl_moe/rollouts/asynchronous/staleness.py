@@ -9,14 +9,11 @@ the age of a group since its admission.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from nemo_rl_moe.config.schema_rollouts import OnStale
 from nemo_rl_moe.config.user_code import described, import_function, is_custom
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
-
-OnStale = Literal["drop", "wait"]
-"""drop: groups that get too old are cancelled; wait: training waits for them instead."""
 
 
 @dataclass(frozen=True)

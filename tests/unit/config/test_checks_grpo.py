@@ -24,11 +24,64 @@ REPLAY = "policy.megatron_cfg.routing_replay"
 GSPO = "loss_fn.sequence_level_importance_ratios"
 ONE_RESPONSE = ("grpo.num_prompts_per_step=128", "grpo.num_generations_per_prompt=1")
 VLLM, WAY = "policy.generation.vllm", "policy.generation.weight_transport"
+ROLLOUTS, LAG = "grpo.rollouts", "grpo.rollouts.max_staleness"
+AHEAD = (f"{ROLLOUTS}.mode=asynchronous", "policy.generation.backend=vllm")
 ON_GPUS = (
     *("policy.generation.backend=vllm", "cluster.num_nodes=2", "cluster.gpus_per_node=4"),
     "policy.train_micro_batch_size=16",
 )
 BROKEN = [
+    (
+        (f"{ROLLOUTS}.mode=asynchronous",),
+        "engine_runs_beside_training",
+        f"{LAG}: got 1, expected 0 with policy.generation.backend megatron, which generates with the weights that are"
+        " trained; an engine with a copy of them (vllm) can run ahead",
+    ),
+    (
+        (*ON_GPUS, f"{ROLLOUTS}.mode=asynchronous"),
+        "engine_runs_beside_training",
+        f"{ROLLOUTS}.mode: got asynchronous, expected synchronous without cluster.roles.generation: the engines sleep"
+        " while the trainer uses their GPUs",
+    ),
+    (
+        (*AHEAD, f"{ROLLOUTS}.target_lag=2"),
+        "lag_is_a_number_of_steps",
+        f"{ROLLOUTS}.target_lag: got 2, expected at most {LAG} = 1, or null",
+    ),
+    (
+        (*AHEAD, "grpo.num_prompts_per_step=32"),
+        "lag_is_a_number_of_steps",
+        f"{LAG}: got 1, expected 0 or at least 2: a step is 2 optimizer steps, and fewer let no group run ahead",
+    ),
+    (
+        (*AHEAD, f"{LAG}=2", "loss_fn.force_on_policy_ratio=always"),
+        "old_tokens_are_corrected",
+        "loss_fn.force_on_policy_ratio: got always, expected another with loss_fn.importance_sampling_correction none"
+        f" and {LAG} 2: old weights sampled the tokens, and nothing would weigh them; truncated does",
+    ),
+    (
+        (*AHEAD, "loss_fn.objective=reinforce"),
+        "old_tokens_are_corrected",
+        "loss_fn.objective: got reinforce, expected another with loss_fn.importance_sampling_correction none and"
+        f" {LAG} 1: old weights sampled the tokens, and nothing would weigh them; truncated does",
+    ),
+    (
+        (*AHEAD, f"{LAG}=2", "grpo.num_prompts_per_step=32", f"{REPLAY}=old_policy"),
+        "replayed_routes_are_of_one_version",
+        f"{REPLAY}: got old_policy, expected none or rollout with {LAG} 2: the routes of a pass before the update are"
+        " of other weights than those that sampled the tokens",
+    ),
+    (
+        (*AHEAD, "grpo.use_dynamic_sampling=true"),
+        "steps_take_groups_as_they_come",
+        f"grpo.use_dynamic_sampling: got true, expected false with {ROLLOUTS}.mode asynchronous: groups are generated"
+        " ahead of the step that would replace them",
+    ),
+    (
+        (f"{ROLLOUTS}.replay_schedule=schedule.jsonl",),
+        "schedule_is_read",
+        f"{ROLLOUTS}.replay_schedule: got schedule.jsonl, expected null with {ROLLOUTS}.mode synchronous",
+    ),
     (
         ("policy.generation.backend=vllm", f"{VLLM}.tensor_parallel_size=2"),
         "engine_has_what_it_needs",
@@ -429,6 +482,13 @@ def test_every_rule_has_a_broken_example() -> None:
         ("grpo.dynamic_sampling_max_gen_batches=1",),
         ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2"),
         (f"{LEAVE_ONE_OUT}=true",),
+        (f"{ROLLOUTS}.mode=asynchronous", f"{LAG}=0"),
+        (f"{ROLLOUTS}.mode=asynchronous", f"{ROLLOUTS}.replay_schedule=schedule.jsonl"),
+        AHEAD,
+        (*AHEAD, "loss_fn.objective=reinforce", "loss_fn.importance_sampling_correction=truncated"),
+        (*AHEAD, "loss_fn.force_on_policy_ratio=always", f"{LAG}=0"),
+        (*AHEAD, f"{REPLAY}=rollout"),
+        (f"{LAG}=9", "loss_fn.force_on_policy_ratio=always"),
         # Two updates a step: ten of them, of which five warm up.
         ("grpo.max_num_steps=3", "grpo.num_prompts_per_step=32"),
         ("grpo.max_num_steps=5", "policy.megatron_cfg.scheduler.lr_decay_iters=100"),

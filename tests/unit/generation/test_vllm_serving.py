@@ -5,6 +5,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,7 +58,8 @@ class Stream:
             return RayActorError()
         worker.order.append(request.seed)
         tokens = np.array([request.seed])
-        return [(number, GeneratedSequence(tokens, np.zeros(1, np.float32), False, self._version))]
+        found = GeneratedSequence(tokens, np.zeros(1, np.float32), False, self._version)
+        return [(number, replace(found, is_partial=worker.breaks_off))]
 
 
 class Worker:
@@ -70,10 +72,14 @@ class Worker:
         self.fatal, self.lock = fatal, threading.Lock()
         self.generate, self.add = Call(self._generate), Call(self._add)
         self.num_steps = Call(lambda: len(self.order))
+        self.break_off, self.breaks_off = Call(self._break_off), False
 
     def _add(self, requests: Mapping[int, GenerationRequest]) -> None:
         with self.lock:
             self.inbox.update(requests)
+
+    def _break_off(self, is_wanted: bool) -> None:
+        self.breaks_off = is_wanted
 
     def _generate(self, requests: Mapping[int, GenerationRequest], version: int) -> Stream:
         self.calls.append(len(requests))
@@ -199,3 +205,24 @@ def test_a_call_that_is_broken_off_leaves_nothing_for_the_next_one() -> None:
     serve.drain()
     assert actors.present[0].results is None
     assert asyncio.run(again()) == 9
+
+
+def test_engines_come_to_rest_with_all_requests_answered_and_take_others_behind() -> None:
+    """A22: what is broken off is answered by what there is of it, and not lost."""
+    actors = Actors(2)
+
+    async def body() -> tuple[list[GeneratedSequence], GeneratedSequence]:
+        serve = serving_of(actors)
+        first = [asyncio.create_task(serve.generate(request(seed))) for seed in range(6)]
+        abandoned = asyncio.create_task(serve.generate(request(99)))
+        await asyncio.sleep(0)
+        abandoned.cancel()
+        await serve.come_to_rest()
+        found = [task.result() for task in first]
+        assert all(actor.results is None for actor in actors.present), "no engine has work"
+        await serve.come_to_rest()
+        return found, await serve.generate(request(7))
+
+    found, later = asyncio.run(body())
+    assert all(sequence.is_partial for sequence in found)
+    assert not later.is_partial

@@ -161,7 +161,7 @@ def test_a_task_that_a_function_starts_counts_for_it() -> None:
 
 
 def test_code_that_cannot_be_cancelled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_rl_moe.rollouts.worker.CLEANUP_S", 0.1)
+    monkeypatch.setattr("nemo_rl_moe.rollouts.pool.CLEANUP_S", 0.1)
 
     async def stubborn(session: Session, clock: MovedClock) -> Trajectory:
         await session.generate()

@@ -14,18 +14,15 @@ import pytest
 from nemo_rl_moe.algorithms.grpo_batch import make_source
 from nemo_rl_moe.data.prompts import Prompt, PromptLoader
 from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rollouts.asynchronous.accounts import TrajectoryBatch
 from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
 from nemo_rl_moe.rollouts.asynchronous.dispatcher import Dispatcher
+from nemo_rl_moe.rollouts.asynchronous.group_maker import group_seeds
 from nemo_rl_moe.rollouts.asynchronous.groups import Ticket
+from nemo_rl_moe.rollouts.asynchronous.loops import LoopThread, RunCoroutine
 from nemo_rl_moe.rollouts.asynchronous.prompts import QueueState
 from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledStep
-from nemo_rl_moe.rollouts.asynchronous.source import (
-    AsynchronousSource,
-    LoopThread,
-    RunCoroutine,
-    feed_of_epochs,
-    group_seeds,
-)
+from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource, feed_of_epochs
 from nemo_rl_moe.rollouts.asynchronous.staleness import make_policy
 from nemo_rl_moe.rollouts.environment import Environment, Session, SingleTurn
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
@@ -66,7 +63,9 @@ def asynchronous(
     )
     policy = make_policy("policy", "in_order", Bounds(2, lag), "wait")
     dispatcher = Dispatcher(make_group, feed_of_epochs(loader(), NUM_EPOCHS, 2), policy, state=state)
-    return AsynchronousSource(dispatcher, run, len(loader()), 3, **options)
+    source = AsynchronousSource(dispatcher, run, len(loader()), 3, **options)
+    source.updated(0 if state is None else state.version)
+    return source
 
 
 def synchronous_groups(environment: Environment) -> list[RolloutGroups]:
@@ -129,7 +128,11 @@ def test_with_staleness_tokens_carry_the_version_that_sampled_them() -> None:
     """A trajectory that runs when weights change has both versions; its group has that of the dispatch (A1)."""
     with virtual_loop() as loop:
         engine, steps = ScriptedEngine(token_s=2.0), list[ScheduledStep]()
-        record = lambda batch: steps.append(ScheduledStep.of(batch))  # noqa: E731
+
+        def record(batch: TrajectoryBatch) -> dict[str, float]:
+            steps.append(ScheduledStep.of(batch))
+            return {}
+
         source = asynchronous(loop.run_until_complete, engine, TwoTurns(), lag=1, observe=record)
         found = [train(loop.run_until_complete, source, engine, step) for step in range(4)]
         assert source.stop(), "groups ran ahead"
@@ -150,7 +153,7 @@ def test_a_run_that_goes_on_trains_on_what_was_finished() -> None:
         first = asynchronous(loop.run_until_complete, engine := ScriptedEngine(0.1), lag=2)
         for step in range(2):
             train(loop.run_until_complete, first, engine, step)
-        state = first.state(version=2)
+        state = first.queue_state(2)
         first.stop()
         assert state.queue, "something was ready"
         second = asynchronous(loop.run_until_complete, engine, lag=2, state=state)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from nemo_rl_moe.errors import CheckpointError
-from nemo_rl_moe.rollouts.asynchronous.prompts import OpenPrompt, PromptFeed, QueueState
+from nemo_rl_moe.rollouts.asynchronous.prompts import OpenPrompt, PromptFeed, QueueState, drawn_again
 from tests.support.scripted_rollouts import STUCK, ScriptedPrompt, ScriptedRun, scripted_prompts
 from tests.support.virtual_clock import run_virtually
 
@@ -111,3 +111,14 @@ def test_other_prompts_are_refused() -> None:
     others = (ScriptedPrompt(f"line {number}") for number in range(12))
     with pytest.raises(CheckpointError, match="prompt 1 was prompt 1, and is line 1 now"):
         PromptFeed(others, 12).restore(state)
+
+
+def test_what_a_run_with_other_settings_cannot_train_on_is_drawn_again() -> None:
+    state = state_after(2)
+    assert drawn_again(state, 2, lambda group: True) == state
+    other_size = drawn_again(state, 2, lambda group: group != "7/0")
+    assert [found.group for found in other_size.queue] == ["8/0"]
+    assert [prompt.position for prompt in other_size.open] == [1, 5, 7, 9, 10, 11]
+    other_versions = drawn_again(state, 4, lambda group: True)
+    assert (other_versions.version, other_versions.queue) == (4, ())
+    assert other_versions.consumed == state.consumed

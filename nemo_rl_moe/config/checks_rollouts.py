@@ -1,0 +1,98 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of asynchronous rollouts; see `checks.py`."""
+
+from collections.abc import Iterator
+
+from nemo_rl_moe.config.schema import GRPOMasterConfig, engines_share_gpus
+from nemo_rl_moe.config.schema_run import GENERATION_ROLE
+
+KEY = "grpo.rollouts"
+LAG_KEY = f"{KEY}.max_staleness"
+
+
+def engine_runs_beside_training(config: GRPOMasterConfig) -> Iterator[str]:
+    """Yield the engine that cannot generate while the trainer works."""
+    rollouts, generation = config.grpo.rollouts, config.policy.generation
+    if not rollouts.is_asynchronous:
+        return
+    if engines_share_gpus(config):
+        yield (
+            f"{KEY}.mode: got asynchronous, expected synchronous without cluster.roles.{GENERATION_ROLE}: the engines"
+            " sleep while the trainer uses their GPUs"
+        )
+    elif rollouts.max_staleness > 0 and generation.engine.shares_weights and rollouts.replay_schedule is None:
+        yield (
+            f"{LAG_KEY}: got {rollouts.max_staleness}, expected 0 with policy.generation.backend {generation.backend},"
+            " which generates with the weights that are trained; an engine with a copy of them (vllm) can run ahead"
+        )
+
+
+def lag_is_a_number_of_steps(config: GRPOMasterConfig) -> Iterator[str]:
+    """Yield limits of staleness that contradict each other."""
+    rollouts, updates = config.grpo.rollouts, config.updates_per_step
+    if not rollouts.is_asynchronous:
+        return
+    target, most = rollouts.target_lag, rollouts.max_staleness
+    if target is not None and target > most:
+        yield f"{KEY}.target_lag: got {target}, expected at most {LAG_KEY} = {most}, or null"
+    lag = most if target is None else target
+    if 0 < lag < updates:
+        key = LAG_KEY if target is None else f"{KEY}.target_lag"
+        yield (
+            f"{key}: got {lag}, expected 0 or at least {updates}: a step is {updates} optimizer steps, and fewer let no"
+            " group run ahead"
+        )
+
+
+def old_tokens_are_corrected(config: GRPOMasterConfig) -> Iterator[str]:
+    """Yield losses that would take tokens of old weights for the policy's own."""
+    lag, loss = config.grpo.rollouts.most_lag, config.loss_fn
+    if lag == 0 or loss.importance_sampling_correction != "none":
+        return
+    forced = {
+        "loss_fn.force_on_policy_ratio: got always": loss.force_on_policy_ratio == "always",
+        "loss_fn.objective: got reinforce": loss.objective == "reinforce",
+    }
+    for setting, is_chosen in forced.items():
+        if is_chosen:
+            yield (
+                f"{setting}, expected another with loss_fn.importance_sampling_correction none and {LAG_KEY} {lag}: old"
+                " weights sampled the tokens, and nothing would weigh them; truncated does"
+            )
+
+
+def replayed_routes_are_of_one_version(config: GRPOMasterConfig) -> Iterator[str]:
+    """Yield the replay of routes that the weights which sampled the tokens did not take."""
+    lag, replay = config.grpo.rollouts.most_lag, config.policy.megatron_cfg.routing_replay
+    if lag > 0 and replay == "old_policy":
+        yield (
+            f"policy.megatron_cfg.routing_replay: got old_policy, expected none or rollout with {LAG_KEY} {lag}: the"
+            " routes of a pass before the update are of other weights than those that sampled the tokens"
+        )
+
+
+def steps_take_groups_as_they_come(config: GRPOMasterConfig) -> Iterator[str]:
+    """Yield the dynamic sampling, which replaces groups within a step."""
+    if config.grpo.rollouts.is_asynchronous and config.grpo.use_dynamic_sampling:
+        yield (
+            f"grpo.use_dynamic_sampling: got true, expected false with {KEY}.mode asynchronous: groups are generated"
+            " ahead of the step that would replace them"
+        )
+
+
+def schedule_is_read(config: GRPOMasterConfig) -> Iterator[str]:
+    """Yield the schedule that no synchronous run reads."""
+    rollouts = config.grpo.rollouts
+    if rollouts.replay_schedule is not None and not rollouts.is_asynchronous:
+        yield f"{KEY}.replay_schedule: got {rollouts.replay_schedule}, expected null with {KEY}.mode synchronous"
+
+
+ROLLOUT_RULES = (
+    engine_runs_beside_training,
+    lag_is_a_number_of_steps,
+    old_tokens_are_corrected,
+    replayed_routes_are_of_one_version,
+    steps_take_groups_as_they_come,
+    schedule_is_read,
+)

@@ -1,0 +1,52 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The section `grpo.rollouts`: rollouts that take turns with training, or run ahead of it."""
+
+from typing import Literal
+
+from nemo_rl_moe.config.schema_base import CustomCode, NonNegativeInt, PositiveInt, Seconds, StrictModel, Text
+
+OnStale = Literal["wait", "drop"]
+"""Treatment of groups that get too old, as `grpo.rollouts.on_stale` names it."""
+Partial = Literal["continue", "restart", "discard"]
+"""Treatment of groups that run when weights change, as `grpo.rollouts.partial` names it."""
+
+
+class RolloutsConfig(StrictModel):
+    """When responses are generated. All keys but `mode` are read in asynchronous mode alone."""
+
+    mode: Literal["synchronous", "asynchronous"]
+    """synchronous: generation and training take turns; asynchronous: responses are generated while training runs, by an
+    engine with a copy of the weights."""
+    order: Literal["in_order", "windowed", "ready_first"] | CustomCode
+    """Groups that a step trains on. in_order: in the order of the prompts, whatever the time that each takes; windowed:
+    finished groups, the oldest weights first; ready_first: finished groups, the first finished first; otherwise
+    `package.module:function`, which takes a `QueueView` and returns positions."""
+    max_staleness: NonNegativeInt
+    """Most optimizer steps between the weights that a group was begun with and those that it trains, its time in the
+    queue included; 0: none, which is the synchronous run, to the bit on the trainer's engine."""
+    target_lag: NonNegativeInt | None
+    """Optimizer steps that generation runs ahead, where no group waits for a straggler; null: `max_staleness`."""
+    on_stale: OnStale
+    """Groups that get too old. wait: training waits for them, and none is lost; drop: they are cancelled, and their
+    prompts come again."""
+    partial: Partial
+    """Groups that run when weights change. continue: they go on under the new weights, token for token; restart: they
+    begin again, and keep their place; discard: they are cancelled, and their prompts come again."""
+    group_timeout_s: Seconds | None
+    """Seconds after which a group is cancelled; its prompt comes again once. null: no limit."""
+    concurrency: PositiveInt | None
+    """Most groups that are generated at the same time; null: as many as the staleness allows."""
+    replay_schedule: Text | None
+    """`schedule.jsonl` of an earlier run, whose steps are trained on the same groups, each begun with the weights of
+    the same step and finished before they change; null: none."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Return whether rollouts run ahead of training."""
+        return self.mode == "asynchronous"
+
+    @property
+    def most_lag(self) -> int:
+        """Return the optimizer steps by which responses may be older than the weights that they train."""
+        return self.max_staleness if self.is_asynchronous else 0

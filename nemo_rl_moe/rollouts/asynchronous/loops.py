@@ -1,0 +1,72 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Event loops of rollouts: in a thread of its own beside training, or run by the thread that waits for them."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+Result = TypeVar("Result")
+
+
+class RunCoroutine(Protocol):
+    """Runs coroutines in the event loop of the rollouts."""
+
+    def __call__(self, coroutine: Coroutine[Any, Any, Result], /) -> Result:
+        """Run a coroutine to its end, and return its result."""
+        ...
+
+
+class RolloutLoop(Protocol):
+    """An event loop of rollouts."""
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine to its end, and return its result."""
+        ...
+
+    def close(self) -> None:
+        """End the loop; its source is stopped before."""
+        ...
+
+
+class LoopThread:
+    """An event loop in a thread of its own, which goes on while the main thread trains."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine in the loop, and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def close(self) -> None:
+        """End the loop and its thread; its source is stopped before."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class CallersLoop:
+    """An event loop that runs while its caller waits, and at no other time.
+
+    An engine that shares the trainer's weights computes with them in the caller's thread, when it does not train.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run the loop until a coroutine has ended, and return its result."""
+        return self._loop.run_until_complete(coroutine)
+
+    def close(self) -> None:
+        """End the loop; its source is stopped before."""
+        self._loop.close()
+
+
+async def in_loop(function: Callable[[], Result]) -> Result:
+    """Call a function in the thread of the loop that runs this."""
+    return function()

@@ -1,0 +1,263 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The queue of asynchronous rollouts in a checkpoint: prompts in `queue.json`, tokens in `queue.safetensors`.
+
+Finished groups come back as they are, running ones are drawn again. Groups with images, and those whose routed experts
+were lost with an engine, count as running ones.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from jaxtyping import Shaped
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from nemo_rl_moe.checksums import find_damage, write_inventory
+from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.distributed.stored_rows import Fetch, RowStore, StoredRows
+from nemo_rl_moe.errors import CheckpointError, DamagedCheckpointError
+from nemo_rl_moe.rewards.interface import Fault
+from nemo_rl_moe.rollouts.asynchronous.groups import Finished, Ticket
+from nemo_rl_moe.rollouts.asynchronous.prompts import OpenPrompt, QueueState
+from nemo_rl_moe.rollouts.trajectory import FinishReason, Trajectory
+
+FOLDER = "rollouts"
+"""Folder of a checkpoint."""
+JSON_FILE, TENSOR_FILE = "queue.json", "queue.safetensors"
+State = QueueState[Prompt, list[Trajectory]]
+Found = Finished[Prompt, list[Trajectory]]
+
+_PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "weight_versions")
+_ROUTES = "routed_experts"
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_inf_nan="strings")
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Trajectory(BaseModel):
+    model_config = _STRICT
+
+    num_tokens: Count
+    num_route_rows: Count | None
+    sample_id: str
+    group_id: str
+    reward: float
+    is_correct: bool
+    finish_reason: FinishReason
+    num_turns: Count
+    prompt_text: str
+    response_text: str
+    fault: str | None
+    fault_message: str
+    overlong: str
+    rewards: dict[str, float]
+    metrics: dict[str, float]
+
+
+class _Group(BaseModel):
+    model_config = _STRICT
+
+    position: Count
+    sample_id: str
+    version: Count
+    admitted_version: Count
+    attempt: Count
+    num_faults: Count
+    lost_s: float
+    finished_version: Count
+    number: Count
+    trajectories: list[_Trajectory]
+
+
+class _OpenPrompt(BaseModel):
+    model_config = _STRICT
+
+    position: Count
+    sample_id: str
+    attempt: Count
+    num_faults: Count
+
+
+class _Queue(BaseModel):
+    model_config = _STRICT
+
+    format_version: Literal[1]
+    version: Count
+    num_taken: Count
+    open: list[_OpenPrompt]
+    given_up: list[Count]
+    groups: list[_Group]
+
+
+def write_queue(checkpoint: Path, state: State, fetch: Fetch) -> None:
+    """Write what a run goes on with into the folder of a checkpoint.
+
+    Args:
+        checkpoint: Its folder.
+        state: What it keeps.
+        fetch: Fetches routed experts by their handles.
+
+    Raises:
+        OSError: The disk did not take it.
+    """
+    routes = {found.ticket.position: _fetched_routes(found.group, fetch) for found in state.queue}
+    state = state.keeping(lambda found: routes[found.ticket.position] is not None, state.version)
+    queue = _Queue(
+        format_version=1,
+        version=state.version,
+        num_taken=state.num_taken,
+        open=[_OpenPrompt(**vars(prompt)) for prompt in state.open],
+        given_up=list(state.given_up),
+        groups=[_group(found, routes[found.ticket.position] or []) for found in state.queue],
+    )
+    folder = checkpoint / FOLDER
+    folder.mkdir()
+    (folder / JSON_FILE).write_text(queue.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    trajectories = [trajectory for found in state.queue for trajectory in found.group]
+    tensors = {name: _joined([getattr(each, name) for each in trajectories]) for name in _PER_TOKEN if trajectories}
+    rows = [each for found in state.queue for each in routes[found.ticket.position] or [] if each is not None]
+    save_file(tensors | ({_ROUTES: _joined(rows)} if rows else {}), folder / TENSOR_FILE)
+    write_inventory(folder)
+
+
+def read_queue(checkpoint: Path, prompts: Iterator[Prompt], store: RowStore) -> State | None:
+    """Read what a run goes on with; None: the checkpoint has no queue.
+
+    Args:
+        checkpoint: Its folder.
+        prompts: Those of all epochs, from the first one on.
+        store: Takes routed experts.
+
+    Raises:
+        DamagedCheckpointError: Files are not what was written.
+        CheckpointError: The prompts are others, or another version has written the files.
+    """
+    folder = checkpoint / FOLDER
+    if not folder.is_dir():
+        return None
+    if problems := find_damage(folder):
+        raise DamagedCheckpointError(problems)
+    try:
+        queue = _Queue.model_validate_json((folder / JSON_FILE).read_bytes())
+        tensors = load_file(folder / TENSOR_FILE)
+    except (OSError, ValidationError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: cannot be read: {str(error).splitlines()[0]}") from None
+    num_needed = max([queue.num_taken, *(group.position + 1 for group in queue.groups)])
+    by_position = dict(enumerate(islice(prompts, num_needed)))
+    return QueueState(
+        queue.version,
+        queue.num_taken,
+        tuple(OpenPrompt(**dict(prompt)) for prompt in queue.open),
+        tuple(queue.given_up),
+        tuple(_finished(queue, tensors, by_position, store)),
+    )
+
+
+def _fetched_routes(group: Sequence[Trajectory], fetch: Fetch) -> list[Shaped[np.ndarray, "rows ..."] | None] | None:
+    """Return the routed experts of each trajectory at hand; None where the group cannot be written."""
+    found: list[Shaped[np.ndarray, "rows ..."] | None] = []
+    for trajectory in group:
+        stored = trajectory.routed_experts
+        if trajectory.model_inputs:
+            return None
+        if stored is None:
+            found.append(None)
+            continue
+        arrays = fetch([piece.source for piece in stored.pieces])
+        parts = [
+            None if array is None else array[piece.first : piece.first + piece.num_rows]
+            for array, piece in zip(arrays, stored.pieces, strict=True)
+        ]
+        present = [part for part in parts if part is not None]
+        if len(present) < len(parts) or sum(map(len, present)) < stored.end:
+            return None  # lost with an engine, or with a gap
+        found.append(_joined(present))
+    return found
+
+
+def _joined(arrays: Sequence[Shaped[np.ndarray, "rows ..."]]) -> Shaped[np.ndarray, "rows ..."]:
+    return np.ascontiguousarray(np.concatenate(arrays))
+
+
+def _group(found: Found, routes: Sequence[Shaped[np.ndarray, "rows ..."] | None]) -> _Group:
+    ticket = found.ticket
+    return _Group(
+        position=ticket.position,
+        sample_id=ticket.prompt.sample_id,
+        version=ticket.version,
+        admitted_version=ticket.admitted_version,
+        attempt=ticket.attempt,
+        num_faults=ticket.num_faults,
+        lost_s=ticket.lost_s,
+        finished_version=found.version,
+        number=found.number,
+        trajectories=[_trajectory(each, rows) for each, rows in zip(found.group, routes, strict=True)],
+    )
+
+
+def _trajectory(trajectory: Trajectory, routes: Shaped[np.ndarray, "rows ..."] | None) -> _Trajectory:
+    return _Trajectory(
+        num_tokens=len(trajectory.token_ids),
+        num_route_rows=None if routes is None else len(routes),
+        sample_id=trajectory.sample_id,
+        group_id=trajectory.group_id,
+        reward=trajectory.reward,
+        is_correct=trajectory.is_correct,
+        finish_reason=trajectory.finish_reason,
+        num_turns=trajectory.num_turns,
+        prompt_text=trajectory.prompt_text,
+        response_text=trajectory.response_text,
+        fault=None if trajectory.fault is None else trajectory.fault.value,
+        fault_message=trajectory.fault_message,
+        overlong=trajectory.overlong,
+        rewards=dict(trajectory.rewards),
+        metrics=dict(trajectory.metrics),
+    )
+
+
+def _finished(
+    queue: _Queue,
+    tensors: Mapping[str, Shaped[np.ndarray, "..."]],
+    prompts: Mapping[int, Prompt],
+    store: RowStore,
+) -> Iterator[Found]:
+    """Yield the groups, in the order in which they were written."""
+    first_token = first_row = 0
+    for group in queue.groups:
+        prompt = prompts.get(group.position)
+        if prompt is None or prompt.sample_id != group.sample_id:
+            now = "missing" if prompt is None else prompt.sample_id
+            raise CheckpointError(f"prompt {group.position} was {group.sample_id}, and is {now} now")
+        trajectories = []
+        for each in group.trajectories:
+            per_token = {name: tensors[name][first_token : first_token + each.num_tokens] for name in _PER_TOKEN}
+            first_token += each.num_tokens
+            rows: StoredRows | None = None
+            if each.num_route_rows is not None:
+                (rows,) = store.keep([tensors[_ROUTES][first_row : first_row + each.num_route_rows]])
+                first_row += each.num_route_rows
+            trajectories.append(_restored(each, per_token, rows))
+        ticket = Ticket(
+            prompt,
+            group.position,
+            group.version,
+            group.admitted_version,
+            group.attempt,
+            group.num_faults,
+            group.lost_s,
+        )
+        yield Finished(ticket, trajectories, group.finished_version, group.number)
+
+
+def _restored(
+    saved: _Trajectory, per_token: Mapping[str, Shaped[np.ndarray, " tokens"]], routes: StoredRows | None
+) -> Trajectory:
+    names = {each.name for each in fields(Trajectory)}
+    values: dict[str, Any] = {name: value for name, value in saved if name in names} | dict(per_token)
+    values["fault"] = None if saved.fault is None else Fault(saved.fault)
+    return Trajectory(**values, routed_experts=routes)

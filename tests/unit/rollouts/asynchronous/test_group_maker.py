@@ -1,0 +1,193 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of a rollout worker, made one at a time: the synchronous ones, and their limits, errors and ends."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_rl_moe.algorithms.grpo_batch import make_source
+from nemo_rl_moe.checkpoints.state import LoopState
+from nemo_rl_moe.data.prompts import PromptLoader
+from nemo_rl_moe.generation.interface import GenerationEngine
+from nemo_rl_moe.launch.asynchronous import plan_rollouts, running_source, state_at
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rewards.interface import Fault, Score
+from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource
+from nemo_rl_moe.rollouts.environment import Environment, RolloutFunction, Session, SingleTurn
+from nemo_rl_moe.rollouts.limits import STOP_GRACE_S, RolloutLimits, RolloutsGivenUpError
+from nemo_rl_moe.rollouts.source import RolloutGroups
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.rollouts.worker import RolloutWorker
+from tests.support.grpo_fakes import (
+    SAMPLING,
+    FakeEngine,
+    FakeRewardFunction,
+    as_numbers,
+    from_numbers,
+    prompts,
+    small_config,
+)
+from tests.support.scripted_engine import ScriptedEngine
+
+WITH_COPY = ("policy.generation.backend=vllm",)
+EngineOf = Callable[[], GenerationEngine]
+
+
+class TwoTurns:
+    """Asks twice."""
+
+    async def rollout(self, session: Session) -> Trajectory:
+        await session.generate()
+        session.append([7, 8])
+        await session.generate()
+        return session.finish(await session.score())
+
+
+def loader() -> PromptLoader:
+    return PromptLoader(prompts(7), 2, seed=3, shuffle=True)
+
+
+def worker_of(engine: Any, environment: Environment, limits: RolloutLimits | None = None, **more: Any) -> RolloutWorker:
+    return RolloutWorker(
+        engine,
+        FakeRewardFunction(),
+        environment,
+        as_numbers,
+        from_numbers,
+        100,
+        limits=limits or RolloutLimits(),
+        **more,
+    )
+
+
+@contextmanager
+def source_of(
+    worker: RolloutWorker, tmp_path: Any, *overrides: str, warn: Callable[[str], None] = lambda text: None
+) -> Iterator[AsynchronousSource]:
+    backend = () if worker.engine.shares_weights else WITH_COPY
+    config = small_config("grpo.max_num_epochs=2", "grpo.rollouts.mode=asynchronous", *backend, *overrides)
+    plan = plan_rollouts(config)
+    assert plan is not None
+    with running_source(
+        config, plan, worker, loader(), SAMPLING, tmp_path, state_at(config, LoopState(), None, loader()), warn
+    ) as source:
+        source.updated(0)
+        yield source
+
+
+def assert_same(one: RolloutGroups, other: RolloutGroups) -> None:
+    for ours, theirs in zip(one.trained, other.trained, strict=True):
+        for each in fields(Trajectory):
+            np.testing.assert_array_equal(getattr(ours, each.name), getattr(theirs, each.name), err_msg=each.name)
+
+
+@pytest.mark.parametrize("environment", [SingleTurn(), TwoTurns()], ids=["one turn", "two turns"])
+@pytest.mark.parametrize(
+    "make_engine", [lambda: FakeEngine(), lambda: FakeEngine(shares_weights=False), ScriptedEngine]
+)
+def test_without_staleness_groups_are_those_of_the_synchronous_source(
+    make_engine: EngineOf, environment: Environment, tmp_path: Any
+) -> None:
+    """Tokens, seeds, rewards and names are equal, and the trainer's engine sees the same batches of requests."""
+    first, second = make_engine(), make_engine()
+    config = small_config("grpo.max_num_epochs=2")
+    expected = make_source(config, worker_of(first, environment), loader(), SAMPLING)
+    with source_of(worker_of(second, environment), tmp_path, "grpo.rollouts.max_staleness=0") as source:
+        for step in range(6):
+            assert not source.is_used_up
+            groups = source.next(step, PhaseClock())
+            assert_same(groups, expected.next(step, PhaseClock()))
+            assert groups.is_on_policy
+            source.update_pending(step + 1)
+            source.updated(step + 1)
+            with source.paused():
+                pass
+        assert source.is_used_up
+    if isinstance(first, FakeEngine) and isinstance(second, FakeEngine) and first.shares_weights:
+        assert second.requests == first.requests
+
+
+def test_a_trajectory_that_takes_too_long_fails_and_its_group_is_whole(tmp_path: Any) -> None:
+    async def hangs(session: Session) -> Trajectory:
+        turn = await session.generate()
+        if session.seed % 3 == 0:
+            await asyncio.sleep(1000.0)
+        return session.finish(Score(float(len(turn.token_ids)), is_correct=False))
+
+    limits = RolloutLimits(0.3, "here:hangs")
+    worker = worker_of(ScriptedEngine(), RolloutFunction(hangs, "here:hangs"), limits)
+    with source_of(worker, tmp_path) as source:
+        groups = source.next(0, PhaseClock())
+        assert len(groups.trained) == 6
+        faults = [each.fault for each in groups.trained]
+        assert set(faults) <= {None, Fault.TIMEOUT}
+        assert Fault.TIMEOUT in faults + [each.fault for each in source.next(0, PhaseClock()).trained]
+
+
+def test_an_error_of_the_engine_ends_the_run_with_itself(tmp_path: Any) -> None:
+    class Broken(ScriptedEngine):
+        async def generate(self, request: Any) -> Any:
+            raise RuntimeError("the engine is gone")
+
+    class BrokenInLockstep(FakeEngine):
+        def answers(self, requests: Any) -> Any:
+            raise RuntimeError("the ranks are gone")
+
+    with source_of(worker_of(Broken(), SingleTurn()), tmp_path) as source:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the engine is gone"):
+                source.next(0, PhaseClock())
+    in_lockstep = worker_of(BrokenInLockstep(), SingleTurn())
+    lockstep_source = source_of(in_lockstep, tmp_path, "grpo.rollouts.max_staleness=0")
+    with lockstep_source as source, pytest.raises(RuntimeError, match="the ranks are gone"):
+        source.next(0, PhaseClock())
+
+
+def test_a_request_to_stop_gives_up_what_hangs(tmp_path: Any) -> None:
+    clock, asked = [0.0], [False]
+    limits = RolloutLimits(None, "here:function", lambda: "SIGTERM" if asked[0] else None, clock=lambda: clock[0])
+
+    async def hangs(session: Session) -> Trajectory:
+        asked[0] = True
+        loop = asyncio.get_running_loop()
+        for _ in range(100):
+            clock[0] += STOP_GRACE_S / 5
+            await asyncio.sleep(0.05)
+        await loop.create_future()
+        raise AssertionError
+
+    worker = worker_of(ScriptedEngine(), RolloutFunction(hangs, "here:function"), limits)
+    with source_of(worker, tmp_path) as source, pytest.raises(RolloutsGivenUpError, match="SIGTERM"):
+        source.next(0, PhaseClock())
+
+
+def test_a_prompt_that_is_given_up_is_reported_and_its_tokens_are_counted(tmp_path: Any) -> None:
+    """A8: a stuck group is cancelled at its deadline, comes again once, and does not keep the step."""
+    warned: list[str] = []
+
+    async def stuck(session: Session) -> Trajectory:
+        turn = await session.generate()
+        if session.prompt.sample_id == "train:3":
+            await asyncio.sleep(1000.0)
+        return session.finish(Score(float(len(turn.token_ids)), is_correct=False))
+
+    worker = worker_of(ScriptedEngine(), RolloutFunction(stuck, "here:stuck"))
+    metrics: list[dict[str, float]] = []
+    with source_of(worker, tmp_path, "grpo.rollouts.group_timeout_s=0.5", warn=warned.append) as source:
+        step = 0
+        while not source.is_used_up and step < 4:
+            metrics.append(dict(source.next(step, PhaseClock()).metrics))
+            step += 1
+            source.update_pending(step)
+            source.updated(step)
+    assert any("train:3 is given up after 2 groups (deadline)" in line for line in warned)
+    wasted = [found for found in metrics if found["rollouts/wasted_tokens"]]
+    assert wasted, "tokens of a group that was cancelled"
+    assert all(found["rollouts/wasted_tokens"] == found["rollouts/wasted_tokens/deadline"] for found in wasted)
+    assert sum(found.get("rollouts/num_cancelled/deadline", 0) for found in metrics) >= 2

@@ -1,0 +1,120 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The queue in a checkpoint's folder: every field of a trajectory comes back, and damage is found."""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.distributed.batch import ModelInput
+from nemo_rl_moe.distributed.stored_rows import IN_PLACE, StoredRows, fetch_rows
+from nemo_rl_moe.errors import CheckpointError, DamagedCheckpointError
+from nemo_rl_moe.rewards.interface import Fault
+from nemo_rl_moe.rollouts.asynchronous.groups import Finished, Ticket
+from nemo_rl_moe.rollouts.asynchronous.prompts import OpenPrompt, QueueState
+from nemo_rl_moe.rollouts.asynchronous.saved_queue import FOLDER, TENSOR_FILE, read_queue, write_queue
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.grpo_fakes import prompts, trajectory
+
+State = QueueState[Prompt, list[Trajectory]]
+
+
+def some_trajectory(number: int, routes: StoredRows | None = None) -> Trajectory:
+    """Return one of which every field has a value of its own."""
+    made = trajectory(range(10, 11 + number), (5, 6, 1), (-0.25, -1e-30, -3.0 / 7), reward=1 / 3, is_truncated=True)
+    return replace(
+        made,
+        sample_id=f"train:{number}",
+        group_id=f"train:{number}#0",
+        logprobs=made.logprobs.astype(np.float32),
+        weight_versions=np.where(made.loss_mask, np.arange(len(made.loss_mask)), -1),
+        is_correct=True,
+        num_turns=2,
+        prompt_text="1 + 1\n",
+        response_text="\u00e9",
+        fault=Fault.TIMEOUT,
+        fault_message="late",
+        overlong="too long",
+        rewards={"accuracy": 0.1},
+        metrics={"env/num": 2.5},
+        routed_experts=routes,
+    )
+
+
+def rows(count: int, value: int) -> StoredRows:
+    return StoredRows.of(np.full((count, 2, 1), value, dtype=np.int16))
+
+
+def some_state() -> State:
+    first, second, third = prompts(3)
+    ticket = Ticket(second, 1, 3, 2, attempt=1, num_faults=1, lost_s=0.5)
+    routes = rows(2, 7).followed_by(rows(4, 8))
+    group = [some_trajectory(1, routes), some_trajectory(2, rows(5, 9))]
+    without_routes = Finished(Ticket(third, 2, 3, 3), [some_trajectory(3)], 4, 0)
+    opened = OpenPrompt(0, first.sample_id, 2, 1)
+    return QueueState(5, 3, (opened,), (), (Finished(ticket, group, 4, 1), without_routes))
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    state = some_state()
+    write_queue(tmp_path, state, list)
+    found = read_queue(tmp_path, iter(prompts(5)), IN_PLACE)
+    assert found is not None
+    assert (found.version, found.num_taken, found.open, found.given_up) == (5, 3, state.open, ())
+    assert [each.ticket for each in found.queue] == [each.ticket for each in state.queue]
+    assert [(each.version, each.number) for each in found.queue] == [(4, 1), (4, 0)]
+    for ours, theirs in zip(found.queue, state.queue, strict=True):
+        for one, other in zip(ours.group, theirs.group, strict=True):
+            for each in fields(Trajectory):
+                if each.name != "routed_experts":
+                    np.testing.assert_array_equal(getattr(one, each.name), getattr(other, each.name), each.name)
+            assert one.logprobs.dtype == np.float32
+    routes = [each.routed_experts for each in found.queue[0].group]
+    assert fetch_rows(routes, 6, -1, list, (2, 1), "int16")[:, :, 0, 0].tolist() == [
+        [7, 7, 8, 8, -1, -1],
+        [9, 9, 9, 9, 9, -1],
+    ]
+    assert found.queue[1].group[0].routed_experts is None
+
+
+def test_a_checkpoint_without_a_queue(tmp_path: Path) -> None:
+    assert read_queue(tmp_path, iter(prompts(5)), IN_PLACE) is None
+    write_queue(tmp_path, QueueState(0, 0, (), (), ()), list)
+    assert read_queue(tmp_path, iter(prompts(5)), IN_PLACE) == QueueState(0, 0, (), (), ())
+
+
+@pytest.mark.parametrize("reason", ["images", "lost"])
+def test_a_group_that_cannot_be_written_is_drawn_again(reason: str, tmp_path: Path) -> None:
+    state = some_state()
+    image: dict[str, ModelInput] = {"pixels": Any}  # type: ignore[dict-item]
+    first, second = state.queue
+    if reason == "images":
+        first = replace(first, group=[replace(first.group[0], model_inputs=image), first.group[1]])
+        write_queue(tmp_path, replace(state, queue=(first, second)), list)
+    else:
+        write_queue(tmp_path, state, lambda sources: [None for _ in sources])
+    found = read_queue(tmp_path, iter(prompts(5)), IN_PLACE)
+    assert found is not None
+    assert [(prompt.position, prompt.attempt) for prompt in found.open] == [(0, 2), (1, 1)]
+    assert [each.ticket.position for each in found.queue] == [2]
+
+
+def test_damage_and_other_prompts_are_refused(tmp_path: Path) -> None:
+    write_queue(tmp_path, some_state(), list)
+
+    def others() -> Iterator[Prompt]:
+        return iter(prompts(5, "other"))
+
+    with pytest.raises(CheckpointError, match="prompt 1 was train:1, and is other:1 now"):
+        read_queue(tmp_path, others(), IN_PLACE)
+    path = tmp_path / FOLDER / TENSOR_FILE
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=TENSOR_FILE):
+        read_queue(tmp_path, iter(prompts(5)), IN_PLACE)
