@@ -213,6 +213,7 @@ def test_excerpts_of_the_metric_are_tested_code() -> None:
 def test_there_are_commands_and_code_to_test() -> None:
     found = {(page.name, words[0]) for page, words in COMMANDS}
     assert found == {
+        ("asynchronous-rollouts.md", "grpo"),
         *(("README.md", command) for command in ("sft", "dpo", "grpo", "config", "data", "evaluate", "plan")),
         *(("dpo.md", command) for command in ("sft", "dpo", "config", "plan")),
         *(("grpo.md", command) for command in ("sft", "grpo", "config", "plan")),
