@@ -106,7 +106,8 @@ def _run(words: Sequence[str], *, owns_process: bool) -> int:
         return _reported(lambda: _refuse(options.command, missing))
     flags = [word for word in rest if word.startswith("-")]
     if unknown := rest if options.command == "convert" else flags:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        hint = "; overrides are written without dashes" if any("." in word for word in unknown) else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if options.command in _OF_FOLDERS:
         return _reported(lambda: _look_at_folders(options, rest))
     assert training is not None

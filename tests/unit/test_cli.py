@@ -82,6 +82,17 @@ def test_missing_config_names_the_shipped_ones(capsys: pytest.CaptureFixture[str
     assert "sft_tiny_moe.yaml" in error
 
 
+def test_a_file_without_its_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sft", "my_run.yaml", "sft.seed=1"]) == 2
+    assert capsys.readouterr().err == "error: sft: --config is missing; did you mean --config my_run.yaml?\n"
+
+
+def test_overrides_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["sft", "--config", "sft_tiny_moe.yaml", "--sft.seed=1"])
+    assert "unrecognized arguments: --sft.seed=1; overrides are written without dashes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["sfft"], [], ["sft", "--confg", "x"]])
 def test_wrong_usage_ends_with_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -121,7 +132,7 @@ _PATH = "PATH"
         ["config", "--config", _PATH],
         ["config", "--from-nemo-rl", _PATH],
         ["plan", "--config", "sft_tiny_moe.yaml", f"policy.model_name={_PATH}"],
-        ["data", "--config", "sft_tiny_moe.yaml", f"data.train.path={_PATH}"],
+        ["data", "--config", "sft_tiny_moe.yaml", "data.validation=null", f"data.train.path={_PATH}"],
         ["convert", "--from", "hf", "--to", "hf", "--input", _PATH, "--output", "converted"],
         ["report", _PATH],
         ["watch", "--once", _PATH],
