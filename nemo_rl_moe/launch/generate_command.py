@@ -12,7 +12,7 @@ from pathlib import Path
 from nemo_rl_moe.config.engines import BUILT_IN
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.errors import ConfigurationError, DataError, UserError
+from nemo_rl_moe.errors import ConfigurationError, DataError
 
 SUMMARY = "generate responses of a model to prompts, and write them as JSON lines"
 BASE_CONFIG = "grpo_generate.yaml"
@@ -117,16 +117,16 @@ def reported_by_option(options: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except (ConfigurationError, DataError) as error:
-        raise _renamed(error, options) from error
+        error.problems = _renamed(error.problems, options)
+        raise  # the same error, which may have been printed
 
 
-def _renamed(error: UserError, options: argparse.Namespace) -> UserError:
-    problems = error.problems
+def _renamed(problems: list[str], options: argparse.Namespace) -> list[str]:
     for name in _given(options):
         # The key itself, and no longer one that begins or ends with it.
         key = re.compile(rf"(?<![\w.]){re.escape(OPTIONS[name].key)}(?![\w.]*\w)")
         problems = [key.sub(name, problem) for problem in problems]
-    return type(error)(problems)
+    return problems
 
 
 def _given(options: argparse.Namespace) -> dict[str, str]:

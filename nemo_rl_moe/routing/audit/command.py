@@ -86,6 +86,11 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         raise DataError(
             f"--write-capture {options.write_capture}: got {len(paths)} paths, expected one: a capture is of one run"
         )
+    if options.write_capture is not None and described_by(options.write_capture).exists():
+        raise DataError(
+            f"--write-capture {options.write_capture}: holds a capture already, in which sequences would stand twice;"
+            " name another folder"
+        )
     if options.against is not None and len(paths) > 1:
         raise DataError(f"--against {options.against}: got {len(paths)} paths, expected one to compare with it")
     if options.format not in FORMATS:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An error in the input while Ray is still starting in the background."""
 
+import argparse
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.errors import DataError, UserError, report_problems
 from nemo_rl_moe.launch import early_start, setup
 from nemo_rl_moe.launch.early_start import EarlyCluster
+from nemo_rl_moe.launch.generate_command import OPTIONS, reported_by_option
 from nemo_rl_moe.launch.setup import ModelRun
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
@@ -44,3 +46,15 @@ def test_it_is_reported_before_ray_has_started(
     assert started.is_set(), "its end is waited for nevertheless"
     report_problems(caught.value)
     assert capsys.readouterr().err == "error: data.jsonl:3: no messages\n", "once"
+
+
+def test_one_that_names_options_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    options = argparse.Namespace(**{name.removeprefix("--").replace("-", "_"): None for name in OPTIONS})
+    options.prompts = "prompts.txt"
+    with pytest.raises(DataError) as caught, reported_by_option(options):
+        error = DataError("data.train.path: has no lines")
+        report_problems(error)
+        raise error
+    report_problems(caught.value)
+    assert capsys.readouterr().err == "error: data.train.path: has no lines\n"
+    assert caught.value.problems == ["--prompts: has no lines"]

@@ -225,6 +225,15 @@ def test_a_capture_is_written_of_what_was_read(tmp_path: Path, capsys: pytest.Ca
     assert sum(len(rows.names) for rows in read_step(description, 3, steps_of(tmp_path / "t")[3])) == 6
 
 
+def test_a_capture_is_not_written_into_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["audit", str(EXAMPLES / "slime" / "healthy"), "--model", str(MODEL), "--write-capture", str(tmp_path)]
+    assert main(command) == 0
+    files = sorted(tmp_path.iterdir())
+    assert main(command) == 2
+    assert "holds a capture already, in which sequences would stand twice" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == files
+
+
 def test_routes_recorded_by_verls_trainer_are_the_trainings_side(capsys: pytest.CaptureFixture[str]) -> None:
     """verl's replay mode R2 saves under `routed_experts` what the pass for `old_log_probs` chose."""
     training = EXAMPLES / "verl" / "one_token_late"
