@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
+from nemo_rl_moe.rollouts.pool import cancel_all
+
 Result = TypeVar("Result")
 
 
@@ -43,7 +45,8 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:
-        """End the loop and its thread; its source is stopped before."""
+        """End the loop and its thread, with what still runs in it; its source is stopped before."""
+        self.run(cancel_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -63,7 +66,8 @@ class CallersLoop:
         return self._loop.run_until_complete(coroutine)
 
     def close(self) -> None:
-        """End the loop; its source is stopped before."""
+        """End the loop, with what still runs in it; its source is stopped before."""
+        self.run(cancel_all())
         self._loop.close()
 
 
