@@ -4,19 +4,20 @@
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import generating, rollouts_in_float32
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
+from nemo_rl_moe.routing.agreement.lag_agreement import LagAgreement
 from nemo_rl_moe.routing.agreement.rank_rows import rows_by_rank
 from nemo_rl_moe.routing.agreement.repeated_rows import RepeatedRows
+from nemo_rl_moe.routing.agreement.replayed_passes import ReplayedPass
 from nemo_rl_moe.routing.agreement.report import CheckTotals
 from nemo_rl_moe.routing.agreement.route_identity import RouteSample
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
-from nemo_rl_moe.routing.replay import ReplayRoutes
 
 # isort: split
 from megatron.core import parallel_state
@@ -86,34 +87,32 @@ class RouteProbe:
 
 class RouteChecks:
     def __init__(self, device: torch.device, *, in_float32: bool):
-        self._repeats = RepeatedRows(device)
+        self._repeats, self._by_lag = RepeatedRows(device), LagAgreement(device)
         self._in_float32, self._num_updates = in_float32, 1
 
     def start(self, num_updates: int) -> None:
         """Start anew. In a step of several updates the weights of the capture are those before the first."""
         self._repeats.counts.zero_()
+        self._by_lag.counts.zero_()
         self._num_updates = num_updates
 
-    def add(
-        self,
-        routes: ReplayRoutes,
-        live: Int[Tensor, "topk layers tokens"],
-        fed: Bool[Tensor, " tokens"],
-        distance: int,
-        follows: Bool[Tensor, " tokens"],
-    ) -> None:
-        """Add the forward pass of some layers over a microbatch; as of `RepeatedRows`."""
-        self._repeats.add(routes, live, fed, distance, follows)
+    def add(self, found: ReplayedPass, live: Int[Tensor, "topk layers tokens"]) -> None:
+        """Add a pass, with the choice of the routers."""
+        self._repeats.add(found.routes, live, found.fed, found.distance, found.follows)
+        if found.lags is not None:
+            self._by_lag.add(found.routes, live, found.fed, found.lags)
 
     def reduced(self, rows: Int[Tensor, "layers kinds"]) -> CheckTotals:
         """Return the sums over all ranks, in one collective; every rank calls it."""
         by_slot = rows_by_rank(rows, parallel_state.get_data_parallel_rank())
-        repeats, slots = sum_over_ranks([self._repeats.counts, by_slot], rows.device)
+        counts = [self._repeats.counts, by_slot, self._by_lag.counts]
+        repeats, slots, by_lag = sum_over_ranks(counts, rows.device)
         return CheckTotals(
             repeats.long(),
             slots.long(),
             num_ranks=parallel_state.get_data_parallel_world_size(),
             is_exact=self._in_float32 and self._num_updates == 1,
+            by_lag=by_lag.long(),
         )
 
 
