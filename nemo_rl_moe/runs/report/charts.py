@@ -3,32 +3,14 @@
 """Charts of metrics in a report; each caption says what healthy looks like."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Chart:
-    """Chart of a report, left out where the runs lack all of its metrics.
-
-    Attributes:
-        section: Heading above it.
-        lines: Metric to the line's label. In a key `*` stands for anything, where the label is None for no key of a
-            single layer: the part that it matches is the label.
-        reference: Value of a horizontal line to compare with, and its name.
-    """
-
-    section: str
-    title: str
-    caption: str
-    lines: Mapping[str, str | None]
-    reference: tuple[float, str] | None = None
-    from_zero: bool = False
-    bars: bool = False
-
+from nemo_rl_moe.runs.report.chart import Chart
+from nemo_rl_moe.runs.report.staleness_charts import STALENESS_CHARTS
 
 LEARNING = "Learning from rewards and preferences"
 _learning = partial(Chart, LEARNING)
@@ -387,7 +369,7 @@ def charts_of(keys: Iterable[str]) -> list[dict[str, Any]]:
     """Return the charts that have any of these metrics, as the page's script reads them."""
     in_order = sorted(keys)
     found = []
-    for chart in (*REWARD_CHARTS, *_TRAINING_CHARTS, *ROUTING_CHARTS, *MODALITY_CHARTS):
+    for chart in (*REWARD_CHARTS, *STALENESS_CHARTS, *_TRAINING_CHARTS, *ROUTING_CHARTS, *MODALITY_CHARTS):
         lines = [
             {"key": key, "label": label if label is not None else _wildcard(key, pattern)}
             for pattern, label in chart.lines.items()
