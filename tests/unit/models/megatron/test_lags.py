@@ -4,7 +4,8 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from nemo_rl_moe.config.schema_grpo import GeneratingPolicyConfig
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
 from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
 from nemo_rl_moe.metrics import MetricSeries
+from nemo_rl_moe.models.megatron.training.context_parallel import ContextPlace
+from nemo_rl_moe.models.megatron.training.microbatch import MicrobatchShape, pack_microbatch, pad_microbatch
+from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, fed_tokens, in_router_order, row_lags
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.model_workers import join_metrics
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, token_lags, training_batch
@@ -33,7 +37,6 @@ from tests.support.tiny_model import (
     layout,
     parallel_job,
     shard_of_rank,
-    sharing_sequences,
     tiny_batch,
     tiny_grpo_policy,
     tiny_hf_config,
@@ -130,7 +133,7 @@ def found() -> list[Version]:
 
 
 def run(found: list[Version], world_size: int = 1, **changes: Any) -> tuple[LagSums, dict[str, float]]:
-    ranks = run_ranks(last_update, world_size, tiny_grpo_policy(world_size, **SETTINGS, **changes), found)
+    ranks = run_ranks(last_update, world_size, tiny_grpo_policy(world_size, **{**SETTINGS, **changes}), found)
     sums = LagSums.from_series(join_metrics([series for series, _ in ranks]))
     assert sums is not None
     return sums, {name: value for name, value in ranks[0][1].items() if "_lag_" in name}
@@ -189,12 +192,26 @@ def test_every_layout_says_the_same(
     assert agreement == expected[1]
 
 
-def test_context_parallel_ranks_hold_the_lags_of_their_own_rows(
-    found: list[Version], expected: tuple[LagSums, dict[str, float]]
-) -> None:
-    policy = sharing_sequences(tiny_grpo_policy(2, **SETTINGS), 2)
-    _, metrics = run_ranks(last_update, 2, policy, found)[0]
-    assert {name: value for name, value in metrics.items() if "_lag_" in name} == expected[1]
+@pytest.mark.parametrize("make", [pad_microbatch, pack_microbatch])
+@pytest.mark.parametrize(("size", "context"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_a_row_has_the_lag_of_the_token_after_it(make: Any, size: int, context: int) -> None:
+    """On each rank's own tokens, with sequence and context parallelism too: every lag is that of its column."""
+    batch = tiny_batch(3).select([0, 3, 5])
+    numbers = 1 + torch.arange(batch.input_ids.numel()).view(batch.input_ids.shape)
+    batch = replace(batch, input_ids=numbers).with_columns(**{TOKEN_LAG: per_token(numbers.int(), fill=NO_LAG)})
+    lengths, seen = batch.lengths.tolist(), []
+    for context_rank, rank in product(range(context), range(size)):
+        place = ContextPlace(context_rank, context)
+        microbatch = make(batch, MicrobatchShape(size * place.sequence_multiple, place=place), torch.device("cpu"))
+        cut = SequenceCut(rank, size)
+        lags = row_lags(microbatch, cut)
+        assert lags is not None
+        tokens = in_router_order(microbatch.input_ids, cut)
+        fed = fed_tokens(microbatch, cut)
+        assert (lags[fed] == tokens[fed] + 1).all()
+        assert (lags[~fed] == NO_LAG).all()
+        seen += tokens[fed].tolist()
+    assert len(seen) == sum(lengths) - len(lengths)
 
 
 @dataclass(frozen=True)
@@ -219,46 +236,60 @@ def weights_of(trainer: MegatronTrainer, kept: Mapping[str, Tensor]) -> Iterator
             parameters[name].copy_(value)
 
 
-def draw(trainer: MegatronTrainer, begun: list[list[int]], seed: int, num_tokens: int) -> list[Any]:
-    sampling = SamplingParameters(max_new_tokens=num_tokens, temperature=1.0)
-    request = GenerationBatch(tuple(map(tuple, begun)), tuple(seed + row for row in range(len(begun))), sampling)
-    return trainer.generate(request, None)
+@dataclass
+class Responses:
+    """Responses on their way: tokens, log-probabilities by the engine, and the version that drew each token."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    versions: list[list[int]]
+
+    @classmethod
+    def begun(cls, prompts: list[list[int]]) -> "Responses":
+        return cls(prompts, [[0.0] * len(each) for each in prompts], [[NOT_SAMPLED] * len(each) for each in prompts])
+
+    def go_on(self, trainer: MegatronTrainer, rows: range, num_tokens: int) -> None:
+        """Have the weights as they are draw the next tokens."""
+        begun = tuple(tuple(self.tokens[row]) for row in rows)
+        seeds = tuple(100 * trainer.num_updates + row for row in rows)
+        sampling = SamplingParameters(max_new_tokens=num_tokens, temperature=1.0)
+        answers = trainer.generate(GenerationBatch(begun, seeds, sampling), None)
+        for row, answer in zip(rows, answers, strict=True):
+            assert answer.weight_version == trainer.num_updates
+            self.tokens[row] = [*self.tokens[row], *answer.token_ids.tolist()]
+            self.logprobs[row] = [*self.logprobs[row], *answer.logprobs.tolist()]
+            self.versions[row] = [*self.versions[row], *[trainer.num_updates] * num_tokens]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        parts = zip(self.tokens, self.logprobs, self.versions, strict=True)
+        return [made(row, *of_row) for row, of_row in enumerate(parts)]
 
 
 def drawn_by_versions(policy: GeneratingPolicyConfig) -> Drawn:
     """Eight responses: 0 to 2 by version 0, 3 to 5 begun by version 0 and ended by version 1, 6 and 7 by version 2."""
     with parallel_job(policy):
         trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        kept, prompts = {}, [[3 + row, 7, 11] for row in range(8)]
-        tokens, logprobs, drawn = [list(prompt) for prompt in prompts], [[0.0] * 3 for _ in prompts], [[-1] * 3] * 8
-
-        def go_on(rows: range, num_tokens: int) -> None:
-            answers = draw(trainer, [tokens[row] for row in rows], 100 * trainer.num_updates, num_tokens)
-            for row, answer in zip(rows, answers, strict=True):
-                tokens[row] = [*tokens[row], *answer.token_ids.tolist()]
-                logprobs[row] = [*logprobs[row], *answer.logprobs.tolist()]
-                drawn[row] = drawn[row] + [answer.weight_version] * len(answer.token_ids)
-
-        for of_version in ([(range(3), 24), (range(3, 6), 12)], [(range(3, 6), 12)], [(range(6, 8), 24)]):
-            for rows, num_tokens in of_version:
-                go_on(rows, num_tokens)
+        responses = Responses.begun([[3 + row, 7, 11] for row in range(8)])
+        kept: dict[int, dict[str, Tensor]] = {}
+        for parts in ([(range(3), 24), (range(3, 6), 12)], [(range(3, 6), 12)], [(range(6, 8), 24)]):
+            for rows, num_tokens in parts:
+                responses.go_on(trainer, rows, num_tokens)
             weights = trainer.chunks[0].named_parameters()
             kept[trainer.num_updates] = {name: value.detach().clone() for name, value in weights}
             if trainer.num_updates < 2:
                 train(trainer, plain_batch())
-        trajectories = [made(row, tokens[row], logprobs[row], drawn[row]) for row in range(8)]
-        batch = training_batch(trajectories, ADVANTAGES.view(4, 2), 0, leave_out_truncated=False)
-        by_version = {}
-        for version, weights in kept.items():
-            with weights_of(trainer, weights):
-                by_version[version] = trainer.logprobs([batch])[0]
-        lags = token_lags(trajectories, trainer.num_updates)
-        batch = batch.with_columns(
-            **{TOKEN_LAG: per_token(lags, fill=NO_LAG), "prev_logprobs": per_token(by_version[2])}
-        )
+        found = responses.trajectories
+        lags = token_lags(found, trainer.num_updates)
+        batch = training_batch(found, ADVANTAGES.view(4, 2), 0, leave_out_truncated=False)
+        logprobs = {}
+        for version, earlier in kept.items():
+            with weights_of(trainer, earlier):
+                logprobs[version] = trainer.logprobs([batch])[0]
+        batch = batch.with_columns(**{TOKEN_LAG: per_token(lags, fill=NO_LAG), "prev_logprobs": per_token(logprobs[2])})
         sums = LagSums.from_series(train(trainer, batch, on_policy=False).microbatch_metrics)
         assert sums is not None
-        return Drawn(sums, lags.numpy(), {version: of.double().numpy() for version, of in by_version.items()})
+        return Drawn(sums, lags.numpy(), {version: of.double().numpy() for version, of in logprobs.items()})
 
 
 def made(row: int, tokens: list[int], logprobs: list[float], drawn_by: list[int]) -> Trajectory:
