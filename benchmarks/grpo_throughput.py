@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds a step of GRPO on CPU cores, and where they go. Prints one JSON line.
 
-What runs is the real thing: Ray workers, Megatron-Core, generation, the environment's workers, the training loop and
+What runs is the real thing: Ray workers, Megatron-Core, generation, the reward workers, the training loop and
 the loggers, on a small Qwen3-MoE (4 layers, 8 experts, top 2) with random weights. A step is 8 prompts of 32 tokens x 4
 responses of at most 64 tokens, rewarded for how often they hold one character, and one update.
 """

@@ -4,7 +4,7 @@
 
 Steps of `sft_throughput.py` (8 sequences of 128 tokens, a small Qwen3-MoE) by the real trainer in this process: without
 the driver, Ray and the loggers. `trainer_cpu_ms` is measured without the profiler, whose own cost the shares leave out
-as far as it can report. `elsewhere` is what is no operation of PyTorch: Python and the dispatch of operations.
+as far as it can know. `elsewhere` is what is no operation of PyTorch: Python and the dispatch of operations.
 """
 
 import argparse

@@ -6,8 +6,7 @@ Usage: python docs/make_migration_table.py
 """
 
 from nemo_rl_moe.config.nemo_rl_data import DATASETS
-from nemo_rl_moe.config.nemo_rl_keys import ROWS
-from nemo_rl_moe.config.nemo_rl_row import Row
+from nemo_rl_moe.config.nemo_rl_keys import ROWS, Row
 
 
 def reference() -> str:

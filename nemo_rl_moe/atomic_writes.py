@@ -15,7 +15,7 @@ def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> N
         private: Readable by the owner alone (mode 600).
 
     Raises:
-        OSError: It cannot be written.
+        OSError: It cannot be written; the error names the file.
     """
     staging = path.with_name(f".{path.name}.incomplete")
     try:
@@ -24,8 +24,9 @@ def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> N
             staging.touch(mode=0o600)  # before there is anything to read
         staging.write_bytes(content.encode("utf-8", "replace") if isinstance(content, str) else content)
         staging.replace(path)
-    except OSError:
+    except OSError as error:
         staging.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # a full disk has none
         raise
 
 

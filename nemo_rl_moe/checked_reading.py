@@ -77,7 +77,7 @@ class HashingReader(io.RawIOBase):
         return count
 
     def checksum(self) -> str:
-        """Return the XXH3 of all bytes, in hexadecimal; reads those that were not read in order."""
+        """Return the XXH3 of all bytes, in hexadecimal; read those that were not read in order."""
         self._hash_up_to(self._num_bytes)
         return self._hash.hexdigest()
 

@@ -6,6 +6,7 @@ What looks at the routes of a run works without the packages that training needs
 """
 
 import argparse
+import errno
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from types import ModuleType
 from nemo_rl_moe import __version__
 from nemo_rl_moe.checkpoints import verify as verify_command
 from nemo_rl_moe.errors import (
+    EXIT_BAD_INPUT,
     EXIT_RUN_FAILED,
     ConfigurationError,
     GenerationError,
@@ -41,6 +43,13 @@ _OF_FOLDERS = {
     "verify": verify_command,
     "audit": audit_command,
 }
+_CODES_OF_PATHS = {
+    errno.EACCES: EXIT_BAD_INPUT,
+    errno.ENAMETOOLONG: EXIT_BAD_INPUT,  # a text where a path is expected
+    errno.ENOSPC: EXIT_RUN_FAILED,
+    errno.EDQUOT: EXIT_RUN_FAILED,
+}
+"""Exit codes of what may be wrong with any path, whoever looks at it or writes to it."""
 _EXAMPLES = """\
 examples:
   nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml
@@ -97,7 +106,8 @@ def _run(words: Sequence[str], *, owns_process: bool) -> int:
         return _reported(lambda: _refuse(options.command, missing))
     flags = [word for word in rest if word.startswith("-")]
     if unknown := rest if options.command == "convert" else flags:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        hint = "; overrides are written without dashes" if any("." in word for word in unknown) else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if options.command in _OF_FOLDERS:
         return _reported(lambda: _look_at_folders(options, rest))
     assert training is not None
@@ -139,6 +149,12 @@ def _reported(run: Callable[[], int]) -> int:
         report_error(error)
         _say_how_to_go_on(error)
         return error.exit_code
+    except OSError as error:
+        if error.filename is None or error.errno not in _CODES_OF_PATHS:
+            raise
+        report_error(f"{error.filename}: {error.strerror}")
+        _say_how_to_go_on(error)
+        return _CODES_OF_PATHS[error.errno]
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return exit_code_of_signal(signal.SIGINT)

@@ -80,7 +80,7 @@ class WorkerDiedError(RuntimeError):
 
 
 class RewardWorkersFailedError(WorkerDiedError):
-    """The environment's workers could score no response; carries the error text of the first. Exit code 1."""
+    """The reward workers could score no response; carries the error text of the first. Exit code 1."""
 
 
 class WeightSyncError(RuntimeError):
@@ -173,6 +173,11 @@ def escape_log_messages() -> None:
 
 
 LONGEST_LINE = 300
+
+
+def counted(number: int, noun: str, zero: str = "0") -> str:
+    """Return a number with its noun: `1 example`, `2,000 examples`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}" if number else f"{zero} {noun}s"
 
 
 def one_line(error: BaseException) -> str:

@@ -189,7 +189,7 @@ def _run_with_config(options: argparse.Namespace, overrides: Sequence[str], *, o
     if options.command not in (_CONFIG, _DATA, _PLAN) and options.run_id is not None:
         return start.train_supervised(start.RunLaunch(options.run_id, options.restart_number, options.started))
     if options.config is None:
-        raise ConfigurationError(_config_is_missing(options.command))
+        raise ConfigurationError(_config_is_missing(options.command, overrides))
     if options.command == _DATA:
         _show_data(options.config, overrides, options.show)
         return 0
@@ -242,7 +242,10 @@ def _shipped_help() -> str:
     return "\n".join(["shipped configurations, which --config finds by their names from any folder:", *lines, ""])
 
 
-def _config_is_missing(command: str) -> str:
+def _config_is_missing(command: str, overrides: Sequence[str]) -> str:
+    files = [word for word in overrides if word.endswith((".yaml", ".yml"))]
+    if files:
+        return f"{command}: --config is missing; did you mean --config {files[0]}?"
     return f"{command}: --config FILE is missing; shipped configurations: {', '.join(exemplar_names())}"
 
 
@@ -270,7 +273,7 @@ def _print_config(config_path: str, overrides: Sequence[str]) -> None:
 
 
 def _print_translation(path: str) -> int:
-    """Print what a configuration of NeMo-RL is here; returns the exit code."""
+    """Print what a configuration of NeMo-RL is here; return the exit code."""
     from pathlib import Path
 
     from nemo_rl_moe.config.loading import problems_of_translation

@@ -200,7 +200,7 @@ def old_logprobs(
 
 
 def ratio_is_one(config: GRPOMasterConfig) -> bool:
-    """Return the on-policy updates: the probability ratio is 1, so that no pass over the log-probabilities is needed.
+    """Return whether updates are on-policy: the ratio is 1, and no pass over the log-probabilities is needed.
 
     The responses of a step that is one update are trained on with the weights that made them.
     """

@@ -58,7 +58,7 @@ class SupervisedTraining:
 
 
 def train_on_batches(training: SupervisedTraining, recorder: StepRecorder) -> RunSummary:
-    """Train from where the run stands to its last step, validates when due, and ends each step with the recorder."""
+    """Train from where the run stands to its last step, validate when due, and end each step with the recorder."""
     num_steps = num_training_steps(training.schedule, len(training.batches))
     validates = training.validation_batches is not None
     if recorder.is_fresh and validates and training.schedule.val_at_start:

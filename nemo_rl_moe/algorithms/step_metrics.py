@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction, with_prefix
-from nemo_rl_moe.models.interfaces import EvaluationResult, TrainResult
+from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.routing.metrics.metric_keys import with_moe_prefix
 
 
@@ -54,9 +54,9 @@ def performance_metrics(result: TrainResult, clock: PhaseClock) -> dict[str, flo
     return with_prefix("performance", metrics)
 
 
-def validation_metrics(result: EvaluationResult) -> dict[str, float]:
+def validation_metrics(series: Mapping[str, MetricSeries]) -> dict[str, float]:
     """Return the metrics of one validation, as `val/...` keys."""
-    return with_prefix("val", _reduced(result.microbatch_metrics))
+    return with_prefix("val", _reduced(series))
 
 
 def _reduced(series: Mapping[str, MetricSeries]) -> dict[str, float]:

@@ -90,7 +90,7 @@ class Checkpoints(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait for what is being written; raises where the last one could not be saved."""
+        """Wait for what is being written; raise where the last one could not be saved."""
         ...
 
 
@@ -193,7 +193,7 @@ class StepRecorder:
         self._sinks.log_artifact(self.state.step + 1, name, artifact)
 
     def end_step(self, outcome: StepOutcome, clock: PhaseClock, *, is_last: bool) -> bool:
-        """Record the step, begin a checkpoint where one is due, and says whether the run goes on.
+        """Record the step, begin a checkpoint where one is due, and say whether the run goes on.
 
         Args:
             clock: Its phases, `step` and inside it `train` among them; gets the phase `checkpoint`.

@@ -4,7 +4,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from numpy.typing import ArrayLike
 from nemo_rl_moe.checkpoints.state import json_ready
 from nemo_rl_moe.checkpoints.store import CHECKPOINT_NAME, FINAL_WEIGHTS_FOLDER, POLICY_FOLDER_NAME
 from nemo_rl_moe.config.algorithm import ORDER_OF_THE_DATA, Algorithm
+from nemo_rl_moe.config.files import leaves
+from nemo_rl_moe.config.renamed_keys import new_key
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.masking import masked
@@ -61,13 +63,15 @@ _EXPERIMENT = ("policy.model_name", "policy.tokenizer", "data.train", "data.shuf
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return both values, as text, of each key that differs; keys that cannot change the training are left out.
 
-    Secrets are masked on both sides, and never differ.
+    Secrets are masked on both sides, and never differ. A key that was null and is gone since changes nothing.
     """
-    old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in _leaves(masked(json_ready(before)))}
-    new = dict(_leaves(masked(json_ready(now))))
+    renamed = {new_key(key) or key: value for key, value in _as_texts(before).items()}
+    old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in renamed.items()}
+    new = _as_texts(now)
+    gone = {key for key, value in old.items() if value == _shown(None)} - new.keys()
     return {
         key: (old.get(key, _ABSENT), new.get(key, _ABSENT))
-        for key in sorted(old.keys() | new.keys())
+        for key in sorted((old.keys() | new.keys()) - gone)
         if old.get(key) != new.get(key) and not key.startswith(_NOT_REPORTED)
     }
 
@@ -113,12 +117,8 @@ def layout_line(before: Mapping[str, int], now: Mapping[str, int]) -> str | None
     return f"continues in another layout, equal within rounding and not to the last bit: {'; '.join(changed)}"
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _leaves(item, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix, _shown(value)
+def _as_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    return {key: _shown(value) for key, value in leaves(masked(json_ready(config))) if value != {}}
 
 
 def _shown(value: Any) -> str:

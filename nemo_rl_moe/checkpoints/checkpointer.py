@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_rl_moe.checkpoints.best_metric import BestMetric, steps_to_remove
-from nemo_rl_moe.checkpoints.state import (
-    FORMAT_VERSION,
-    CheckpointState,
-    LoopState,
-    RunDescription,
-    write_state,
-)
+from nemo_rl_moe.checkpoints.state import FORMAT_VERSION, CheckpointState, LoopState, RunDescription, write_state
 from nemo_rl_moe.checkpoints.store import CheckpointStore, of_history, state_folder
 from nemo_rl_moe.config.schema_run import POLICY_ROLE, CheckpointingConfig
 from nemo_rl_moe.errors import CheckpointSaveError

@@ -62,7 +62,7 @@ def apply_rules(rules: Sequence[Rule], config: MasterConfig, *, is_whole: bool) 
 
 
 def model_parallel_fits_world(config: MasterConfig) -> Iterator[str]:
-    """Yield the divisibility of the workers by the sizes of the dense part's and of the experts' model parallelism."""
+    """Check that model parallel sizes, of the dense part and of the experts, divide the workers."""
     megatron, world = config.policy.megatron_cfg, config.cluster.world_size
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     context, expert = megatron.context_parallel_size, megatron.expert_model_parallel_size
@@ -86,7 +86,7 @@ def model_parallel_fits_world(config: MasterConfig) -> Iterator[str]:
 
 
 def context_parallel_has_an_attention(config: MasterConfig) -> Iterator[str]:
-    """Context parallelism, which no attention but Transformer Engine's has."""
+    """Check that context parallelism has Transformer Engine's attention: no other one can do it."""
     megatron = config.policy.megatron_cfg
     without = {
         "on CPUs (cluster.gpus_per_node 0)": config.cluster.gpus_per_node == 0,
@@ -102,7 +102,7 @@ def context_parallel_has_an_attention(config: MasterConfig) -> Iterator[str]:
 
 
 def sequence_parallel_goes_with_tensor_parallel(config: MasterConfig) -> Iterator[str]:
-    """Yield the sequence parallelism, which MoE layers need exactly with tensor parallelism."""
+    """Check that sequence parallelism is on exactly with tensor parallelism, as MoE layers need it."""
     megatron = config.policy.megatron_cfg
     if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
         yield f"{MEGATRON}.sequence_parallel: true needs {MEGATRON}.tensor_model_parallel_size above 1"
@@ -114,7 +114,7 @@ def sequence_parallel_goes_with_tensor_parallel(config: MasterConfig) -> Iterato
 
 
 def expert_tensor_parallel_size_is_possible(config: MasterConfig) -> Iterator[str]:
-    """Yield the expert tensor parallel size: 1, or the tensor parallel size."""
+    """Check that the expert tensor parallel size is 1 or the tensor parallel size."""
     megatron = config.policy.megatron_cfg
     size, tensor = megatron.expert_tensor_parallel_size, megatron.tensor_model_parallel_size
     if size not in (1, tensor):
@@ -135,7 +135,7 @@ RANK_VARIABLES = (
 
 
 def environment_leaves_ranks_their_places(config: MasterConfig) -> Iterator[str]:
-    """Yield the variables of the workers that the cluster sets, or that no system takes."""
+    """Check that variables of the workers are none that the cluster sets, nor any that no system takes."""
     for name, value in config.policy.megatron_cfg.env_vars.items():
         if name in RANK_VARIABLES:
             yield f"{MEGATRON}.env_vars.{name}: got {value!r}, expected no such variable: it follows from the cluster"
@@ -144,7 +144,7 @@ def environment_leaves_ranks_their_places(config: MasterConfig) -> Iterator[str]
 
 
 def hybridep_has_batches_of_one_size(config: MasterConfig) -> Iterator[str]:
-    """Yield the HybridEP, whose buffer has the size of the first batch that it sends; those of RL vary."""
+    """Refuse HybridEP, whose buffer has the size of the first batch that it sends, for RL: its batches vary."""
     megatron = config.policy.megatron_cfg
     if megatron.moe_flex_dispatcher_backend == "hybridep" and not megatron.moe_hybridep_pad_uneven_dispatch_inputs:
         yield (
@@ -155,7 +155,7 @@ def hybridep_has_batches_of_one_size(config: MasterConfig) -> Iterator[str]:
 
 
 def virtual_pipeline_is_possible(config: MasterConfig) -> Iterator[str]:
-    """Yield the interleaved schedule: several stages, several pieces, and microbatches in multiples of the stages."""
+    """Check the interleaved schedule: several stages, several pieces, and microbatches in multiples of the stages."""
     megatron = config.policy.megatron_cfg
     pieces, stages = megatron.virtual_pipeline_model_parallel_size, megatron.pipeline_model_parallel_size
     name = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
@@ -179,13 +179,13 @@ def virtual_pipeline_is_possible(config: MasterConfig) -> Iterator[str]:
 
 
 def only_one_way_to_batch(config: MasterConfig) -> Iterator[str]:
-    """Yield the sequence packing and dynamic batching, which exclude each other."""
+    """Check that sequence packing and dynamic batching are not both on."""
     if config.policy.sequence_packing.enabled and config.policy.dynamic_batching.enabled:
         yield "policy.sequence_packing.enabled and policy.dynamic_batching.enabled: only one of them can be true"
 
 
 def packing_has_an_attention(config: MasterConfig) -> Iterator[str]:
-    """Yield the packed rows, which Megatron-Core's unfused attention refuses."""
+    """Check that packed rows have an attention: Megatron-Core's unfused one refuses them."""
     if config.policy.sequence_packing.enabled and config.policy.megatron_cfg.layer_spec == "local":
         yield (
             f"policy.sequence_packing.enabled: true cannot be used with {MEGATRON}.layer_spec local, whose attention"
@@ -194,7 +194,7 @@ def packing_has_an_attention(config: MasterConfig) -> Iterator[str]:
 
 
 def a_microbatch_holds_the_longest_sample(config: MasterConfig) -> Iterator[str]:
-    """Yield the token budget of a microbatch: at least one whole sample, which may be two sequences."""
+    """Check that the token budget of a microbatch holds a whole sample, which may be two sequences."""
     num_sequences = algorithm_of(config).sequences_per_sample
     is_pair, ranks = num_sequences == 2, config.policy.megatron_cfg.context_parallel_size
     multiple = sequence_multiple(ranks)
@@ -230,14 +230,14 @@ def global_batch_divides(config: MasterConfig) -> Iterator[str]:
 
 
 def per_layer_logging_needs_tracking(config: MasterConfig) -> Iterator[str]:
-    """Yield the per-layer MoE metrics, which need tracking."""
+    """Check that per-layer MoE metrics are tracked."""
     megatron = config.policy.megatron_cfg
     if megatron.moe_per_layer_logging and not megatron.track_moe_metrics:
         yield f"{MEGATRON}.moe_per_layer_logging: true needs {MEGATRON}.track_moe_metrics true"
 
 
 def details_are_asked_for_once(config: MasterConfig) -> Iterator[str]:
-    """Yield the detailed MoE metrics: of every step or of every Nth, not both."""
+    """Check that detailed MoE metrics are asked for on every step or on every Nth, not both."""
     metrics = config.policy.megatron_cfg.moe_metrics
     if metrics.mode == "detailed" and metrics.detailed_every_steps is not None:
         yield (
@@ -247,7 +247,7 @@ def details_are_asked_for_once(config: MasterConfig) -> Iterator[str]:
 
 
 def routing_is_forced_in_one_way(config: MasterConfig) -> Iterator[str]:
-    """Yield the forced routing: one way at a time, and a hot rank that exists."""
+    """Check forced routing: one way at a time, and a hot rank that exists."""
     megatron = config.policy.megatron_cfg
     forced = {
         "moe_router_force_load_balancing": bool(megatron.moe_router_force_load_balancing),
@@ -282,9 +282,7 @@ def routers_have_gradients_to_measure(config: MasterConfig) -> Iterator[str]:
 
 
 def recompute_is_said_once(config: MasterConfig) -> Iterator[str]:
-    """Yield the Megatron-Core's older switch for recomputing MoE layers, which must not contradict
-    `activation_checkpointing`.
-    """
+    """Check that Megatron-Core's older switch for recomputing MoE layers agrees with `activation_checkpointing`."""
     megatron = config.policy.megatron_cfg
     older, ours = megatron.moe_transformer_fields.get("moe_layer_recompute"), megatron.activation_checkpointing
     if older is not None and older != (ours == "moe"):
@@ -295,7 +293,7 @@ def recompute_is_said_once(config: MasterConfig) -> Iterator[str]:
 
 
 def balancing_types_match_coefficients(config: MasterConfig) -> Iterator[str]:
-    """Balancing losses and their coefficients: lists of the same length."""
+    """Check that balancing losses and their coefficients are lists of the same length."""
     fields = config.policy.megatron_cfg.moe_transformer_fields
     types, coefficients = fields.get("moe_router_load_balancing_type"), fields.get("moe_aux_loss_coeff")
     if types is None or coefficients is None:
@@ -320,7 +318,7 @@ def _versions_rule(installed: str) -> Rule:
 
 
 def roles_are_placed(config: MasterConfig) -> Iterator[str]:
-    """Yield the places of the algorithm's roles, and layouts that fit them."""
+    """Check that the algorithm's roles have places, and layouts that fit them."""
     algorithm = algorithm_of(config)
     roles = algorithm.roles(config)
     known_names = [*roles, *algorithm.optional_places(config)]

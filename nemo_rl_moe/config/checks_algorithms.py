@@ -15,7 +15,7 @@ from nemo_rl_moe.rl.objectives import objective_reads_its_settings
 
 
 def step_is_whole_updates(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the responses of a step: a whole number of global batches."""
+    """Check that the responses of a step are a whole number of global batches."""
     samples, size = config.responses_per_step, config.policy.train_global_batch_size
     if samples % size:
         yield (
@@ -31,7 +31,7 @@ def step_is_whole_updates(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def response_fits_the_sequence(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the room for the prompt beside the response."""
+    """Check that a prompt has room beside the response."""
     longest, response = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
     if response >= longest:
         yield (
@@ -41,7 +41,7 @@ def response_fits_the_sequence(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def overlong_buffer_fits_the_response(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the overlong buffer: a part of the response."""
+    """Check that the overlong buffer is a part of the response."""
     shaping, longest = config.grpo.reward_shaping, config.policy.generation.max_new_tokens
     if shaping.enabled and shaping.overlong_buffer_length > longest:
         yield (
@@ -51,7 +51,7 @@ def overlong_buffer_fits_the_response(config: GRPOMasterConfig) -> Iterator[str]
 
 
 def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the divergence in the reward: with a weight, by k1, and without a gradient of its own."""
+    """Check the divergence in the reward: with a weight, by k1, and without a gradient of its own."""
     loss = config.loss_fn
     if not loss.use_kl_in_reward:
         return
@@ -70,7 +70,7 @@ def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator
 
 
 def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the section of the named environment."""
+    """Check that the named environment has its section."""
     name = config.env.name
     if name in ("reasoning_gym", "callable") and getattr(config.env, name) is None:
         yield f"env.{name}: null, but env.name is {name}, which reads that section"
@@ -82,7 +82,7 @@ def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the source of prompts: a path, or a task that draws them."""
+    """Check that prompts come from a path, or from a task that samples them."""
     for name, source in (("train", config.data.train), ("validation", config.data.validation)):
         if source is None or source.path is not None:
             continue
@@ -96,7 +96,7 @@ def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def sampled_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the seeds of sampled prompts: validation has its own."""
+    """Check that sampled prompts of training and validation have different seeds."""
     train, validation = config.data.train, config.data.validation
     if validation is None or train.path is not None or validation.path is not None:
         return
@@ -108,7 +108,7 @@ def sampled_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def greedy_validation_asks_once(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the greedy validation, whose responses to one prompt are all the same."""
+    """Check that greedy validation asks once: its responses to one prompt are all the same."""
     loop = config.grpo
     if loop.val_temperature == 0 and loop.val_num_generations > 1:
         yield (
@@ -118,7 +118,7 @@ def greedy_validation_asks_once(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def dynamic_sampling_has_a_second_round(config: GRPOMasterConfig) -> Iterator[str]:
-    """Round of dynamic sampling: a second one to replace groups from."""
+    """Check that dynamic sampling has a second round to replace groups from."""
     loop = config.grpo
     if loop.use_dynamic_sampling and loop.dynamic_sampling_max_gen_batches == 1:
         yield (
@@ -128,7 +128,7 @@ def dynamic_sampling_has_a_second_round(config: GRPOMasterConfig) -> Iterator[st
 
 
 def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the weights of named rewards: of an environment that can give several, and one that counts."""
+    """Check the weights of named rewards: something gives several rewards, and one weight is not 0."""
     weights, key = config.env.reward_weights, "env.reward_weights"
     if weights is None:
         return
@@ -144,13 +144,13 @@ def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]
 
 
 def advantage_bounds_leave_room(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the bounds of advantages, between which there is something left."""
+    """Check that the bounds of advantages leave something between them."""
     if config.grpo.advantage_clip_low == 0 and config.grpo.advantage_clip_high == 0:
         yield "grpo.advantage_clip_low and grpo.advantage_clip_high: both are 0, so that nothing would be trained"
 
 
 def ranks_may_have_different_numbers_of_tokens(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the dispatchers that need as many tokens on every rank, which generation does not give them."""
+    """Refuse dispatchers that need as many tokens on every rank, which generation does not give them."""
     megatron = config.policy.megatron_cfg
     if megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size == 1:
         return
@@ -168,20 +168,20 @@ def ranks_may_have_different_numbers_of_tokens(config: GRPOMasterConfig) -> Iter
 
 
 def template_has_a_place_for_the_prompt(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the placeholder of the prompt in the template, without which every prompt would be the same."""
+    """Check that the template has a place for the prompt: without it all prompts would be the same."""
     template = config.data.prompt_template
     if template is not None and "{prompt}" not in template:
         yield f"data.prompt_template: got {template!r}, expected a text with {{prompt}} in it, or null"
 
 
 def engine_has_what_it_needs(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the rules of the generation engine that is chosen."""
+    """Check the rules of the generation engine that is chosen."""
     for rule in config.policy.generation.engine.rules:
         yield from rule(config)
 
 
 def weights_can_travel(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the way of the weights to engines: NCCL joins no two processes on one GPU, and CUDA IPC no two machines."""
+    """Check the way of weights to engines: NCCL joins no two processes on one GPU, and CUDA IPC no two machines."""
     generation, key = config.policy.generation, "policy.generation.weight_transport"
     chosen, has_own = generation.weight_transport, GENERATION_ROLE in config.cluster.roles
     engine = generation.engine
@@ -207,7 +207,7 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 
 def replay_has_routes(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the router replay: routers that ask for their experts, and a pass that the old policy's are taken from."""
+    """Check that replay has routers that ask for experts, and a pass that gives those of the old policy."""
     megatron = config.policy.megatron_cfg
     key, replay = "policy.megatron_cfg.routing_replay", megatron.routing_replay
     if replay == "none":
@@ -251,13 +251,13 @@ GRPO_RULES = (
 
 
 def some_loss_has_weight(config: DPOMasterConfig) -> Iterator[str]:
-    """Yield the weights of the losses, of which one is above 0."""
+    """Check that one of the losses has a weight above 0."""
     if config.dpo.preference_loss_weight == 0 and config.dpo.sft_loss_weight == 0:
         yield "dpo.preference_loss_weight and dpo.sft_loss_weight: both are 0, so that nothing would be trained"
 
 
 def smoothing_has_labels(config: DPOMasterConfig) -> Iterator[str]:
-    """Yield the label smoothing, which two of the losses read, and of which one is DPO without it."""
+    """Check label smoothing: two of the losses read it, and one of these is DPO without it."""
     kind, smoothing = config.dpo.preference_loss_type, config.dpo.label_smoothing
     if kind not in ("sigmoid", "robust") and smoothing > 0:
         yield (

@@ -12,14 +12,14 @@ from nemo_rl_moe.config.tool_definitions import definition_problem, reserved_nam
 
 
 def tools_are_definitions(config: Any) -> Iterator[str]:
-    """Yield the definitions of the run's tools: each in the standard form."""
+    """Check that the definitions of the run's tools have the standard form."""
     for index, tool in enumerate(getattr(config.data, "tools", ())):
         if (problem := definition_problem(tool)) is not None:
             yield f"data.tools[{index}]: {problem}"
 
 
 def template_names_are_free(config: Any) -> Iterator[str]:
-    """Yield the further names for the chat template: none that the run itself sets."""
+    """Check that further names for the chat template are none that the run itself sets."""
     if (problem := reserved_name_problem(getattr(config.data, "chat_template_kwargs", {}))) is not None:
         yield f"data.chat_template_kwargs: {problem}"
 

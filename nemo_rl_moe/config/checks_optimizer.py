@@ -12,7 +12,7 @@ _PRECISION_AWARE = f"{_OPTIMIZER}.use_precision_aware_optimizer"
 
 
 def learning_rates_fall(config: MasterConfig) -> Iterator[str]:
-    """Learning rate schedule: a decay that goes down and begins after the warm-up."""
+    """Check the learning rate's decay: it goes down and begins after the warm-up."""
     optimizer, scheduler = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
     if optimizer.min_lr is not None and optimizer.min_lr > optimizer.lr:
         yield (
@@ -28,7 +28,7 @@ def learning_rates_fall(config: MasterConfig) -> Iterator[str]:
 
 
 def precision_aware_optimizer_is_possible(config: MasterConfig) -> Iterator[str]:
-    """Yield the precision-aware optimizer: sharded, of bfloat16 weights, by Transformer Engine or on the host."""
+    """Check the precision-aware optimizer: sharded, of bfloat16 weights, by Transformer Engine or on the host."""
     megatron = config.policy.megatron_cfg
     chosen = megatron.optimizer
     if not chosen.use_precision_aware_optimizer:
@@ -48,7 +48,7 @@ def precision_aware_optimizer_is_possible(config: MasterConfig) -> Iterator[str]
 
 
 def settings_of_the_precision_aware_optimizer_are_read(config: MasterConfig) -> Iterator[str]:
-    """Yield the formats of the moments and offload to the host, which only the precision-aware optimizer reads."""
+    """Check that formats of moments and offload are set only where the precision-aware optimizer reads them."""
     chosen = config.policy.megatron_cfg.optimizer
     is_on, is_offloaded = chosen.use_precision_aware_optimizer, chosen.optimizer_cpu_offload
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):

@@ -27,7 +27,7 @@ _SECTION = "checkpointing"
 
 
 def metric_has_a_source(config: MasterConfig) -> Iterator[str]:
-    """Yield the form of the best metric's name: `auto`, `val:NAME` or `train:NAME`."""
+    """Check that the best metric's name is `auto`, `val:NAME` or `train:NAME`."""
     name = config.checkpointing.metric_name
     if name == AUTO_METRIC and not config.checkpointing.higher_is_better:
         yield (
@@ -43,7 +43,7 @@ def metric_has_a_source(config: MasterConfig) -> Iterator[str]:
 
 
 def metric_is_measured(config: LoopMasterConfig) -> Iterator[str]:
-    """Yield the best metric: one that the run measures."""
+    """Check that the run measures its best metric."""
     settings = config.checkpointing
     metric = metric_in_force(config)
     if not settings.enabled or settings.keep_top_k is None or metric is None or not metric.startswith("val:"):
@@ -59,14 +59,14 @@ def metric_is_measured(config: LoopMasterConfig) -> Iterator[str]:
 
 
 def checkpoint_dir_is_a_folder_of_its_own(config: MasterConfig) -> Iterator[str]:
-    """Yield the checkpoint folder that is the root of all files."""
+    """Refuse the root of all files as checkpoint folder."""
     name = config.checkpointing.checkpoint_dir
     if name is not None and (folder := Path(name).resolve()).parent == folder:
         yield f"{_SECTION}.checkpoint_dir: got {name}, expected a folder for this run's checkpoints alone"
 
 
 def time_limit_is_a_duration(config: MasterConfig) -> Iterator[str]:
-    """Yield the time limit of a run: a duration above 0."""
+    """Check that the time limit of a run is a duration above 0."""
     text = config.checkpointing.checkpoint_must_save_by
     if text is None:
         return
@@ -82,7 +82,7 @@ def time_limit_is_a_duration(config: MasterConfig) -> Iterator[str]:
 
 
 def checkpoints_are_on_where_they_are_needed(config: MasterConfig) -> Iterator[str]:
-    """Yield the settings that need checkpoints: a time limit and restarts."""
+    """Check that a time limit and restarts have checkpoints."""
     if config.checkpointing.enabled:
         return
     if config.checkpointing.checkpoint_must_save_by is not None:
@@ -132,48 +132,48 @@ def looks_like_a_path(name: str) -> bool:
 
 
 def model_folder_exists(config: MasterConfig) -> Iterator[str]:
-    """Yield the local model: a folder with a `config.json`."""
+    """Check that a local model is a folder with a `config.json`."""
     yield from _folder_problem("policy.model_name", config.policy.model_name, needs="config.json")
 
 
 def role_model_folders_exist(config: MasterConfig) -> Iterator[str]:
-    """Yield the folders of local models beside the policy: each holds a `config.json`."""
+    """Check that local models beside the policy are folders with a `config.json`."""
     for role, model in algorithm_of(config).roles(config).items():
         yield from _folder_problem(f"model_name of the role {role}", model.model_name, needs="config.json")
 
 
 def tokenizer_folder_exists(config: MasterConfig) -> Iterator[str]:
-    """Yield the local tokenizer: a folder."""
+    """Check that a local tokenizer is a folder."""
     if config.policy.tokenizer.name != getattr(config.policy, "model_name", None):
         yield from _folder_problem("policy.tokenizer.name", config.policy.tokenizer.name)
 
 
 def chat_template_exists(config: MasterConfig) -> Iterator[str]:
-    """Yield the chat template of the user's own: a file."""
+    """Check that the user's own chat template is a file."""
     template = config.policy.tokenizer.chat_template
     if template is not None and not Path(template).is_file():
         yield f"policy.tokenizer.chat_template: {_not_found(Path(template))}"
 
 
 def training_data_exists(config: SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig) -> Iterator[str]:
-    """Training data: a `.jsonl` file that exists."""
+    """Check that a `.jsonl` file of training data exists."""
     yield from _data_problem("data.train.path", config.data.train)
 
 
 def validation_data_exists(config: SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig) -> Iterator[str]:
-    """Yield the validation data: a `.jsonl` file that exists."""
+    """Check that a `.jsonl` file of validation data exists."""
     if config.data.validation is not None:
         yield from _data_problem("data.validation.path", config.data.validation)
 
 
 def checkpoint_dir_can_be_made(config: MasterConfig) -> Iterator[str]:
-    """Yield the checkpoint folder, or the nearest existing one above it, that may be written to."""
+    """Check that the checkpoint folder, or the nearest existing one above it, may be written to."""
     if config.checkpointing.enabled and config.checkpointing.checkpoint_dir is not None:
         yield from _making_problem("checkpointing.checkpoint_dir", config.checkpointing.checkpoint_dir)
 
 
 def log_dir_can_be_made(config: MasterConfig) -> Iterator[str]:
-    """Log folder, or the nearest existing one above it, that may be written to."""
+    """Check that the log folder, or the nearest existing one above it, may be written to."""
     yield from _making_problem("logger.log_dir", config.logger.log_dir)
 
 

@@ -3,7 +3,7 @@
 """YAML files and what they inherit through `defaults:`, as one plain mapping."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from io import StringIO
@@ -59,9 +59,11 @@ def find_config(path: str | Path) -> Path:
         if candidate.is_file():
             return candidate
     names = exemplar_names()
+    folder = Path(path).parent
+    beside = [str(folder / other.name) for other in folder.glob("*.yaml")]
+    suggestion = nearest(str(path), beside) or nearest(Path(path).name, names)
     raise ConfigurationError(
-        f"{path}: no such file{did_you_mean(nearest(Path(path).name, names))}"
-        f" (shipped configurations: {', '.join(names)})"
+        f"{path}: no such file{did_you_mean(suggestion)} (shipped configurations: {', '.join(names)})"
     )
 
 
@@ -112,6 +114,16 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         below = merged.get(key)
         merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield full keys, such as `a.b.c`, and values that are no sections; an empty section counts as a value."""
+    for name, value in tree.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key, value
 
 
 def parse_value(text: str) -> Any:

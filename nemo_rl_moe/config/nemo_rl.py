@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translation of a NeMo-RL configuration, with a line for each key that has no counterpart.
 
-Single keys follow the table in `nemo_rl_keys.py`; `nemo_rl_training.py`, `nemo_rl_data.py` and `nemo_rl_grpo.py` have
+Single keys follow the table in `nemo_rl_keys.yaml`; `nemo_rl_training.py`, `nemo_rl_data.py` and `nemo_rl_grpo.py` have
 the rules for keys that decide something together.
 """
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.config.algorithm import ALGORITHMS
+from nemo_rl_moe.config.files import leaves
 from nemo_rl_moe.config.nemo_rl_data import DATA_RULES, environment_of, one_set_of_samples
-from nemo_rl_moe.config.nemo_rl_files import algorithm_in, leaves, read_theirs
+from nemo_rl_moe.config.nemo_rl_files import algorithm_in, read_theirs
 from nemo_rl_moe.config.nemo_rl_grpo import GRPO_RULES
 from nemo_rl_moe.config.nemo_rl_keys import row_of
-from nemo_rl_moe.config.nemo_rl_keys_run import PLACE_OF_ENGINES
 from nemo_rl_moe.config.nemo_rl_training import TRAINING_RULES
-from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation, shown
+from nemo_rl_moe.config.nemo_rl_translation import PLACE_OF_ENGINES, Theirs, Translation, shown
 from nemo_rl_moe.config.validation import known_keys
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.masking import masked

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nemo_rl_moe.config.nemo_rl_keys_run import IMAGE_ENVIRONMENTS
-from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation, shown
+from nemo_rl_moe.config.nemo_rl_translation import IMAGE_ENVIRONMENTS, Theirs, Translation, shown
 
 Form = Literal["answers", "conversations", "pairs"]
 _WANTED: dict[str, tuple[Form, str]] = {
@@ -150,7 +149,7 @@ _PASSED_ON = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def chat_template(theirs: Theirs, translation: Translation) -> None:
-    """The chat template, which is a file here, and what it is called with."""
+    """Translate the chat template, which is a file here, and what it is called with."""
     if arguments := theirs.get("policy.tokenizer.chat_template_kwargs"):
         translation.values["data.chat_template_kwargs"] = {**arguments}
     key = "policy.tokenizer.chat_template"

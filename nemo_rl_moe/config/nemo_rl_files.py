@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_rl_moe.config.files import merge, read_with_defaults, yaml_problem
+from nemo_rl_moe.config.files import leaves, merge, read_with_defaults, yaml_problem
 from nemo_rl_moe.config.nemo_rl_translation import BASES
 from nemo_rl_moe.errors import ConfigurationError
 
@@ -85,13 +85,3 @@ def algorithm_in(theirs: Mapping[str, Any], path: Path) -> str:
         got = f"got {', '.join(found or others)}" if found or others else "none of them"
         raise ConfigurationError(f"{path}: expected one section of {', '.join(BASES)}: {got}")
     return found[0]
-
-
-def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield full keys and values that are no sections; an empty section counts as a value."""
-    for name, value in tree.items():
-        key = f"{above}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{key}.")
-        else:
-            yield key, value

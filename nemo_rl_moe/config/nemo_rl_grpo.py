@@ -3,8 +3,7 @@
 """Rules of a translation from NeMo-RL for GRPO: advantages, lengths, the loss, engines that generate, rewards."""
 
 from nemo_rl_moe.config.nemo_rl_data import environment_of
-from nemo_rl_moe.config.nemo_rl_keys_run import IMAGE_ENVIRONMENTS
-from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation
+from nemo_rl_moe.config.nemo_rl_translation import IMAGE_ENVIRONMENTS, Theirs, Translation
 from nemo_rl_moe.rl.estimators import ESTIMATORS
 
 BUILT_IN_REWARD_FUNCTIONS = ("math", "exact", "reasoning_gym", "callable")

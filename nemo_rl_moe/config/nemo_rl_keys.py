@@ -1,17 +1,106 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of NeMo-RL's configurations for SFT, DPO and GRPO, each with its counterpart here.
+"""The keys of NeMo-RL's configurations, each with its counterpart here.
 
-One table, which the translator (`nemo_rl.py`) and the page of migration are made from. Keys are those of NeMo-RL's
-repository of 2026-08-22.
+One table, `nemo_rl_keys.yaml`, which the translator (`nemo_rl.py`) and the page of migration are made from.
 """
 
-from nemo_rl_moe.config.nemo_rl_keys_algorithms import ALGORITHM_ROWS
-from nemo_rl_moe.config.nemo_rl_keys_policy import POLICY_ROWS
-from nemo_rl_moe.config.nemo_rl_keys_run import RUN_ROWS
-from nemo_rl_moe.config.nemo_rl_row import Row
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-ROWS: tuple[Row, ...] = (*ALGORITHM_ROWS, *POLICY_ROWS, *RUN_ROWS)
+import yaml
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from nemo_rl_moe.rl.estimators import ESTIMATORS
+
+
+@dataclass(frozen=True)
+class Row:
+    """A key of NeMo-RL, or all keys of a section (`section.*`), and its counterpart.
+
+    Attributes:
+        theirs: Full key.
+        ours: Full key; None: no counterpart.
+        note: What differs, or why there is no counterpart.
+        convert: Converts the value; None: a rule does, from several keys.
+        off: Value that asks for nothing, where that is not null, false, zero or empty.
+        repeats: Key that this one may repeat, and then needs no counterpart.
+    """
+
+    theirs: str
+    ours: str | None
+    note: str
+    convert: Callable[[Any], Any] | None
+    off: Any = None
+    repeats: str | None = None
+
+
+def metric_name(name: Any) -> Any:
+    """Return the name of the metric that chooses checkpoints: every loss of validation is `val:loss` here."""
+    is_loss = isinstance(name, str) and name.startswith("val:") and name.endswith("_loss")
+    return "val:loss" if is_loss else name
+
+
+def _or_never(period: Any) -> Any:
+    """Return a period of validation; below 0 there, 0 here is never."""
+    return max(period or 0, 0)
+
+
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    **{f"{loop}.val_period": _or_never for loop in ("sft", "dpo", "grpo")},
+    "checkpointing.metric_name": metric_name,
+    "loss_fn.force_on_policy_ratio": lambda value: "always" if value else "auto",
+    "policy.tokenizer.chat_template_kwargs": lambda value: {} if value is None else value,
+    "policy.router_replay.enabled": lambda value: "rollout" if value else "none",
+    "policy.megatron_cfg.optimizer.optimizer_offload_fraction": lambda value: value or 1.0,
+    "policy.generation.vllm_cfg.expert_parallel_size": lambda value: (value or 1) > 1,
+}
+"""By their key; other values are carried over as they are."""
+
+
+class _Counterpart(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    ours: str | None = None
+    note: str = ""
+    repeats: str | None = None
+
+
+class _Section(BaseModel):
+    """A section of the file, whose head describes it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    same: list[str] = []
+    carried: dict[str, str | _Counterpart] = {}
+    decided: dict[str, str | _Counterpart] = {}
+    without: dict[str, list[str] | dict[str, Any]] = {}
+
+    def rows(self, section: str) -> Iterator[Row]:
+        of_named_rewards = [each.name for each in ESTIMATORS.values() if each.reads_named_rewards]
+        named = " and ".join(f"`{name}`" for name in of_named_rewards)
+        counterparts = {**dict.fromkeys(self.same, _Counterpart()), **self.carried, **self.decided}
+        for name, found in counterparts.items():
+            key = f"{section}.{name}"
+            ours = _Counterpart(ours=found) if isinstance(found, str) else found
+            convert = None if name in self.decided else CONVERSIONS.get(key, lambda value: value)
+            note = ours.note.replace("{named}", named)
+            yield Row(key, ours.ours or key, note, convert, repeats=ours.repeats)
+        for note, names in self.without.items():
+            for name, off in (names if isinstance(names, dict) else dict.fromkeys(names)).items():
+                yield Row(f"{section}.{name}", None, note, lambda value: value, off)
+
+
+def _read_rows() -> Iterator[Row]:
+    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    for section, table in TypeAdapter(dict[str, _Section]).validate_python(yaml.safe_load(text)).items():
+        yield from table.rows(section)
+
+
+ROWS = tuple(_read_rows())
+_BY_KEY = {row.theirs: row for row in ROWS}
 
 
 def row_of(key: str) -> Row | None:
@@ -21,6 +110,3 @@ def row_of(key: str) -> Row | None:
     parts = key.split(".")
     above = (".".join([*parts[:length], "*"]) for length in range(len(parts) - 1, 0, -1))
     return next((_BY_KEY[section] for section in above if section in _BY_KEY), _BY_KEY.get(f"{key}.*"))
-
-
-_BY_KEY = {row.theirs: row for row in reversed(ROWS)}

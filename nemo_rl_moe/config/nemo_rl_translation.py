@@ -14,6 +14,10 @@ from nemo_rl_moe.config.suggestions import shortened
 BASES = {"sft": "sft.yaml", "dpo": "dpo.yaml", "grpo": "grpo_math_1B.yaml"}
 """Shipped configuration that the translation of each algorithm inherits from."""
 MEGATRON = "policy.megatron_cfg"
+PLACE_OF_ENGINES = "cluster.roles.generation"
+"""Machines of engines that are not the policy's."""
+IMAGE_ENVIRONMENTS = ("clevr-cogent", "geometry3k", "refcoco")
+"""Environments of theirs for images with questions."""
 
 
 @dataclass

@@ -19,7 +19,7 @@ def notices(config: LoopMasterConfig, num_steps: int) -> list[str]:
 
 
 def warmup_outlasts_the_run(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Yield the warm-up that is longer than the run."""
+    """Warn of a warm-up that is longer than the run."""
     warmup = config.policy.megatron_cfg.scheduler.lr_warmup_iters
     updates = num_steps * algorithm_of(config).updates_per_step(config)
     if updates < warmup:
@@ -30,7 +30,7 @@ def warmup_outlasts_the_run(config: LoopMasterConfig, num_steps: int) -> Iterato
 
 
 def validation_is_off(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Yield the validation without data, and the settings that ask for one."""
+    """Warn of validation without data, and of settings that ask for one."""
     if config.data.validation is not None:
         return
     name, loop = loop_section(config)
@@ -44,7 +44,7 @@ def validation_is_off(config: LoopMasterConfig, num_steps: int) -> Iterator[str]
 
 
 def checkpoints_without_the_metric(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Yield the checkpoints that are saved where nothing is validated, and so rank below the others."""
+    """Warn of checkpoints where nothing is validated, which rank below the others."""
     if config.data.validation is None or not _chooses_by_validation(config):
         return
     name, loop = loop_section(config)
@@ -61,7 +61,7 @@ def checkpoints_without_the_metric(config: LoopMasterConfig, num_steps: int) -> 
 
 
 def ipo_by_sums(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Yield the IPO on summed log-probabilities, whose margin grows with the length of the responses."""
+    """Warn of IPO on summed log-probabilities, whose margin grows with the length of the responses."""
     if not isinstance(config, DPOMasterConfig) or config.dpo.preference_loss_type != "ipo":
         return
     if not config.dpo.preference_average_log_probs:
@@ -92,7 +92,7 @@ def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> It
 
 
 def rollouts_draw_from_a_part(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Yield the top-p and top-k in training, which the ratio between rollout and training ignores."""
+    """Warn of top-p and top-k in training, which the ratio between rollout and training ignores."""
     policy = generating(config.policy)
     if policy is None:
         return

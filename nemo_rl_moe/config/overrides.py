@@ -14,7 +14,7 @@ from yaml import YAMLError
 
 from nemo_rl_moe.config.files import parse_value, traps, yaml_problem
 from nemo_rl_moe.config.renamed_keys import new_key
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, quoted, shortened
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, nearest_or_allowed, quoted, shortened
 from nemo_rl_moe.masking import masked_assignment
 
 _FORM = re.compile(r"(?P<add>\+?)(?P<key>[^=+~\s]+)=(?P<value>.*)", re.DOTALL)
@@ -87,9 +87,8 @@ def apply_overrides(
         elif override.add or name in known or name in present_keys(changed):
             _set(changed, override.key, override.value)
         else:
-            suggestion = nearest_key(name, [*known, *present_keys(changed)])
-            renamed = new_key(name)
-            reason = f"unknown key{did_you_mean(suggestion)}" if renamed is None else f"is now called {renamed}"
+            hint, renamed = nearest_or_allowed(name, [*known, *present_keys(changed)]), new_key(name)
+            reason = f"unknown key{hint}" if renamed is None else f"is now called {renamed}"
             problems.append(f"{shortened(name)}: {reason}")
     return changed, problems
 

@@ -396,7 +396,7 @@ class PromptDataConfig(StrictModel):
     shuffle: bool
     """Draw a new order of the training prompts for each epoch, from `grpo.seed`."""
     load_timeout_s: Seconds
-    """Seconds that reading or drawing one set of prompts may take before the run gives up."""
+    """Seconds that reading or sampling one set of prompts may take before the run gives up."""
     chat_template_kwargs: dict[str, Any]
     """Further names for the chat template, such as `enable_thinking: false`; a record's own `chat_template_kwargs` win
     name by name; {}: none. A name that the template does not read is an error."""

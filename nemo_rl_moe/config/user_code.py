@@ -30,6 +30,7 @@ def import_attribute(key: str, reference: str, form: str = "package.module:funct
         if not hasattr(found, part):
             known = [other for other in dir(found) if not other.startswith("_")]
             name = str(getattr(found, "__name__", None) or type(found).__name__)
+            name += _hides_a_file(found)
             raise ConfigurationError(f"{key}: {reference}: {name} has no {part}{did_you_mean(nearest(part, known))}")
         found = getattr(found, part)
     return found
@@ -72,6 +73,13 @@ def described(value: Any) -> str:
     """Return a value and its type, as an error message shows them."""
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
+
+
+def _hides_a_file(module: Any) -> str:
+    """Return which file an installed module is from, where the working folder has one of the same name."""
+    file = Path(getattr(module, "__file__", None) or "")
+    own = Path.cwd() / file.name
+    return f" ({file}, which comes before {own.name} of the working folder)" if own.is_file() and own != file else ""
 
 
 def _import(key: str, module_name: str, reference: str) -> Any:

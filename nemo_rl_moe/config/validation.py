@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from nemo_rl_moe.config.renamed_keys import new_key
 from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, NameIn, RenamedValue
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_key, shortened
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_or_allowed, shortened
 from nemo_rl_moe.masking import masked
 
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -117,6 +117,9 @@ def _expected(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     ]
     if names:
         return " or ".join(names) if len(names) <= 2 else f"one of {', '.join(names)}"
+    special = next((item.words for item in metadata if isinstance(item, ExpectedWords)), None)
+    if special is not None:
+        return special
     if origin is dict:
         return "a section"
     if origin is list:
@@ -128,9 +131,6 @@ def _expected(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         required = [name for name, field in annotation.model_fields.items() if field.is_required()]
         return f"a section with the keys {', '.join(required)}"
-    special = next((item.words for item in metadata if isinstance(item, ExpectedWords)), None)
-    if special is not None:
-        return special
     if annotation is str and metadata:
         return "text that is not empty"
     bounds = [words for item in metadata for words in [_bound(item)] if words]
@@ -248,12 +248,7 @@ def _unknown_key(schema: type[BaseModel], location: Sequence[Any]) -> str:
     shown = shortened(name)
     if (renamed := new_key(name)) is not None:
         return f"{shown}: is now called {renamed}"
-    suggestion = nearest_key(name, known)
-    if suggestion is not None:
-        return f"{shown}: unknown key{did_you_mean(suggestion)}"
-    section = _dotted(location[:-1])
-    allowed = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section]
-    return f"{shown}: unknown key; allowed here: {', '.join(allowed)}"
+    return f"{shown}: unknown key{nearest_or_allowed(name, known)}"
 
 
 def _dotted(location: Sequence[Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Generic, Literal, TypeVar
 
 from nemo_rl_moe.data.records import BadLine
 from nemo_rl_moe.data.sources import LineSource, Parsed
-from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.errors import DataError, counted
 
 LINES_AT_ONCE = 1000
 MAX_PROBLEMS_SHOWN = 20
@@ -183,11 +183,6 @@ def read_items(
         first = f"{source.name}: no {kind.words.noun} is left to use"
         raise DataError([first, *(reasons or [f"{source.name}: it has no lines"])])
     return kept, report
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: `1 example`, `2,000 examples`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def counted_notes(items: Iterable[tuple[str, Sequence[str]]]) -> tuple[CountedNote, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_rl_moe.config.suggestions import shortened
 from nemo_rl_moe.data.record_values import RecordError, is_list, kind_of, require_encodable
-from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.errors import DataError, counted
 
 IMAGE_PART = "image"
 IMAGE_PARTS = (IMAGE_PART, "image_url")
@@ -171,7 +171,7 @@ def place_images(
     missing = "data.image_key is null" if key is None else f"no {key}"
     if not images:
         if open_parts:
-            raise RecordError(f"there are {_counted(open_parts, 'part')} of type image without an image, and {missing}")
+            raise RecordError(f"there are {counted(open_parts, 'part')} of type image without an image, and {missing}")
         return list(messages)
     if len(parts) > open_parts:
         raise RecordError(f"there are images in {key}, and parts of type image with images of their own")
@@ -251,8 +251,4 @@ def _filled(messages: Sequence[dict[str, Any]], images: Sequence[ImageReference]
 
 def _require_as_many(places: int, what: str, images: Sequence[ImageReference], key: str | None) -> None:
     if places != len(images):
-        raise RecordError(f"there are {_counted(len(images), 'image')} in {key}, and {places} {what}")
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+        raise RecordError(f"there are {counted(len(images), 'image')} in {key}, and {places} {what}")

@@ -13,21 +13,13 @@ RenderVariant = Callable[[Sequence[Message]], str]
 
 THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a turn that hold its thinking: data and templates differ in which one they use."""
+# Words for what is no error, each after "with".
 EARLIER_THINKING = "thinking of earlier turns that the chat template leaves out"
 EMPTY_THINKING = "an empty <think> block that is trained on"
 CALLS_WITHOUT_ARGUMENTS = "tool calls of which the chat template shows names, not arguments"
 CALLS_WITHOUT_NAMES = "tool calls of which the chat template shows arguments, not names"
 CALLS_WITH_FEWER_ARGUMENTS = "tool calls of which the chat template shows not all arguments"
 CALLS_ALONE = "tool calls of which the chat template shows neither names nor arguments"
-NOTES = (
-    EARLIER_THINKING,
-    EMPTY_THINKING,
-    CALLS_WITHOUT_ARGUMENTS,
-    CALLS_WITHOUT_NAMES,
-    CALLS_WITH_FEWER_ARGUMENTS,
-    CALLS_ALONE,
-)
-"""Words for what is no error, each after "with"."""
 _END_OF_THINKING = "</think>"
 _EMPTY_BLOCK = re.compile(r"<think>\s*</think>")
 _SURELY_ITS_OWN = 40

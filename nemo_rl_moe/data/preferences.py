@@ -20,12 +20,7 @@ from nemo_rl_moe.data.messages import Message, parse_turns
 from nemo_rl_moe.data.record_values import RecordError, kind_of, names_in
 from nemo_rl_moe.data.records import BadLine, Example, with_images
 from nemo_rl_moe.data.sources import open_lines
-from nemo_rl_moe.data.template_inputs import (
-    NO_INPUTS,
-    TEMPLATE_COLUMNS,
-    TemplateInputs,
-    parse_template_inputs,
-)
+from nemo_rl_moe.data.template_inputs import NO_INPUTS, TEMPLATE_COLUMNS, TemplateInputs, parse_template_inputs
 from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.errors import DataError
 

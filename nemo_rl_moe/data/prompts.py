@@ -12,7 +12,7 @@ import numpy as np
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.chat_template import prompt_renderer_for
-from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, ReportWords, counted, counted_notes, read_items
+from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, ReportWords, counted_notes, read_items
 from nemo_rl_moe.data.encoding import encode_each
 from nemo_rl_moe.data.image_files import StoredImage
 from nemo_rl_moe.data.image_tokens import ImageTokenizer, RecordImages, SampleImages, batch_inputs, num_images_of
@@ -23,7 +23,7 @@ from nemo_rl_moe.data.sources import TEXT_SUFFIX, LineSource, open_lines, open_t
 from nemo_rl_moe.data.template_inputs import TemplateInputs, run_wide_inputs
 from nemo_rl_moe.data.template_renderer import Rendered
 from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.errors import ConfigurationError, DataError
+from nemo_rl_moe.errors import ConfigurationError, DataError, counted
 from nemo_rl_moe.rewards.reasoning_gym import draw_items
 
 if TYPE_CHECKING:

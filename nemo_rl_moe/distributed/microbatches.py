@@ -246,7 +246,7 @@ def _plan_one(
 def _cheapest_by_length(
     sizes: Sequence[int], images: Sequence[Images], batching: DynamicBatching, unit: int
 ) -> list[list[int]]:
-    """Sort by length, longest first, and cuts where it costs least."""
+    """Sort by length, longest first, and cut where it costs least."""
     order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
     lengths = [sizes[item] for item in order]
     own = [images[item] for item in order] if images else [{}] * len(order)

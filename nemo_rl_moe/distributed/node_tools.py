@@ -169,7 +169,7 @@ def families(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def end_processes(processes: Sequence[psutil.Process]) -> None:
-    """Kill processes and waits until they are gone, at most for some seconds."""
+    """Kill processes and wait until they are gone, at most for some seconds."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()

@@ -62,6 +62,7 @@ class StopSignals:
         self._reason: signal.Signals | None = None
         self._requested_at: float | None = None
         self._is_graceful = False
+        self._exit_code: int | None = None
         self._former_handlers: dict[signal.Signals, Any] = {}
 
     def reason(self) -> str | None:
@@ -71,7 +72,7 @@ class StopSignals:
     def end_now(self) -> None:
         """End the run by the signal that asked it to stop, as if that had come outside of `graceful`."""
         if self._reason is not None:
-            _raise(self._reason)
+            self._raise(self._reason)
 
     @contextmanager
     def graceful(self) -> Iterator[None]:
@@ -95,6 +96,8 @@ class StopSignals:
     ) -> None:
         for number, handler in self._former_handlers.items():
             signal.signal(number, handler)
+        if isinstance(error, SystemExit) and self._exit_code is not None:
+            error.code = self._exit_code  # Ray makes a 1 of any code where the signal comes while it waits
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -109,13 +112,13 @@ class StopSignals:
             self._reason = signal.Signals(number)
             _write_to_stderr(f"{self._reason.name}: the run stops after this step; a second one ends it at once")
         else:
-            _raise(number)
+            self._raise(number)
 
-
-def _raise(number: int) -> NoReturn:
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(exit_code_of_signal(number))
+    def _raise(self, number: int) -> NoReturn:
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._exit_code = exit_code_of_signal(number)
+        raise SystemExit(self._exit_code)
 
 
 def _write_to_stderr(message: str) -> None:

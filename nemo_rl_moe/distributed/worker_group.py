@@ -246,7 +246,7 @@ class WorkerGroup(Generic[Worker]):
             node: self._on_node(node, find_families, processes, default=[]) for node, processes in by_node.items()
         }
         if self._cluster.can_be_called:
-            # First, or Ray would inform the user of workers that were killed.
+            # First, or Ray would warn the user of workers that were killed.
             for actor in actors:
                 with suppress(RayError, ValueError):
                     ray.kill(actor, no_restart=True)
@@ -420,7 +420,7 @@ class WorkerGroup(Generic[Worker]):
         return f"The end of the stderr of rank {rank}:\n{tail}" if tail else ""
 
     def _on_node(self, node_id: str, function: Callable[..., Any], *args: Any, default: Any) -> Any:
-        """Call a function on one of the machines; returns `default` when the machine is dead."""
+        """Call a function on one of the machines; return `default` when the machine is dead."""
         if node_id == self._driver_node:
             return function(*args)
         if not self._cluster.can_be_called:

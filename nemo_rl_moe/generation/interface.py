@@ -169,7 +169,7 @@ class GenerationEngine(Protocol):
         ...
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """Replace the engine's weights by the trainer's; returns when all of them have arrived.
+        """Replace the engine's weights by the trainer's; return when all of them have arrived.
 
         Raises:
             WeightSyncError: Some did not arrive; the engine must not be used further.

@@ -16,7 +16,6 @@ from rich.text import Text
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.data.chat import TokenizedExample, batch_tokenizer
-from nemo_rl_moe.data.dataset import counted
 from nemo_rl_moe.data.image_tokens import RecordImages
 from nemo_rl_moe.data.preferences import PreferenceRecord, load_preferences, parse_preference, preference_columns
 from nemo_rl_moe.data.records import Example
@@ -24,7 +23,7 @@ from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.data.sources import load_limit, open_lines, open_source
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.data.tokenizer import load_tokenizer
-from nemo_rl_moe.errors import ConfigurationError, printable
+from nemo_rl_moe.errors import ConfigurationError, counted, printable
 from nemo_rl_moe.launch.grpo import read_prompts
 from nemo_rl_moe.launch.setup import images_of_data, read_samples, use_corrected_template
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
@@ -125,8 +124,7 @@ def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -
     logger = ConsoleLogger(total_steps=0, live=config.logger.console.live, stream=stream)
     tokenizer = load_tokenizer(config.policy.tokenizer.name, config.policy.tokenizer.chat_template)
     use_corrected_template(tokenizer, config.policy.tokenizer, logger)
-    image_rule = _image_rule(config)
-    view = _view(config, tokenizer, logger, number, image_rule)
+    view = _DataReader(tokenizer, logger, number, _image_rule(config)).view(config)
     logger.close()
 
     def show(text: Text) -> None:
@@ -149,101 +147,89 @@ def _image_rule(config: MasterConfig) -> ImageRule | None:
     return load_image_rule(name, load_hf_config(name)) if "vision_config" in load_config_json(name) else None
 
 
-def _view(
-    config: MasterConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    logger: ConsoleLogger,
-    number: int,
-    image_rule: ImageRule | None,
-) -> DataView:
-    if isinstance(config, SFTMasterConfig):
-        return _conversations(config, tokenizer, logger, number, image_rule)
-    if isinstance(config, DPOMasterConfig):
-        return _pairs(config, tokenizer, logger, number, image_rule)
-    if isinstance(config, GRPOMasterConfig):
-        return _prompts(config, tokenizer, logger, number, image_rule)
-    name = algorithm_of(config).name
-    raise ConfigurationError(f"data: got the algorithm {name}, expected one with the data of sft, dpo or grpo")
+@dataclass(frozen=True)
+class _DataReader:
+    """Reader of an algorithm's training data.
 
+    Attributes:
+        number: Samples to show.
+    """
 
-def _conversations(
-    config: SFTMasterConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    logger: ConsoleLogger,
-    number: int,
-    image_rule: ImageRule | None,
-) -> DataView:
-    dataset = read_samples(load_sft_dataset, config, config.data.train, tokenizer, logger, image_rule)
-    source = config.data.train
-    lines = open_source(source.path, source.split, config.data.image_key).lines
-    originals = (line for line in lines if isinstance(line, Example))
-    sequences = _with_truncated_tokens(config, tokenizer, dataset[:number], originals, image_rule)
-    return DataView(sequences, [len(example) for example in dataset], config.policy.max_total_sequence_length)
+    tokenizer: "PreTrainedTokenizerBase"
+    logger: ConsoleLogger
+    number: int
+    image_rule: ImageRule | None
 
+    def view(self, config: MasterConfig) -> DataView:
+        if isinstance(config, SFTMasterConfig):
+            return self._conversations(config)
+        if isinstance(config, DPOMasterConfig):
+            return self._pairs(config)
+        if isinstance(config, GRPOMasterConfig):
+            return self._prompts(config)
+        name = algorithm_of(config).name
+        raise ConfigurationError(f"data: got the algorithm {name}, expected one with the data of sft, dpo or grpo")
 
-def _pairs(
-    config: DPOMasterConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    logger: ConsoleLogger,
-    number: int,
-    image_rule: ImageRule | None,
-) -> DataView:
-    pairs = read_samples(load_preferences, config, config.data.train, tokenizer, logger, image_rule)
-    source = config.data.train
-    key = config.data.image_key
-    parse, columns = partial(parse_preference, image_key=key), partial(preference_columns, image_key=key)
-    lines = open_lines(source.path, source.split, parse, columns).lines
-    originals = (
-        response for line in lines if isinstance(line, PreferenceRecord) for response in (line.chosen, line.rejected)
-    )
-    shown = [response for pair in pairs[:number] for response in (pair.chosen, pair.rejected)]
-    sequences = _with_truncated_tokens(config, tokenizer, shown, originals, image_rule)
-    lengths = [len(response) for pair in pairs for response in (pair.chosen, pair.rejected)]
-    return DataView(sequences, lengths, config.policy.max_total_sequence_length)
+    def _conversations(self, config: SFTMasterConfig) -> DataView:
+        source = config.data.train
+        dataset = read_samples(load_sft_dataset, config, source, self.tokenizer, self.logger, self.image_rule)
+        lines = open_source(source.path, source.split, config.data.image_key).lines
+        originals = (line for line in lines if isinstance(line, Example))
+        sequences = self._with_truncated_tokens(config, dataset[: self.number], originals)
+        return DataView(sequences, [len(example) for example in dataset], config.policy.max_total_sequence_length)
 
+    def _pairs(self, config: DPOMasterConfig) -> DataView:
+        source, key = config.data.train, config.data.image_key
+        pairs = read_samples(load_preferences, config, source, self.tokenizer, self.logger, self.image_rule)
+        parse, columns = partial(parse_preference, image_key=key), partial(preference_columns, image_key=key)
+        lines = open_lines(source.path, source.split, parse, columns).lines
+        originals = (
+            response
+            for line in lines
+            if isinstance(line, PreferenceRecord)
+            for response in (line.chosen, line.rejected)
+        )
+        shown = [response for pair in pairs[: self.number] for response in (pair.chosen, pair.rejected)]
+        sequences = self._with_truncated_tokens(config, shown, originals)
+        lengths = [len(response) for pair in pairs for response in (pair.chosen, pair.rejected)]
+        return DataView(sequences, lengths, config.policy.max_total_sequence_length)
 
-def _prompts(
-    config: GRPOMasterConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    logger: ConsoleLogger,
-    number: int,
-    image_rule: ImageRule | None,
-) -> DataView:
-    prompts = read_prompts(config, config.data.train, tokenizer, logger, image_rule=image_rule)
-    most = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
-    sequences = []
-    for prompt in prompts[:number]:
-        ids = np.asarray(prompt.token_ids, dtype=np.int32)
-        mask = np.zeros(len(ids), dtype=np.bool_)
-        example = TokenizedExample(ids, mask, False, prompt.sample_id, prompt.images, prompt.notes)
-        sequences.append(ShownSequence(example, most))
-    return DataView(sequences, [len(prompt.token_ids) for prompt in prompts], most)
+    def _prompts(self, config: GRPOMasterConfig) -> DataView:
+        prompts = read_prompts(config, config.data.train, self.tokenizer, self.logger, image_rule=self.image_rule)
+        most = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
+        sequences = []
+        for prompt in prompts[: self.number]:
+            ids = np.asarray(prompt.token_ids, dtype=np.int32)
+            mask = np.zeros(len(ids), dtype=np.bool_)
+            example = TokenizedExample(ids, mask, False, prompt.sample_id, prompt.images, prompt.notes)
+            sequences.append(ShownSequence(example, most))
+        return DataView(sequences, [len(prompt.token_ids) for prompt in prompts], most)
 
-
-def _with_truncated_tokens(
-    config: SFTMasterConfig | DPOMasterConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    examples: Sequence[TokenizedExample],
-    originals: Iterator[Example],
-    image_rule: ImageRule | None,
-) -> list[ShownSequence]:
-    """Return the examples with the tokens after the truncation, for which the data is read once more."""
-    max_length, data = config.policy.max_total_sequence_length, config.data
-    cut = {example.sample_id for example in examples if example.truncated}
-    run_wide = run_wide_inputs(data.tools, data.chat_template_kwargs)
-    longer: dict[str, TokenizedExample] = {}
-    if cut:
-        images = RecordImages(data.image_key, images_of_data(data, data.train.path, tokenizer, image_rule))
-        tokenize = batch_tokenizer(tokenizer, max_length + MOST_CUT_TOKENS, run_wide, images)
-        with load_limit(data.load_timeout_s, data.train.path):
-            for original in originals:
-                if original.sample_id in cut:
-                    (result,) = tokenize([original])
-                    assert isinstance(result, TokenizedExample)
-                    longer[result.sample_id] = result
-                if len(longer) == len(cut):
-                    break
-    return [ShownSequence(longer.get(example.sample_id, example), max_length) for example in examples]
+    def _with_truncated_tokens(
+        self,
+        config: SFTMasterConfig | DPOMasterConfig,
+        examples: Sequence[TokenizedExample],
+        originals: Iterator[Example],
+    ) -> list[ShownSequence]:
+        """Return the examples with the tokens after the truncation, for which the data is read once more."""
+        max_length, data = config.policy.max_total_sequence_length, config.data
+        cut = {example.sample_id for example in examples if example.truncated}
+        run_wide = run_wide_inputs(data.tools, data.chat_template_kwargs)
+        longer: dict[str, TokenizedExample] = {}
+        if cut:
+            images = RecordImages(
+                data.image_key, images_of_data(data, data.train.path, self.tokenizer, self.image_rule)
+            )
+            tokenize = batch_tokenizer(self.tokenizer, max_length + MOST_CUT_TOKENS, run_wide, images)
+            with load_limit(data.load_timeout_s, data.train.path):
+                for original in originals:
+                    if original.sample_id in cut:
+                        (result,) = tokenize([original])
+                        assert isinstance(result, TokenizedExample)
+                        longer[result.sample_id] = result
+                    if len(longer) == len(cut):
+                        break
+        return [ShownSequence(longer.get(example.sample_id, example), max_length) for example in examples]
 
 
 def sequence_text(sequence: ShownSequence, decode: Callable[[Sequence[int]], str], in_colour: bool) -> Text:

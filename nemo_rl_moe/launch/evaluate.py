@@ -14,8 +14,7 @@ from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.atomic_writes import write_whole
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.data.dataset import counted
-from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.errors import ConfigurationError, counted
 from nemo_rl_moe.launch.grpo import prepare_rollouts, start_rollouts
 from nemo_rl_moe.launch.inference import answer_in_chunks, give_weights
 from nemo_rl_moe.launch.output_folder import next_free, staged
@@ -75,7 +74,9 @@ def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | N
     give_weights(config, run, policy, worker.engine, prepared.model)
     prompts, samples = prepared.held_out[: config.grpo.max_val_samples], config.grpo.val_num_generations
     number = len(prompts) * samples
-    with run.console.phase(f"drawing {counted(number, 'response')} to {counted(len(prompts), 'prompt')}") as progress:
+    with run.console.phase(
+        f"generating {counted(number, 'response')} to {counted(len(prompts), 'prompt')}"
+    ) as progress:
         answer_in_chunks(config, worker.engine)
         if config.env.rollout is None:  # of several turns, how many there will be is not known
             worker = replace(worker, report_progress=lambda done: progress(done / number))

@@ -14,15 +14,9 @@ import numpy as np
 
 from nemo_rl_moe.atomic_writes import write_whole
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.data.dataset import counted
 from nemo_rl_moe.data.prompts import Prompt, prompt_inputs
-from nemo_rl_moe.errors import ConfigurationError, DataError
-from nemo_rl_moe.generation.interface import (
-    GeneratedSequence,
-    GenerationEngine,
-    GenerationRequest,
-    SamplingParameters,
-)
+from nemo_rl_moe.errors import ConfigurationError, DataError, counted
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import generate_all
 from nemo_rl_moe.launch.grpo import read_prompts, sampling_parameters, start_engine
 from nemo_rl_moe.launch.inference import answer_in_chunks, give_weights
@@ -99,7 +93,9 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
     engine = start_engine(config, run, policy, model)
     give_weights(config, run, policy, engine, model)
     number = len(prompts) * samples
-    with run.console.phase(f"drawing {counted(number, 'response')} to {counted(len(prompts), 'prompt')}") as progress:
+    with run.console.phase(
+        f"generating {counted(number, 'response')} to {counted(len(prompts), 'prompt')}"
+    ) as progress:
         chunk = answer_in_chunks(config, engine)
         found = responses(
             engine, prompts, samples, sampling, config.grpo.seed, chunk, lambda done: progress(done / number)

@@ -41,11 +41,15 @@ from nemo_rl_moe.rollouts.environment import Environment, make_environment
 from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.limits import RolloutLimits
 from nemo_rl_moe.rollouts.worker import RolloutWorker
-from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER
+from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER, existing_capture
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
 
 if TYPE_CHECKING:
     from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+
+
+_SAMPLED = "drawn"
+"""Name of sampled prompts in the fingerprints of checkpoints, those of older releases too."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class PreparedRollouts:
 
     def fingerprints(self, config: GRPOMasterConfig) -> dict[str, str]:
         """Return the fingerprints of the inputs: the prompts, and the model where it is the reference."""
-        prompts = samples_fingerprint(config.data.train.path or "sampled", _token_ids_and_images(self.training))
+        prompts = samples_fingerprint(config.data.train.path or _SAMPLED, _token_ids_and_images(self.training))
         if not algorithm_of(config).needs_reference(config):
             return {TRAINING_DATA: prompts}
         return {TRAINING_DATA: prompts, MODEL: model_fingerprint(config.policy.model_name)}
@@ -113,7 +117,7 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
 
 
 def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollouts:
-    """Check environment, engine and model, and read the prompts; starts nothing.
+    """Check environment, engine and model, and read the prompts; start nothing.
 
     Raises:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
@@ -191,7 +195,7 @@ def make_routing_measurements(
         replays=megatron.routing_replay == "rollout",
         has_reference=algorithm_of(config).needs_reference(config),
         capture=CaptureWriter(
-            run.folder / CAPTURE_FOLDER,
+            existing_capture(run.folder) or run.folder / CAPTURE_FOLDER,
             moe,
             run.console.warn,
             fetch_objects,
@@ -205,7 +209,7 @@ def make_routing_measurements(
 def start_rollouts(
     config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", prepared: PreparedRollouts
 ) -> RolloutWorker:
-    """Start the environment's workers and the generation engine for the rest of the run."""
+    """Start the reward workers and the generation engine for the rest of the run."""
     reward_function = run.use(running_reward_workers(config, run.console))
     tokenizer = prepared.model.tokenizer
     notices = Notices(run.console.message, run.console.warn)
@@ -275,7 +279,7 @@ def read_prompts(
     image_rule: ImageRule | None,
     is_scored: bool = True,
 ) -> PromptDataset:
-    """Read, or draws, and tokenise one set of prompts, without the training prompts, and say what was left out.
+    """Read or sample one set of prompts, without the training prompts; tokenise it, and say what was left out.
 
     Args:
         image_rule: Rule by which the model takes images; None: it takes text alone.
@@ -285,7 +289,7 @@ def read_prompts(
         DataError: A file is missing, a line cannot be used, or no prompt is left.
     """
     longest = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
-    what = f"reading {source.path}" if source.path else f"drawing {source.num_items} prompts"
+    what = f"reading {source.path}" if source.path else f"sampling {source.num_items} prompts"
     with console.phase(what), load_limit(config.data.load_timeout_s, source.path or "sampled prompts"):
         images = images_of_data(config.data, source.path, tokenizer, image_rule)
         prompts = load_prompts(source, config.data, tokenizer, longest, config.env if is_scored else None, images)
@@ -314,8 +318,8 @@ def _token_ids_and_images(prompts: Iterable[Prompt]) -> Iterator[Any]:
 
 @contextmanager
 def running_reward_workers(config: GRPOMasterConfig, console: ConsoleLogger) -> Iterator[RewardWorkers]:
-    """Start the environment's workers, and stop them whatever happens."""
-    with console.phase(f"starting the environment ({config.env.name})"):
+    """Start the reward workers, and stop them whatever happens."""
+    with console.phase(f"starting the reward workers ({config.env.name})"):
         reward_function = RewardWorkers(config.env)
     try:
         yield reward_function

@@ -23,7 +23,7 @@ _ROUNDS_OF_A_CHUNK = 4
 def give_weights(
     config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", engine: GenerationEngine, model: PreparedModel
 ) -> None:
-    """Give an engine with a copy of the weights those of the workers, and checks that they have arrived.
+    """Give an engine with a copy of the weights those of the workers, and check that they have arrived.
 
     Raises:
         WeightSyncError: They have not.

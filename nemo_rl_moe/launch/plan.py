@@ -11,14 +11,7 @@ from nemo_rl_moe.config.checks_run import model_folder_exists
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.distributed.accelerators import Target
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.launch.plan_gpus import (
-    UNITS,
-    aligned,
-    engine_lines,
-    fit_line,
-    has_engine_beside,
-    moment_lines,
-)
+from nemo_rl_moe.launch.plan_gpus import UNITS, aligned, engine_lines, fit_line, has_engine_beside, moment_lines
 from nemo_rl_moe.launch.setup import announce_moe, model_warnings
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import (

@@ -47,8 +47,8 @@ def make_refit_check(
         return None
     longest = config.policy.max_total_sequence_length - 1  # an engine draws one token more
     sequences = probe_sequences(chosen.num_sequences, chosen.num_tokens, hf_config.vocab_size)
-    image_rule = [image_probe(sequence, hf_config, longest, n) for n, sequence in enumerate(sequences)]
-    sequences, inputs = [list(ids) for ids, _ in image_rule], [found for _, found in image_rule if found]
+    probes = [image_probe(sequence, hf_config, longest, n) for n, sequence in enumerate(sequences)]
+    sequences, inputs = [list(ids) for ids, _ in probes], [found for _, found in probes if found]
     engines_format: str = getattr(engine, "dtype", config.policy.precision)
     in_float32 = {config.policy.precision, engines_format} == {"float32"}
     # Of tensors that several ranks share, none of them has a fingerprint.

@@ -12,19 +12,9 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl_moe.checkpoints.best_metric import choice_in_force
 from nemo_rl_moe.checkpoints.changes import changed_inputs
 from nemo_rl_moe.checkpoints.checkpointer import Checkpointer
-from nemo_rl_moe.checkpoints.resume import (
-    ResumePoint,
-    checkpoint_dir_of,
-    find_resume_point,
-    older_resume_point,
-)
+from nemo_rl_moe.checkpoints.resume import ResumePoint, checkpoint_dir_of, find_resume_point, older_resume_point
 from nemo_rl_moe.checkpoints.state import RunDescription, layout_of
-from nemo_rl_moe.checkpoints.store import (
-    FINAL_WEIGHTS_FOLDER,
-    CheckpointStore,
-    final_weights_folder,
-    model_folder,
-)
+from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER, CheckpointStore, final_weights_folder, model_folder
 from nemo_rl_moe.checksums import InventoryError, add_to_inventory
 from nemo_rl_moe.config.algorithm import algorithm_of, metric_in_force
 from nemo_rl_moe.config.loading import dump_resolved
@@ -239,9 +229,7 @@ class SavedTraining:
 
 
 def _known_store(config: MasterConfig, resume: ResumePoint | None, console: ConsoleLogger) -> CheckpointStore | None:
-    """Return the folder of checkpoints; None where there are none, or where the run's own folder, not made yet, has
-    it.
-    """
+    """Return the folder of checkpoints; None without any, or where it lies in the run's folder, not made yet."""
     if not config.checkpointing.enabled:
         return None
     known = resume.folder.parent if resume is not None else config.checkpointing.checkpoint_dir

@@ -3,8 +3,8 @@
 """Setup of a run before its loop: the model checked, Ray and the workers started, the settings in force shown."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -48,11 +48,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-    from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 
 
 Samples = TypeVar("Samples", TokenizedDataset, PreferenceDataset)
-Workers = TypeVar("Workers", bound="ModelWorkers")
 Opened = TypeVar("Opened")
 
 
@@ -106,7 +104,7 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel
 def use_corrected_template(
     tokenizer: "PreTrainedTokenizerBase", settings: TokenizerConfig, console: ConsoleLogger
 ) -> None:
-    """Take a chat template of ours where the tokenizer's own loses parts of a conversation, and reports it."""
+    """Take a chat template of ours where the tokenizer's own loses parts of a conversation, and report it."""
     if settings.chat_template is None and (line := correct_template(tokenizer, settings.corrected_template)):
         console.message(line)
 
@@ -202,77 +200,6 @@ def fetch_on_machines(cluster: RayCluster, model: HubModel) -> None:
         raise ConfigurationError(list(dict.fromkeys(problems)))
 
 
-@contextmanager
-def running_policy(
-    config: MasterConfig,
-    cluster: RayCluster,
-    console: ConsoleLogger,
-    model: PreparedModel,
-    *,
-    seed: int,
-    num_steps: int | None,
-    keep_reference: bool = False,
-) -> Iterator["MegatronPolicy"]:
-    """Start the workers, for forward passes alone where there are no optimizer steps; stop them whatever happens.
-
-    Raises:
-        ConfigurationError: The model's weights cannot be used.
-    """
-    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy  # with Megatron-Core, which takes seconds
-
-    if model.source.hub is not None and not cluster.is_local:
-        with console.phase(f"fetching {model.source.hub.name} on every machine that lacks it"):
-            fetch_on_machines(cluster, model.source.hub)
-    with console.phase(f"starting {config.cluster.world_size} workers"):
-        policy = MegatronPolicy(
-            config,
-            cluster,
-            seed=seed,
-            num_steps=num_steps,
-            source=model.source,
-            model_files=model.files,
-            keep_reference=keep_reference,
-        )
-    for line in policy.notices:
-        console.message(line)
-    try:
-        yield policy
-    finally:
-        policy.shutdown()
-
-
-@contextmanager
-def running_role(
-    role: str,
-    config: MasterConfig,
-    cluster: RayCluster,
-    console: ConsoleLogger,
-    model: PreparedModel,
-    start: Callable[..., Workers],
-) -> Iterator[Workers]:
-    """Start the workers of a role beside the policy, in places of their own, and stop them whatever happens.
-
-    Args:
-        config: The whole configuration; `cluster.roles` places the role.
-        start: Starts them, as `ModelWorkers` or `TrainableModel` with what it needs besides.
-
-    Raises:
-        ConfigurationError: There is no room for the workers, or the model's weights cannot be used.
-    """
-    place = RayCluster(config.cluster.place_of(role), beside=cluster)
-    try:
-        if model.source.hub is not None and not place.is_local:
-            fetch_on_machines(place, model.source.hub)
-        with console.phase(f"starting {place.config.world_size} workers of the {role}"):
-            workers = start(role, model.policy, place, source=model.source)
-        try:
-            yield workers
-        finally:
-            workers.shutdown()
-    finally:
-        place.shutdown()
-
-
 class ModelRun:
     """A command that runs a model and does not train it: `prepare_model`, then `start_policy`.
 
@@ -333,7 +260,7 @@ class ModelRun:
         return self._start_workers(seed=0, num_steps=None, keep_reference=False)
 
     def start_places(self, role: str) -> RayCluster:
-        """Reserve the places of a role that has no model workers, until the run ends.
+        """Reserve the places of a role, until the run ends.
 
         Raises:
             ConfigurationError: There is no room for them.
@@ -348,21 +275,29 @@ class ModelRun:
         return self._policy
 
     def _start_workers(self, *, seed: int, num_steps: int | None, keep_reference: bool) -> "MegatronPolicy":
-        assert self._model is not None  # prepare_model comes first
+        from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy  # with Megatron-Core, which takes seconds
+
+        model = self._model
+        assert model is not None  # prepare_model comes first
         assert self._early_cluster is not None
         with self.console.phase("starting Ray"):
             self._cluster = self._early_cluster.get()
-        self._policy = self.use(
-            running_policy(
+        if model.source.hub is not None and not self.cluster.is_local:
+            with self.console.phase(f"fetching {model.source.hub.name} on every machine that lacks it"):
+                fetch_on_machines(self.cluster, model.source.hub)
+        with self.console.phase(f"starting {self.config.cluster.world_size} workers"):
+            self._policy = MegatronPolicy(
                 self.config,
                 self.cluster,
-                self.console,
-                self._model,
                 seed=seed,
                 num_steps=num_steps,
+                source=model.source,
+                model_files=model.files,
                 keep_reference=keep_reference,
             )
-        )
+        self._opened.callback(self._policy.shutdown)
+        for line in self._policy.notices:
+            self.console.message(line)
         return self._policy
 
 

@@ -49,6 +49,7 @@ def train(config: MasterConfig, overrides: Sequence[str], *, owns_process: bool)
     """
     launch = RunLaunch(uuid.uuid4().hex, started=time.monotonic())
     if owns_process and config.cluster.max_restarts:
+        _hide_secrets(overrides)
         return _supervise(config, launch)
     if owns_process:
         take_process(overrides, lambda: _print_resume_hint(config, launch))
@@ -107,16 +108,21 @@ def entry_point_of(algorithm: Algorithm) -> Callable[[Any, "TrainingRun"], None]
 def take_process(overrides: Sequence[str], report_end: Callable[[], None] = lambda: None) -> None:
     """Make this process that of a run: watched, and with no secret on its command line.
 
-    Anybody on the machine sees that line; W&B and Ray's dashboard have it too.
-
     Args:
         report_end: Says how to go on when this process has failed and cannot say it.
     """
     os.environ["PYTHONPATH"] = _search_path()
+    _hide_secrets(overrides)  # before the watcher is forked, which has the same command line
     watch_this_process(report_end)
+
+
+def _hide_secrets(overrides: Sequence[str]) -> None:
+    """Mask the secrets on this process's command line, which anybody on the machine, W&B and Ray's dashboard see."""
     shown = {text: masked_assignment(text) for text in overrides}
     words = [shown.get(word, word) for word in sys.argv]
     if words != sys.argv:
+        # Where the title is written over the environment too, a run's processes are not found by their mark.
+        os.environ.setdefault("SPT_NOENV", "1")
         from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
         sys.argv[:] = words

@@ -68,7 +68,7 @@ def supervise(supervision: Supervision) -> int:
 
 
 class _Supervisor:
-    """Starts the run's process, and again after failures."""
+    """Starter of the run's process, again after failures."""
 
     def __init__(self, supervision: Supervision, stop_signals: set[signal.Signals], stdin: IO[str]):
         self._supervision = supervision

@@ -3,11 +3,11 @@
 """A training run around its loop: model, workers, resume point, run folder, loggers, checkpoints, final weights."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_rl_moe.algorithms.step_recorder import RecordSinks, RunSummary, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
@@ -27,8 +27,8 @@ from nemo_rl_moe.launch.setup import (
     ModelRun,
     PreparedModel,
     announce_moe,
+    fetch_on_machines,
     prepare_model,
-    running_role,
     summarise,
 )
 from nemo_rl_moe.launch.start import RunLaunch
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, TrainableModel
     from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 
+Workers = TypeVar("Workers", bound="ModelWorkers")
 DIVERGED_SAMPLES_FILE = "diverged_samples.json"
 _NOTHING_SAVED = -1
 """A step before the first one, for a restart of a run that has saved nothing."""
@@ -137,7 +138,7 @@ class TrainingRun(ModelRun):
         """
         from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # with Megatron-Core, which takes seconds
 
-        return self.use(running_role(role, self.config, self.cluster, self.console, model, ModelWorkers))
+        return self._start_role(role, model, ModelWorkers)
 
     def start_trainable_role(
         self, role: str, model: PreparedModel, heads: Collection[Head] = (Head.LOGPROBS,)
@@ -158,9 +159,18 @@ class TrainingRun(ModelRun):
             num_steps=self._num_updates,
             heads=heads,
         )
-        started = self.use(running_role(role, self.config, self.cluster, self.console, model, make))
+        started = self._start_role(role, model, make)
         self.saved.models[role] = started
         return started
+
+    def _start_role(self, role: str, model: PreparedModel, start: Callable[..., Workers]) -> Workers:
+        place = self.start_places(role)
+        if model.source.hub is not None and not place.is_local:
+            fetch_on_machines(place, model.source.hub)
+        with self.console.phase(f"starting {place.config.world_size} workers of the {role}"):
+            workers = start(role, model.policy, place, source=model.source)
+        self._opened.callback(workers.shutdown)
+        return workers
 
     def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
         """Report where the run begins, and what its settings come to. Writes nothing of the run's own.
@@ -247,7 +257,7 @@ class TrainingRun(ModelRun):
         return self._folder
 
     def end(self, summary: RunSummary) -> None:
-        """Write the final weights of a run that is complete; prepares what is reported when everything is closed.
+        """Write the final weights of a run that is complete; prepare what is reported when everything is closed.
 
         Raises:
             CheckpointError: They cannot be written.
@@ -334,7 +344,7 @@ class TrainingRun(ModelRun):
 
 
 def _all_samples(error: TrainingDivergedError, run_folder: Path) -> str:
-    """Write the samples of the step to a file, and says where."""
+    """Write the samples of the step to a file, and say where."""
     path = run_folder / DIVERGED_SAMPLES_FILE
     try:
         path.write_text(json.dumps({"sample_ids": error.sample_ids}, indent=1) + "\n", encoding="utf-8")

@@ -150,11 +150,6 @@ class TrainResult:
 
 
 @dataclass(frozen=True)
-class EvaluationResult:
-    microbatch_metrics: dict[str, MetricSeries]
-
-
-@dataclass(frozen=True)
 class RouteComparison:
     logprobs: Float[Tensor, "batch sequence"]
     totals: AgreementTotals
@@ -187,8 +182,8 @@ class PolicyInterface(Protocol):
         """Take one optimizer step for each global batch in `batch`."""
         ...
 
-    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
-        """Run forward passes only; nothing of the model changes."""
+    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> dict[str, MetricSeries]:
+        """Return the loss function's metrics by forward passes only; nothing of the model changes."""
         ...
 
     def logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
@@ -240,7 +235,7 @@ class PolicyInterface(Protocol):
         ...
 
     def save_weights(self, directory: Path) -> Sequence[str]:
-        """Write the weights as a Hugging Face folder; returns the names of parameters that had to be left out."""
+        """Write the weights as a Hugging Face folder; return the names of parameters that had to be left out."""
         ...
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
@@ -248,7 +243,7 @@ class PolicyInterface(Protocol):
         ...
 
     def poll_checkpoint(self, *, wait: bool) -> WriteOutcome | None:
-        """Return the outcome of the writing; None while it goes on. With `wait`, returns when it has ended."""
+        """Return the outcome of the writing; None while it goes on. With `wait`, return when it has ended."""
         ...
 
     def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:

@@ -41,10 +41,10 @@ class Score:
     """Score of a response.
 
     Attributes:
-        reward: At most `LARGEST_REWARD` in size; 0 where the environment failed. Of named rewards their weighted sum,
+        reward: At most `LARGEST_REWARD` in size; 0 where scoring failed. Of named rewards their weighted sum,
             which `checked_score` puts there.
         fault: Why there is no score; None for a score.
-        rewards: Several rewards by name; empty where the environment gives one number.
+        rewards: Several rewards by name; empty where the reward function gives one number.
     """
 
     reward: float
@@ -70,11 +70,11 @@ def checked_score(score: Score, weights: Mapping[str, float] | None = None) -> S
     """Return a score with the weighted sum of its named rewards as reward; or reward 0 with the fault.
 
     A fault is a reward that is NaN, infinite or too large, a name without a weight, or a weight without its reward.
-    For the driver: in the environment's own process a reward function may have changed what would check it.
+    For the driver: in its own process a reward function may have changed what would check it.
 
     Args:
-        score: As the environment gave it; one that has been checked stays as it is.
-        weights: Weight of each named reward; None where the environment gives one number.
+        score: As the reward function gave it; one that has been checked stays as it is.
+        weights: Weight of each named reward; None where the reward function gives one number.
     """
     if score.fault is None and (weights is not None or score.rewards):
         if weights is None or set(score.rewards) != set(weights):
@@ -108,7 +108,7 @@ def _failed(problem: str) -> Score:
 
 
 class RewardFunction(Protocol):
-    """Scores one response at a time; made once in each environment worker, and may keep state there."""
+    """Function that scores a response; made once in each reward worker, and may keep state there."""
 
     def score(self, item: ScoringItem) -> Score:
         """Score a response. May raise: the sample then has a fault in place of a score."""

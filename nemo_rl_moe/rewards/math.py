@@ -9,13 +9,13 @@ from typing import Any
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
-# What reports the library where mathematics begins. Data sets hold bare answers, such as \frac{1}{2}, without it.
+# What shows the library where mathematics begins. Data sets hold bare answers, such as \frac{1}{2}, without it.
 LATEX_MARKS = ("$", r"\boxed", r"\(", r"\[", r"\begin")
 ANSWERS_KEPT = 1024
 
 
 class MathReward:
-    r"""Compares the last answer in a response, such as `\boxed{\frac{1}{2}}`, `$0.5$` or `1/2`, with the record's.
+    r"""Comparison of the last answer in a response, such as `\boxed{\frac{1}{2}}`, `$0.5$` or `1/2`, with the record's.
 
     The reward is 1 for the same value and 0 otherwise; a response without mathematics is wrong.
 

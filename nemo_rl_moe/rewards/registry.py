@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of environments, and the part of a response that is scored, the same for all of them."""
+"""Registry of reward functions, and the part of a response that is scored, the same for all of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from nemo_rl_moe.rewards.user_callable import CallableReward
 
 
 class AnswerReward:
-    """Environment that passes only the answer of a response on to another one.
+    """Reward function that passes only the answer of a response on to another one.
 
     Args:
         answer_after: The answer is the text after the last of these, or the whole response without it; None: always the
@@ -51,7 +51,7 @@ def answer_in(response: str, answer_after: str | None) -> str:
 
 
 def make_reward_function(config: EnvironmentConfig) -> RewardFunction:
-    """Make the environment that a checked configuration describes.
+    """Make the reward function that a checked configuration describes.
 
     Raises:
         ConfigurationError: A library, a task, a parameter, a module or a function is missing or wrong.
@@ -62,9 +62,13 @@ def make_reward_function(config: EnvironmentConfig) -> RewardFunction:
 
 
 def _make_custom(config: EnvironmentConfig) -> RewardFunction:
-    """Return an environment of the user's own: what a class or a function makes of `env.parameters`."""
+    """Return a reward function of the user's own: what a class or a function makes of `env.parameters`."""
     names = [str(name) for name in config.parameters]
-    takes = f"env.parameters ({', '.join(names)})" if names else "no argument; env.parameters names its arguments"
+    takes = (
+        f"env.parameters ({', '.join(names)})"
+        if names
+        else ("no argument; env.parameters names its arguments, and a function that scores is env.name callable")
+    )
     make = import_function("env.name", config.name, takes, number=0, names=names)
     try:
         reward_function: RewardFunction = make(**config.parameters)
@@ -74,14 +78,10 @@ def _make_custom(config: EnvironmentConfig) -> RewardFunction:
         raise ConfigurationError(f"env.name: {config.name} raised while it was made: {one_line(error)}") from error
     if not callable(getattr(reward_function, "score", None)):
         raise ConfigurationError(
-            f"env.name: {config.name} makes {described(reward_function)}, expected an environment with a method score,"
-            " which takes a ScoringItem and returns a Score; a function that scores is env.name callable"
+            f"env.name: {config.name} makes {described(reward_function)}, expected a reward function with a method"
+            " score, which takes a ScoringItem and returns a Score; a function that scores is env.name callable"
         )
     return reward_function
-
-
-def _make_math(config: EnvironmentConfig) -> RewardFunction:
-    return MathReward()
 
 
 def _make_reasoning_gym(config: EnvironmentConfig) -> RewardFunction:
@@ -94,13 +94,9 @@ def _make_callable(config: EnvironmentConfig) -> RewardFunction:
     return CallableReward(config.callable)
 
 
-def _make_exact(config: EnvironmentConfig) -> RewardFunction:
-    return ExactReward()
-
-
 REWARD_FUNCTIONS: dict[str, Callable[[EnvironmentConfig], RewardFunction]] = {
-    "exact": _make_exact,
-    "math": _make_math,
+    "exact": lambda config: ExactReward(),
+    "math": lambda config: MathReward(),
     "reasoning_gym": _make_reasoning_gym,
     "callable": _make_callable,
 }

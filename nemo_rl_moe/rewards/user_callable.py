@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A Python function of the user's own as environment."""
+"""A Python function of the user's own as reward function."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -25,11 +25,11 @@ class CallableReward:
     and in which order, is not defined.
 
     Raises:
-        ConfigurationError: There is no such function.
+        ConfigurationError: There is no such function, or it does not take one argument.
     """
 
     def __init__(self, config: CallableConfig):
-        self._function = find_function(config.function)
+        self._function = import_function(KEY, config.function, "one ScoringItem")
 
     def score(self, item: ScoringItem) -> Score:
         """Score a response.
@@ -50,16 +50,6 @@ class CallableReward:
             f"{KEY} returned {described(result)}, expected a number, or a dict of numbers by name, or a pair of either"
             " and a bool"
         )
-
-
-def find_function(name: str) -> Callable[[ScoringItem], Any]:
-    """Import what `package.module:function` names. The working folder is searched too, after all else.
-
-    Raises:
-        ConfigurationError: There is no such module or function, or it does not take one argument.
-    """
-    function: Callable[[ScoringItem], Any] = import_function(KEY, name, "one ScoringItem")
-    return function
 
 
 def _is_number(value: Any) -> bool:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The environment worker: a process that scores its share of a batch, each response within its time limit."""
+"""The reward worker: a process that scores its share of a batch, each response within its time limit."""
 
 import faulthandler
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from nemo_rl_moe.rewards.interface import Fault, RewardFunction, Score, ScoringI
 from nemo_rl_moe.rewards.registry import make_reward_function
 
 INTERRUPTION_S = 1.0
-"""Seconds after the alarm at which the process of an environment that has not stopped is ended."""
+"""Seconds after the alarm at which the process of a reward function that has not stopped is ended."""
 _STDERR = 2
 
 
 class RewardWorker:  # pragma: no cover  (runs in other processes)
-    """An environment and the loop over the responses of a call."""
+    """A reward function and the loop over the responses of a call."""
 
     def __init__(self, rank: int, world_size: int, *, config: EnvironmentConfig):
-        self._environment = make_reward_function(config)
+        self._reward_function = make_reward_function(config)
         self._timeout_s = config.timeout_s
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
@@ -34,7 +34,7 @@ class RewardWorker:  # pragma: no cover  (runs in other processes)
             for item in items:
                 # Kept by a thread that needs no interpreter.
                 faulthandler.dump_traceback_later(self._timeout_s + INTERRUPTION_S, exit=True, file=_STDERR)
-                scores.append(score_within(self._timeout_s, self._environment, item))
+                scores.append(score_within(self._timeout_s, self._reward_function, item))
         finally:
             faulthandler.cancel_dump_traceback_later()
         return scores
@@ -44,10 +44,11 @@ def score_within(limit_s: float, reward_function: RewardFunction, item: ScoringI
     """Score a response, or give reward 0 with the fault; only on a process's main thread.
 
     Args:
-        limit_s: Seconds that the environment may take. Code that never returns to the interpreter is not interrupted.
+        limit_s: Seconds that the reward function may take. Code that never returns to the interpreter is not
+            interrupted.
 
     Returns:
-        The environment's score, or reward 0 with the fault: it raised or took too long.
+        The reward function's score, or reward 0 with the fault: it raised or took too long.
     """
     try:
         with interrupted_after(limit_s):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pool of environment workers (Ray actors) that scores many responses and survives the loss of a worker."""
+"""Pool of reward workers (Ray actors) that scores many responses and survives the loss of a worker."""
 
 import sys
 import time
@@ -37,7 +37,7 @@ WORKER_ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 
-_STOPPED = "cannot score: the environment workers have been stopped"
+_STOPPED = "cannot score: the reward workers have been stopped"
 
 
 @dataclass(frozen=True)
@@ -71,20 +71,20 @@ class _Call:
 
 
 class RewardWorkers:
-    """Pool of environment workers; a context manager. Ray must be running.
+    """Pool of reward workers; a context manager. Ray must be running.
 
     A batch is one call to each worker, which reports responses that raise or exceed their time limit. Where a response
     ends its worker (a segmentation fault, `os._exit`, memory) or blocks it outside of the interpreter, the worker is
     replaced, and its responses are scored again one by one: each is scored twice at most.
 
     The workers are spread over the nodes of the cluster, and Ray ends them when the driver is killed, even those that
-    are blocked. Scores do not depend on how responses are shared among workers, unless the environment keeps state.
+    are blocked. Scores do not depend on how responses are shared among workers, unless the reward function keeps state.
 
     Args:
         config: The workers take no place from the policy workers.
 
     Raises:
-        WorkerDiedError: An environment cannot be made in its worker; carries the worker's own error.
+        WorkerDiedError: A reward function cannot be made in its worker; carries the worker's own error.
     """
 
     def __init__(self, config: EnvironmentConfig):
@@ -118,10 +118,10 @@ class RewardWorkers:
         self.shutdown()
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """Score each response, in their order; where the environment failed, reward 0 with the fault.
+        """Score each response, in their order; where scoring failed, reward 0 with the fault.
 
         Raises:
-            WorkerDiedError: A worker was lost, and the environment cannot be made again; or all have been stopped.
+            WorkerDiedError: A worker was lost, and the reward function cannot be made again; or all have been stopped.
         """
         try:
             if self._is_stopped:
@@ -155,7 +155,7 @@ class RewardWorkers:
                 result = outcome(call)
                 if isinstance(result, list):
                     self._idle.append(doing.worker)
-                    # Environments of this project give one number, also within a rollout that gives several.
+                    # Reward functions of this project give one number, also within a rollout that gives several.
                     weights = self._config.reward_weights if self._config.is_custom else None
                     checked = (checked_score(score, weights) for score in result)
                     scores.update(zip(doing.share.indices, checked, strict=True))
@@ -187,7 +187,7 @@ class RewardWorkers:
         self._calls[call] = _Call(worker, share, ping, now, now + allowed_s)
 
     def _wait(self) -> list[Any]:
-        """Wait until a call has ended, or its time has; kills the worker of a call that is overdue, which ends it."""
+        """Wait until a call has ended, or its time has; kill the worker of a call that is overdue, which ends it."""
         next_deadline = min(doing.deadline for doing in self._calls.values())
         ready, _ = ray.wait(list(self._calls), num_returns=1, timeout=max(0.0, next_deadline - time.monotonic()))
         if ready:
@@ -202,7 +202,7 @@ class RewardWorkers:
         if result is None:
             self._idle.append(doing.worker)
             return
-        name = f"environment worker {doing.worker}"
+        name = f"reward worker {doing.worker}"
         if isinstance(result, WorkerFailure):
             raise WorkerDiedError(f"{name} {result.summary} while starting:\n{result.details}")
         if time.monotonic() >= doing.deadline:

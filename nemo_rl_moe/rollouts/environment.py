@@ -248,10 +248,10 @@ def response_text(token_ids: TokenIds, sampling: SamplingParameters, decode: Dec
 
 
 class Environment(Protocol):
-    """Drives trajectories. One object serves all of them, at the same time; what belongs to one is in its session."""
+    """Driver of trajectories. One object serves all of them at a time; what belongs to one is in its session."""
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory: generates, answers with further tokens or not, and ends with `session.finish`.
+        """Make one trajectory: generate, answer with further tokens or not, and end with `session.finish`.
 
         It asks the session for one thing at a time. An error ends the run.
         """

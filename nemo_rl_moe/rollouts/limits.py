@@ -82,7 +82,7 @@ class RolloutWatch:
     threads get no signals: where rollouts run in one, such code is reported, and ends the process in the end.
 
     Args:
-        limits: Limits, and whom to report.
+        limits: Limits, and how to report what breaks them.
         thread: Time of the thread that runs the trajectories.
     """
 

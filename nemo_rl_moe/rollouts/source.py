@@ -131,13 +131,13 @@ class SynchronousSource:
         self._start()
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
-        """Generate until there are enough groups for a step, and lets the engine sleep.
+        """Generate until there are enough groups for a step, and let the engine sleep.
 
         Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476, section 3.2) replaces zero-variance groups by those of
         further prompts. After `dynamic_sampling_max_gen_batches` rounds, or when no prompts are left, they fill up the
-        step: a run goes on where all prompts are too easy or too hard, and a metric reports. Groups without a response
-            to
-        train on, for want of scores, come last.
+        step: a run goes on where all prompts are too easy or too hard, and `dynamic_sampling/num_filled_groups` counts
+        them.
+        Groups without a response to train on, for want of scores, come last.
         """
         config = self._config
         num_generations = config.num_generations_per_prompt

@@ -31,7 +31,7 @@ CLEANUP_S = 5.0
 
 @dataclass(frozen=True)
 class RolloutWorker:
-    """Makes trajectories: the environment drives each, the engine generates, the reward function scores.
+    """Maker of trajectories: the environment drives each, the engine generates, the reward function scores.
 
     Each trajectory goes on as soon as its sequence is there, and is scored as soon as it asks for it. With an engine
     that works in lockstep, sequences and then scores are made when every trajectory waits, by this thread: a run can be
@@ -39,7 +39,7 @@ class RolloutWorker:
 
     Attributes:
         engine: Generates.
-        reward function: Scores responses.
+        reward_function: Scores responses.
         environment: Drives the trajectories.
         decode: From token ids to text.
         encode: From text to token ids.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A weight transport through a folder: shared memory on one machine, or a disk that all machines reach.
+"""One transfer of weights through a folder: shared memory on one machine, or a disk that all machines reach.
 
 Files of a transfer, each of which appears complete:
 
@@ -14,7 +14,6 @@ Files of a transfer, each of which appears complete:
 import json
 import os
 import re
-import shutil
 import tempfile
 import time
 from collections import deque
@@ -22,29 +21,25 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from safetensors import SafetensorError
 
-from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, folder_of_this_process
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.weight_sync.bucket import BucketLabel
-from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
-from nemo_rl_moe.weight_sync.transport_backends import FileTransport, TransportBackend, TransportBackendFactory
+from nemo_rl_moe.weight_sync.transport_backends import FileTransport, TransportBackend
 
+NamedTensor = tuple[str, torch.Tensor]
 BUCKET_BYTES = 64 * 2**20
 MAX_UNACKNOWLEDGED = 2
 STALL_TIMEOUT_S = 120.0
-_PURPOSE = "weights"
 _FAILED = "failed"
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01
+_SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.01
 
 
 @dataclass(frozen=True)
-class FolderTransfer:
-    """A `TransportSpec` for one transfer through a folder.
+class TransportSpec:
+    """One transfer of weights, in a form that is pickled to its participants.
 
     Attributes:
         folder: Of this transfer alone, empty at the start, reachable for all processes.
@@ -62,14 +57,32 @@ class FolderTransfer:
     backend: TransportBackend = FileTransport()  # noqa: RUF009  (it cannot change)
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
-        """Send this rank's tensors, and return the bytes when every receiver has taken them."""
+        """Send this rank's tensors, a bucket at a time; return the bytes when every receiver has taken them.
+
+        Every trainer rank calls it.
+
+        Args:
+            tensors: Hugging Face names and full tensors; taken one at a time, and not to be changed afterwards.
+
+        Raises:
+            WeightSyncError: A receiver failed or has stopped taking buckets, or the transfer is of another version.
+        """
         with self._reporting(f"sender {sender}"):
             if version != self.version:
                 raise WeightSyncError(f"it has the weights of version {version}, expected {self.version}")
             return _Sender(self, sender).send(tensors)
 
     def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
-        """Pass the tensors of all senders to a loader in order of arrival; return the bytes."""
+        """Pass the tensors of all senders to a loader, and return the bytes; every engine worker calls it.
+
+        Args:
+            load: Takes each tensor once, in any order, and all before it returns. A tensor is valid only until the next
+                one: what is kept is copied.
+
+        Raises:
+            WeightSyncError: A sender failed or has stopped sending, or not every tensor arrived once; the weights are
+                then a mixture. What `load` raises ends the transfer for all, and is raised here unchanged.
+        """
         with self._reporting(f"receiver {receiver}"):
             arrivals = _Receiver(self, receiver)
             tensors = arrivals.tensors()
@@ -160,7 +173,7 @@ class _Stall:
         if time.monotonic() - self._since > self._timeout_s:
             raise WeightSyncError(f"waited for {self._timeout_s:g} s for {waits_for}")
         time.sleep(self._pause)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
 
 
 _BUCKET = re.compile(r"\d+-\d+\.bucket")
@@ -183,7 +196,7 @@ def _end_name(sender: int) -> str:
 
 
 class _Sender:
-    def __init__(self, transfer: FolderTransfer, sender: int):
+    def __init__(self, transfer: TransportSpec, sender: int):
         self._transfer, self._sender = transfer, sender
         self._unacknowledged: deque[tuple[str, object]] = deque()
         self._place = -1
@@ -261,7 +274,7 @@ class _Sender:
 
 
 class _Receiver:
-    def __init__(self, transfer: FolderTransfer, receiver: int):
+    def __init__(self, transfer: TransportSpec, receiver: int):
         self._transfer, self._receiver = transfer, receiver
         self._num_buckets = [0] * transfer.num_senders
         self._num_tensors = [0] * transfer.num_senders
@@ -336,87 +349,3 @@ class _Receiver:
         if found != end:
             raise WeightSyncError(f"sender {sender} has sent {end}, and {found} arrived")
         return True
-
-
-class FolderTransport:
-    """A `WeightTransport` through a folder that exists while this is open.
-
-    A killed driver leaves its folder behind; the next transport on the same machine removes it.
-    """
-
-    def __init__(
-        self,
-        parent: Path,
-        num_senders: int,
-        send: Callable[[TransportSpec], int],
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-        max_unacknowledged: int = MAX_UNACKNOWLEDGED,
-        stall_timeout_s: float = STALL_TIMEOUT_S,
-        make_backend: TransportBackendFactory = lambda num_receivers, receivers: FileTransport(),
-    ):
-        self._parent, self._num_senders, self._send = parent, num_senders, send
-        self._bucket_bytes, self._max_unacknowledged = bucket_bytes, max_unacknowledged
-        self._stall_timeout_s = stall_timeout_s
-        self._make_backend = make_backend
-        self._folder: Path | None = None
-        self._transfer: FolderTransfer | None = None
-        self.num_bytes = 0
-
-    def __enter__(self) -> Self:
-        self._folder = folder_of_this_process(self._parent, _PURPOSE)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._folder is not None  # entered
-        if error is not None:
-            self.abort(f"the driver raised {type(error).__name__}: {error}")
-        # A process that has not noticed the end may still write into it.
-        for _ in range(10):
-            shutil.rmtree(self._folder, ignore_errors=True)
-            if not self._folder.exists():
-                return
-            time.sleep(_LONGEST_PAUSE_S)
-
-    def open(self, num_receivers: int, version: int, receivers: str = "") -> FolderTransfer:
-        if self._folder is None or self._transfer is not None:
-            raise RuntimeError("a transport is entered first and opened once")
-        self._transfer = FolderTransfer(
-            folder=self._folder,
-            version=version,
-            num_senders=self._num_senders,
-            num_receivers=num_receivers,
-            bucket_bytes=self._bucket_bytes,
-            max_unacknowledged=self._max_unacknowledged,
-            stall_timeout_s=self._stall_timeout_s,
-            backend=self._make_backend(num_receivers, receivers),
-        )
-        return self._transfer
-
-    def send(self) -> int:
-        """Make all trainer ranks send; the receivers have been started."""
-        if self._transfer is None:
-            raise RuntimeError("a transport is opened before anything is sent")
-        try:
-            self.num_bytes = self._send(self._transfer)
-            return self.num_bytes
-        except BaseException as error:  # a sender that died has reported nobody
-            self.abort(f"the trainer's ranks ended: {error}")
-            raise
-
-    def abort(self, reason: str) -> None:
-        """End the transfer for all participants within moments; the first reason stays."""
-        if self._transfer is not None:
-            self._transfer.abort(reason)
-
-
-def folder_of_one_machine(num_senders: int) -> Path:
-    """Choose shared memory where it holds twice the buckets under way, else the temporary folder.
-
-    Containers have 64 MiB of shared memory by default.
-    """
-    needed = 2 * num_senders * MAX_UNACKNOWLEDGED * BUCKET_BYTES
-    has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed
-    return SHARED_MEMORY if has_room else Path(tempfile.gettempdir())

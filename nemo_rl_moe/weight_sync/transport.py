@@ -6,50 +6,73 @@ The driver opens a transfer and hands its picklable specification to both sides.
 workers receive; the driver never holds a tensor. Only Hugging Face names and full tensors cross.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from torch import Tensor
+from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, folder_of_this_process
+from nemo_rl_moe.weight_sync.folder import (
+    BUCKET_BYTES,
+    LONGEST_PAUSE_S,
+    MAX_UNACKNOWLEDGED,
+    STALL_TIMEOUT_S,
+    NamedTensor,
+    TransportSpec,
+)
+from nemo_rl_moe.weight_sync.transport_backends import FileTransport, TransportBackendFactory
 
-NamedTensor = tuple[str, Tensor]
-
-
-class TransportSpec(Protocol):
-    """One transfer of weights, in a form that is pickled to its participants."""
-
-    def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
-        """Send this rank's tensors, a bucket at a time, and return the bytes; every trainer rank calls it.
-
-        Args:
-            tensors: Hugging Face names and full tensors; taken one at a time, and not to be changed afterwards.
-
-        Raises:
-            WeightSyncError: A receiver failed or has stopped taking buckets, or the transfer is of another version.
-        """
-        ...
-
-    def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
-        """Pass the tensors of all senders to a loader, and return the bytes; every engine worker calls it.
-
-        Args:
-            load: Takes each tensor once, in any order, and all before it returns. A tensor is valid only until the next
-                one: what is kept is copied.
-
-        Raises:
-            WeightSyncError: A sender failed or has stopped sending, or not every tensor arrived once; the weights are
-                then a mixture. What `load` raises ends the transfer for all, and is raised here unchanged.
-        """
-        ...
+__all__ = ["NamedTensor", "TransportSpec", "WeightTransport", "folder_of_one_machine"]
+_PURPOSE = "weights"
 
 
-class WeightTransport(Protocol):
-    """The driver's side of one transfer.
+class WeightTransport:
+    """The driver's side of one transfer, through a folder that exists while this is open.
+
+    A killed driver leaves its folder behind; the next transport on the same machine removes it.
 
     Attributes:
         num_bytes: Bytes sent by all ranks; 0 before `send` has returned.
     """
 
-    num_bytes: int
+    def __init__(
+        self,
+        parent: Path,
+        num_senders: int,
+        send: Callable[[TransportSpec], int],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        max_unacknowledged: int = MAX_UNACKNOWLEDGED,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        make_backend: TransportBackendFactory = lambda num_receivers, receivers: FileTransport(),
+    ):
+        self._parent, self._num_senders, self._send = parent, num_senders, send
+        self._bucket_bytes, self._max_unacknowledged = bucket_bytes, max_unacknowledged
+        self._stall_timeout_s = stall_timeout_s
+        self._make_backend = make_backend
+        self._folder: Path | None = None
+        self._transfer: TransportSpec | None = None
+        self.num_bytes = 0
+
+    def __enter__(self) -> Self:
+        self._folder = folder_of_this_process(self._parent, _PURPOSE)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._folder is not None  # entered
+        if error is not None:
+            self.abort(f"the driver raised {type(error).__name__}: {error}")
+        # A process that has not noticed the end may still write into it.
+        for _ in range(10):
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if not self._folder.exists():
+                return
+            time.sleep(LONGEST_PAUSE_S)
 
     def open(self, num_receivers: int, version: int, receivers: str = "") -> TransportSpec:
         """Open the transfer.
@@ -57,7 +80,19 @@ class WeightTransport(Protocol):
         Args:
             receivers: Identifies the receiving processes: connections to the same ones are kept.
         """
-        ...
+        if self._folder is None or self._transfer is not None:
+            raise RuntimeError("a transport is entered first and opened once")
+        self._transfer = TransportSpec(
+            folder=self._folder,
+            version=version,
+            num_senders=self._num_senders,
+            num_receivers=num_receivers,
+            bucket_bytes=self._bucket_bytes,
+            max_unacknowledged=self._max_unacknowledged,
+            stall_timeout_s=self._stall_timeout_s,
+            backend=self._make_backend(num_receivers, receivers),
+        )
+        return self._transfer
 
     def send(self) -> int:
         """Make all trainer ranks send, and return the bytes of all; the receivers have been started.
@@ -65,8 +100,26 @@ class WeightTransport(Protocol):
         Raises:
             WeightSyncError: Not every tensor was sent and taken. The trainer's ranks stay usable.
         """
-        ...
+        if self._transfer is None:
+            raise RuntimeError("a transport is opened before anything is sent")
+        try:
+            self.num_bytes = self._send(self._transfer)
+            return self.num_bytes
+        except BaseException as error:  # a sender that died has said nothing
+            self.abort(f"the trainer's ranks ended: {error}")
+            raise
 
     def abort(self, reason: str) -> None:
-        """End the transfer early for all that take part; may be called from any thread."""
-        ...
+        """End the transfer for all participants within moments; the first reason stays. Any thread may call it."""
+        if self._transfer is not None:
+            self._transfer.abort(reason)
+
+
+def folder_of_one_machine(num_senders: int) -> Path:
+    """Choose shared memory where it holds twice the buckets under way, else the temporary folder.
+
+    Containers have 64 MiB of shared memory by default.
+    """
+    needed = 2 * num_senders * MAX_UNACKNOWLEDGED * BUCKET_BYTES
+    has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed
+    return SHARED_MEMORY if has_room else Path(tempfile.gettempdir())

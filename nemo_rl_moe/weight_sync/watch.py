@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A watch over the receivers of a weight transfer: one that dies or freezes ends it for all within a second or two.
 
-Processes that meet in a folder cannot report a receiver that is gone from one that is slow, and would wait for it for
+Processes that meet in a folder cannot distinguish a lost receiver from a slow one, and would wait for it for
 two minutes. Who has started the receivers can: it looks at them while the trainer's ranks send.
 """
 
@@ -37,7 +37,7 @@ class Receivers(Protocol):
 
 @contextmanager
 def watched(transport: WeightTransport, receivers: Receivers) -> Iterator[None]:
-    """While open, watch the receivers; ends the transfer with a ReceiverLostError when one of them is lost."""
+    """While open, watch the receivers; end the transfer with a ReceiverLostError when one of them is lost."""
     is_over = Event()
     found: list[str] = []
 

@@ -122,7 +122,7 @@ def drills_a_chain(num_kills: int, num_kinds: int) -> int:
 
 
 def num_steps_of(size: int) -> int:
-    """Steps of a run that fails so often: of those that it survives, a few pass until that is seen."""
+    """Steps of a run that is hit so often: of those that it survives, a few pass until that is seen."""
     return size * STEPS_A_DRILL + LAST_STEPS
 
 
@@ -249,9 +249,9 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     A sum counts the drills that ended the run as they should, or that it survived as it should; after which it went on;
     after which its end was equal to an unharmed one's; and that left processes or files behind.
     """
-    faulty = sorted({(result["victim"], result["fault"]) for result in results})
-    groups = [(f"{victim}: {fault}", _of(results, victim, fault)) for victim, fault in faulty] + [("all", results)]
-    rows = [("faulty", *PHASES, *TOTALS), tuple("---" for _ in ("faulty", *PHASES, *TOTALS))]
+    hit = sorted({(result["victim"], result["fault"]) for result in results})
+    groups = [(f"{victim}: {fault}", _of(results, victim, fault)) for victim, fault in hit] + [("all", results)]
+    rows = [("hit", *PHASES, *TOTALS), tuple("---" for _ in ("hit", *PHASES, *TOTALS))]
     for name, members in groups:
         by_phase = [sum(member["phase"] == phase for member in members) for phase in PHASES]
         sums = [sum(map(counts, members)) for counts in TOTALS.values()]

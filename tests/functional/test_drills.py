@@ -109,7 +109,7 @@ def test_the_table_counts() -> None:
         },
     ]
     head, _, *rows = [row.strip("| ").split(" | ") for row in drills.table(results).splitlines()]
-    columns = ("faulty", "train", "saving", "end", "drills", "as it should", "went on", "equal", "left behind")
+    columns = ("hit", "train", "saving", "end", "drills", "as it should", "went on", "equal", "left behind")
     assert [[row[head.index(column)].strip() for column in columns] for row in rows] == [
         ["worker: kill", "2", "", "1", "3", "2", "2", "1", "1"],
         ["worker: pause", "", "2", "", "2", "1", "2", "2", "0"],

@@ -27,7 +27,7 @@ from nemo_rl_moe.generation.vllm.engine import Placement, VllmEngine
 from nemo_rl_moe.generation.vllm.worker import VllmSettings
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from nemo_rl_moe.weight_sync.folder import FolderTransport
+from nemo_rl_moe.weight_sync.transport import WeightTransport
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.clusters import cluster_config
 from tests.support.grpo_fakes import (
@@ -67,7 +67,7 @@ class SendingPolicy(FakePolicy):
 
     def weight_transport(  # type: ignore[override]
         self, *, altered: bool = False, then: Callable[[], object] = lambda: None
-    ) -> FolderTransport:
+    ) -> WeightTransport:
         number = torch.full((4,), float(FIRST_WEIGHTS + self.weight_version))
         return SentWeights({"weights": number}, self.weight_version).weight_transport(then=then)
 

@@ -122,7 +122,7 @@ def logits_of_transformers(trained: Trained, record: dict[str, Any]) -> torch.Te
 @pytest.mark.slow
 def test_greedy_responses_of_a_checkpoint_are_those_of_transformers(trained: Trained, tmp_path: Path) -> None:
     records, done = generated(trained, tmp_path, trained.checkpoint, "--temperature", "0")
-    assert "drawing 8 responses to 8 prompts: done" in done.stderr
+    assert "generating 8 responses to 8 prompts: done" in done.stderr
     assert [record["sample_id"].rpartition(":")[2] for record in records] == [str(line) for line in range(1, 9)]
     for record in records:
         logits, answer = logits_of_transformers(trained, record), torch.tensor(record["token_ids"])

@@ -14,7 +14,6 @@ import ray
 
 from nemo_rl_moe.errors import ReceiverLostError
 from nemo_rl_moe.generation.refit import ActorReceivers, refit
-from nemo_rl_moe.weight_sync.folder import FolderTransport
 from nemo_rl_moe.weight_sync.transport import TransportSpec, WeightTransport
 from nemo_rl_moe.weight_sync.transport_backends import FileTransport, TransportBackend, make_backend
 from nemo_rl_moe.weight_sync.watch import watched
@@ -63,12 +62,12 @@ class Policy:
     make_backend: Callable[[int, str], TransportBackend]
     weight_version: int = 3
 
-    def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> FolderTransport:
+    def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> WeightTransport:
         def send(spec: TransportSpec) -> int:
             then()
             return spec.send(TENSORS, 0, self.weight_version)
 
-        return FolderTransport(self.folder, 1, send, bucket_bytes=4000, make_backend=self.make_backend)
+        return WeightTransport(self.folder, 1, send, bucket_bytes=4000, make_backend=self.make_backend)
 
 
 def gloo(num_receivers: int, receivers: str) -> TransportBackend:

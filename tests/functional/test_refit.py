@@ -19,13 +19,13 @@ import torch
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation import refit as refit_module
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import LockstepEngine, generate_all, generate_batches
 from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.weight_sync.folder import SHARED_MEMORY
 from tests.functional import grpo_runs, sft_runs
 from tests.support.clusters import cluster_config
 from tests.support.logged_metrics import read_jsonl
@@ -183,7 +183,7 @@ def test_an_engine_in_other_processes_has_the_trainers_weights(cluster: RayClust
     print({"bytes": sizes, "growth of the peak": growths, "over the driver": over_the_driver})
     # Seen: less than 1 MiB either way.
     assert growths["large"] - growths["small"] < 0.05 * difference
-    assert over_the_driver["large"] - over_the_driver["small"] > 0.9 * difference, "the measure can report"
+    assert over_the_driver["large"] - over_the_driver["small"] > 0.9 * difference, "the measure can show it"
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ def expected_cells(run: Path, step: int) -> tuple[np.ndarray, np.ndarray]:
     return of_step, utilization(of_step)
 
 
-def test_findings_report_the_runs_apart(comparison: OpenPage) -> None:
+def test_findings_distinguish_the_runs(comparison: OpenPage) -> None:
     cards = comparison.page.locator("[data-run]")
     assert cards.nth(0).locator(".findings li").all_inner_texts() == ["No findings."]
     reported = cards.nth(1).locator(".findings li").all_inner_texts()

@@ -172,7 +172,7 @@ def test_scoring_in_a_thread_ends_when_the_workers_are_stopped():
         scoring = thread.submit(reward_function.score, items_of(["nap 1.0"] * 500))
         ray.get(reward_function._actors[0].place.remote())
         reward_function.shutdown()
-        with pytest.raises(WorkerDiedError, match="cannot score: the environment workers have been stopped"):
+        with pytest.raises(WorkerDiedError, match="cannot score: the reward workers have been stopped"):
             scoring.result(120.0)
 
 
@@ -212,7 +212,7 @@ def test_an_environment_that_cannot_be_made():
     broken = environment(num_workers=2, callable=CallableConfig(function="tests.support.broken_rewards:scor"))
     with pytest.raises(WorkerDiedError) as error:
         RewardWorkers(broken)
-    assert "environment worker" in str(error.value)
+    assert "reward worker" in str(error.value)
     assert "raised ConfigurationError while starting:" in str(error.value)
     assert "has no scor; did you mean score?" in str(error.value)
 

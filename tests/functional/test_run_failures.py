@@ -187,12 +187,17 @@ def test_interrupted_twice_by_the_user(training_run: run_kills.Run) -> None:
 
 
 @pytest.mark.slow
-def test_interrupted_while_it_starts(training_run: run_kills.Run) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "reported"),
+    [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "terminated\n")],
+    ids=["SIGINT", "SIGTERM"],
+)
+def test_stopped_while_it_starts(training_run: run_kills.Run, number: signal.Signals, code: int, reported: str) -> None:
     training_run.wait_for_text("starting 2 workers", START_LIMIT_S)
-    os.killpg(training_run.process.pid, signal.SIGINT)
-    assert training_run.wait_for_end(END_LIMIT_S) == 130
+    os.killpg(training_run.process.pid, number)
+    assert training_run.wait_for_end(END_LIMIT_S) == code
     training_run.wait_until_nothing_runs(0.0)
-    assert training_run.errors == "interrupted\n"
+    assert training_run.errors == reported
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from nemo_rl_moe.generation.vllm import actors
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.models.megatron.generation.sampling import StopCondition
-from nemo_rl_moe.weight_sync.folder import FolderTransfer
+from nemo_rl_moe.weight_sync.transport import TransportSpec
 from tests.support.vllm_engines import (
     FREE,
     VOCABULARY_SIZE,
@@ -337,13 +337,13 @@ def test_kernels_that_stay_packed_are_found(
 def test_a_bucket_that_is_lost_or_damaged_is_named(
     engine: VllmEngine, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = FolderTransfer.place
+    place = TransportSpec.place
 
-    def lose(transfer: FolderTransfer, name: str, write: Callable[[Path], object]) -> None:
+    def lose(transfer: TransportSpec, name: str, write: Callable[[Path], object]) -> None:
         if name != "0000-000002.bucket":
             place(transfer, name, write)
 
-    def damage(transfer: FolderTransfer, name: str, write: Callable[[Path], object]) -> None:
+    def damage(transfer: TransportSpec, name: str, write: Callable[[Path], object]) -> None:
         def spoil(path: Path) -> None:
             write(path)
             if name == "0000-000002.bucket":
@@ -358,7 +358,7 @@ def test_a_bucket_that_is_lost_or_damaged_is_named(
         (damage, r"receiver 0: 0000-000002\.bucket is damaged in (model|lm_head)\.\S+: not what sender 0"),
     ):
         with monkeypatch.context() as patch, pytest.raises(WeightSyncError, match=problem):
-            patch.setattr(FolderTransfer, "place", fault)
+            patch.setattr(TransportSpec, "place", fault)
             trainer.refit(engine)
     trainer.refit(engine)
     check_of(engine, trainer).after_refit(engine)

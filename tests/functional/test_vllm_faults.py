@@ -16,10 +16,10 @@ import pytest
 from torch import Tensor
 
 from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY
 from nemo_rl_moe.errors import GenerationError
 from nemo_rl_moe.generation.lockstep import generate_all
 from nemo_rl_moe.generation.vllm.releases import installed_release
-from nemo_rl_moe.weight_sync.folder import SHARED_MEMORY
 from tests.support.vllm_engines import FREE, Trainer, check_of, generated, requests, start_engine
 
 pytestmark = [

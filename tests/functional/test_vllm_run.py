@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.runs.folder.metrics import read_metrics
-from nemo_rl_moe.weight_sync.folder import SHARED_MEMORY
 from tests.functional import grpo_runs, run_kills, sft_runs
 from tests.support.deadly_reward import MARK
 

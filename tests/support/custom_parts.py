@@ -13,6 +13,7 @@ from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rl.estimators.interface import EstimatorInputs
 from nemo_rl_moe.rl.objectives import ObjectiveInputs
 from nemo_rl_moe.runs.folder.metrics import RunOutcome
+from nemo_rl_moe.runs.loggers.interface import LoggerBase
 
 NAME = "tests.support.custom_parts"
 NOT_CALLABLE = 3
@@ -59,6 +60,16 @@ class LinesLogger:
 
     def close(self, outcome: RunOutcome = "finished") -> None:
         self._file.close()
+
+
+class MisspelledLogger(LoggerBase):
+    """Logger whose `log_step` has another name."""
+
+    def __init__(self, run_folder: Path) -> None:
+        pass
+
+    def log_steps(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
 
 
 def two_arguments(rewards: torch.Tensor, config: Any) -> torch.Tensor:

@@ -31,12 +31,7 @@ from tests.support.family_reference import (
     write_reference,
 )
 from tests.support.gloo_ranks import RankError, run_ranks
-from tests.support.tiny_model import (
-    forget_recorded_losses,
-    parallel_job,
-    shard_of_rank,
-    tiny_batch,
-)
+from tests.support.tiny_model import forget_recorded_losses, parallel_job, shard_of_rank, tiny_batch
 from tests.support.with_transformer_engine import run_ranks_with_engine
 
 

@@ -22,7 +22,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import LockstepEngine
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
-from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult
+from nemo_rl_moe.models.interfaces import LossFunction, TrainResult
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rollouts.environment import Environment, SingleTurn
 from nemo_rl_moe.rollouts.failed_responses import FailureRule
@@ -195,7 +195,7 @@ class FakePolicy:
         batches: What was trained on.
         losses: The loss function of each `train` call.
         updates_of_call: Optimizer steps of each `train` call.
-        captures: What is informed of the capture of a step.
+        captures: What is reported of the capture of a step.
         makes_room: The diary gets the calls that prepare for what comes next, too.
     """
 
@@ -232,7 +232,7 @@ class FakePolicy:
             artifacts=artifacts,
         )
 
-    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
+    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> dict[str, MetricSeries]:
         raise AssertionError("GRPO validates by generation")
 
     def prepare_for_generation(self, clock: PhaseClock) -> None:

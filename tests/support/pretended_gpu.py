@@ -296,10 +296,10 @@ class _Operations(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             given = list(tensors_in((*args, *kwargs.values())))
             on_gpu = [getattr(tensor.untyped_storage(), "lies_on_gpu", False) for tensor in given]
-            room, _, name = function._schema.name.partition("::")
+            namespace, _, name = function._schema.name.partition("::")
             if any(on_gpu):
-                self._check(room, name, args, kwargs, given, on_gpu)
-            elif room == "c10d" and given:
+                self._check(namespace, name, args, kwargs, given, on_gpu)
+            elif namespace == "c10d" and given:
                 raise RuntimeError(f"No backend type associated with device type cpu: {name} at {_caller()}")
             result = function(*args, **kwargs)
             belongs = any(on_gpu) if given else self._gpu.makes_on_gpu[-1] if self._gpu.makes_on_gpu else True
@@ -309,7 +309,7 @@ class _Operations(TorchDispatchMode):
             return result
 
     def _check(
-        self, room: str, name: str, args: Any, kwargs: Any, given: Sequence[torch.Tensor], on_gpu: Sequence[bool]
+        self, namespace: str, name: str, args: Any, kwargs: Any, given: Sequence[torch.Tensor], on_gpu: Sequence[bool]
     ) -> None:
         if name in _INDEXING:
             self._check_indices(name, args, on_gpu[0])
@@ -318,7 +318,7 @@ class _Operations(TorchDispatchMode):
         elif name not in _COPIES and not all(on_gpu):
             on_host = [tensor for tensor, is_there in zip(given, on_gpu, strict=True) if not is_there]
             written = name.endswith("_") and not on_gpu[0]
-            if room == "c10d" or written or any(tensor.dim() for tensor in on_host):
+            if namespace == "c10d" or written or any(tensor.dim() for tensor in on_host):
                 raise RuntimeError(
                     "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu:"
                     f" {name} of {[list(each.shape) for each in on_host]} on the host at {_caller()}"

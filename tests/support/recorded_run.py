@@ -23,7 +23,7 @@ from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy import model_workers
 from nemo_rl_moe.models.rank_results import RankDescription, RankTrainResult
-from nemo_rl_moe.weight_sync.folder import FolderTransport
+from nemo_rl_moe.weight_sync.transport import WeightTransport
 from tests.functional import grpo_runs, sft_runs
 from tests.support.grpo_fakes import FakeEngine, FakeRewardFunction
 
@@ -86,7 +86,7 @@ class RecordedWorkers:
 class RecordedEngine(FakeEngine):
     """An engine with a copy of the weights, on the trainer's GPUs."""
 
-    def update_weights(self, transport: FolderTransport, version: int) -> None:  # type: ignore[override]
+    def update_weights(self, transport: WeightTransport, version: int) -> None:  # type: ignore[override]
         self.diary.append("weights arrive")
         self.weight_version = version
 

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY
 from nemo_rl_moe.generation.diagnosis import disagreement
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import generate_all
@@ -33,9 +34,8 @@ from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.placement import Placement
 from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
-from nemo_rl_moe.weight_sync.folder import SHARED_MEMORY, FolderTransport
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck, probe_sequences
-from nemo_rl_moe.weight_sync.transport import TransportSpec
+from nemo_rl_moe.weight_sync.transport import TransportSpec, WeightTransport
 
 VOCABULARY_SIZE = 64
 PROMPT = (3, 4, 5, 6)
@@ -54,7 +54,7 @@ class SentWeights:
     tensors: Mapping[str, Tensor]
     weight_version: int
 
-    def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> FolderTransport:
+    def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> WeightTransport:
         tensors = dict(self.tensors)
         if altered:
             tensors = {name: 1.5 * tensor.roll(1, -1) for name, tensor in tensors.items()}
@@ -65,7 +65,7 @@ class SentWeights:
                 then()
                 return sending.result()
 
-        return FolderTransport(SHARED_MEMORY, 1, send, bucket_bytes=20_000, stall_timeout_s=30.0)
+        return WeightTransport(SHARED_MEMORY, 1, send, bucket_bytes=20_000, stall_timeout_s=30.0)
 
 
 class EngineTrainer(Protocol):

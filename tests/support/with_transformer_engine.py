@@ -21,7 +21,7 @@ from tests.support.gloo_ranks import run_ranks
 STAND_IN = Path(__file__).resolve().parent / "transformer_engine_stand_in"
 
 # What knows Megatron-Core, directly or through others.
-_ROOMS = ("megatron", "nemo_rl_moe.models.megatron", "nemo_rl_moe.models.policy", "tests.support")
+_PACKAGES = ("megatron", "nemo_rl_moe.models.megatron", "nemo_rl_moe.models.policy", "tests.support")
 _KEPT = (
     "tests.support",
     "tests.support.gloo_ranks",
@@ -61,7 +61,7 @@ def prepare() -> list[str]:
         Where it is to be found from now on.
     """
     for name in list(sys.modules):
-        if name not in _KEPT and any(name == room or name.startswith(f"{room}.") for room in _ROOMS):
+        if name not in _KEPT and any(name == package or name.startswith(f"{package}.") for package in _PACKAGES):
             del sys.modules[name]
     sys.path.insert(0, str(STAND_IN))
     importlib.invalidate_caches()

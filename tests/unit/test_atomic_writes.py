@@ -1,12 +1,23 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
 from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.atomic_writes import delete, put_in_place
+from nemo_rl_moe.atomic_writes import delete, put_in_place, write_whole
+from tests.support.full_disk import files_no_longer_than
+
+
+def test_a_full_disk_leaves_the_earlier_file_and_is_reported_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    write_whole(path, "earlier")
+    with files_no_longer_than(100), pytest.raises(OSError, match="File too large") as caught:
+        write_whole(path, "x" * 1000)
+    assert caught.value.filename == str(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+    assert path.read_text() == "earlier"
 
 
 def staged(folder: Path) -> Path:

@@ -1,5 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
+import errno
 import io
 import os
 import signal
@@ -81,6 +82,17 @@ def test_missing_config_names_the_shipped_ones(capsys: pytest.CaptureFixture[str
     assert "sft_tiny_moe.yaml" in error
 
 
+def test_a_file_without_its_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sft", "my_run.yaml", "sft.seed=1"]) == 2
+    assert capsys.readouterr().err == "error: sft: --config is missing; did you mean --config my_run.yaml?\n"
+
+
+def test_overrides_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["sft", "--config", "sft_tiny_moe.yaml", "--sft.seed=1"])
+    assert "unrecognized arguments: --sft.seed=1; overrides are written without dashes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["sfft"], [], ["sft", "--confg", "x"]])
 def test_wrong_usage_ends_with_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -96,6 +108,7 @@ def test_wrong_usage_ends_with_code_2(arguments: list[str], capsys: pytest.Captu
         (DataError(["line 3: bad", "line 4: bad"]), 2, "error: line 3: bad\nerror: line 4: bad\n"),
         (TrainingDivergedError("step 7 is NaN"), 3, "error: step 7 is NaN\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "logs/a"), 1, "error: logs/a: No space left on device\n"),
     ],
 )
 @pytest.mark.usefixtures("without_data")
@@ -108,6 +121,40 @@ def test_how_a_run_ends_is_reported_by_message_and_code(
     monkeypatch.setattr(start, "launch_run", failing_run)
     assert cli.main([*RUN, "sft.seed=1"]) == code
     assert capsys.readouterr().err == shown
+
+
+_PATH = "PATH"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["config", "--config", _PATH],
+        ["config", "--from-nemo-rl", _PATH],
+        ["plan", "--config", "sft_tiny_moe.yaml", f"policy.model_name={_PATH}"],
+        ["data", "--config", "sft_tiny_moe.yaml", "data.validation=null", f"data.train.path={_PATH}"],
+        ["convert", "--from", "hf", "--to", "hf", "--input", _PATH, "--output", "converted"],
+        ["report", _PATH],
+        ["watch", "--once", _PATH],
+        ["verify", _PATH],
+        ["audit", _PATH],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+@pytest.mark.parametrize("kind", ["a text", "in a folder of somebody else's"])
+def test_a_path_that_cannot_be_looked_at_is_one_line(
+    kind: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o000)
+    if kind != "a text" and os.access(locked, os.X_OK):
+        pytest.skip("this user may enter every folder")
+    path, reason = ("7+8=" * 100, "File name too long") if kind == "a text" else (f"{locked}/x", "Permission denied")
+    assert cli.main([word.replace(_PATH, path) for word in arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert path in line
+    assert line.endswith(reason)
 
 
 @pytest.mark.usefixtures("without_data")

@@ -16,9 +16,12 @@ import torch
 from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.loading import load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.distributed.accelerators import parse_target
+from nemo_rl_moe.distributed.batch import Axis, Column
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
 from nemo_rl_moe.launch import generate_command
+from nemo_rl_moe.metrics import Reduction
+from nemo_rl_moe.models.interfaces import LossInputs
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rl.objectives import ObjectiveInputs
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
@@ -26,7 +29,7 @@ from nemo_rl_moe.runs.folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.runs.folder.metrics import StepRecord
 from nemo_rl_moe.runs.loggers.console import Notices
 from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger
-from nemo_rl_moe.weight_sync.folder import FolderTransport
+from nemo_rl_moe.weight_sync.transport import WeightTransport
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.estimators import inputs_of_rewards
 from tests.support.gloo_ranks import run_ranks
@@ -102,7 +105,7 @@ NAMED_FILE = re.compile(r"`((?:[\w-]+/)+[\w*-]+\.(?:py|yaml|sbatch))(?:::\w+)?`"
 
 def missing_files(page: Path) -> list[str]:
     """Files of the repository that a page names in its text, and that are not there."""
-    places = [REPOSITORY_ROOT, *(REPOSITORY_ROOT / "nemo_rl_moe" / room for room in (".", "models/megatron"))]
+    places = [REPOSITORY_ROOT, *(REPOSITORY_ROOT / "nemo_rl_moe" / folder for folder in (".", "models/megatron"))]
     named = NAMED_FILE.findall(page.read_text(encoding="utf-8"))
     return [
         name for name in named if "/NAME." not in name and not any(next(place.glob(name), None) for place in places)
@@ -200,6 +203,13 @@ def test_excerpts_of_the_algorithm_are_its_code() -> None:
         assert [excerpt for excerpt in excerpts if excerpt not in text] == []
 
 
+def test_excerpts_of_the_metric_are_tested_code() -> None:
+    text = (REPOSITORY_ROOT / "tests/unit/models/megatron/test_new_artifact.py").read_text(encoding="utf-8")
+    excerpts = blocks(DOCS / "adding-a-metric.md", "py")
+    assert len(excerpts) == 2
+    assert [excerpt for excerpt in excerpts if excerpt not in text] == []
+
+
 def test_there_are_commands_and_code_to_test() -> None:
     found = {(page.name, words[0]) for page, words in COMMANDS}
     assert found == {
@@ -227,7 +237,7 @@ def test_there_are_commands_and_code_to_test() -> None:
     }
     # None is missed for standing in a form that `commands` does not know.
     assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)
-    assert len(PYTHON_BLOCKS) == 15
+    assert len(PYTHON_BLOCKS) == 16
 
 
 def write_demo_run() -> None:
@@ -300,6 +310,17 @@ def test_own_estimator_and_objective(tmp_path: Path) -> None:
     assert gradient.tolist() == [[-1.0, pytest.approx(0.0, abs=1e-4)]]
 
 
+def test_own_loss(tmp_path: Path) -> None:
+    loss = run_block(PYTHON_BLOCKS[MODULES["my_loss"]], tmp_path)["weighted_likelihood"]
+    assert callable(loss)
+    logprobs = torch.tensor([[-1.0, -3.0, -9.0]])
+    mask = torch.tensor([[True, True, False]])
+    columns = {"advantages": Column(torch.tensor([2.0]), Axis.SEQUENCE)}
+    found = loss(LossInputs(logprobs, mask, 4, 1, None, columns))
+    assert float(found.loss) == 2.0  # (1 + 3) * 2 / 4
+    assert found.metrics == {"lowest_logprob": (torch.tensor(-3.0), Reduction.MIN)}
+
+
 def test_environment_that_is_added_scores(tmp_path: Path) -> None:
     make = run_block(PYTHON_BLOCKS[MODULES["pattern"]], tmp_path)["PatternReward"]
     assert callable(make)
@@ -335,7 +356,7 @@ def test_a_worker_of_an_engine_of_ones_own_takes_weights(tmp_path: Path) -> None
     assert callable(make)
     worker = make(vocabulary_size=4)
     weights = [("lm_head.weight", torch.eye(4)[[2, 0, 1, 3]] * torch.arange(4.0)), ("other", torch.ones(2))]
-    with FolderTransport(tmp_path / "transfers", 1, lambda spec: spec.send(weights, 0, 7)) as transport:
+    with WeightTransport(tmp_path / "transfers", 1, lambda spec: spec.send(weights, 0, 7)) as transport:
         spec = transport.open(num_receivers=1, version=7)
         with ThreadPoolExecutor(1) as pool:
             receiving = pool.submit(worker.receive, spec, 0)

@@ -36,7 +36,7 @@ def sft_loss(inputs: LossInputs) -> LossOutputs:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """Prefers chosen to rejected responses, relative to a reference model, with supervised fine-tuning mixed in.
+    """Loss that prefers chosen to rejected responses, relative to a reference model; fine-tuning may be mixed in.
 
     The inputs hold pairs of neighbours, the chosen before the rejected sequence. `y` is a response and `x` its prompt;
     `log p(y|x)` is the sum over the response's tokens, or, with `preference_average_log_probs` and

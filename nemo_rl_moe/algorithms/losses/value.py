@@ -15,7 +15,7 @@ from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Fits values to returns: half the mean clipped squared error over the trained tokens of the whole global batch.
+    """Fit of values to returns: half the mean clipped squared error over the trained tokens of the whole global batch.
 
     Columns of the batch, one number a token:
 

@@ -92,7 +92,7 @@ class EngineActors:
             raise GenerationError(f"vLLM engine {number} of {self.number} cannot start: {problem}")
 
     def give_up(self, actor: EngineActor, reason: str) -> None:
-        """End one, and inform the user why."""
+        """End one, and say why."""
         self.present.remove(actor)
         self.num_lost += 1
         actor.end()

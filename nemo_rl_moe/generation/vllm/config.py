@@ -43,7 +43,7 @@ def section_of(config: "GRPOMasterConfig") -> VllmConfig:
 
 
 def engines_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Yield the GPUs of the engines: each engine on one machine, and no two on a GPU."""
+    """Check that engines have places: each on one machine, and no two on a GPU."""
     engines = section_of(config)
     has_own = GENERATION_ROLE in config.cluster.roles
     place = config.cluster.place_of(GENERATION_ROLE) if has_own else config.cluster

@@ -37,7 +37,7 @@ class _Waiting:
 
 
 class Serving:
-    """Serves requests by the engines that are there.
+    """Service of requests by the engines that are there.
 
     Args:
         prepare: Makes engines ready, with weights and awake; returns the version of the weights. Engines that are lost

@@ -42,7 +42,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 MAX_TRACKED_LAYERS = 1024
-"""Decoder layers that the reduction has room for where no configuration reports their number."""
+"""Decoder layers that the reduction has room for where no configuration gives their number."""
 
 
 def get_moe_metrics(
@@ -156,7 +156,7 @@ def _add_to_totals(
             totals[name] = totals.get(name, 0.0) + metrics[name]
 
 
-# What the tracker alone reports
+# What the tracker alone knows
 
 
 def _device_of_tracker() -> torch.device:

@@ -35,11 +35,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def overload_of_rank(
     recorder: ExpertLoadRecorder, config: TransformerConfig, what_if_sizes: Sequence[int]
 ) -> tuple[OverloadSums, Float[Tensor, ""]]:
-    """Return the overload of this rank's share of the events, for the size that ran and for others. Every rank calls
-    it.
+    """Return the overload of this rank's share of the events, for the size that ran and for others.
 
-    Collectives: a sum over the slice where it has several ranks; for sizes above the one that ran, an exchange among
-    the slices where there are several. Neither waits for the host.
+    Every rank calls it. Collectives: a sum over the slice where it has several ranks; for sizes above the one that ran,
+    an exchange among the slices where there are several. Neither waits for the host.
     """
     chunks = moe_positions_of_chunks(config, parallel_state.get_pipeline_model_parallel_rank())
     held = [position for layers in chunks for position in layers]

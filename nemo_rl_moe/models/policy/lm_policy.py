@@ -13,18 +13,9 @@ from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.config.schema_run import POLICY_ROLE
 from nemo_rl_moe.distributed.accelerators import peak_flops_per_second
-from nemo_rl_moe.distributed.batch import (
-    GlobalBatchShard,
-    StoredColumn,
-    TokenBatch,
-    make_shards,
-    stored_per_token,
-)
+from nemo_rl_moe.distributed.batch import GlobalBatchShard, StoredColumn, TokenBatch, make_shards, stored_per_token
 from nemo_rl_moe.distributed.cluster import RayCluster
-from nemo_rl_moe.distributed.microbatches import (
-    PlainBatching,
-    plan_microbatches,
-)
+from nemo_rl_moe.distributed.microbatches import PlainBatching, plan_microbatches
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
@@ -32,22 +23,14 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.images import distinct_sizes, image_patches
-from nemo_rl_moe.models.interfaces import (
-    GpuUse,
-    Head,
-    LossFunction,
-    RouteComparison,
-    TrainResult,
-    WriteOutcome,
-)
+from nemo_rl_moe.models.interfaces import GpuUse, Head, LossFunction, RouteComparison, TrainResult, WriteOutcome
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers, in_rows, join_metrics
 from nemo_rl_moe.models.rank_results import RankTrainResult
 from nemo_rl_moe.routing.replay import UNKNOWN
 from nemo_rl_moe.weight_sync.fingerprints import Fingerprints
-from nemo_rl_moe.weight_sync.folder import FolderTransport, folder_of_one_machine
-from nemo_rl_moe.weight_sync.transport import TransportSpec
+from nemo_rl_moe.weight_sync.transport import TransportSpec, WeightTransport, folder_of_one_machine
 from nemo_rl_moe.weight_sync.transport_backends import TransportBackend, make_backend
 
 
@@ -336,7 +319,7 @@ class MegatronPolicy(TrainableModel):
         by_rank = self._reported(self._workers.start_each(MegatronModel.generate, to_ranks)())
         return [by_rank[number % size][number // size] for number in range(len(batch.prompts))]
 
-    def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> FolderTransport:
+    def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> WeightTransport:
         """Return a transport of the weights as they are now, to be opened for one engine: a context manager.
 
         Args:
@@ -347,7 +330,7 @@ class MegatronPolicy(TrainableModel):
             ConfigurationError: The run has several machines and no folder that all of them reach.
         """
         send = partial(self._send_weights, altered, then)
-        return FolderTransport(self._transfer_folder(), len(self._coordinates), send, make_backend=self._backend)
+        return WeightTransport(self._transfer_folder(), len(self._coordinates), send, make_backend=self._backend)
 
     def start_fingerprints(self, number_format: str) -> Callable[[], Fingerprints]:
         """Have all ranks begin with the fingerprints of their weights; return what waits for those of all tensors.

@@ -13,11 +13,7 @@ from torch import Tensor
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig, sequence_multiple
 from nemo_rl_moe.config.schema_run import POLICY_ROLE
-from nemo_rl_moe.distributed.batch import (
-    TokenBatch,
-    append_fillers,
-    make_shards,
-)
+from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, make_shards
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import (
     Batching,
@@ -34,12 +30,7 @@ from nemo_rl_moe.metrics import MetricSeries, concatenate
 from nemo_rl_moe.models.families import num_patches_of
 from nemo_rl_moe.models.hf_files import ModelSource, load_config_json, load_hf_config, plain_config
 from nemo_rl_moe.models.images import image_patches
-from nemo_rl_moe.models.interfaces import (
-    EvaluationResult,
-    Head,
-    LossFunction,
-    missing_heads,
-)
+from nemo_rl_moe.models.interfaces import Head, LossFunction, missing_heads
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.start_rank import start_rank
@@ -144,8 +135,8 @@ class ModelWorkers:
         self.moe_configuration_sources = first.moe_configuration_sources
         self.notices = first.notices
 
-    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
-        """Run forward passes only; the batch need not be divisible over the ranks.
+    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> dict[str, MetricSeries]:
+        """Return the loss function's metrics by forward passes only; the batch need not be divisible over the ranks.
 
         Raises:
             ValueError: The loss needs a head that the model has not.
@@ -154,7 +145,7 @@ class ModelWorkers:
         plan, filled = self._plan_forward(batch, self._batching)
         shards = make_shards(filled, plan.by_rank, batch)
         by_rank = self._workers.start_each(MegatronModel.evaluate, self._to_ranks(shards, loss_function))()
-        return EvaluationResult(microbatch_metrics=join_metrics(list(by_rank.values())))
+        return join_metrics(list(by_rank.values()))
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Return the log-probability of each token given those before it, `[batch, sequence]`."""
@@ -270,7 +261,7 @@ def _environment(policy: PolicyConfig, *, on_gpus: bool) -> dict[str, str]:
 
 def _has_its_own_experts(megatron: MegatronConfig) -> bool:
     """Return True where all experts of a data-parallel copy lie on its own ranks: Megatron-Core numbers those of a
-    stage in a row, and divides the experts among as many neighbours as it is reported to."""
+    stage in a row, and divides the experts among as many neighbours as it is set to."""
     ranks_of_a_stage = megatron.tensor_model_parallel_size * megatron.context_parallel_size
     ranks_of_experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     return ranks_of_a_stage % ranks_of_experts == 0

@@ -7,11 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from nemo_rl_moe.rl.estimators.comparison import (
-    STANDARD_DEVIATION_FLOOR,
-    compare_within_groups,
-    informative_groups,
-)
+from nemo_rl_moe.rl.estimators.comparison import STANDARD_DEVIATION_FLOOR, compare_within_groups, informative_groups
 from nemo_rl_moe.rl.estimators.interface import Estimator, EstimatorInputs
 
 if TYPE_CHECKING:

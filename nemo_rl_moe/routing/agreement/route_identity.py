@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Identity of a capture's routes: does each row belong to its layer, its token and its sequence?
 
-Counts cannot report. So the captured routes of a few sequences are compared with those of the routers: of every layer,
-of the tokens beside, and of the other sequences. A wrong partner that agrees better, and beyond chance, is reported.
+Counts cannot show that. So the captured routes of a few sequences are compared with those of the routers: of every
+layer, of the tokens beside, and of the other sequences. A wrong partner that agrees better, and beyond chance, is
+reported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -252,9 +253,9 @@ def _strangers(hot: OneHot, names: Sequence[str], named: AbstractSet[int]) -> li
 def _agreement_of(hot: OneHot, places: Sequence[int]) -> tuple[str, str]:
     """Return the mean agreement of some captures with their own live routes, and with those of other sequences."""
     overlap = sequence_overlap(hot).share[places]
-    is_custom = np.zeros(overlap.shape, dtype=bool)
-    is_custom[np.arange(len(places)), places] = True
-    return f"{np.nanmean(overlap[is_custom]):.3f}", f"{np.nanmean(overlap[~is_custom]):.3f}"
+    is_same = np.zeros(overlap.shape, dtype=bool)
+    is_same[np.arange(len(places)), places] = True
+    return f"{np.nanmean(overlap[is_same]):.3f}", f"{np.nanmean(overlap[~is_same]):.3f}"
 
 
 def least_lead(counts: Int[np.ndarray, "*rows"]) -> Float[np.ndarray, "*rows"]:

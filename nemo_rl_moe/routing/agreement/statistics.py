@@ -118,13 +118,13 @@ class AgreementStatistics:
         usable: Bool[Tensor, "layers tokens"],
         seen: Sequence[RoutedTokens],
     ) -> dict[Row, Tensor]:
-        """Return the rows, and slots of each row, in which routers and capture agree; counts margins and tokens."""
+        """Return the rows, and slots of each row, in which routers and capture agree; count margins and tokens."""
         live_same = taken_same = slots == len(live)
         if any(of_layer.taken is not of_layer.live for of_layer in seen):
             taken = in_planes(torch.stack([of_layer.taken for of_layer in seen]).transpose(0, 1), self._num_experts)
             taken_same = (num_in_common(routes.planes, taken) == len(taken)) & usable
         differs = usable & ~live_same
-        # The mark of the layer that reports most.
+        # The mark of the layer that says most.
         of_layers = torch.add(usable.view(torch.uint8), differs.view(torch.uint8), alpha=_DIFFERS)  # usable: _COMPARED
         for number, marks in zip(tokens, of_layers.amax(0).split(list(tokens.values())), strict=True):
             self.tokens[number] |= marks

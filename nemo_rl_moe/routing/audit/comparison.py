@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from nemo_rl_moe.errors import counted
 from nemo_rl_moe.routing.audit.audited_run import ROLLOUT, TRAINING, AuditedRun
 from nemo_rl_moe.routing.audit.auditor import AuditedStep, audit_step
 from nemo_rl_moe.routing.audit.sources import Source
-from nemo_rl_moe.routing.audit.summary import SHOWN, anomalies_of, counted, number_text
+from nemo_rl_moe.routing.audit.summary import anomalies_of, number_text, table_lines
 from nemo_rl_moe.routing.metrics.load_arrays import load_distance
 from nemo_rl_moe.runs.folder.captured_sequences import (
     UNKNOWN,
@@ -84,19 +85,13 @@ def compared(run: AuditedRun, source: Source, other: AuditedRun, other_source: S
 
 def comparison_lines(comparison: Comparison) -> list[str]:
     """Return the text for a person."""
-    lines = [
-        f"against {comparison.other.path}, means over the steps",
-        f"{'':40}{'here':>12}{'there':>12}{'change':>12}",
-    ]
-    for title, rows in SHOWN:
-        shown = [(label, comparison.means[key]) for label, key in rows if key in comparison.means]
-        if shown:
-            lines.append(title)
-        for label, (here, there) in shown:
-            lines.append(
-                f"  {label:38}" + "".join(f"{number_text(value):>12}" for value in (here, there, here - there))
-            )
-    return lines + distance_lines(comparison)
+
+    def numbers_of(key: str) -> tuple[float, ...]:
+        here, there = comparison.means.get(key, (nan, nan))
+        return (here, there, here - there) if key in comparison.means else ()
+
+    lines = [f"against {comparison.other.path}, means over the steps"]
+    return lines + table_lines(("here", "there", "change"), numbers_of) + distance_lines(comparison)
 
 
 def distance_lines(comparison: Comparison) -> list[str]:

@@ -18,9 +18,9 @@ from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.routing.audit.adapters.registry import ADAPTERS, Adapter, files_by_step, load, recognised
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.runs.folder.capture_folder import (
-    CAPTURE_FOLDERS,
     DESCRIPTION_FILE,
     described_by,
+    existing_capture,
     read_description,
     read_step,
     steps_of,
@@ -96,9 +96,7 @@ def open_source(
 
 def _capture_folder(path: Path) -> Path | None:
     """Return the capture folder at a path or in the folder of a run; None without any."""
-    return next(
-        (found for found in (path, *(path / name for name in CAPTURE_FOLDERS)) if described_by(found).is_file()), None
-    )
+    return path if described_by(path).is_file() else existing_capture(path)
 
 
 def _format_hint(path: Path) -> str:
@@ -239,14 +237,18 @@ class _Converted:
                 if shape and self._model:
                     break
         if shape is None:
-            self.notices.append("no sequence has routed experts: nothing is informed of routes")
+            self.notices.append("no sequence has routed experts: nothing is said about routes")
             return CaptureDescription((), 0, 0, made_by)
         if self._model is not None:
             return CaptureDescription(self._model.moe_layers, self._model.num_experts, self._model.topk, made_by)
-        self.notices.append(f"num_experts: {largest + 1}, the largest number of an expert and 1; --model reports")
+        self.notices.append(
+            f"num_experts: {largest + 1}, the largest number of an expert and 1; --model DIR says how many"
+        )
         if not written.all():
             layers = ", ".join(map(str, np.flatnonzero(~written)))
-            self.notices.append(f"layers {layers} hold expert 0 alone everywhere: --model says whether they are dense")
+            self.notices.append(
+                f"layers {layers} hold expert 0 alone everywhere: --model DIR says whether they are dense"
+            )
         return CaptureDescription(tuple(range(shape[0])), largest + 1, shape[1], made_by)
 
     def sequences(self, step: int) -> Iterator[list[CapturedSequence]]:

@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """An audit's results, as text for a person and as JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
+from nemo_rl_moe.errors import counted
 from nemo_rl_moe.routing.audit.audited_run import AuditedRun, findings_over_steps
 from nemo_rl_moe.routing.audit.auditor import AuditedStep
 
@@ -51,18 +52,24 @@ _OF_FINDINGS = ("kind", "layer", "first_step", "last_step", "is_over", "text")
 def lines_of(run: AuditedRun) -> list[str]:
     """Return text for a person: first and last step beside each other, then what the files do not show."""
     lines = heading_of(run)
-    lines.append(f"{'':40}{'first step':>12}{'last':>12}{'lowest':>12}{'highest':>12}")
-    for title, rows in SHOWN:
-        shown = [(label, values) for label, key in rows if (values := run.series(key))]
-        if shown:
-            lines.append(title)
-        for label, values in shown:
-            numbers = (values[0], values[-1], min(values), max(values))
-            lines.append(f"  {label:38}" + "".join(f"{number_text(number):>12}" for number in numbers))
+    lines += table_lines(
+        ("first step", "last", "lowest", "highest"),
+        lambda key: (values[0], values[-1], min(values), max(values)) if (values := run.series(key)) else (),
+    )
     if run.missing:
         lines += ["not reported, for want of a column:", *(f"  {text}" for text in run.missing)]
     lines += [f"note: {text}" for text in dict.fromkeys(run.notices)]
     lines.append(counted(len(problems_of(run)), "finding", zero="no"))
+    return lines
+
+
+def table_lines(headings: Sequence[str], numbers_of: Callable[[str], Sequence[float]]) -> list[str]:
+    """Return a table of the metrics in `SHOWN`, of those that have numbers by their key."""
+    lines = [" " * 40 + "".join(f"{heading:>12}" for heading in headings)]
+    for title, rows in SHOWN:
+        shown = [(label, numbers) for label, key in rows if (numbers := numbers_of(key))]
+        lines += [title] if shown else []
+        lines += [f"  {label:38}" + "".join(f"{number_text(n):>12}" for n in numbers) for label, numbers in shown]
     return lines
 
 
@@ -101,11 +108,6 @@ def heading_of(run: AuditedRun) -> list[str]:
         f"{counted(len(description.layers), 'MoE layer')}, {counted(description.num_experts, 'expert')},"
         f" {description.topk} a token",
     ]
-
-
-def counted(number: int, noun: str, zero: str = "0") -> str:
-    """Return a number of things, such as "1 step" or "2 steps"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}" if number else f"{zero} {noun}s"
 
 
 def number_text(value: float) -> str:

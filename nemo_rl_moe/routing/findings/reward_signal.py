@@ -77,7 +77,7 @@ class RewardSignal:
             if not history.varies and history.steps >= num_steps and not (name == _TOTAL and reported_elsewhere):
                 found.append(f"{name} has been {mean:.4g}")
         if found:
-            text = f"{', '.join(found)} in every response since step {self._first_step}: it separates none"
+            text = f"{', '.join(found)} in every response since step {self._first_step}: it distinguishes no responses"
             yield "constant_reward", self._first_step, text
 
 

@@ -109,7 +109,7 @@ class ExpertLoadRecorder:
         routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
         padding: Bool[Tensor, "..."] | None,
     ) -> None:
-        """Add one router call; does nothing outside `training_forward`. Indices are counted at its end."""
+        """Add one router call; do nothing outside `training_forward`. Indices are counted at its end."""
         if self._microbatch is None:
             return
         if routed.dtype == torch.bool:

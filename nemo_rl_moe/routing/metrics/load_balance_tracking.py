@@ -225,7 +225,7 @@ def collect_expert_loads(
         layer.key: {"expert_load": counts, "aux_loss": None, "n_experts": layer.num_experts, "topk": layer.topk}
         for layer, counts in zip(counter.layers, on_host, strict=True)
     }
-    return loads  # type: ignore[return-value]  # keys are of one kind, which the loop above cannot report
+    return loads  # type: ignore[return-value]  # keys are of one kind, which the loop above cannot show
 
 
 def _find_counter(model: nn.Module) -> LoadCounter | None:

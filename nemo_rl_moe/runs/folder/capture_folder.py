@@ -34,9 +34,9 @@ from nemo_rl_moe.runs.folder.captured_sequences import (
 FORMAT, VERSION = "routing-capture", 1
 DESCRIPTION_FILE = "capture.json"
 _OLD_FORMAT, _OLD_DESCRIPTION_FILE = "routing-tape", "tape.json"  # older name
-CAPTURE_FOLDERS = ("capture", "tape")  # older name last
 CAPTURE_FOLDER = "capture"
 """Folder of captured routes in a run's folder."""
+CAPTURE_FOLDERS = (CAPTURE_FOLDER, "tape")  # older name last
 _TOKEN_TYPES: Mapping[str, pa.DataType] = {name: pa.from_numpy_dtype(kind) for name, kind in TOKEN_TYPES.items()}
 SCHEMA = pa.schema(
     [("sequence", pa.string()), ("num_tokens", pa.int32()), ("reward", pa.float32())]
@@ -159,6 +159,12 @@ def described_by(folder: Path) -> Path:
     """Return the path of a folder's description, by its older name where only that is there."""
     old = folder / _OLD_DESCRIPTION_FILE
     return old if old.is_file() and not (folder / DESCRIPTION_FILE).exists() else folder / DESCRIPTION_FILE
+
+
+def existing_capture(run_folder: Path) -> Path | None:
+    """Return the capture folder in the folder of a run, whichever name it has; None without any."""
+    places = (run_folder / name for name in CAPTURE_FOLDERS)
+    return next((place for place in places if described_by(place).is_file()), None)
 
 
 def steps_of(folder: Path) -> dict[int, list[Path]]:

@@ -43,6 +43,9 @@ class ExpertLoadHistory:
         """Routed experts of a layer."""
         return int(self.counts.shape[2])
 
+    def by_step(self) -> dict[int, Int[np.ndarray, "layers experts"]]:
+        return dict(zip(self.steps.tolist(), self.counts, strict=True))
+
 
 class ExpertLoadWriter(StepTableWriter["ExpertLoad"]):
     table = TABLE

@@ -8,39 +8,21 @@ run without failures has no such file.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
-from nemo_rl_moe.runs.folder.line_tail import LineTail
+from nemo_rl_moe.runs.folder.line_tail import LineTail, OfStep
 from nemo_rl_moe.runs.folder.lines import LineFile
 from nemo_rl_moe.runs.folder.metrics import LAST_STEP
+from nemo_rl_moe.runs.folder.samples import SavedTrajectory
 
 FAILURES_FILE_NAME = "environment_failures.jsonl"
 _SPLITS = ("train", "val")
 _LONGEST_TEXT = 1000
 
 
-class ScoredTrajectory(Protocol):
-    """Part of a trajectory that says whether it has a score; `rollouts.trajectory.Trajectory` is one."""
-
-    @property
-    def sample_id(self) -> str: ...
-    @property
-    def fault(self) -> Any: ...
-    @property
-    def fault_message(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class FailureRecord:
-    step: int
-    failed: FailedResponses
-
-
-def failures_of(by_split: Mapping[str, Sequence[ScoredTrajectory]]) -> list[FailedResponses]:
+def failures_of(by_split: Mapping[str, Sequence[SavedTrajectory]]) -> list[FailedResponses]:
     """Sum up the failures of each split that has any."""
     found = []
     for split, trajectories in by_split.items():
@@ -68,21 +50,14 @@ class FailureWriter:
             self._lines.close()
 
 
-class FailuresTail(LineTail[FailureRecord]):
+class FailuresTail(LineTail[OfStep[FailedResponses]]):
     """Follower of the failures of a run that goes on; reads those of a run that has ended too."""
 
     def __init__(self, run_folder: Path):
         super().__init__(run_folder / FAILURES_FILE_NAME, _parse)
 
 
-def failures_by_step(records: Sequence[FailureRecord]) -> dict[int, list[FailedResponses]]:
-    found: dict[int, list[FailedResponses]] = {}
-    for record in records:
-        found.setdefault(record.step, []).append(record.failed)
-    return found
-
-
-def _parse(line: bytes, place: str) -> FailureRecord:
+def _parse(line: bytes, place: str) -> OfStep[FailedResponses]:
     try:
         record = json.loads(line)
         step, split, number, responses = (record[name] for name in ("step", "split", "failed", "responses"))
@@ -91,7 +66,7 @@ def _parse(line: bytes, place: str) -> FailureRecord:
             raise ValueError("a step, a split or a number that cannot be")
         if not 1 <= number <= responses <= LAST_STEP:
             raise ValueError("more failed responses than responses")
-        return FailureRecord(step, FailedResponses(split, number, responses, str(record["first"])[:_LONGEST_TEXT]))
+        return OfStep(step, FailedResponses(split, number, responses, str(record["first"])[:_LONGEST_TEXT]))
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         keys = '{"step", "split", "failed", "responses", "first"}'
         raise DataError(f"{place}: no failures {keys}: {one_line(error)}") from error

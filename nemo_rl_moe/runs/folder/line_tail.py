@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follower of a file of one record a line, while a run appends to it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
@@ -10,6 +10,7 @@ from typing import BinaryIO, Generic, TypeVar
 from nemo_rl_moe.errors import DataError
 
 Record = TypeVar("Record")
+Content = TypeVar("Content")
 _MOST_REMEMBERED_BYTES = 1 << 16
 
 
@@ -24,6 +25,19 @@ class NewRecords(Generic[Record]):
     records: list[Record]
     begins_anew: bool
     num_damaged: int
+
+
+@dataclass(frozen=True)
+class OfStep(Generic[Content]):
+    step: int
+    content: Content
+
+
+def by_step(records: Sequence[OfStep[Content]]) -> dict[int, list[Content]]:
+    found: dict[int, list[Content]] = {}
+    for record in records:
+        found.setdefault(record.step, []).append(record.content)
+    return found
 
 
 class LineTail(Generic[Record]):
@@ -49,7 +63,7 @@ class LineTail(Generic[Record]):
             raise DataError(f"{self._path}: cannot be read: {error.strerror}") from None
 
     def _read(self, file: BinaryIO) -> NewRecords[Record]:
-        # The size alone does not report: a file that was cut may have grown beyond its former length since.
+        # The size alone does not show it: a file that was cut may have grown beyond its former length since.
         file.seek(self._offset - len(self._last_bytes))
         begins_anew = file.read(len(self._last_bytes)) != self._last_bytes
         if begins_anew:

@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Text files of one record a line: appended whole, cut back on resume, robust against a full disk."""
+"""Text files of one record a line: appended whole, rewound on resume, robust against a full disk."""
 
 import contextlib
 import json
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from io import FileIO
 from pathlib import Path
@@ -23,15 +23,6 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [to_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leave of a nested mapping with their dotted keys, such as `a.b.c`; an empty section is a leaf."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from flattened(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 _MOST_BYTES_KEPT = 64 * 2**20

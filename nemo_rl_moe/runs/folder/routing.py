@@ -12,7 +12,6 @@ capture and router differ.
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -23,7 +22,7 @@ import pyarrow as pa
 from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.routing.agreement.route_identity import AnomalyKind, RoutingAnomaly
 from nemo_rl_moe.routing.agreement.row_kinds import MARGIN_EDGES, Row
-from nemo_rl_moe.runs.folder.line_tail import LineTail
+from nemo_rl_moe.runs.folder.line_tail import LineTail, OfStep
 from nemo_rl_moe.runs.folder.lines import LineFile
 from nemo_rl_moe.runs.folder.metrics import LAST_STEP
 from nemo_rl_moe.runs.folder.step_tables import StepTable, StepTableWriter, read_steps
@@ -116,37 +115,24 @@ def read_routing(run_folder: Path, first_step: int = 0) -> RoutingHistory:
     )
 
 
-@dataclass(frozen=True)
-class AnomalyRecord:
-    step: int
-    anomaly: RoutingAnomaly
-
-
-class AnomaliesTail(LineTail[AnomalyRecord]):
+class AnomaliesTail(LineTail[OfStep[RoutingAnomaly]]):
     """Follower of the anomalies of a run that goes on; reads those of a run that has ended too."""
 
     def __init__(self, run_folder: Path):
         super().__init__(run_folder / ANOMALIES_FILE_NAME, _parse)
 
 
-def anomalies_by_step(records: Sequence[AnomalyRecord]) -> dict[int, list[RoutingAnomaly]]:
-    found: dict[int, list[RoutingAnomaly]] = {}
-    for record in records:
-        found.setdefault(record.step, []).append(record.anomaly)
-    return found
-
-
 def _record(step: int, anomaly: RoutingAnomaly) -> dict[str, Any]:
     return {"step": step, "kind": anomaly.kind, "layer": anomaly.layer, "text": anomaly.text}
 
 
-def _parse(line: bytes, place: str) -> AnomalyRecord:
+def _parse(line: bytes, place: str) -> OfStep[RoutingAnomaly]:
     try:
         record = json.loads(line)
         step, kind, layer = int(record["step"]), record["kind"], record["layer"]
         if kind not in get_args(AnomalyKind) or not 0 <= step <= LAST_STEP:
             raise ValueError("a kind or a step that cannot be")
         number = None if layer is None else int(layer)
-        return AnomalyRecord(step, RoutingAnomaly(kind, str(record["text"])[:_LONGEST_TEXT], number))
+        return OfStep(step, RoutingAnomaly(kind, str(record["text"])[:_LONGEST_TEXT], number))
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise DataError(f'{place}: no anomaly {{"step", "kind", "layer", "text"}}: {one_line(error)}') from error

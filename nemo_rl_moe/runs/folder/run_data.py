@@ -17,17 +17,11 @@ from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.runs.folder.advantages import AdvantageHistory, read_advantages
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory, read_expert_load
-from nemo_rl_moe.runs.folder.failures import FAILURES_FILE_NAME, FailuresTail, failures_by_step
+from nemo_rl_moe.runs.folder.failures import FAILURES_FILE_NAME, FailuresTail
 from nemo_rl_moe.runs.folder.folder import CONFIG_FILE_NAME, newest_run_folders
-from nemo_rl_moe.runs.folder.line_tail import LineTail
+from nemo_rl_moe.runs.folder.line_tail import LineTail, by_step
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_history
-from nemo_rl_moe.runs.folder.routing import (
-    ANOMALIES_FILE_NAME,
-    AnomaliesTail,
-    RoutingHistory,
-    anomalies_by_step,
-    read_routing,
-)
+from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, AnomaliesTail, RoutingHistory, read_routing
 from nemo_rl_moe.shapes import Float, Int
 
 EFFECTIVE_MOE_FILE_NAME = "effective_moe_configuration.json"
@@ -117,8 +111,8 @@ def read_run(folder: Path) -> RunData:
         raise DataError(f"{folder}: {what}; {hint}")
     notes: list[str] = []
     expert_load, routing = _table(read_expert_load, folder, notes), _table(read_routing, folder, notes)
-    anomalies = anomalies_by_step(_lines(AnomaliesTail(folder), folder / ANOMALIES_FILE_NAME, "anomalies", notes))
-    failures = failures_by_step(_lines(FailuresTail(folder), folder / FAILURES_FILE_NAME, "failures", notes))
+    anomalies = by_step(_lines(AnomaliesTail(folder), folder / ANOMALIES_FILE_NAME, "anomalies", notes))
+    failures = by_step(_lines(FailuresTail(folder), folder / FAILURES_FILE_NAME, "failures", notes))
     described = describe_run(folder)
     metrics = {key: series_of(points) for key, points in sorted(read_history(path).items())}
     return replace(

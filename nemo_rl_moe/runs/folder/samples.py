@@ -59,7 +59,7 @@ class Console(Protocol):
 
 
 class SampleLog:
-    """Writes `samples.jsonl`, with thumbnails, and prints responses of validations.
+    """Writer of `samples.jsonl` and its thumbnails, which also prints responses of validations.
 
     The same prompts come first in every validation. Thumbnails are of responses that `read_samples` may choose: the
     first ones to the first prompts, of all validations and of `has_images` steps.

@@ -61,7 +61,7 @@ class ThumbnailWriter:
             except OSError as error:
                 if not self._has_failed:
                     self._has_failed = True
-                    self._warn(f"{self._folder} cannot be written, samples go without model images: {one_line(error)}")
+                    self._warn(f"{self._folder} cannot be written, samples go without images: {one_line(error)}")
         return names
 
     def _has(self, model_image: SavedImage) -> bool:
@@ -77,7 +77,7 @@ class ThumbnailWriter:
         if len(self._written - {name}) >= MOST_THUMBNAILS:
             if not self._is_full:
                 self._is_full = True
-                self._warn(f"{self._folder} holds {MOST_THUMBNAILS:,} model images; samples with others go without")
+                self._warn(f"{self._folder} holds {MOST_THUMBNAILS:,} images; samples with others go without")
             return False
         self._folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, thumbnail_of(model_image.pixels))

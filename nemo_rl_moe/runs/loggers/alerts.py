@@ -18,9 +18,10 @@ from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.routing.findings.routing_signal import ANOMALIES_METRIC
 from nemo_rl_moe.routing.findings.tracker import QUIET_STEPS, Finding, FindingTracker, Thresholds, likewise
 from nemo_rl_moe.runs.folder.expert_load import read_expert_load
-from nemo_rl_moe.runs.folder.failures import FailuresTail, failures_by_step
+from nemo_rl_moe.runs.folder.failures import FailuresTail
+from nemo_rl_moe.runs.folder.line_tail import by_step
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
-from nemo_rl_moe.runs.folder.routing import AnomaliesTail, anomalies_by_step
+from nemo_rl_moe.runs.folder.routing import AnomaliesTail
 
 _MOST_LINES = 20
 
@@ -82,13 +83,13 @@ class AlertWatch:
         layers: list[int] = []
         with suppress(OSError, DataError):
             history = read_expert_load(run_folder, first_step)
-            loads, layers = dict(zip(history.steps.tolist(), history.counts, strict=True)), history.layers.tolist()
+            loads, layers = history.by_step(), history.layers.tolist()
         anomalies: dict[int, list[RoutingAnomaly]] = {}
         with suppress(DataError):
-            anomalies = anomalies_by_step(AnomaliesTail(run_folder).read().records)
+            anomalies = by_step(AnomaliesTail(run_folder).read().records)
         failures: dict[int, list[FailedResponses]] = {}
         with suppress(DataError):
-            failures = failures_by_step(FailuresTail(run_folder).read().records)
+            failures = by_step(FailuresTail(run_folder).read().records)
         with suppress(OSError, DataError):
             for record in read_metrics(run_folder / METRICS_FILE_NAME):
                 if first_step <= record.step <= last_step:

@@ -158,7 +158,7 @@ class ConsoleLogger:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[Callable[[float], None]]:
-        """Show a long phase with its duration at the end; yields a function that takes the share done, from 0 to 1."""
+        """Show a long phase with its duration at the end; yield a function that takes the share done, from 0 to 1."""
         started = last_shown = self._clock()
         spinner = Spinner("dots", Text(f"{printable(text)} ..."))
 

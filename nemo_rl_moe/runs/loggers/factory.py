@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loggers of a run from the `logger` section of its configuration."""
 
+import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from nemo_rl_moe.config.schema_run import AlertsConfig, LoggerConfig
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.config.user_code import import_function
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.runs.folder.folder import read_logger_run_ids, store_logger_run_ids
@@ -18,7 +20,7 @@ from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, JsonlLogger, Step
 from nemo_rl_moe.runs.loggers.alerts import AlertWatch
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
 from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.runs.loggers.interface import Backend
+from nemo_rl_moe.runs.loggers.interface import Backend, LoggerBase, StepSink
 from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.runs.loggers.mlflow import MlflowLogger, local_store_uri
 from nemo_rl_moe.runs.loggers.step_plots import StepPlots
@@ -111,10 +113,28 @@ def build_loggers(
 
 def find_custom_backends(logger_config: LoggerConfig) -> dict[str, Callable[[Path], Backend]]:
     """Import the user's own loggers, by the name that the configuration gives them."""
-    key = "logger.backends"
     if twice := [name for name, count in Counter(logger_config.backends).items() if count > 1]:
-        raise ConfigurationError(f"{key}: got {twice[0]} twice, expected each logger once")
-    return {name: import_function(key, name, "the run's folder") for name in logger_config.backends}
+        raise ConfigurationError(f"{_KEY}: got {twice[0]} twice, expected each logger once")
+    return {name: _import_backend(name) for name in logger_config.backends}
+
+
+_KEY = "logger.backends"
+_METHODS = [
+    name for of in (StepSink, Backend) for name, part in vars(of).items() if inspect.isfunction(part) and name[0] != "_"
+]
+
+
+def _import_backend(name: str) -> Callable[[Path], Backend]:
+    make = import_function(_KEY, name, "the run's folder")
+    # What a function will make is not known yet.
+    parts = dir(make) if inspect.isclass(make) else _METHODS
+    if missing := [method for method in _METHODS if method not in parts]:
+        hint = did_you_mean(nearest(missing[0], [part for part in parts if not part.startswith("_")]))
+        raise ConfigurationError(
+            f"{_KEY}: {name} has no method {missing[0]}, expected {', '.join(_METHODS)} (all but log_step are in"
+            f" {LoggerBase.__module__}.{LoggerBase.__name__}){hint}"
+        )
+    return make
 
 
 def mlflow_tracking_uri(logger_config: LoggerConfig) -> str:

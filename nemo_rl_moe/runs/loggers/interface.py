@@ -11,10 +11,8 @@ DrawPlots = Callable[[], Mapping[str, bytes]]
 """Function that draws the plots of a step: key, such as `plots/expert_load`, to PNG file. Takes seconds."""
 
 
-class MetricLogger(Protocol):
-    """Logger of metrics; all that the training loop knows of loggers."""
-
-    name: str
+class StepSink(Protocol):
+    """What takes the metrics of a run."""
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of one step; called once a step, steps ascending.
@@ -39,6 +37,12 @@ class MetricLogger(Protocol):
         ...
 
 
+class MetricLogger(StepSink, Protocol):
+    """Logger of metrics; all that the training loop knows of loggers."""
+
+    name: str
+
+
 @runtime_checkable
 class FlushesToDisk(Protocol):
     """Logger whose steps have to be on the disk before a checkpoint of them is."""
@@ -48,7 +52,7 @@ class FlushesToDisk(Protocol):
         ...
 
 
-class Backend(MetricLogger, Protocol):
+class Backend(StepSink, Protocol):
     """Logger that may raise or block, and therefore runs behind an `IsolatedLogger`, in a thread of its own."""
 
     @property
@@ -74,6 +78,24 @@ class Backend(MetricLogger, Protocol):
     def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
         """Log the plots of a step, before the step's metrics."""
         ...
+
+
+class LoggerBase:
+    """Base of a backend without a service: a subclass adds `log_step`, and overrides what is otherwise."""
+
+    run_id: str | None = None
+    last_step: int = -1
+    announcement: str | None = None
+    seconds_to_close: float = 0.0
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Do nothing: the run's folder has the configuration."""
+
+    def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
+        """Do nothing."""
+
+    def close(self, outcome: RunOutcome = "finished") -> None:
+        """Do nothing."""
 
 
 @runtime_checkable

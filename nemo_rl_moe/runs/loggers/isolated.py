@@ -134,7 +134,7 @@ class IsolatedLogger:
         self.wait_until_closed(time.monotonic() + self._patience.closing_s)
 
     def ask_to_close(self, outcome: RunOutcome) -> None:
-        """Let the backend close when it has all steps; returns at once."""
+        """Let the backend close when it has all steps; return at once."""
         with self._changed:
             self._outcome = outcome
             self._asked_at = time.monotonic()
@@ -239,7 +239,7 @@ class IsolatedLogger:
             return job
 
     def _do(self, job: _Job, backend: Backend) -> None:
-        """Do a job; a failure is reported once of its kind, and raises where it is one step too many in a row."""
+        """Do a job; a failure is reported once of its kind, and raise where it is one step too many in a row."""
         kind = job.kind
         if kind == "plots" and self._failures[kind] >= _FAILURES_BEFORE_LEFT_OUT:
             return

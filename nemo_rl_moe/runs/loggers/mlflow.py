@@ -10,7 +10,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.runs.folder.lines import flattened
+from nemo_rl_moe.config.files import leaves
 from nemo_rl_moe.runs.folder.metrics import RunOutcome
 from nemo_rl_moe.runs.loggers.console import quiet
 
@@ -127,7 +127,7 @@ def local_store_uri(folder: Path) -> str:
 
 def flatten_config(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the nested configuration as flat strings: `a.b.c` to value, cut to the lengths that MLflow accepts."""
-    return {key[:_LONGEST_KEY]: str(value)[:_LONGEST_VALUE] for key, value in flattened(config)}
+    return {key[:_LONGEST_KEY]: str(value)[:_LONGEST_VALUE] for key, value in leaves(config)}
 
 
 def _batches(entries: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

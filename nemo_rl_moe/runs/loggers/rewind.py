@@ -53,6 +53,6 @@ def _named_if_it_fails(path: Path, step: int) -> Iterator[None]:
         # pyarrow's errors carry long texts in place of the system's.
         reason = os.strerror(error.errno) if error.errno else error
         raise CheckpointError(
-            f"{path}: cannot be cut back to step {step}, from which the run goes on: {reason}; make room for it or make"
+            f"{path}: cannot be rewound to step {step}, from which the run goes on: {reason}; make room for it or make"
             " it writable, or move it away"
         ) from None

@@ -13,10 +13,11 @@ import yaml
 
 from nemo_rl_moe.runs.folder.lines import append_whole, to_plain
 from nemo_rl_moe.runs.folder.metrics import RunOutcome
+from nemo_rl_moe.runs.loggers.interface import LoggerBase
 
 
-class TensorBoardLogger:
-    """Writes scalars to `<run folder>/tensorboard/events.out.tfevents.*`, on disk before `log_step` returns.
+class TensorBoardLogger(LoggerBase):
+    """Writer of scalars to `<run folder>/tensorboard/events.out.tfevents.*`, on disk before `log_step` returns.
 
     Scalars are float32, as TensorBoard's own; NaN and infinities are kept, and shown by TensorBoard as such. Survives a
     full disk: an event that it does not take raises, and leaves nothing half written.
@@ -25,9 +26,6 @@ class TensorBoardLogger:
     """
 
     name = "tensorboard"
-    run_id = None
-    announcement = None
-    seconds_to_close = 0.0
 
     def __init__(self, run_folder: Path, resumed_after: int | None = None):
         from tensorboard.compat.proto import event_pb2, summary_pb2

@@ -188,7 +188,7 @@ class WandbLogger:
         self._run.config.update(to_plain(config), allow_val_change=True)
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """End the run and W&B's service process; online, waits until all is uploaded."""
+        """End the run and W&B's service process; online, wait until all is uploaded."""
         import wandb
 
         try:

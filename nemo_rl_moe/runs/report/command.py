@@ -19,7 +19,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.atomic_writes import write_whole
-from nemo_rl_moe.errors import ConfigurationError, DataError
+from nemo_rl_moe.errors import ConfigurationError, DataError, counted
 
 if TYPE_CHECKING:
     # The command line starts without numpy and pyarrow.
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     if size > MOST_BYTES:
         print(f"{output}: above the {MOST_BYTES / 1e6:g} MB that reports are to stay below; name fewer runs")
     for folder, number in zip(folders, findings, strict=True):
-        print(f"{folder}: {number or 'no'} finding{'' if number == 1 else 's'}")
+        print(f"{folder}: {counted(number, 'finding', zero='no')}")
 
 
 def write_report(folders: Sequence[Path], output: Path) -> list[int]:

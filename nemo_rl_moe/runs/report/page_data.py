@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_rl_moe.config.files import leaves
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory
-from nemo_rl_moe.runs.folder.lines import flattened
 from nemo_rl_moe.runs.folder.run_data import RunData, Series
 from nemo_rl_moe.runs.folder.samples import LONGEST_TEXT, evenly_spaced, read_samples, shortened
 from nemo_rl_moe.runs.folder.thumbnails import read_thumbnail
 from nemo_rl_moe.runs.report.arrays import ArrayPool, narrowest, thinned
-from nemo_rl_moe.runs.report.charts import MISMATCH, MODALITIES, ROUTING, charts_of
+from nemo_rl_moe.runs.report.charts import SECTIONS, charts_of
 from nemo_rl_moe.runs.report.load_view import load_view, modality_view
 from nemo_rl_moe.runs.report.overlap import overlap_facts
 from nemo_rl_moe.runs.report.routing_view import advantage_view, layer_tables, routing_view
@@ -110,8 +110,8 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
         **asdict(words),
         "runs": described,
         "charts": charts,
-        "routing_sections": [ROUTING, MISMATCH],
-        "modality_section": MODALITIES,
+        "routing_sections": [SECTIONS[name].heading for name in ("routing", "mismatch")],
+        "modality_section": SECTIONS["modalities"].heading,
         "keys": keys,
         "configuration": configuration_rows(runs),
     }
@@ -167,7 +167,7 @@ def configuration_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 def _as_texts(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings by their dotted key; values as JSON, strings as they are."""
     found = {}
-    for key, value in flattened(settings):
+    for key, value in leaves(settings):
         text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False, skipkeys=True)
         found[key] = text if len(text) <= _LONGEST_SETTING else f"{text[:_LONGEST_SETTING]} [...]"
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.config.files import find_config, read_with_defaults
-from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.errors import DataError, counted
 from nemo_rl_moe.routing.findings import learning_signal, routing_signal, staleness_signal
 from nemo_rl_moe.routing.findings.reward_signal import is_reward_metric
 from nemo_rl_moe.routing.findings.routing_signal import ANOMALIES_METRIC, MISSING_METRIC
@@ -55,11 +55,9 @@ def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Find
             for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
                 metrics.setdefault(step, {})[key] = value
     load = run.expert_load
-    row_of = {} if load is None else {step: row for row, step in enumerate(load.steps.tolist())}
-    layers = [] if load is None else load.layers.tolist()
-    for step in sorted(metrics.keys() | row_of.keys() | run.failures.keys()):
-        counts = load.counts[row_of[step]] if load is not None and step in row_of else None
-        tracker.observe(step, metrics.get(step, {}), layers, counts, run.failures.get(step, ()))
+    counts, layers = ({}, []) if load is None else (load.by_step(), load.layers.tolist())
+    for step in sorted(metrics.keys() | counts.keys() | run.failures.keys()):
+        tracker.observe(step, metrics.get(step, {}), layers, counts.get(step), run.failures.get(step, ()))
     with_capture = run.metrics.get(ANOMALIES_METRIC)
     for step in sorted(run.anomalies.keys() | set(() if with_capture is None else with_capture.steps.tolist())):
         tracker.observe_anomalies(step, run.anomalies.get(step, ()))
@@ -74,15 +72,14 @@ def scoring_lines(run_folder: Path) -> list[str]:
         return []
     lines = []
     for split, of in (("train", "responses"), ("val", "responses of validations")):
-        failed = [record for record in failures if record.failed.split == split]
+        failed = [record for record in failures if record.content.split == split]
         if failed:
             number, all_of = (
-                sum(getattr(record.failed, name) for record in failed) for name in ("number", "responses")
+                sum(getattr(record.content, name) for record in failed) for name in ("number", "responses")
             )
-            steps = f"{len(failed)} step{'' if len(failed) == 1 else 's'}"
             lines.append(
-                f"  warning: {number} {of} could not be scored, {number / all_of:.0%} of those of {steps}; the first at"
-                f" step {failed[0].step}: {failed[0].failed.first}"
+                f"  warning: {number} {of} could not be scored, {number / all_of:.0%} of those of"
+                f" {counted(len(failed), 'step')}; the first at step {failed[0].step}: {failed[0].content.first}"
             )
     rewards = {key: series_of(points) for key, points in history.items() if key in _METRICS or is_reward_metric(key)}
     found = findings_of(replace(describe_run(run_folder), metrics=rewards))

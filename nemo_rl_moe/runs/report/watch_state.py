@@ -14,9 +14,10 @@ from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.routing.findings.routing_signal import ANOMALIES_METRIC
 from nemo_rl_moe.routing.findings.tracker import FindingTracker
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory, ExpertLoadTail
-from nemo_rl_moe.runs.folder.failures import FAILURES_FILE_NAME, FailuresTail, failures_by_step
+from nemo_rl_moe.runs.folder.failures import FAILURES_FILE_NAME, FailuresTail
+from nemo_rl_moe.runs.folder.line_tail import by_step
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, MetricHistory, MetricsTail, StepRecord
-from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, AnomaliesTail, anomalies_by_step
+from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, AnomaliesTail
 from nemo_rl_moe.runs.folder.run_data import RunData, describe_run
 from nemo_rl_moe.runs.report.run_findings import Episodes, episodes_of, findings_of, thresholds_of
 
@@ -91,11 +92,11 @@ class RunWatcher:
             FAILURES_FILE_NAME: failed.num_damaged,
         }
         self._num_damaged.update(damaged_lines)
-        for step, failures in failures_by_step(failed.records).items():
+        for step, failures in by_step(failed.records).items():
             self._waiting.setdefault(step, []).extend(failures)
         if new.records:
             self._update(new.records)
-        self._update_capture(new.records, anomalies_by_step(wrong.records))
+        self._update_capture(new.records, by_step(wrong.records))
         if new.records or wrong.records:
             self.run.episodes = episodes_of([*self._standing, *self._tracker.findings])
         damaged = [f"{name}: lines that are no records: {number}" for name, number in (+self._num_damaged).items()]
@@ -118,14 +119,12 @@ class RunWatcher:
 
     def _update(self, records: Sequence[StepRecord]) -> None:
         load = self._load.read(max(record.step for record in records))
-        row_of = {} if load is None else {step: row for row, step in enumerate(load.steps.tolist())}
-        layers = [] if load is None else load.layers.tolist()
+        counts, layers = ({}, []) if load is None else (load.by_step(), load.layers.tolist())
         for record in records:
             self._add(record)
             failed = self._waiting.pop(record.step, ())
             if failed or any(key.startswith("train/") for key in record.metrics):
-                counts = load.counts[row_of[record.step]] if load is not None and record.step in row_of else None
-                self._tracker.observe(record.step, record.metrics, layers, counts, failed)
+                self._tracker.observe(record.step, record.metrics, layers, counts.get(record.step), failed)
         if load is not None:
             # A copy: the counts of all earlier steps need not stay in memory.
             self.run.load = ExpertLoadHistory(load.steps[-1:], load.layers, load.counts[-1:].copy())

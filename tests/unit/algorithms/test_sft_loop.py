@@ -22,7 +22,7 @@ from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.metrics import MetricSeries, Reduction
-from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult
+from nemo_rl_moe.models.interfaces import LossFunction, TrainResult
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.grpo_fakes import ListLogger
@@ -62,17 +62,15 @@ class CountingPolicy:
             artifacts={EXPERT_LOAD.name: load} if self.tracks_experts else {},
         )
 
-    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
+    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> dict[str, MetricSeries]:
         """The loss of a batch is the mean length of its sequences, found by two ranks."""
         assert loss_function is sft_loss
         self.evaluated.append((len(self.trained), batch.sample_ids))
         half = batch.lengths.double().mean().item() / 2
-        return EvaluationResult(
-            {
-                "loss": MetricSeries((half, half), Reduction.SUM),
-                "accuracy": MetricSeries((1 / batch.num_valid_tokens(), 0.0), Reduction.SUM),
-            }
-        )
+        return {
+            "loss": MetricSeries((half, half), Reduction.SUM),
+            "accuracy": MetricSeries((1 / batch.num_valid_tokens(), 0.0), Reduction.SUM),
+        }
 
     def save_weights(self, directory: Path) -> None:
         raise AssertionError("saving is not the loop's")

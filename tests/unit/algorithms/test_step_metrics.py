@@ -7,7 +7,7 @@ import pytest
 
 from nemo_rl_moe.algorithms.step_metrics import performance_metrics, training_metrics, validation_metrics
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction, timing_metrics, with_prefix
-from nemo_rl_moe.models.interfaces import EvaluationResult, GpuUse, TrainResult
+from nemo_rl_moe.models.interfaces import GpuUse, TrainResult
 
 SERIES = {
     # Two global batches in one call: the sum of the shares is not the loss that is reported.
@@ -71,7 +71,7 @@ def test_results_are_left_as_they_are() -> None:
 
 def test_validation_metrics_keep_the_loss() -> None:
     series = {"loss": MetricSeries((0.5, 0.75), Reduction.SUM), "accuracy": MetricSeries((0.25, 0.5), Reduction.SUM)}
-    assert validation_metrics(EvaluationResult(series)) == {"val/loss": 1.25, "val/accuracy": 0.75}
+    assert validation_metrics(series) == {"val/loss": 1.25, "val/accuracy": 0.75}
 
 
 USE = GpuUse(

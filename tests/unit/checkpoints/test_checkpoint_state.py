@@ -13,12 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from nemo_rl_moe.checkpoints.state import (
-    LoopState,
-    json_ready,
-    read_state,
-    write_state,
-)
+from nemo_rl_moe.checkpoints.state import LoopState, json_ready, read_state, write_state
 from nemo_rl_moe.errors import CheckpointError
 from tests.support.saving_run import Run
 

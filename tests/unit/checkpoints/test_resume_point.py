@@ -116,6 +116,17 @@ def test_a_value_under_its_former_name_is_no_change() -> None:
     assert changes == {"dpo.reference_logprobs": ("precompute", "in_step")}
 
 
+def test_a_key_under_its_former_name_is_no_change() -> None:
+    recorded = {"policy": {"megatron_cfg": {"routing_tape": True}}}  # older name
+    assert changed_keys(recorded, {"policy": {"megatron_cfg": {"capture_routing": True}}}) == {}
+    changes = changed_keys(recorded, {"policy": {"megatron_cfg": {"capture_routing": False}}})
+    assert changes == {"policy.megatron_cfg.capture_routing": ("true", "false")}
+
+
+def test_a_key_that_is_gone_since_is_a_change_where_it_had_a_value() -> None:
+    assert changed_keys({"policy": {"gone": None, "other": 1}}, {"policy": {}}) == {"policy.other": ("1", "not set")}
+
+
 def test_what_makes_going_on_wrong_is_refused_with_the_way_out(place: Place) -> None:
     saved(place.run(1, shared=True), 10)
     with pytest.raises(CheckpointError) as caught:

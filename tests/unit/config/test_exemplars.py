@@ -13,13 +13,7 @@ from omegaconf import OmegaConf
 from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.engines import BUILT_IN
 from nemo_rl_moe.config.files import BASE_NAME, exemplar_names, exemplars_folder, read_with_defaults
-from nemo_rl_moe.config.loading import (
-    dump_resolved,
-    load_any_config,
-    load_config,
-    load_dpo_config,
-    load_grpo_config,
-)
+from nemo_rl_moe.config.loading import dump_resolved, load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES
 from nemo_rl_moe.config.overrides import present_keys
 from nemo_rl_moe.config.schema import MasterConfig

@@ -3,12 +3,13 @@
 """YAML files: inheritance, what is missing or malformed, and that nothing in them runs."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.config.files import exemplar_names, read_with_defaults
+from nemo_rl_moe.config.files import exemplar_names, find_config, read_with_defaults
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.overrides import resolve
 from nemo_rl_moe.errors import ConfigurationError
@@ -78,6 +79,12 @@ def test_missing_file_names_the_nearest(problems_of: Problems) -> None:
     assert problems_of(config="nowhere/sft.yml") == [
         f"nowhere/sft.yml: no such file; did you mean sft.yaml? (shipped configurations: {', '.join(exemplar_names())})"
     ]
+
+
+def test_missing_file_names_the_nearest_beside_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "my_run.yaml", "defaults: sft_tiny_moe.yaml")
+    with pytest.raises(ConfigurationError, match=re.escape(f"my_rn.yaml: no such file; did you mean {path}?")):
+        find_config(tmp_path / "my_rn.yaml")
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ Problems = Callable[..., list[str]]
             "policy.generation.stop_strings=stop",
             "policy.generation.stop_strings: got 'stop' (str), expected a list of texts or null",
         ),
+        ("logger.backends=[csv]", "logger.backends: got ['csv'] (list), expected a list of package.module:name"),
         (
             "policy.generation.backend=megatorn",
             "policy.generation.backend: got 'megatorn' (str), expected megatron or vllm or package.module:name;"

@@ -128,19 +128,37 @@ def test_no_message_has_them(capsys: pytest.CaptureFixture[str], override: str, 
 
 OWN_COMMAND_LINE = """
 import sys
-from pathlib import Path
 from nemo_rl_moe.launch.start import take_process
 take_process(sys.argv[1:])
-print(sys.argv, Path("/proc/self/cmdline").read_bytes())
+"""
+OF_A_SUPERVISOR = """
+import sys
+from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.launch import start
+start.supervise = lambda supervision: 0
+start.train(load_config("sft_tiny_moe.yaml", sys.argv[1:], check_paths=False), sys.argv[1:], owns_process=True)
+"""
+SHOW_COMMAND_LINES = """
+import psutil
+print(sys.argv)
+for process in (psutil.Process(), *psutil.Process().children()):
+    print(process.cmdline())
 """
 
 
-def test_they_do_not_stand_on_the_command_line_of_the_run() -> None:
+@pytest.mark.parametrize(
+    ("program", "more", "processes"),
+    [
+        pytest.param(OWN_COMMAND_LINE, "sft.seed=3", 2, id="the run and its watcher"),
+        pytest.param(OF_A_SUPERVISOR, "cluster.max_restarts=1", 1, id="the supervisor"),
+    ],
+)
+def test_they_do_not_stand_on_the_command_lines_of_the_run(program: str, more: str, processes: int) -> None:
     """Ray's dashboard and W&B have the command line of the process, and anybody on the machine sees it."""
-    command = [sys.executable, "-c", OWN_COMMAND_LINE, *OVERRIDES, "sft.seed=3"]
+    command = [sys.executable, "-c", program + SHOW_COMMAND_LINES, *OVERRIDES, more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
     assert leaked(done.stdout) == []
-    assert done.stdout.count("sft.seed=3") == 2, done.stderr
+    assert done.stdout.count(more) == 1 + processes, done.stderr
 
 
 def test_a_supervisor_hands_them_on_by_no_name(monkeypatch: pytest.MonkeyPatch) -> None:

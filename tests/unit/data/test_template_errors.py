@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates that fail: one clear error each."""
 
+import sys
+from typing import Any
+
 import pytest
 
 from nemo_rl_moe.data.records import parse_record
@@ -34,3 +37,22 @@ def test_one_line(byte_tokenizer, template, line):
     (reported,) = error.value.problems
     assert reported.startswith(line)
     assert len(reported) < 500
+
+
+def test_a_conversation_that_is_nested_too_deeply(byte_tokenizer):
+    """As one that was read when fewer calls were under way."""
+    arguments: Any = {}
+    for _ in range(2_000):
+        arguments = {"a": arguments}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        example = parse_record({"messages": turns}, "f:1")
+    finally:
+        sys.setrecursionlimit(limit)
+    template = "{% for message in messages %}{{ message['role'] }}{{ message['tool_calls'] }}{% endfor %}"
+    with pytest.raises(DataError) as error:
+        tokenize_example(example, byte_tokenizer(template), 100)
+    assert error.value.problems == ["f:1: the conversation is nested too deeply"]

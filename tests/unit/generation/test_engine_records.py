@@ -24,7 +24,7 @@ MAY_NAME_VLLM = {
     "config/engines.py": "the registry's line",
     "config/nemo_rl.py": "translation of NeMo-RL's keys",
     "config/nemo_rl_grpo.py": "translation of NeMo-RL's keys",
-    "config/nemo_rl_keys_run.py": "translation of NeMo-RL's keys",
+    "config/nemo_rl_keys.py": "translation of NeMo-RL's keys",
     "routing/audit": "dumps that vLLM has written",
     "launch/evaluate_command.py": "an example in the help",
     "launch/generate_command.py": "an example in the help",

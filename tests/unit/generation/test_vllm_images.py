@@ -105,7 +105,7 @@ def test_numbers_of_a_image_are_those_that_the_tower_gets() -> None:
 
 
 def test_experts_are_turned_for_the_family_that_vllm_reads_turned() -> None:
-    # Square ones, which no loader can report apart.
+    # Square ones, which no loader can distinguish.
     experts, other = torch.arange(18.0).view(2, 3, 3), torch.arange(9.0).view(3, 3)
     prefix = "model.language_model.layers.1.mlp."
     for name in ("experts.gate_up_proj", "experts.down_proj"):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's config.json can report is reported in one line by the driver, before Ray and workers are started."""
+"""What a model's config.json shows is reported in one line by the driver, before Ray and workers are started."""
 
 from pathlib import Path
 

@@ -123,3 +123,44 @@ def test_one_that_comes_before_the_handlers_is_kept(program: subprocess.Popen[st
         program.wait(0.3)
     assert go_on(program) == "KeyboardInterrupt"
     assert program.wait(LIMIT_S) == 130
+
+
+WAITS_FOR_RAY = """
+import threading
+import time
+import ray
+from nemo_rl_moe.distributed.run_process import StopSignals
+
+has_started = threading.Event()
+
+def start_and_stay():  # on the main thread, Ray takes the signals for itself; its servers end with their thread
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    has_started.set()
+    time.sleep(600)
+
+@ray.remote
+def never():
+    time.sleep(600)
+
+try:
+    with StopSignals():
+        threading.Thread(target=start_and_stay, daemon=True).start()
+        has_started.wait()
+        waited_for = never.remote()
+        print("waits", flush=True)
+        ray.get(waited_for)
+except SystemExit as error:
+    print("code", error.code, flush=True)
+"""
+
+
+@pytest.mark.full
+def test_a_signal_that_comes_while_ray_is_waited_for_keeps_its_code() -> None:
+    """Ray raises SystemExit(1) in the place of what the handler has raised."""
+    with subprocess.Popen([sys.executable, "-c", WAITS_FOR_RAY], stdout=subprocess.PIPE, text=True) as program:
+        try:
+            assert next_line(program) == "waits"
+            program.send_signal(signal.SIGTERM)
+            assert next_line(program) == "code 143"
+        finally:
+            program.kill()

@@ -58,7 +58,8 @@ def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_
         (
             f"{NAME}:Digits",
             {},
-            f"{SIGNATURE} cannot be called with no argument; env.parameters names its arguments: missing",
+            f"{SIGNATURE} cannot be called with no argument; env.parameters names its arguments, and a function that"
+            " scores is env.name callable: missing",
         ),
         (
             f"{NAME}:Digits",
@@ -68,7 +69,7 @@ def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_
         (
             f"{NAME}:makes_a_number",
             {},
-            f"env.name: {NAME}:makes_a_number makes 3 (int), expected an environment with",
+            f"env.name: {NAME}:makes_a_number makes 3 (int), expected a reward function with",
         ),
         (f"{NAME}:raising", {}, f"env.name: {NAME}:raising raised while it was made: KeyError: 'no such key'"),
     ],

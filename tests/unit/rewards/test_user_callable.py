@@ -119,3 +119,10 @@ def test_what_is_refused(module, function, problem):
         environment(function)
     (message,) = error.value.problems
     assert message.startswith(f"env.callable.function: {problem}")
+
+
+def test_an_installed_module_of_the_same_name_is_said(tmp_path, monkeypatch):
+    (tmp_path / "graphlib.py").write_text("def score(item):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"which comes before graphlib\.py of the working folder"):
+        environment("graphlib:score")

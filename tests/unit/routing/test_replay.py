@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Replayed choices, rows of a capture and the agreement statistics's counts against hand-worked values and brute
+"""Replayed choices, rows of a capture and counts of the agreement statistics against hand-worked values and brute
 force."""
 
 import re

@@ -23,11 +23,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nemo_rl_moe.errors import WeightSyncError
-from nemo_rl_moe.weight_sync import folder as folder_module
+from nemo_rl_moe.weight_sync import transport as transport_module
 from nemo_rl_moe.weight_sync import transport_backends as backends
 from nemo_rl_moe.weight_sync.bucket import BucketLabel, write_bucket
-from nemo_rl_moe.weight_sync.folder import FolderTransfer, FolderTransport, folder_of_one_machine
-from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
+from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec, WeightTransport, folder_of_one_machine
 
 BUCKET_BYTES = 4096
 STALLED_S = 4.0  # of tests that wait for it: all processes have begun by then, on a busy machine too
@@ -116,7 +115,7 @@ def transfer(
     **settings: Any,
 ) -> dict[str, Any]:
     """One transfer between processes of all of these; nothing may be left of it."""
-    with FolderTransport(parent, len(senders), lambda spec: 0, bucket_bytes=BUCKET_BYTES, **settings) as transport:
+    with WeightTransport(parent, len(senders), lambda spec: 0, bucket_bytes=BUCKET_BYTES, **settings) as transport:
         spec = pickle.loads(pickle.dumps(transport.open(len(receivers), VERSION)))  # noqa: S301  (its own)
         tasks = {f"sender {index}": partial(task, spec) for index, task in enumerate(senders)}
         tasks |= {f"receiver {index}": partial(task, spec) for index, task in enumerate(receivers)}
@@ -158,14 +157,14 @@ def test_a_buckets_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         path.touch()
 
     monkeypatch.setattr(backends, "write_bucket", record)
-    spec = FolderTransfer(tmp_path, VERSION, num_senders=1, num_receivers=0, bucket_bytes=100)
+    spec = TransportSpec(tmp_path, VERSION, num_senders=1, num_receivers=0, bucket_bytes=100)
     spec.send(
         [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (40, 60, 1, 300, 100, 99, 1, 1)], 0, VERSION
     )
     assert sizes == [(2, 100), (1, 1), (1, 300), (1, 100), (2, 100), (1, 1)]
 
 
-def watched_send(spec: FolderTransfer, sender: int, *, log: Path) -> None:
+def watched_send(spec: TransportSpec, sender: int, *, log: Path) -> None:
     """Sends many tensors of a quarter of a bucket, and notes before each how many bytes lie in the folder."""
 
     def tensors() -> Iterator[NamedTensor]:
@@ -281,12 +280,12 @@ def test_a_killed_receiver_is_noticed(tmp_path: Path) -> None:
         tmp_path, all_senders(1), [*all_receivers(1), partial(killed_receive, receiver=1)], stall_timeout_s=STALLED_S
     )
     assert found["receiver 1"] is None, "it is dead"
-    # Whoever notices it first reports the other; or both notice it at the same moment.
+    # Whoever notices it first warns the other; or both notice it at the same moment.
     for side in ("sender 0", "receiver 0"):
         assert re.fullmatch(r"WeightSyncError: \w+ 0: waited for 4 s for receivers \[1\] to take .*", found[side])
 
 
-def robbed_send(spec: FolderTransfer, sender: int) -> None:
+def robbed_send(spec: TransportSpec, sender: int) -> None:
     """Sends while somebody deletes one of its buckets, before any receiver has begun."""
 
     def tensors() -> Iterator[NamedTensor]:
@@ -299,7 +298,7 @@ def robbed_send(spec: FolderTransfer, sender: int) -> None:
 
 
 def test_a_lost_bucket_is_reported(tmp_path: Path) -> None:
-    def wait_and_receive(spec: FolderTransfer) -> Any:
+    def wait_and_receive(spec: TransportSpec) -> Any:
         time.sleep(0.3)
         return receive(spec, 0)
 
@@ -308,7 +307,7 @@ def test_a_lost_bucket_is_reported(tmp_path: Path) -> None:
     assert found["sender 0"] == found["receiver 0"] == f"WeightSyncError: sender 0: {reason}"
 
 
-def spoiling_send(spec: FolderTransfer, sender: int, *, spoil: Callable[[Path, FolderTransfer], None]) -> int:
+def spoiling_send(spec: TransportSpec, sender: int, *, spoil: Callable[[Path, TransportSpec], None]) -> int:
     """Sends while something happens to the second bucket, before any receiver sees it."""
 
     def write(path: Path, label: BucketLabel, content: dict[str, torch.Tensor]) -> None:
@@ -321,10 +320,10 @@ def spoiling_send(spec: FolderTransfer, sender: int, *, spoil: Callable[[Path, F
     return spec.send([(f"weight {index}", torch.full((quarter,), index + 1.0)) for index in range(12)], sender, VERSION)
 
 
-def replaced(old: bytes, new: bytes, *, last: bool = False) -> Callable[[Path, FolderTransfer], None]:
+def replaced(old: bytes, new: bytes, *, last: bool = False) -> Callable[[Path, TransportSpec], None]:
     """Other bytes in the place of some, the first or the last ones."""
 
-    def spoil(path: Path, spec: FolderTransfer) -> None:
+    def spoil(path: Path, spec: TransportSpec) -> None:
         content = path.read_bytes()
         place = (content.rindex if last else content.index)(old)
         path.write_bytes(content[:place] + new + content[place + len(new) :])
@@ -332,10 +331,10 @@ def replaced(old: bytes, new: bytes, *, last: bool = False) -> Callable[[Path, F
     return spoil
 
 
-def rewritten(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path, FolderTransfer], None]:
+def rewritten(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path, TransportSpec], None]:
     """The same bucket with the same checksums, and other tensors."""
 
-    def spoil(path: Path, spec: FolderTransfer) -> None:
+    def spoil(path: Path, spec: TransportSpec) -> None:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
         tensors = load_file(path)
@@ -345,10 +344,10 @@ def rewritten(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[
     return spoil
 
 
-def of_another(**changes: Any) -> Callable[[Path, FolderTransfer], None]:
+def of_another(**changes: Any) -> Callable[[Path, TransportSpec], None]:
     """A whole bucket, of another transfer, version or place."""
 
-    def spoil(path: Path, spec: FolderTransfer) -> None:
+    def spoil(path: Path, spec: TransportSpec) -> None:
         write_bucket(path, replace(spec.label(0, 1), **changes), load_file(path))
 
     return spoil
@@ -358,7 +357,7 @@ def as_bfloat16(tensors: dict[str, torch.Tensor]) -> None:
     tensors["weight 5"] = tensors["weight 5"].bfloat16()
 
 
-DAMAGES: dict[str, tuple[Callable[[Path, FolderTransfer], None], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path, TransportSpec], None], str]] = {
     "one bit of a tensor": (
         replaced(b"\0\0\xc0\x40", b"\0\0\xc0\x41", last=True),
         "0000-000001.bucket is damaged in weight 5: not what sender 0 has sent",
@@ -425,7 +424,7 @@ def test_a_damaged_bucket_is_reported(damage: str, tmp_path: Path) -> None:
     assert names == [f"weight {index}" for index in range(4)], "the loader gets nothing of it"
 
 
-def forgetful_send(spec: FolderTransfer, sender: int) -> None:
+def forgetful_send(spec: TransportSpec, sender: int) -> None:
     """Leaves a tensor out of a bucket."""
 
     def forget(path: Path, label: BucketLabel, content: dict[str, torch.Tensor]) -> None:
@@ -479,7 +478,7 @@ def test_the_driver_ends_the_transfer_when_the_trainer_died(tmp_path: Path) -> N
     def die(spec: TransportSpec) -> int:
         raise RuntimeError("rank 1 died")
 
-    with FolderTransport(tmp_path, 1, die) as transport:
+    with WeightTransport(tmp_path, 1, die) as transport:
         spec = transport.open(1, VERSION)
         with pytest.raises(RuntimeError, match="rank 1 died"):
             transport.send()
@@ -491,7 +490,7 @@ def test_the_driver_ends_the_transfer_when_the_trainer_died(tmp_path: Path) -> N
 
 
 def test_a_driver_that_raises_leaves_nothing(tmp_path: Path) -> None:
-    transport = FolderTransport(tmp_path, 1, lambda spec: 0)
+    transport = WeightTransport(tmp_path, 1, lambda spec: 0)
     with pytest.raises(RuntimeError, match="entered first"):
         transport.open(1, VERSION)
     with pytest.raises(KeyError), transport:
@@ -513,17 +512,17 @@ def test_what_a_killed_driver_left_is_removed(tmp_path: Path) -> None:
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "0000-000000.bucket").touch()
-    with FolderTransport(tmp_path, 1, lambda spec: 0):
+    with WeightTransport(tmp_path, 1, lambda spec: 0):
         pass
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {f"{prefix}-{os.getpid()}-abc", "nemo_rl_moe-weights-other-1-abc", "mine"}
 
 
 def test_shared_memory_is_taken_where_it_has_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(folder_module, "SHARED_MEMORY", tmp_path)
-    free = folder_module.shutil.disk_usage(tmp_path).free
+    monkeypatch.setattr(transport_module, "SHARED_MEMORY", tmp_path)
+    free = transport_module.shutil.disk_usage(tmp_path).free
     assert free > 2**28
     assert folder_of_one_machine(1) == tmp_path
     assert folder_of_one_machine(free // 2**27) != tmp_path
-    monkeypatch.setattr(folder_module, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(transport_module, "SHARED_MEMORY", tmp_path / "none")
     assert folder_of_one_machine(1) not in (tmp_path, tmp_path / "none")

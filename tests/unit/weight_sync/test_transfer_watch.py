@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from nemo_rl_moe.errors import ReceiverLostError, WeightSyncError
-from nemo_rl_moe.weight_sync.folder import FolderTransfer, FolderTransport
-from nemo_rl_moe.weight_sync.transport import TransportSpec
+from nemo_rl_moe.weight_sync.transport import TransportSpec, WeightTransport
 from nemo_rl_moe.weight_sync.watch import watched
 from tests.unit.weight_sync.test_folder_transport import (
     BUCKET_BYTES,
@@ -86,9 +85,9 @@ class Trainer:
 @contextmanager
 def opened(
     parent: Path, send: Callable[[TransportSpec], int], *tasks: Callable[[TransportSpec, int], object]
-) -> Iterator[tuple[FolderTransport, ReceivingProcesses]]:
+) -> Iterator[tuple[WeightTransport, ReceivingProcesses]]:
     """A transfer whose receivers have been started; it ends before it would count as stalled, and leaves nothing."""
-    with FolderTransport(parent, 2, send, bucket_bytes=BUCKET_BYTES, stall_timeout_s=STALLED_S) as transport:
+    with WeightTransport(parent, 2, send, bucket_bytes=BUCKET_BYTES, stall_timeout_s=STALLED_S) as transport:
         yield transport, ReceivingProcesses(transport.open(len(tasks), VERSION), list(tasks))
     assert list(parent.iterdir()) == []
 
@@ -165,7 +164,7 @@ def dies_at_once(spec: TransportSpec, receiver: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def held_up_send(spec: FolderTransfer, rank: int) -> None:
+def held_up_send(spec: TransportSpec, rank: int) -> None:
     """Sends nothing before the transfer is over."""
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:

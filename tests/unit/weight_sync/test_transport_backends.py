@@ -20,8 +20,7 @@ from torch import Tensor
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.weight_sync import transport_backends as backends
 from nemo_rl_moe.weight_sync.bucket import BucketLabel, tensor_checksum, weighted_sum
-from nemo_rl_moe.weight_sync.folder import FolderTransfer, FolderTransport
-from nemo_rl_moe.weight_sync.transport import NamedTensor
+from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec, WeightTransport
 from nemo_rl_moe.weight_sync.transport_backends import (
     CollectiveTransport,
     IpcTransport,
@@ -89,7 +88,7 @@ def transfers(
 ) -> dict[str, Any]:
     """Transfers from three senders to two receivers, in the same processes; results of each by its name."""
     with_transport = [
-        FolderTransport(parent, 3, lambda spec: 0, bucket_bytes=BUCKET_BYTES, make_backend=make_backend)
+        WeightTransport(parent, 3, lambda spec: 0, bucket_bytes=BUCKET_BYTES, make_backend=make_backend)
         for _ in range(count)
     ]
     for transport in with_transport:
@@ -105,7 +104,7 @@ def transfers(
             transport.__exit__(None, None, None)
 
 
-def _each(function: Callable[..., Any], specs: list[FolderTransfer], rank: int) -> list[Any]:
+def _each(function: Callable[..., Any], specs: list[TransportSpec], rank: int) -> list[Any]:
     return [function(spec, rank) for spec in specs]
 
 
@@ -122,7 +121,7 @@ def test_every_receiver_gets_the_bits_of_every_sender_again_and_again(
     assert list(tmp_path.iterdir()) == []
 
 
-def connections(spec: FolderTransfer, rank: int) -> int:
+def connections(spec: TransportSpec, rank: int) -> int:
     receive(spec, rank)
     return len(backends._groups)
 
@@ -133,7 +132,7 @@ def test_connections_are_kept_as_long_as_the_same_receive(tmp_path: Path) -> Non
     assert found["receiver 0"] == found["receiver 1"] == [2, 2, 2]
 
 
-def lock_step_send(spec: FolderTransfer, rank: int) -> int:
+def lock_step_send(spec: TransportSpec, rank: int) -> int:
     """Sends tensors that all ranks bring together one after the other, as they do with parameters that are cut."""
 
     def tensors() -> Iterator[NamedTensor]:
@@ -148,7 +147,7 @@ def lock_step_send(spec: FolderTransfer, rank: int) -> int:
     return spec.send(tensors(), rank, VERSION)
 
 
-def slow_or_quick_receive(spec: FolderTransfer, rank: int) -> list[str]:
+def slow_or_quick_receive(spec: TransportSpec, rank: int) -> list[str]:
     """Looks at the folder early or late, so that receivers see different buckets first."""
     names: list[str] = []
 
@@ -168,7 +167,7 @@ def test_senders_that_wait_for_each_other_do_not_wait_for_ever(tmp_path: Path) -
     assert found["receiver 0"] == found["receiver 1"], "one order for all"
 
 
-def dying_send(spec: FolderTransfer, rank: int) -> int:
+def dying_send(spec: TransportSpec, rank: int) -> int:
     def tensors() -> Iterator[NamedTensor]:
         yield from tensors_of(rank)
         if rank == 1:
@@ -177,7 +176,7 @@ def dying_send(spec: FolderTransfer, rank: int) -> int:
     return spec.send(tensors(), rank, VERSION)
 
 
-def dying_receive(spec: FolderTransfer, rank: int) -> None:
+def dying_receive(spec: TransportSpec, rank: int) -> None:
     def load(tensors: Iterator[NamedTensor]) -> None:
         for index, _ in enumerate(tensors):
             if index == 20 and rank == 1:
@@ -206,7 +205,7 @@ def test_a_process_that_dies_ends_the_transfer(
         assert str(found[name]).startswith("WeightSyncError: "), found
 
 
-def spoiled_send(spec: FolderTransfer, rank: int) -> int:
+def spoiled_send(spec: TransportSpec, rank: int) -> int:
     """Sends what it has not reported."""
     original = backends.packed
 

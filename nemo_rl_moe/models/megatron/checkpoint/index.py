@@ -3,9 +3,9 @@
 """The index of a distributed checkpoint, read without executing anything in it.
 
 torch and Megatron-Core unpickle the index `.metadata`, and objects in the data files, without restriction, so that a
-foreign checkpoint can run code in every worker. Here the index may name only the classes that an index consists of, a
-checkpoint holds tensors alone. (torch's `weights_only` reader supports pickle protocol 2 alone; the index is written in
-4.)
+foreign checkpoint can run code in every worker. Here the index may name only the classes that an index consists of, and
+a checkpoint holds tensors alone. (torch's `weights_only` reader supports pickle protocol 2 alone; the index is written
+in 4.)
 """
 
 import hashlib

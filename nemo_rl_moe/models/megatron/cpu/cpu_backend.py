@@ -131,7 +131,7 @@ _TRITON_MODULE = "megatron.core.transformer.moe.ops.paged_stash"
 
 
 class _EditingLoader(importlib.machinery.SourceFileLoader):
-    """Compiles a module from its edited source, never from a cached bytecode file."""
+    """Loader of a module from its edited source, never from a cached bytecode file."""
 
     def __init__(self, fullname: str, path: str, edits: Sequence[SourceEdit]):
         super().__init__(fullname, path)
@@ -150,7 +150,7 @@ class _EditingLoader(importlib.machinery.SourceFileLoader):
 
 
 class _EmptyModuleLoader(importlib.abc.Loader):
-    """Stands in for a module that only an accelerator uses: every name in it is missing until used."""
+    """Stand-in for a module that only an accelerator uses: every name in it is missing until used."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         return None

@@ -32,7 +32,7 @@ def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
         return f"has the inputs {found}, expected {expected_names}, as image_inputs makes them"
     is_image, sizes = inputs[IS_IMAGE].values, inputs[IMAGE_SIZES].values
     if len(is_image) > num_tokens:
-        return f"has {num_tokens} tokens, and {IS_IMAGE} reports {len(is_image)}"
+        return f"has {num_tokens} tokens, and {IS_IMAGE} is of {len(is_image)}"
     if not has_its_pixels(inputs):
         return f"has {PIXELS} or {IMAGE_IDS} that are not those of its {len(sizes)} {IMAGE_SIZES}"
     family, expected = chunk.family, 0

@@ -86,7 +86,7 @@ def forced_routing_in_force(config: TransformerConfig) -> dict[str, Any]:
 
 
 def force_routing(chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
-    """Change the routers' logits as the configuration says; does nothing in a real run."""
+    """Change the routers' logits as the configuration says; do nothing in a real run."""
     if hasattr(moe_utils, "RandomSTEShared"):
         # Megatron keeps the biases by layer number on a class, so that a second model would inherit the first one's.
         moe_utils.RandomSTEShared._cache.clear()

@@ -303,7 +303,7 @@ def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str
 def _problems_with_packed_sinks(policy: PolicyConfig) -> list[str]:
     """Refuse packed sequences with attention sinks where Transformer Engine has no kernel for them."""
     found, first = _transformer_engine_version(), FIRST_ENGINE_WITH_PACKED_SINKS
-    # A release that does not report its number may be any.
+    # A release that does not say its number may be any.
     is_too_old = use_transformer_engine(policy) and (0, 0) < found < first
     if not policy.sequence_packing.enabled or not is_too_old:
         return []

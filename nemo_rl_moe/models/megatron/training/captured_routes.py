@@ -34,8 +34,7 @@ class StagesOfLayers:
         if self._group.size() > 1:
             dist.all_reduce(stages, group=self._group)
         self._layers = [(stages == stage).nonzero()[:, 0].to(device) for stage in range(self._group.size())]
-        # The ranks of one stage that share each layer have all seen the same tokens, or been reported: one of them
-        # reports.
+        # The ranks of one stage that share each layer all know the routes of the same tokens: one of them is enough.
         self._reports = parallel_state.get_tensor_and_context_parallel_group().rank() == 0
 
     def gather(self, routes: Int[Tensor, "... moe_layers topk"]) -> None:

@@ -59,7 +59,7 @@ class HostState:
 
     @torch.no_grad()
     def come_back(self) -> None:
-        """Move the state back to the device, and makes gradients' buffers of zeros; nothing where it is there."""
+        """Move the state back to the device, and make gradients' buffers of zeros; do nothing where it is there."""
         if not self.is_away:
             return
         for tensor, host in zip(self._moved, self._on_host, strict=True):

@@ -222,7 +222,7 @@ class MegatronModel:
 
     def _evaluation_mode(self) -> None:
         for chunk in self.modules:
-            if chunk.training:  # it takes milliseconds to report all modules
+            if chunk.training:  # it takes milliseconds to switch all modules
                 chunk.eval()
 
     def _series(self, results: Sequence[Any]) -> dict[str, MetricSeries]:

@@ -214,7 +214,7 @@ def _segments(batch: TokenBatch, place: ContextPlace) -> list[int]:
 
 
 class _CutTo:
-    """Cuts whole rows on the host to this rank's columns and sends these to the device."""
+    """Cut of whole rows on the host to this rank's columns, which alone go to the device."""
 
     def __init__(self, cut: ContextCut | None, device: torch.device):
         self._cut, self._device = cut, device

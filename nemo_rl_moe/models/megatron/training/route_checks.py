@@ -14,7 +14,6 @@ from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.routing.agreement.lag_agreement import LagAgreement
 from nemo_rl_moe.routing.agreement.rank_rows import rows_by_rank
 from nemo_rl_moe.routing.agreement.repeated_rows import RepeatedRows
-from nemo_rl_moe.routing.agreement.replayed_passes import ReplayedPass
 from nemo_rl_moe.routing.agreement.report import CheckTotals
 from nemo_rl_moe.routing.agreement.route_identity import RouteSample
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
@@ -87,25 +86,20 @@ class RouteProbe:
 
 class RouteChecks:
     def __init__(self, device: torch.device, *, in_float32: bool):
-        self._repeats, self._by_lag = RepeatedRows(device), LagAgreement(device)
+        self.repeats = RepeatedRows(device)
+        self.by_lag = LagAgreement(device)
         self._in_float32, self._num_updates = in_float32, 1
 
     def start(self, num_updates: int) -> None:
         """Start anew. In a step of several updates the weights of the capture are those before the first."""
-        self._repeats.counts.zero_()
-        self._by_lag.counts.zero_()
+        self.repeats.counts.zero_()
+        self.by_lag.counts.zero_()
         self._num_updates = num_updates
-
-    def add(self, found: ReplayedPass, live: Int[Tensor, "topk layers tokens"]) -> None:
-        """Add a pass, with the choice of the routers."""
-        self._repeats.add(found.routes, live, found.fed, found.distance, found.follows)
-        if found.lags is not None:
-            self._by_lag.add(found.routes, live, found.fed, found.lags)
 
     def reduced(self, rows: Int[Tensor, "layers kinds"]) -> CheckTotals:
         """Return the sums over all ranks, in one collective; every rank calls it."""
         by_slot = rows_by_rank(rows, parallel_state.get_data_parallel_rank())
-        counts = [self._repeats.counts, by_slot, self._by_lag.counts]
+        counts = [self.repeats.counts, by_slot, self.by_lag.counts]
         repeats, slots, by_lag = sum_over_ranks(counts, rows.device)
         return CheckTotals(
             repeats.long(),

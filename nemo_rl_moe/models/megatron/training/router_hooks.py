@@ -194,7 +194,9 @@ class RouterHooks:
         live = self.statistics.add(found.tokens, layers, found.routes, found.fed, found.seen)
         if live is None:  # a stage without MoE layers
             return
-        self.checks.add(found, live)
+        self.checks.repeats.add(found.routes, live, found.fed, found.distance, found.follows)
+        if found.lags is not None:
+            self.checks.by_lag.add(found.routes, live, found.fed, found.lags)
         if chunk not in self._probed:
             first = slice(first_tokens)
             planes = found.routes.planes[..., first]
@@ -265,7 +267,7 @@ class RouterHooks:
 
     @contextmanager
     def comparing(self) -> Iterator[Callable[[], AgreementTotals]]:
-        """Compare forward passes with their capture, not replayed; yields a reader of all ranks' counts."""
+        """Compare forward passes with their capture, not replayed; yield a reader of all ranks' counts."""
         statistics = AgreementStatistics(len(self.layers), self._config.num_moe_experts, self.statistics.rows.device)
         self._compared = statistics
         try:

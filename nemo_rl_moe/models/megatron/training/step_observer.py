@@ -64,9 +64,6 @@ class StepObserver:
     def after_forward(self, forward: TrainingForward, output: Tensor) -> None:
         """See the output of a chunk, whose gradient hook runs when the backward pass begins."""
 
-    def after_backward(self) -> None:
-        """Finish the passes of a global batch, whose gradients are now complete."""
-
     def after_update(self, *, is_updated: bool) -> None:
         """See the weights after the optimizer step, which was skipped where `is_updated` is False."""
 

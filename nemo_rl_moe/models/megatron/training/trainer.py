@@ -126,8 +126,6 @@ class MegatronTrainer(MegatronModel):
         zero_gradients(self.ddp_chunks)
         self._expert_bias.snapshot()
         results = self._forward_backward.train(self.ddp_chunks, shard, loss_function, first_microbatch)
-        for observer in self.observers:
-            observer.after_backward()
         series = self._series(results)
         loss = self._sum_over_ranks(series)
         # Without any target the gradient is that of auxiliary losses alone, and Adam would move on by its momentum.

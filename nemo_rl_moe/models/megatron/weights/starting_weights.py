@@ -48,7 +48,7 @@ def _draw_value_heads(chunks: Sequence[GPTModel], config: TransformerConfig, hf_
             piece.local.copy_(_full_tensor(piece, config, hf_config, seed))
 
 
-# What draws the weights that earlier releases sampled for every seed; the default of `policy.init_seed`.
+# What sampled the weights of earlier releases for every seed; the default of `policy.init_seed`.
 _FIRST_SEED = 1234
 
 

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert what frameworks write into sequences of a capture: padding, joins of prompt and response, rows of routes.
 
-Frameworks give what is of a token for the whole sequence or for its response alone; which of both, its length reports.
+Frameworks give what is of a token for the whole sequence or for its response alone; its length shows which of both.
 What is not known is never filled in: log-probabilities of a prompt are NaN, routes that are missing -1. Rows that a
 framework has filled with zeros stay zeros: they cannot be distinguished from routes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -134,6 +134,21 @@ def padded_column(
     return np.concatenate([before, values], axis=1)
 
 
-def token_rewards(value: Float[np.ndarray, " tokens"] | None) -> float | None:
-    """Return the reward of a sequence, of what each token earned; NaN, where nothing is known, counts nothing."""
-    return None if value is None else float(np.nansum(value))
+def padded_sequences(
+    where: str,
+    real: Bool[np.ndarray, "sequences tokens"],
+    columns: Mapping[str, Shaped[np.ndarray, "sequences tokens ..."] | None],
+    rewards: Float[np.ndarray, "sequences tokens"] | None = None,
+    prompts: Sequence[str] | None = None,
+) -> Iterator[CapturedSequence]:
+    """Yield the sequences of a batch without its padding.
+
+    Args:
+        rewards: What each token earned; NaN, where nothing is known, counts nothing.
+        prompts: Name of each sequence's prompt.
+    """
+    for number, mask in enumerate(real):
+        own = {name: values[number][mask] for name, values in columns.items() if values is not None}
+        reward = None if rewards is None else float(np.nansum(rewards[number][mask]))
+        name = str(number) if prompts is None else f"{prompts[number]}-{number}"
+        yield sequence(name, f"{where}: sequence {number}", int(mask.sum()), None, reward, **own)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.routing.audit.adapters.layout import array, padded_column, real_tokens, sequence
+from nemo_rl_moe.routing.audit.adapters.layout import array, padded_column, padded_sequences, real_tokens
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
@@ -37,7 +37,7 @@ def _logits(content: Mapping[str, Any]) -> list[Any]:
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
     if model is None:
-        raise DataError(f"{where}: router_logits: how many experts a token has is not in it; --model DIR reports")
+        raise DataError(f"{where}: router_logits: how many experts a token has is not in it; --model DIR says it")
     if not model.plain_topk:
         raise DataError(
             f"{where}: router_logits: routers of {model.family} may choose by more than their largest logits"
@@ -51,21 +51,11 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
         raise DataError(f"{where}: router_logits: got {shapes}, expected {list(expected)} of each layer with experts")
     stacked = torch.from_numpy(np.stack([logits.astype(np.float32).reshape(*tokens.shape, -1) for logits in layers], 2))
     best = stacked.softmax(-1).topk(min(model.topk + 1, model.num_experts), dim=-1)
-    experts = best.indices[..., : model.topk].numpy()
-    margins = (
-        (best.values[..., model.topk - 1] - best.values[..., model.topk]).numpy()
-        if model.topk < model.num_experts
-        else None
-    )
-    logprobs = padded_column(content, "logprobs", (tokens.shape[0], tokens.shape[1]), where)
-    for number, mask in enumerate(real):
-        yield sequence(
-            str(number),
-            f"{where}: sequence {number}",
-            int(mask.sum()),
-            None,
-            token_ids=tokens[number][mask],
-            training_experts=experts[number][mask],
-            margins=None if margins is None else margins[number][mask],
-            training_logprobs=None if logprobs is None else logprobs[number][mask],
-        )
+    columns = {
+        "token_ids": tokens,
+        "training_experts": best.indices[..., : model.topk].numpy(),
+        "training_logprobs": padded_column(content, "logprobs", (tokens.shape[0], tokens.shape[1]), where),
+    }
+    if model.topk < model.num_experts:
+        columns["margins"] = (best.values[..., model.topk - 1] - best.values[..., model.topk]).numpy()
+    yield from padded_sequences(where, real, columns)

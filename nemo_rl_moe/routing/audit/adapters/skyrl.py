@@ -15,7 +15,7 @@ import numpy as np
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.audit.adapters.inert_pickle import Inert, read_pickle
-from nemo_rl_moe.routing.audit.adapters.layout import array, padded_column, real_tokens, sequence, token_rewards
+from nemo_rl_moe.routing.audit.adapters.layout import array, padded_column, padded_sequences, real_tokens
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, CapturedSequence
 
@@ -56,12 +56,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
         experts = np.where(unrouted.astype(bool)[..., None, None], UNKNOWN, experts.astype(np.int32))
     columns["rollout_experts"] = experts
     rewards = padded_column(batch, "rewards", real.shape, where)
-    for number, mask in enumerate(real):
-        own = {name: values[number][mask] for name, values in columns.items() if values is not None}
-        reward = None if rewards is None else token_rewards(rewards[number][mask])
-        length = int(mask.sum())
-        place = f"{where}: sequence {number}"
-        yield sequence(str(number), place, length, None, reward, token_ids=tokens[number][mask], **own)
+    yield from padded_sequences(where, real, {"token_ids": tokens} | columns, rewards)
 
 
 def _tensor(name: str, packed: Any, where: str) -> np.ndarray | None:

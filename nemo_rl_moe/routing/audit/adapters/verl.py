@@ -17,7 +17,7 @@ import torch
 
 from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.routing.audit.adapters.inert_pickle import Inert, read_pickle
-from nemo_rl_moe.routing.audit.adapters.layout import padded_column, real_tokens, sequence, token_rewards
+from nemo_rl_moe.routing.audit.adapters.layout import padded_column, padded_sequences, real_tokens
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
@@ -53,12 +53,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
     rewards = next((padded_column(batch, field, real.shape, where) for field in _REWARDS if field in batch), None)
     if tokens is None or responses is None:
         raise DataError(f"{where}: got the fields {', '.join(map(str, batch))}; expected input_ids and responses")
-    for number, mask in enumerate(real):
-        own = {name: values[number][mask] for name, values in columns.items() if values is not None}
-        reward = None if rewards is None else token_rewards(rewards[number][mask])
-        name = str(number) if names is None else f"{names[number]}-{number}"
-        length = int(mask.sum())
-        yield sequence(name, f"{where}: sequence {number}", length, None, reward, token_ids=tokens[number][mask], **own)
+    yield from padded_sequences(where, real, {"token_ids": tokens} | columns, rewards, names)
 
 
 def _batch_of_proto(content: Inert, where: str) -> tuple[Mapping[str, Any], Any]:

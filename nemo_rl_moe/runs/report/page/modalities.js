@@ -27,7 +27,7 @@ function modalityTrace(rows, isSmall) {
   return {
     type: "heatmap",
     y: rows.map(({ layer }) => `layer ${layer}`),
-    // What JSON calls null is a gap in the image.
+    // What JSON calls null is a gap in the plot.
     z: rows.map(({ leaning }) => leaning.map((value) => (Number.isNaN(value) ? null : value))),
     text: rows.map(({ total, image }) => total.map((count, expert) => (count ? wholePercent(image[expert] / count) : ""))),
     customdata: rows.map(({ layer, total, image, share }) =>

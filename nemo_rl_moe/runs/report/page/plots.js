@@ -3,7 +3,7 @@
 // What all charts share: colours for light and dark, and one range of steps for all charts over the steps.
 
 const IS_DARK = window.matchMedia("(prefers-color-scheme: dark)");
-// Okabe and Ito's colours, which the colour-blind can report apart too.
+// Okabe and Ito's colours, which the colour-blind can distinguish too.
 const LIGHT_COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195"];
 const DARK_COLORS = ["#4FA8E8", "#FF8A4C", "#2FC79A", "#E59AC4", "#F5BE4A", "#8FD3FF", "#B08CD0"];
 const DASHES = ["solid", "dot", "dash", "dashdot", "longdash"];

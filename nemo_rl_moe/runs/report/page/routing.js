@@ -263,7 +263,7 @@ function addExpertsByAdvantage(parent, { run, runNumber }) {
     const trace = {
       type: "heatmap",
       y: view.layers.map((layer) => `layer ${layer}`),
-      // What JSON calls null is a gap in the image.
+      // What JSON calls null is a gap in the plot.
       z: scores.map((row) => row.map((value) => (Number.isNaN(value) ? null : value))),
       zmin: -span,
       zmax: span,

@@ -27,12 +27,7 @@ from test_cpu_layers_support import (
 from nemo_rl_moe.models.megatron.cpu import fused_attention as self_attention
 from nemo_rl_moe.models.megatron.cpu.functions import PlainColumnLinear, RMSNorm
 from nemo_rl_moe.models.megatron.cpu.fused_attention import FastSelfAttention
-from nemo_rl_moe.models.megatron.cpu.moe import (
-    GroupedExperts,
-    IndexTopKRouter,
-    LocalMoELayer,
-    LocalTokenDispatcher,
-)
+from nemo_rl_moe.models.megatron.cpu.moe import GroupedExperts, IndexTopKRouter, LocalMoELayer, LocalTokenDispatcher
 from nemo_rl_moe.models.megatron.cpu.spec import fast_layer_spec
 from nemo_rl_moe.models.megatron.model.releases import recorded_auxiliary_losses
 

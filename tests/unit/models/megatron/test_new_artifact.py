@@ -1,6 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A metric with an array of its own is an observer and an artifact: everything between them knows neither."""
+"""A metric with an array of its own is an observer and an artifact: everything between them knows neither.
+
+`docs/adding-a-metric.md` shows both.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -26,13 +29,13 @@ from nemo_rl_moe.runs.loggers.artifacts import ARTIFACTS, ArtifactKind, Artifact
 from nemo_rl_moe.runs.loggers.console import Notices
 from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger, Patience
+from nemo_rl_moe.runs.loggers.plots import as_png, new_figure
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.runs.loggers.step_plots import StepPlots
 from tests.support.gloo_ranks import run_ranks
 from tests.support.loggers import ListBackend
 from tests.support.tiny_model import parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
 
-# First of two files: the observer, with its line in `make_observers`.
 NAME = "tokens_of_updates"
 
 
@@ -54,7 +57,6 @@ class TokensOfUpdates(StepObserver):
         return StepObservations({"tokens_of_last_update": self._tokens[-1]}, {NAME: np.array(self._tokens)})
 
 
-# Second file: the artifact, with its entry in `ARTIFACTS`.
 TABLE = StepTable(f"{NAME}.parquet", ("step", "update"), {"tokens": pa.int64()})
 
 
@@ -68,7 +70,9 @@ class TokensWriter(StepTableWriter[np.ndarray]):
 
 
 def plot_tokens(step: int, tokens: np.ndarray) -> Mapping[str, bytes]:
-    return {f"plots/{NAME}": b"step %d: %d tokens" % (step, tokens.sum())}
+    figure = new_figure((600, 400))
+    figure.add_subplot(xlabel="update", ylabel="tokens", title=f"step {step}").bar(range(len(tokens)), tokens)
+    return {f"plots/{NAME}": as_png(figure)}
 
 
 KIND = ArtifactKind(NAME, TokensWriter, plot_tokens)
@@ -137,7 +141,8 @@ def test_it_is_written_and_plotted_and_rewound(tmp_path: Path, monkeypatch: pyte
     assert found.values["tokens"].tolist() == expected
     assert [step for step, _ in backend.steps] == [1, 2, 3]
     assert [metrics["train/moe/tokens_of_last_update"] for _, metrics in backend.steps] == [of[1] for of in expected]
-    plotted = {step: plots[f"plots/{NAME}"] for step, plots in backend.plots.items() if NAME in str(plots)}
-    assert plotted == {step: b"step %d: %d tokens" % (step, sum(expected[step - 1])) for step in (1, 2)}
+    key = f"plots/{NAME}"
+    plotted = {step: plots[key] for step, plots in backend.plots.items() if key in plots}
+    assert plotted == {step: plot_tokens(step, np.array(expected[step - 1]))[key] for step in (1, 2)}
     rewind_run_folder(tmp_path, 2)
     assert read_steps(TABLE, tmp_path).axes[0].tolist() == [1, 2]

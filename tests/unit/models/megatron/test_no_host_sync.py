@@ -19,14 +19,7 @@ from nemo_rl_moe.models.megatron.training.observers import ExpertLoadReports
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import (
-    layout,
-    parallel_job,
-    shard_of_rank,
-    tiny_batch,
-    tiny_grpo_policy,
-    tiny_policy,
-)
+from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_grpo_policy, tiny_policy
 from tests.support.training_run import NUM_STEPS, RunSettings, build_trainer, shard_of_step, train_run
 
 # Methods that hand a value to Python; not all of them are operations that the dispatcher sees.

@@ -16,12 +16,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token
 from nemo_rl_moe.models.megatron.training.context_parallel import ContextPlace
 from nemo_rl_moe.models.megatron.training.microbatch import MicrobatchShape, pack_microbatch, pad_microbatch
-from nemo_rl_moe.models.megatron.training.router_hooks import (
-    SequenceCut,
-    fed_tokens,
-    following_tokens,
-    in_router_order,
-)
+from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, fed_tokens, following_tokens, in_router_order
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import ROUTING

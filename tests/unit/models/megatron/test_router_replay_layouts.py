@@ -9,15 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_cpu_layers_support import build, layout, make_config, megatron_causal_mask, process_groups
-from test_router_replay_hook import (
-    BATCH,
-    EXPERTS,
-    LAYERS,
-    MICROBATCHES,
-    SEQUENCE,
-    loss_of,
-    microbatches,
-)
+from test_router_replay_hook import BATCH, EXPERTS, LAYERS, MICROBATCHES, SEQUENCE, loss_of, microbatches
 
 from nemo_rl_moe.routing.hooks.router_replay import RouterReplayAudit
 from tests.support.gloo_ranks import run_ranks

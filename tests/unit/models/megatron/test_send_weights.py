@@ -13,8 +13,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.models.megatron.weights.hf_export import tensors_of_this_rank
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
-from nemo_rl_moe.weight_sync.folder import FolderTransfer
-from nemo_rl_moe.weight_sync.transport import NamedTensor
+from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
 from tests.support.generation_run import build_trainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
@@ -39,10 +38,10 @@ def send_twice(policy: PolicyConfig, folder: Path) -> tuple[str, set[str], set[s
         own = {name for name, _ in tensors_of_this_rank(trainer.chunks, trainer.config, trainer.hf_config)}
         received: set[str] = set()
 
-        def transfer(name: str) -> FolderTransfer:
+        def transfer(name: str) -> TransportSpec:
             (folder / name).mkdir(exist_ok=True)
             dist.barrier()
-            return FolderTransfer(folder / name, 0, num_senders=2, num_receivers=1, bucket_bytes=BUCKET_BYTES)
+            return TransportSpec(folder / name, 0, num_senders=2, num_receivers=1, bucket_bytes=BUCKET_BYTES)
 
         def keep(tensors: Iterator[NamedTensor]) -> None:
             received.update(name for name, _ in tensors)
@@ -64,7 +63,7 @@ def fingerprints_of_a_transfer(policy: PolicyConfig, folder: Path) -> tuple[dict
     with parallel_job(policy) as rank, ThreadPoolExecutor(1) as pool:
         trainer = build_trainer(policy)
         arrived: dict[str, str] = {}
-        transfer = FolderTransfer(folder, 0, num_senders=2, num_receivers=1, bucket_bytes=BUCKET_BYTES)
+        transfer = TransportSpec(folder, 0, num_senders=2, num_receivers=1, bucket_bytes=BUCKET_BYTES)
 
         def keep(tensors: Iterator[NamedTensor]) -> None:
             arrived.update(fingerprints_of(tensors, "bfloat16"))

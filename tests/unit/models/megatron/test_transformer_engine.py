@@ -15,12 +15,7 @@ from tests.support.context_run import assert_as_one_rank, one_rank, shared_run
 from tests.support.family_layouts import LAYOUTS
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_parity import ParityJobs
-from tests.support.family_reference import (
-    assert_same_experts,
-    assert_same_tensors,
-    logit_difference,
-    write_reference,
-)
+from tests.support.family_reference import assert_same_experts, assert_same_tensors, logit_difference, write_reference
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 from tests.support.training_run import RunSettings
@@ -142,7 +137,7 @@ def test_models_are_built_of_its_modules(tmp_path: Path) -> None:
 
 
 def problems_with_packing(folder: str, versions: list[tuple[int, int]]) -> list[list[str]]:
-    """What each release of Transformer Engine is informed of a model with packed sequences."""
+    """What is wrong with a model with packed sequences, for each release of Transformer Engine."""
     from nemo_rl_moe.errors import ConfigurationError
     from nemo_rl_moe.models.megatron.model import transformer_config
 

@@ -3,6 +3,7 @@
 """The driver's side of the policy over fake workers: who gets what, and how the answers come together."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from nemo_rl_moe.models.policy import model_workers
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.models.policy.model_workers import choose_batching
 from nemo_rl_moe.models.rank_results import RankDescription, RankTrainResult
+from nemo_rl_moe.weight_sync.transport_backends import CollectiveTransport
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.grpo_fakes import small_config
 from tests.support.tiny_model import tiny_batch
@@ -135,7 +137,7 @@ class FakeWorkers:
         ]
 
     def _logprobs(self, sign: float, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """A number that reports the token and its place; rubbish on padding."""
+        """A number that names the token and its place; rubbish on padding."""
         assert all(not batch.columns for batch in microbatches)
         found = []
         for batch in microbatches:
@@ -373,6 +375,28 @@ def test_all_ranks_send_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path:
             transport.send()
         assert workers.calls[-1] == (MegatronModel.send_weights, [(spec, True)] * 4)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_transfer_after_a_failed_one_has_connections_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = small_config(
+        f"checkpointing.checkpoint_dir={tmp_path}",
+        "policy.generation.backend=vllm",
+        "policy.generation.weight_transport=gloo",
+    )
+    policy, workers = make_policy(monkeypatch, config)
+
+    def group(problem: Exception | None) -> str:
+        workers.problem = problem
+        with policy.weight_transport() as transport:
+            backend = transport.open(num_receivers=1, version=3).backend
+            with suppress(WeightSyncError):
+                transport.send()
+        assert isinstance(backend, CollectiveTransport)
+        return backend.group
+
+    assert group(None) == group(WeightSyncError("receiver 0 is full")) != group(None)
 
 
 def test_what_is_asked_for_behind_the_weights_is_not_waited_for_with_them(

@@ -206,8 +206,8 @@ def test_routes_that_were_added_to_the_jsonl_of_nemo_rl_are_read(tmp_path: Path)
 def test_without_a_model_what_is_assumed_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(EXAMPLES / "slime" / "healthy")]) == 1
     printed = capsys.readouterr()
-    assert "note: num_experts: 8, the largest number of an expert and 1; --model reports" in printed.out
-    assert "note: layers 0 hold expert 0 alone everywhere: --model says whether they are dense" in printed.out
+    assert "note: num_experts: 8, the largest number of an expert and 1; --model DIR says how many" in printed.out
+    assert "note: layers 0 hold expert 0 alone everywhere: --model DIR says whether they are dense" in printed.out
     assert "134 of 536 rows hold expert 0 alone, in layers 0" in printed.err
 
 

@@ -71,14 +71,16 @@ def test_a_named_reward_that_never_varies_is_named_with_its_value() -> None:
     (finding,), begun = found_in(steps)
     assert begun == [3]
     assert (finding.kind, finding.first_step, finding.is_over) == ("constant_reward", 1, False)
-    assert finding.text == ("the reward 'format' has been 0 in every response since step 1: it separates none")
+    assert finding.text == (
+        "the reward 'format' has been 0 in every response since step 1: it distinguishes no responses"
+    )
 
 
 def test_several_are_one_finding() -> None:
     (finding,), _ = found_in([rewards(1.5, 0.5, format=(0.0, 0.0), length=(-0.25, 0.0))] * 4)
     assert finding.text == (
         "the reward 'format' has been 0, the reward 'length' has been -0.25 in every response since step 1: it"
-        " separates none"
+        " distinguishes no responses"
     )
 
 
@@ -101,7 +103,7 @@ def test_rounding_is_no_variation() -> None:
 def test_the_whole_reward_is_reported_where_its_advantages_are_not() -> None:
     """By an estimator without a baseline, equal rewards have advantages."""
     (finding,), _ = found_in([rewards(1.0) | {"train/advantages/min": 1.0, "train/advantages/max": 1.0}] * 4)
-    assert finding.text == "the reward has been 1 in every response since step 1: it separates none"
+    assert finding.text == "the reward has been 1 in every response since step 1: it distinguishes no responses"
     (finding,), _ = found_in([rewards(0.0) | {"train/advantages/min": 0.0, "train/advantages/max": 0.0}] * 4)
     assert finding.kind == "no_advantages"
     assert "rewards that are compared are equal (all 0), and teach nothing" in finding.text

@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-from nemo_rl_moe.routing.metrics.gradient_sources import (
-    AUXILIARY,
-    POLICY,
-    Z,
-    gradient_metrics,
-    inner_products,
-)
+from nemo_rl_moe.routing.metrics.gradient_sources import AUXILIARY, POLICY, Z, gradient_metrics, inner_products
 
 NAMES = (POLICY, AUXILIARY, Z)
 LAYERS = (1, 3)

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.runs.folder.capture_folder import SCHEMA, CaptureFolderWriter, read_description, read_step, steps_of
+from nemo_rl_moe.runs.folder.capture_folder import (
+    SCHEMA,
+    CaptureFolderWriter,
+    existing_capture,
+    read_description,
+    read_step,
+    steps_of,
+)
 from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedRows, CapturedSequence
 
 DESCRIPTION = CaptureDescription((1, 3), 8, 2, "a test")
@@ -143,3 +150,12 @@ def test_a_folder_of_an_older_release_is_read(tmp_path: Path) -> None:
     assert read_description(tmp_path) == DESCRIPTION
     CaptureFolderWriter(tmp_path, DESCRIPTION)
     assert not (tmp_path / "capture.json").exists()
+
+
+def test_a_run_of_an_older_release_goes_on_in_its_folder(tmp_path: Path) -> None:
+    assert existing_capture(tmp_path) is None
+    (tmp_path / "tape").mkdir()  # older name
+    (tmp_path / "tape" / "tape.json").write_text("{}")  # older name
+    assert existing_capture(tmp_path) == tmp_path / "tape"  # older name
+    CaptureFolderWriter(tmp_path / "capture", DESCRIPTION)
+    assert existing_capture(tmp_path) == tmp_path / "capture"

@@ -9,13 +9,8 @@ import pytest
 
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
-from nemo_rl_moe.runs.folder.failures import (
-    FAILURES_FILE_NAME,
-    FailuresTail,
-    FailureWriter,
-    failures_by_step,
-    failures_of,
-)
+from nemo_rl_moe.runs.folder.failures import FAILURES_FILE_NAME, FailuresTail, FailureWriter, failures_of
+from nemo_rl_moe.runs.folder.line_tail import by_step
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME
 from nemo_rl_moe.runs.folder.run_data import read_run
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
@@ -46,9 +41,9 @@ def test_failures_are_summed_up_by_split() -> None:
 
 def test_they_are_kept_with_their_step_and_rewound(tmp_path: Path) -> None:
     folder = run_with_failures(tmp_path / "run")
-    assert failures_by_step(FailuresTail(folder).read().records) == {2: [SIX, OF_VALIDATION], 3: [ONE]}
+    assert by_step(FailuresTail(folder).read().records) == {2: [SIX, OF_VALIDATION], 3: [ONE]}
     rewind_run_folder(folder, 2)
-    assert failures_by_step(FailuresTail(folder).read().records) == {2: [SIX, OF_VALIDATION]}
+    assert by_step(FailuresTail(folder).read().records) == {2: [SIX, OF_VALIDATION]}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +64,7 @@ def test_damaged_lines_are_counted(changes: dict[str, object], tmp_path: Path) -
     folder = make_run(tmp_path / "run", {1: {"train/loss": 1.0}})
     (folder / FAILURES_FILE_NAME).write_text(f"{json.dumps(good | changes)}\n{json.dumps(good)}\n{{")
     found = FailuresTail(folder).read()
-    assert (failures_by_step(found.records), found.num_damaged) == ({2: [SIX]}, 1)
+    assert (by_step(found.records), found.num_damaged) == ({2: [SIX]}, 1)
     assert read_run(folder).notes == [f"{folder}/{FAILURES_FILE_NAME}: lines that are no failures: 1"]
     assert RunWatcher(folder).look().notes == [f"{FAILURES_FILE_NAME}: lines that are no records: 1"]
 
@@ -105,7 +100,7 @@ def test_lines_at_the_end_of_a_run(tmp_path: Path) -> None:
         " (sample grpo.jsonl:3)",
         "  warning: 2 responses of validations could not be scored, 25% of those of 1 step; the first at step 2:"
         " ValueError: even (sample val.jsonl:1)",
-        "  warning: the reward 'format' has been 0 in every response since step 1: it separates none",
+        "  warning: the reward 'format' has been 0 in every response since step 1: it distinguishes no responses",
     ]
     # A healthy run has no such file, and no line.
     healthy = make_run(tmp_path / "healthy", {1: {"train/loss": 1.0, "train/reward": 0.5, "train/reward_std": 0.5}})

@@ -11,13 +11,7 @@ import torch
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
-from nemo_rl_moe.runs.folder.expert_load import (
-    FOLDER_NAME,
-    TABLE,
-    ExpertLoadTail,
-    ExpertLoadWriter,
-    read_expert_load,
-)
+from nemo_rl_moe.runs.folder.expert_load import FOLDER_NAME, TABLE, ExpertLoadTail, ExpertLoadWriter, read_expert_load
 from nemo_rl_moe.runs.folder.step_tables import STEPS_OF_A_FILE, rewind_steps
 
 

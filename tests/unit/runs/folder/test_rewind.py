@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.runs.folder import step_tables
+from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter, steps_of
+from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
 from nemo_rl_moe.runs.folder.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from tests.support.full_disk import fill
@@ -54,6 +56,15 @@ def test_lines(name: str, torn: str, step: int, kept: int, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.parametrize("name", ["capture", "tape"])  # older name last
+def test_captured_routes(name: str, tmp_path: Path) -> None:
+    writer = CaptureFolderWriter(tmp_path / name, CaptureDescription((1,), 4, 2, "a test"))
+    for step in (1, 2, 3):
+        writer.write(step, [CapturedSequence("a", 2, {})])
+    rewind_run_folder(tmp_path, 2)
+    assert list(steps_of(tmp_path / name)) == [1, 2]
+
+
 def test_what_is_no_record_stays_where_it_stands(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\na note\n{"step": 2}\n{"step": 3}\nanother note\n')
@@ -90,7 +101,7 @@ def test_a_file_that_cannot_be_cut_is_named(small_disk: Path, name: str) -> None
     with pytest.raises(CheckpointError) as caught:
         rewind_run_folder(small_disk, 2)
     assert caught.value.problems == [
-        f"{small_disk / name}: cannot be cut back to step 2, from which the run goes on: Read-only file system; make"
+        f"{small_disk / name}: cannot be rewound to step 2, from which the run goes on: Read-only file system; make"
         " room for it or make it writable, or move it away"
     ]
 

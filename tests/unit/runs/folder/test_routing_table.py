@@ -13,14 +13,8 @@ import pytest
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.agreement.row_kinds import Row
-from nemo_rl_moe.runs.folder.routing import (
-    ANOMALIES_FILE_NAME,
-    FOLDER_NAME,
-    AnomaliesTail,
-    RoutingWriter,
-    anomalies_by_step,
-    read_routing,
-)
+from nemo_rl_moe.runs.folder.line_tail import by_step
+from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, FOLDER_NAME, AnomaliesTail, RoutingWriter, read_routing
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from tests.support.full_disk import files_no_longer_than
 from tests.support.made_captures import routing_report
@@ -84,9 +78,9 @@ def test_anomalies_are_kept_with_their_step_and_a_healthy_run_has_no_file(
     assert AnomaliesTail(tmp_path).read().records == []
     writer.write(2, routing_report([0], anomalies=[LATE, OF_LAYER_2]))
     tail = AnomaliesTail(tmp_path)
-    assert anomalies_by_step(tail.read().records) == {2: [LATE, OF_LAYER_2]}
+    assert by_step(tail.read().records) == {2: [LATE, OF_LAYER_2]}
     writer.write(4, routing_report([0], anomalies=[LATE]))
-    assert anomalies_by_step(tail.read().records) == {4: [LATE]}
+    assert by_step(tail.read().records) == {4: [LATE]}
     writer.close()
 
 
@@ -105,7 +99,7 @@ def test_damaged_lines_of_anomalies_are_counted(tmp_path: Path, line: str) -> No
     good = json.dumps({"step": 3, "kind": "token", "layer": None, "text": LATE.text})
     (tmp_path / ANOMALIES_FILE_NAME).write_text(f"{line}\n{good}\n{good[:-9]}")
     found = AnomaliesTail(tmp_path).read()
-    assert (anomalies_by_step(found.records), found.num_damaged) == ({3: [LATE]}, 1)
+    assert (by_step(found.records), found.num_damaged) == ({3: [LATE]}, 1)
 
 
 def test_table_and_anomalies_are_rewound_and_go_on(writer: RoutingWriter, tmp_path: Path) -> None:
@@ -114,13 +108,13 @@ def test_table_and_anomalies_are_rewound_and_go_on(writer: RoutingWriter, tmp_pa
     writer.close()
     rewind_run_folder(tmp_path, 3)
     assert read_routing(tmp_path).steps.tolist() == [1, 2, 3]
-    assert list(anomalies_by_step(AnomaliesTail(tmp_path).read().records)) == [3]
+    assert list(by_step(AnomaliesTail(tmp_path).read().records)) == [3]
     again = RoutingWriter(tmp_path, pytest.fail)
     again.write(4, routing_report([9], anomalies=[OF_LAYER_2]))
     again.close()
     found = read_routing(tmp_path)
     assert found.rows[:, 0, Row.LIVE_SAME].tolist() == [38, 37, 36, 30]
-    assert anomalies_by_step(AnomaliesTail(tmp_path).read().records) == {3: [LATE], 4: [OF_LAYER_2]}
+    assert by_step(AnomaliesTail(tmp_path).read().records) == {3: [LATE], 4: [OF_LAYER_2]}
 
 
 def test_a_full_disk_costs_neither(tmp_path: Path) -> None:
@@ -132,7 +126,7 @@ def test_a_full_disk_costs_neither(tmp_path: Path) -> None:
     writer.write(2, routing_report([2], anomalies=[LATE]))
     writer.close()
     assert read_routing(tmp_path).steps.tolist() == [1, 2]
-    assert list(anomalies_by_step(AnomaliesTail(tmp_path).read().records)) == [1, 2]
+    assert list(by_step(AnomaliesTail(tmp_path).read().records)) == [1, 2]
 
 
 def test_a_table_without_a_column_is_damaged(writer: RoutingWriter, tmp_path: Path) -> None:

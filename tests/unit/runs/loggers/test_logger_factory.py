@@ -48,6 +48,7 @@ def test_a_logger_of_ones_own_gets_the_steps_behind_a_thread_of_its_own(tmp_path
     [
         (f"{NAME}:LineLogger", f"{NAME} has no LineLogger; did you mean LinesLogger?"),
         (f"{NAME}:NOT_CALLABLE", "is 3 (int), expected a function"),
+        (f"{NAME}:MisspelledLogger", "interface.LoggerBase); did you mean log_steps?"),
         (f"{NAME}:makes_a_number", "cannot be called with the run's folder: too many positional arguments"),
     ],
 )

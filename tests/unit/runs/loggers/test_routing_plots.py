@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The plot of agreement: what is drawn is the agreement statistics's, and it comes when those of the load do."""
+"""The plot of agreement: what is drawn are the agreement statistics, and it comes when those of the load do."""
 
 from io import BytesIO
 

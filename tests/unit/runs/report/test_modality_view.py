@@ -13,7 +13,7 @@ from nemo_rl_moe.routing.metrics.modalities import modality_separation, speciali
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory
 from nemo_rl_moe.runs.folder.run_data import read_run
 from nemo_rl_moe.runs.report.arrays import ArrayPool
-from nemo_rl_moe.runs.report.charts import MODALITIES, MODALITY_CHARTS, charts_of
+from nemo_rl_moe.runs.report.charts import SECTIONS, charts_of
 from nemo_rl_moe.runs.report.load_view import modality_view
 from nemo_rl_moe.runs.report.page_data import page_data
 from tests.support.made_runs import make_run, random_counts
@@ -52,8 +52,9 @@ def test_cells_layers_and_table_by_hand(tmp_path: Path) -> None:
         "columns": ["separation", "overlap", "busiest, image", "busiest, text"],
         "rows": [[2, "0.000", "1.000", "0.500", "0.500"], [5, "1.000", "0.000", "2.000", "2.000"]],
     }
-    assert document["modality_section"] == MODALITIES
-    assert [chart["section"] for chart in document["charts"]] == [MODALITIES] * 2
+    heading = SECTIONS["modalities"].heading
+    assert document["modality_section"] == heading
+    assert [chart["section"] for chart in document["charts"]] == [heading] * 2
 
 
 def test_a_run_of_text_has_neither_cards_nor_charts(tmp_path: Path) -> None:
@@ -62,11 +63,11 @@ def test_a_run_of_text_has_neither_cards_nor_charts(tmp_path: Path) -> None:
         page_data([read_run(make_run(tmp_path / "run", {1: {"train/moe/cv_mean": 1.0}}, counts))], 10**6).text
     )
     assert document["runs"][0]["modalities"] is None
-    assert MODALITIES not in {chart["section"] for chart in document["charts"]}
+    assert SECTIONS["modalities"].heading not in {chart["section"] for chart in document["charts"]}
     # No chart of the section is about tokens of all kinds, which any run has.
-    keys = [pattern for chart in MODALITY_CHARTS for pattern in chart.lines]
+    keys = [pattern for chart in SECTIONS["modalities"].charts for pattern in chart.lines]
     assert all("/image/" in key or "/text/" in key or "/modality_" in key for key in keys)
-    assert len(charts_of(keys)) == len(MODALITY_CHARTS)
+    assert len(charts_of(keys)) == len(SECTIONS["modalities"].charts)
 
 
 @pytest.mark.parametrize("images", [0 * IMAGES, COUNTS], ids=["no image", "no text"])

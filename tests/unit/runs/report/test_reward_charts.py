@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from nemo_rl_moe.runs.report.charts import LEARNING, REWARD_CHARTS, charts_of
+from nemo_rl_moe.runs.report.charts import SECTIONS, charts_of
 from tests.unit.test_docs_examples import DOCS, documented_keys
 from tests.unit.test_docs_grpo_metrics import unfolded
 
@@ -19,7 +19,10 @@ DOCUMENTED = {
 DOCUMENTED |= {key.replace("train/", "val/", 1) for key in DOCUMENTED}
 
 
-@pytest.mark.parametrize("pattern", sorted({pattern for chart in REWARD_CHARTS for pattern in chart.lines}))
+LEARNING = SECTIONS["learning"]
+
+
+@pytest.mark.parametrize("pattern", sorted({pattern for chart in LEARNING.charts for pattern in chart.lines}))
 def test_every_line_is_a_metric_that_the_pages_report_of(pattern: str) -> None:
     assert [key for key in DOCUMENTED if fnmatchcase(key, pattern)]
 
@@ -40,6 +43,6 @@ def test_a_run_of_grpo_has_the_charts_of_learning_before_all_others() -> None:
         "Clipped tokens",
         "Loss",
     ]
-    assert {chart["section"] for chart in charts[:-1]} == {LEARNING}
+    assert {chart["section"] for chart in charts[:-1]} == {LEARNING.heading}
     assert [line["label"] for line in charts[0]["lines"]] == ["reward", "validation reward"]
     assert [line["label"] for line in charts[1]["lines"]] == ["format", "length"]

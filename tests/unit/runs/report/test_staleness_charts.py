@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_moe.runs.folder.run_data import read_run
-from nemo_rl_moe.runs.report.charts import charts_of
+from nemo_rl_moe.runs.report.charts import SECTIONS, charts_of
 from nemo_rl_moe.runs.report.overlap import overlap_facts
 from nemo_rl_moe.runs.report.page_data import page_data
 from nemo_rl_moe.runs.report.run_findings import findings_of
-from nemo_rl_moe.runs.report.staleness_charts import STALENESS, STALENESS_CHARTS
 from nemo_rl_moe.token_lag import LAG_CLASSES
 from tests.support.made_runs import make_run
 from tests.unit.test_docs_examples import DOCS, documented_keys
 from tests.unit.test_docs_grpo_metrics import unfolded
 
+STALENESS = SECTIONS["staleness"]
 OF_GROUPS = "train/staleness/*"  # of asynchronous rollouts, whatever they report
 DOCUMENTED = {
     key.replace("{lag}", "2") for cell in documented_keys(DOCS / "staleness-metrics.md") for key in unfolded(cell)
@@ -40,7 +40,7 @@ def steps(number: int, *, waiting: float, effective: float, **more: float) -> di
     return {step: {**metrics, **more} for step in range(1, number + 1)}
 
 
-@pytest.mark.parametrize("pattern", sorted({pattern for chart in STALENESS_CHARTS for pattern in chart.lines}))
+@pytest.mark.parametrize("pattern", sorted({pattern for chart in STALENESS.charts for pattern in chart.lines}))
 def test_every_line_is_a_documented_metric(pattern: str) -> None:
     assert pattern == OF_GROUPS or [key for key in DOCUMENTED if fnmatchcase(key, pattern)]
 
@@ -49,9 +49,9 @@ def test_lines_are_the_classes_and_other_runs_have_no_such_section() -> None:
     keys = [f"train/by_lag/{name}/effective_samples" for name in LAG_CLASSES]
     charts = charts_of([*keys, "train/by_lag/effective_samples", "train/loss"])
     assert [line["label"] for line in charts[0]["lines"]] == ["all", *LAG_CLASSES]
-    assert charts[0]["section"] == STALENESS
+    assert charts[0]["section"] == STALENESS.heading
     plain = charts_of(["train/loss", "train/reward", "train/moe/routing/live_agreement"])
-    assert STALENESS not in {chart["section"] for chart in plain}
+    assert STALENESS.heading not in {chart["section"] for chart in plain}
 
 
 def test_the_page_sets_what_overlap_gained_against_what_lag_cost(tmp_path: Path) -> None:
