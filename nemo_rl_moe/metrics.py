@@ -16,6 +16,8 @@ class Reduction(Enum):
     SUM = "sum"
     SHARE = "share"
     """Shares of a mean over a global batch: they add up to it. Of several global batches, the mean of theirs."""
+    PART = "part"
+    """Sums from which metrics are computed, such as a numerator and its divisor; not logged themselves."""
     MEAN = "mean"
     MIN = "min"
     MAX = "max"
@@ -32,7 +34,7 @@ class MetricSeries:
         """Reduce the values to one number; NaN without values."""
         if not self.values:
             return math.nan
-        if self.reduction in (Reduction.SUM, Reduction.SHARE):
+        if self.reduction in (Reduction.SUM, Reduction.SHARE, Reduction.PART):
             return math.fsum(self.values)
         if self.reduction is Reduction.MEAN:
             return math.fsum(self.values) / len(self.values)

@@ -79,7 +79,7 @@ def train_grpo(
             step += 1
             if source.is_used_up:  # dynamic sampling may come to their end before the last step
                 last_step = step
-            batch = make_batch(config, groups, rollouts.pad_token_id)
+            batch = make_batch(config, groups, rollouts.pad_token_id, policy.weight_version)
             observed = joined(each.before_update(step, batch, groups.trained, clock) for each in observers)
             batch = add_logprobs(config, policy, batch, clock, is_on_policy=groups.is_on_policy)
             batch, divergence = take_divergence_from_rewards(config, groups, batch)

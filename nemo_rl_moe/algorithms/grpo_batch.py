@@ -28,10 +28,12 @@ from nemo_rl_moe.rollouts.trajectory import (
     group_rewards,
     group_sampled_tokens,
     sampled_tokens,
+    token_lags,
     training_batch,
 )
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
 
 
 def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:
@@ -126,15 +128,21 @@ def scored_groups(groups: RolloutGroups) -> Bool[Tensor, "groups generations"]:
     return scored_responses(groups.trained, groups.num_generations)
 
 
-def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: int) -> TokenBatch:
-    """Return the trained groups with their advantages."""
-    return training_batch(
+def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: int, weight_version: int) -> TokenBatch:
+    """Return the trained groups with their advantages, and with the lag of each token where any has one.
+
+    Args:
+        weight_version: Optimizer steps of the weights that are trained.
+    """
+    batch = training_batch(
         groups.trained,
         advantages_of_groups(config, groups),
         pad_token_id,
         leave_out_truncated=config.grpo.overlong_filtering,
         takes_part=failure_rule(config).taking_part(scored_groups(groups)),
     )
+    lags = token_lags(groups.trained, weight_version)
+    return batch.with_columns(**{TOKEN_LAG: per_token(lags, fill=NO_LAG)}) if bool((lags > 0).any()) else batch
 
 
 def take_divergence_from_rewards(

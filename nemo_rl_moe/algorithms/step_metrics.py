@@ -5,7 +5,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from nemo_rl_moe.metrics import MetricSeries, PhaseClock, with_prefix
+from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction, with_prefix
 from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.routing.metrics.metric_keys import with_moe_prefix
 
@@ -28,8 +28,7 @@ def training_metrics(
         "skipped_updates": float(result.num_skipped_updates),
     }
     # The loss is in the result already, as the mean over the global batches of the call.
-    series = {name: values for name, values in result.microbatch_metrics.items() if name != "loss"}
-    metrics |= _reduced(series)
+    metrics |= _reduced({name: series for name, series in result.microbatch_metrics.items() if name != "loss"})
     metrics |= with_moe_prefix(result.moe_metrics)
     return with_prefix("train", {**metrics, **further})
 
@@ -61,4 +60,4 @@ def validation_metrics(series: Mapping[str, MetricSeries]) -> dict[str, float]:
 
 
 def _reduced(series: Mapping[str, MetricSeries]) -> dict[str, float]:
-    return {name: values.reduce() for name, values in series.items()}
+    return {name: values.reduce() for name, values in series.items() if values.reduction is not Reduction.PART}

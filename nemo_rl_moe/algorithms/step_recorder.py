@@ -200,7 +200,11 @@ class StepRecorder:
             return
         self._step_of_artifacts = step
         for name, artifact in artifacts.items():
-            self._sinks.log_artifact(step, name, artifact)
+            self.record_artifact(name, artifact)
+
+    def record_artifact(self, name: str, artifact: Any) -> None:
+        """Record an artifact that an observer of the loop has made of the step that goes on."""
+        self._sinks.log_artifact(self.state.step + 1, name, artifact)
 
     def end_step(self, outcome: StepOutcome, clock: PhaseClock, *, is_last: bool) -> bool:
         """Record the step, begin a checkpoint where one is due, and say whether the run goes on.

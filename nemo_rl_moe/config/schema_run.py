@@ -151,6 +151,9 @@ class AlertsConfig(StrictModel):
     """Steps in a row that `missing_routes_share` must be exceeded."""
     sudden_steps: PositiveInt | None
     """Steps in a row of a sudden change of routing, or of invalid routing: docs/alerts.md names the conditions."""
+    unbounded_lag: PositiveInt | None
+    """Optimizer steps between weights and a token that older ones sampled, where GRPO's loss bounds its weight
+    nowhere."""
 
 
 class LoggerConfig(StrictModel):

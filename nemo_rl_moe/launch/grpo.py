@@ -13,6 +13,7 @@ from nemo_rl_moe.algorithms.custom_estimator import check_estimator
 from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo
 from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
+from nemo_rl_moe.algorithms.lag_metrics import LagMetrics
 from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
 from nemo_rl_moe.algorithms.run_observers import CaptureVolume, RoutingAnomalyWatch, RunObserver, checked_refits
@@ -105,7 +106,10 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     held_out = prepared.held_out
     validate = Validator(config.grpo, worker, held_out, prepared.sampling, failures) if held_out else None
     rollouts = Rollouts(worker.engine, source, validate, pad_token_id(prepared.model.tokenizer))
-    observers = make_run_observers(config, policy, worker.engine, prepared.model, run)
+    observers = [
+        *make_run_observers(config, policy, worker.engine, prepared.model, run),
+        LagMetrics(recorder.record_artifact),
+    ]
     summary = train_grpo(config, policy, rollouts, recorder, observers)
     run.end(summary)
     if summary.stopped_for is None and summary.num_steps < run.num_steps:

@@ -92,6 +92,14 @@ CORRECTIONS: dict[str, Correction] = {
 """By the name in `loss_fn.importance_sampling_correction`. A new one is a function here and a record."""
 
 
+def bounds_old_tokens(config: PolicyGradientLossConfig) -> bool:
+    """Return whether the loss bounds the weight of tokens that older weights sampled.
+
+    An objective's clip does not: it compares the policy with that before the step, not with the one that sampled.
+    """
+    return CORRECTIONS[config.importance_sampling_correction].effect is not None
+
+
 def importance_bounds_are_in_order(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that the bounds are in order, and both there where the lower one has no default."""
     loss = config.loss_fn

@@ -32,6 +32,10 @@ class RatioBounds:
         """Hold the ratio between the bounds."""
         return ratio.clamp(self.lower, self.upper)
 
+    def replaces(self, ratio: Float[Tensor, "sequences targets"]) -> Bool[Tensor, "sequences targets"]:
+        """Return which ratios a bound replaces."""
+        return (ratio < self.lower) | (ratio > self.upper)
+
 
 @dataclass(frozen=True)
 class ObjectiveInputs:

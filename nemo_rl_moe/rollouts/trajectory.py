@@ -23,6 +23,7 @@ from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.models.images import ModelImage, images_in
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
+from nemo_rl_moe.token_lag import NO_LAG
 
 FinishReason = Literal["stop", "length"]
 """stop: the model or the environment ended it; length: it was truncated at a limit on its tokens."""
@@ -134,6 +135,21 @@ def sampled_tokens(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "trajecto
     for row, trajectory in enumerate(trajectories):
         mask[row, : len(trajectory.loss_mask)] = torch.as_tensor(trajectory.loss_mask)
     return mask
+
+
+def token_lags(trajectories: Sequence[Trajectory], weight_version: int) -> Int[Tensor, "trajectories tokens"]:
+    """Return the lag of each sampled token behind the weights that are trained; `NO_LAG` on all other tokens.
+
+    Args:
+        weight_version: Optimizer steps of the weights that are trained.
+    """
+    longest = max(len(found.token_ids) for found in trajectories)
+    lags = torch.full((len(trajectories), longest), NO_LAG, dtype=torch.int32)
+    for row, trajectory in enumerate(trajectories):
+        versions = trajectory.weight_versions
+        of_tokens = np.where(versions == NOT_SAMPLED, NO_LAG, weight_version - versions)
+        lags[row, : len(versions)] = torch.as_tensor(of_tokens)
+    return lags
 
 
 def training_batch(

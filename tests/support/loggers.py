@@ -42,6 +42,7 @@ def settings_for(
                 "missing_routes_share": 0.001,
                 "missing_routes_steps": 3,
                 "sudden_steps": None,
+                "unbounded_lag": None,
             },
             "wandb": {"project": "p", "name": "n"},
             "mlflow": {"experiment_name": "e", "run_name": "n", "tracking_uri": tracking_uri},

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.custom_objective import find_objective
 from nemo_rl_moe.algorithms.losses.divergence import reference_divergence
+from nemo_rl_moe.algorithms.losses.lag_sums import lag_sums
 from nemo_rl_moe.algorithms.losses.policy_metrics import Metrics, correction_metrics, mismatch_metrics, ratio_metrics
 from nemo_rl_moe.algorithms.losses.ratios import importance_ratios, probability_ratio
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
 from nemo_rl_moe.rl.aggregation import global_mean
-from nemo_rl_moe.rl.corrections import CORRECTIONS
+from nemo_rl_moe.rl.corrections import CORRECTIONS, bounds_old_tokens
 from nemo_rl_moe.rl.objectives import ObjectiveInputs, both_bounds
 
 REFERENCE = "reference_logprobs"
@@ -50,7 +51,7 @@ class PolicyGradientLoss:
 
     Metrics: those of `policy_metrics.py`; `kl_penalty`, the mean that the loss adds, before
     `reference_policy_kl_penalty`, where it adds one; `entropy`, the mean that the bonus is of, where there is one, in
-    nats; and `num_valid_tokens`.
+    nats; `num_valid_tokens`; and, of a batch with the column `token_lag`, those of `lag_sums`.
 
     Attributes:
         config: The section `loss_fn`.
@@ -118,6 +119,8 @@ class PolicyGradientLoss:
         metrics |= ratio_metrics(ratio.detach(), bounds, both, inputs)
         metrics |= mismatch_metrics(current, prev, generation, inputs)
         metrics |= correction_metrics(bounded, weights, config, inputs)
+        is_clipped = bounds.replaces(ratio.detach())
+        metrics |= lag_sums(prev, generation, is_clipped, inputs, is_bounded=bounds_old_tokens(config))
         return LossOutputs(loss=loss, metrics=metrics)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.routing.replay import ReplayRoutes, RoutedTokens
-from nemo_rl_moe.shapes import Bool
+from nemo_rl_moe.shapes import Bool, Int
 
 MOST_ENTRIES = 1 << 18
 """Experts on the captures of passes that are joined. A larger pass is counted at once: no memory is held for it."""
@@ -23,6 +23,7 @@ class ReplayedPass:
     Attributes:
         distance: Places from a token to the next one of the same sequence.
         follows: Tokens that have one before them, at that distance.
+        lags: Of the token that each row led to; None of a batch without lags.
     """
 
     tokens: Mapping[int, int]
@@ -31,6 +32,7 @@ class ReplayedPass:
     seen: Sequence[RoutedTokens]
     distance: int
     follows: Bool[Tensor, " tokens"]
+    lags: Int[Tensor, " tokens"] | None = None
 
     @property
     def num_entries(self) -> int:
@@ -50,6 +52,7 @@ def join_passes(passes: Sequence[ReplayedPass]) -> ReplayedPass:
         [_join_tokens(of_layer) for of_layer in zip(*(each.seen for each in passes), strict=True)],
         passes[0].distance,
         torch.cat([each.follows for each in passes]),
+        None if passes[0].lags is None else torch.cat([each.lags for each in passes if each.lags is not None]),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nemo_rl_moe.routing.agreement.expected_agreement import clear_differences, unexplained_disagreement
+from nemo_rl_moe.routing.agreement.lag_agreement import LagCounts, lag_agreement_metrics
 from nemo_rl_moe.routing.agreement.rank_rows import missing_in_one_rank, rank_anomalies, rank_name
 from nemo_rl_moe.routing.agreement.repeated_rows import repeat_anomalies
 from nemo_rl_moe.routing.agreement.route_identity import RouteSample, RoutingAnomaly, find_anomalies
@@ -28,6 +29,7 @@ class CheckTotals:
     Attributes:
         by_slot: Rows of each rank, see `rows_by_rank`.
         is_exact: The capture was made with the weights of training, both in float32: rows differ by near ties alone.
+        by_lag: Of a batch with lags; None elsewhere.
     """
 
     repeats: Int[Tensor, " kinds"]
@@ -35,10 +37,11 @@ class CheckTotals:
     num_ranks: int
     is_exact: bool
     rank_names: Sequence[str] = ()
+    by_lag: LagCounts | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics under `routing/` of what a healthy step has nothing of; they are absent then."""
-        found = {}
+        """Return the agreement by lag, and metrics of what a healthy step has nothing of; they are absent then."""
+        found = {} if self.by_lag is None else lag_agreement_metrics(self.by_lag)
         if self.is_exact:
             rows = self.by_slot.sum(0).tolist()
             if (differing := rows[Row.USABLE] - rows[Row.LIVE_SAME]) > 0:

@@ -26,6 +26,7 @@ from nemo_rl_moe.routing.findings.routing_signal import (
     WrongRoutesKind,
     wrong_routes,
 )
+from nemo_rl_moe.routing.findings.staleness_signal import StalenessKind, StalenessSignal
 from nemo_rl_moe.routing.metrics.load_arrays import (
     coefficient_of_variation,
     dead,
@@ -40,6 +41,7 @@ FindingKind = (
     Literal["dead_experts", "imbalance", "overload", "skipped_updates", "forced_routing", "missing_routes"]
     | IdleKind
     | RewardKind
+    | StalenessKind
     | RoutingKind
     | WrongRoutesKind
 )
@@ -70,6 +72,7 @@ class Thresholds:
             share is dead, or never had a token while all others of its layer have theirs; the overload factor is far
             above its own level; or what `RoutingSignal` knows.
         failed_responses_share: Share of the responses of a step or validation that the environment failed to score.
+        unbounded_lag: Lag in optimizer steps of a token that a loss trains on without a bound on its weight.
     """
 
     dead_expert_steps: int | None
@@ -81,6 +84,7 @@ class Thresholds:
     missing_routes_steps: int = 1
     sudden_steps: int | None = None
     failed_responses_share: float | None = None
+    unbounded_lag: int | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ class FindingTracker:
         self._signal = LearningSignal(thresholds.idle_steps)
         self._rewards = RewardSignal(thresholds.failed_responses_share, thresholds.idle_steps, QUIET_STEPS)
         self._routing = RoutingSignal(thresholds.sudden_steps, rank_names)
+        self._staleness = StalenessSignal(thresholds.unbounded_lag, thresholds.sustained_steps)
         self._latest: dict[tuple[str, int | None], Finding] = {}
         self._earlier: list[Finding] = []
 
@@ -179,7 +184,8 @@ class FindingTracker:
         yield from self._overload(step, metrics)
         yield from self._skipped_updates(step, metrics)
         yield from self._missing_routes(step, metrics)
-        for kind, since, text in (*self._signal.observe(step, metrics), *self._routing.observe(step, metrics)):
+        signals = (self._signal, self._routing, self._staleness)
+        for kind, since, text in (found for signal in signals for found in signal.observe(step, metrics)):
             yield Finding(kind, None, since, step, False, text)
         if counts is not None:
             if self._idle.shape != counts.shape:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from nemo_rl_moe.routing.agreement.statistics import RoutingReport
     from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
     from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
+    from nemo_rl_moe.runs.folder.by_lag import LagTable
 
 Artifact = TypeVar("Artifact")
 StepArtifacts = Mapping[str, Any]
@@ -27,3 +28,4 @@ class ArtifactKey(Generic[Artifact]):
 EXPERT_LOAD: "ArtifactKey[ExpertLoad]" = ArtifactKey("expert_load")
 ROUTING: "ArtifactKey[RoutingReport]" = ArtifactKey("routing")
 EXPERTS_BY_ADVANTAGE: "ArtifactKey[AdvantageScores]" = ArtifactKey("experts_by_advantage")
+BY_LAG: "ArtifactKey[LagTable]" = ArtifactKey("by_lag")

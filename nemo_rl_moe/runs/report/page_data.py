@@ -21,6 +21,7 @@ from nemo_rl_moe.runs.folder.thumbnails import read_thumbnail
 from nemo_rl_moe.runs.report.arrays import ArrayPool, narrowest, thinned
 from nemo_rl_moe.runs.report.charts import SECTIONS, charts_of
 from nemo_rl_moe.runs.report.load_view import load_view, modality_view
+from nemo_rl_moe.runs.report.overlap import overlap_facts
 from nemo_rl_moe.runs.report.routing_view import advantage_view, layer_tables, routing_view
 from nemo_rl_moe.runs.report.run_findings import episodes_of, findings_of, thresholds_of
 
@@ -196,7 +197,8 @@ def _described(run: RunData, name: str) -> dict[str, Any]:
             {"label": label, "value": f"{run.metrics[key].values[-1]:.4g}"}
             for key, label in _LATEST
             if key in run.metrics
-        ],
+        ]
+        + [{"label": label, "value": value} for label, value in overlap_facts(run)],
         "notes": notes,
     }
 

@@ -100,7 +100,7 @@ def test_to_fail_is_never_an_advantage(estimator: str, on_failure: OnFailure) ->
     advantages = advantages_of_groups(config, groups_of(MIXED))
     assert (advantages[failed(MIXED)] <= 0).all()
     assert (advantages != 0).any(), "the others are trained on"
-    batch = make_batch(config, groups_of(MIXED), PAD_TOKEN)
+    batch = make_batch(config, groups_of(MIXED), PAD_TOKEN, 0)
     is_trained = batch.token_mask.any(dim=1).view(4, 4)
     if on_failure == "leave_out":
         assert not is_trained[failed(MIXED)].any()
@@ -135,7 +135,7 @@ def test_groups_that_have_one_answer_left_teach_nothing_and_are_counted() -> Non
     config, groups = config_of("leave_out"), groups_of(MIXED)
     takes_part = failure_rule(config).taking_part(~failed(MIXED))
     assert takes_part.tolist() == [[True, False, True, True], [True, True, False, True], [False] * 4, [False] * 4]
-    batch = make_batch(config, groups, PAD_TOKEN)
+    batch = make_batch(config, groups, PAD_TOKEN, 0)
     assert (len(batch), count_trained_sequences(batch)) == (16, 6), "the batch keeps its size"
     metrics = group_metrics(groups, failure_rule(config)) | advantage_metrics(batch, takes_part)
     assert metrics["env/num_groups_left_out"] == 2
@@ -149,9 +149,9 @@ def test_groups_that_have_one_answer_left_teach_nothing_and_are_counted() -> Non
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_plus_plus"])
 def test_estimators_without_groups_need_one_answer_of_a_group(name: str) -> None:
     config = config_of("leave_out", *ESTIMATORS[name])
-    is_trained = make_batch(config, groups_of(MIXED), PAD_TOKEN).token_mask.any(dim=1).view(4, 4)
+    is_trained = make_batch(config, groups_of(MIXED), PAD_TOKEN, 0).token_mask.any(dim=1).view(4, 4)
     assert torch.equal(is_trained, ~failed(MIXED))
-    alone = make_batch(config, groups_of([[None, None, None, 1.0], [None] * 4]), PAD_TOKEN)
+    alone = make_batch(config, groups_of([[None, None, None, 1.0], [None] * 4]), PAD_TOKEN, 0)
     assert count_trained_sequences(alone) == (1 if name == "reinforce" else 0), "a step of one answer compares nothing"
 
 
@@ -174,7 +174,7 @@ def test_zero_is_a_reward_as_any() -> None:
     groups = groups_of([[-1.0, None, -0.5, -0.25]])
     config = config_of("zero", "grpo.adv_estimator.normalize_rewards=false")
     assert advantages_of_groups(config, groups)[0].tolist() == pytest.approx([-0.5625, 0.4375, -0.0625, 0.1875])
-    assert make_batch(config, groups, PAD_TOKEN).token_mask.any(dim=1).all()
+    assert make_batch(config, groups, PAD_TOKEN, 0).token_mask.any(dim=1).all()
     assert group_metrics(groups, failure_rule(config))["reward"] == pytest.approx(-1.75 / 4)
 
 
@@ -193,7 +193,7 @@ def test_without_failures_all_three_are_the_same_to_the_bit(estimator: str, on_f
 @pytest.mark.parametrize("on_failure", ["leave_out", "lowest"])
 def test_a_step_without_any_score_has_nothing_to_train_on(estimator: str, on_failure: OnFailure) -> None:
     config, groups = config_of(on_failure, *ESTIMATORS[estimator]), groups_of([[None] * 4] * 3)
-    batch = make_batch(config, groups, PAD_TOKEN)
+    batch = make_batch(config, groups, PAD_TOKEN, 0)
     assert batch.num_valid_tokens() == 0
     assert batch.columns["advantages"].values.tolist() == [0.0] * 12
     metrics = group_metrics(groups, failure_rule(config))
@@ -215,7 +215,7 @@ def test_divergence_and_length_do_not_lift_a_failure_above_an_answer(on_failure:
     answers = [trajectory(reward=reward, response_ids=[5, 6, 7, 8, 9, 1]) for reward in (-2.0, -1.0, -3.0)]
     responses = [*answers, trajectory(fault=Fault.ERROR)]
     groups = RolloutGroups(responses, responses, 4, 1, 0)
-    batch = make_batch(config, groups, PAD_TOKEN)
+    batch = make_batch(config, groups, PAD_TOKEN, 0)
     assert batch.columns["advantages"].values[3] <= 0
     logprobs = torch.full(batch.input_ids.shape, -1.0)
     batch = batch.with_columns(prev_logprobs=per_token(logprobs), reference_logprobs=per_token(logprobs - 1))

@@ -11,6 +11,7 @@ from nemo_rl_moe.config.schema_grpo import generating, rollouts_in_float32
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
+from nemo_rl_moe.routing.agreement.lag_agreement import LagAgreement
 from nemo_rl_moe.routing.agreement.rank_rows import rows_by_rank
 from nemo_rl_moe.routing.agreement.repeated_rows import RepeatedRows
 from nemo_rl_moe.routing.agreement.report import CheckTotals
@@ -86,22 +87,26 @@ class RouteProbe:
 class RouteChecks:
     def __init__(self, device: torch.device, *, in_float32: bool):
         self.repeats = RepeatedRows(device)
+        self.by_lag = LagAgreement(device)
         self._in_float32, self._num_updates = in_float32, 1
 
     def start(self, num_updates: int) -> None:
         """Start anew. In a step of several updates the weights of the capture are those before the first."""
         self.repeats.counts.zero_()
+        self.by_lag.counts.zero_()
         self._num_updates = num_updates
 
     def reduced(self, rows: Int[Tensor, "layers kinds"]) -> CheckTotals:
         """Return the sums over all ranks, in one collective; every rank calls it."""
         by_slot = rows_by_rank(rows, parallel_state.get_data_parallel_rank())
-        repeats, slots = sum_over_ranks([self.repeats.counts, by_slot], rows.device)
+        counts = [self.repeats.counts, by_slot, self.by_lag.counts]
+        repeats, slots, by_lag = sum_over_ranks(counts, rows.device)
         return CheckTotals(
             repeats.long(),
             slots.long(),
             num_ranks=parallel_state.get_data_parallel_world_size(),
             is_exact=self._in_float32 and self._num_updates == 1,
+            by_lag=by_lag.long(),
         )
 
 

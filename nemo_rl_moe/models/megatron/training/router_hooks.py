@@ -38,6 +38,7 @@ from nemo_rl_moe.routing.replay import (
     experts_as_map,
 )
 from nemo_rl_moe.routing.routers import routers_of
+from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
 
 # isort: split
 from megatron.core import parallel_state
@@ -159,8 +160,9 @@ class RouterHooks:
                 fed = fed_tokens(microbatch, cut)
                 if statistics is self.statistics:
                     rows, follows = microbatch.input_ids.shape[0], following_tokens(microbatch, cut)
+                    lags = row_lags(microbatch, cut)
                     self._wait(
-                        chunk, microbatch, ReplayedPass({number: len(fed)}, routes.rows, fed, seen, rows, follows)
+                        chunk, microbatch, ReplayedPass({number: len(fed)}, routes.rows, fed, seen, rows, follows, lags)
                     )
                 else:
                     statistics.add(number, layers, routes.rows, fed, seen)
@@ -193,6 +195,8 @@ class RouterHooks:
         if live is None:  # a stage without MoE layers
             return
         self.checks.repeats.add(found.routes, live, found.fed, found.distance, found.follows)
+        if found.lags is not None:
+            self.checks.by_lag.add(found.routes, live, found.fed, found.lags)
         if chunk not in self._probed:
             first = slice(first_tokens)
             planes = found.routes.planes[..., first]
@@ -345,6 +349,16 @@ def fed_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " 
     batch = microbatch.batch
     fed = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) < (batch.lengths - 1)[:, None]
     return in_router_order(microbatch.at_tokens(fed, fed, False), cut)
+
+
+def row_lags(microbatch: ModelMicrobatch, cut: SequenceCut) -> Int[Tensor, " tokens"] | None:
+    """Return the lag of the token after each that a rank's routers see, which its row led to; None without lags."""
+    batch = microbatch.batch
+    if TOKEN_LAG not in batch.columns:
+        return None
+    lags = batch.columns[TOKEN_LAG].of_targets().values
+    has_next = torch.arange(lags.shape[1], device=lags.device) < (batch.lengths - 1)[:, None]
+    return in_router_order(microbatch.at_tokens(lags, has_next, NO_LAG), cut)
 
 
 def following_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:

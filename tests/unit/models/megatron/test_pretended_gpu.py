@@ -14,6 +14,7 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
 from tests.support.generation_run import build_trainer, request_of
 from tests.support.gloo_ranks import run_ranks
 from tests.support.pretended_gpu import PretendedGpu, Wait, by_owner
@@ -31,7 +32,7 @@ JOBS = [
 
 
 def rl_batch() -> TokenBatch:
-    """Eight sequences with advantages, log-probabilities and a capture of random routes."""
+    """Eight sequences with advantages, log-probabilities, lags and a capture of random routes."""
     batch = tiny_batch(3)
     rows, columns = batch.input_ids.shape
     generator = torch.Generator().manual_seed(1)
@@ -42,6 +43,7 @@ def rl_batch() -> TokenBatch:
         columns={
             "advantages": per_sequence(torch.linspace(-1, 1, rows)),
             "generation_logprobs": per_token(torch.full((rows, columns), -3.0)),
+            TOKEN_LAG: per_token((torch.arange(columns) % 7).expand(rows, columns).int(), fill=NO_LAG),
             ROUTED_EXPERTS: per_token(routes.where(fed[..., None, None], -1), Destination.MODEL, fill=-1),
         },
     )

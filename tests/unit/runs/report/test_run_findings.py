@@ -14,7 +14,7 @@ ALERTS = {"enabled": False, "dead_expert_steps": None, "excess_cv": 0.25, "overl
 
 
 def test_thresholds_are_those_of_the_run() -> None:
-    assert thresholds_of({"logger": {"alerts": ALERTS}}) == Thresholds(None, 0.25, 3, 4, 5, 0.001, 5, 2, 0.01)
+    assert thresholds_of({"logger": {"alerts": ALERTS}}) == Thresholds(None, 0.25, 3, 4, 5, 0.001, 5, 2, 0.01, 3)
 
 
 def test_thresholds_that_a_run_lacks_are_the_shipped_ones() -> None:

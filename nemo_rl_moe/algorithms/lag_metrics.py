@@ -1,0 +1,141 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of a step by the lag of its tokens: what staleness does to mismatch, clipping and effective sample size.
+
+The mismatch of tokens that the trained weights have sampled themselves is that of two engines. What older tokens have
+beyond it is staleness: estimates of the divergence add up where the engines' difference does not depend on how the
+weights have moved.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import nan
+
+import numpy as np
+
+from nemo_rl_moe.algorithms.losses.lag_sums import LagSum, sum_key
+from nemo_rl_moe.algorithms.run_observers import RunObserver
+from nemo_rl_moe.metrics import MetricSeries, PhaseClock
+from nemo_rl_moe.models.interfaces import TrainResult
+from nemo_rl_moe.routing.agreement.lag_agreement import live_agreement_key
+from nemo_rl_moe.runs.folder.artifacts import BY_LAG
+from nemo_rl_moe.runs.folder.by_lag import LagTable
+from nemo_rl_moe.shapes import Float
+from nemo_rl_moe.token_lag import LAG_CLASSES
+
+PerClass = Float[np.ndarray, " classes"]
+
+
+@dataclass(frozen=True)
+class LagSums:
+    """Sums over the trained tokens of a step, for each class of lag; float64."""
+
+    of: Mapping[LagSum, PerClass]
+
+    @classmethod
+    def from_series(cls, series: Mapping[str, MetricSeries]) -> "LagSums | None":
+        """Add up what the loss reports of all microbatches and ranks; None of a step without lags."""
+        if sum_key(LAG_CLASSES[0], LagSum.TOKENS) not in series:
+            return None
+        return cls({each: np.array([series[sum_key(name, each)].reduce() for name in LAG_CLASSES]) for each in LagSum})
+
+    @property
+    def total(self) -> "LagSums":
+        """Return the sums over all classes, as one class."""
+        return LagSums({each: values.sum(keepdims=True) for each, values in self.of.items()})
+
+    def mean(self, quantity: LagSum) -> PerClass:
+        """Return the mean over the tokens of each class; NaN of a class without tokens."""
+        tokens = self.of[LagSum.TOKENS]
+        return self.of[quantity] / np.where(tokens > 0, tokens, nan)
+
+    @property
+    def effective_samples(self) -> PerClass:
+        """Return `(sum w)^2 / (n sum w^2)` of the importance ratios `w`: 1 is none lost."""
+        return self.mean(LagSum.WEIGHT) ** 2 / self.mean(LagSum.SQUARED_WEIGHT)
+
+
+def staleness_part(divergence: PerClass, of_engines: float) -> PerClass:
+    """Return what the divergence of each class has beyond that of the engines; NaN where there is no lag.
+
+    Args:
+        divergence: Mean estimate of each class.
+        of_engines: The same of tokens without lag, of this step or an earlier one; NaN where no step had any.
+    """
+    part = divergence - of_engines
+    part[0] = nan
+    return part
+
+
+def lag_table(sums: LagSums, of_engines: float, live_agreement: PerClass) -> LagTable:
+    """Return the statistics of each class.
+
+    - `num_valid_tokens`
+    - `sampling_logp_difference`, `gen_kl_error`, `clip_fraction` (both bounds): as those of the whole loss
+    - `kl_staleness`: `staleness_part` of `gen_kl_error`
+    - `effective_samples`: of the importance ratios before any correction
+    - `live_agreement`: share of the rows of the rollout's capture whose experts the routers would choose
+
+    Args:
+        of_engines: As of `staleness_part`.
+        live_agreement: Of each class; NaN without a capture.
+    """
+    divergence = sums.mean(LagSum.DIVERGENCE)
+    return LagTable(
+        {
+            "num_valid_tokens": sums.of[LagSum.TOKENS],
+            "sampling_logp_difference": sums.mean(LagSum.DIFFERENCE),
+            "gen_kl_error": divergence,
+            "kl_staleness": staleness_part(divergence, of_engines),
+            "clip_fraction": sums.mean(LagSum.CLIPPED),
+            "effective_samples": sums.effective_samples,
+            "live_agreement": live_agreement,
+        }
+    )
+
+
+def metrics_of_table(table: LagTable) -> dict[str, float]:
+    """Return `by_lag/{class}/{name}` of the classes that have tokens; routing's have names of their own."""
+    return {
+        f"by_lag/{lag_class}/{name}": float(values[number])
+        for number, lag_class in enumerate(LAG_CLASSES)
+        for name, values in table.of.items()
+        if name != "live_agreement" and table.of["num_valid_tokens"][number] and not np.isnan(values[number])
+    }
+
+
+def metrics_of_all(sums: LagSums) -> dict[str, float]:
+    """Return `by_lag/mean_lag` and `by_lag/effective_samples` of all tokens; empty of none."""
+    if not sums.of[LagSum.TOKENS].any():
+        return {}
+    total = sums.total
+    return {
+        "by_lag/mean_lag": float(total.mean(LagSum.LAG)[0]),
+        "by_lag/effective_samples": float(total.effective_samples[0]),
+    }
+
+
+class LagMetrics(RunObserver):
+    """Metrics and table of each step that trains on older tokens.
+
+    Args:
+        record_artifact: Gets name and content of the step's table.
+    """
+
+    def __init__(self, record_artifact: Callable[[str, LagTable], None]):
+        self._record_artifact = record_artifact
+        self._of_engines = nan
+
+    def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
+        """Return the metrics of the step's loss by lag; none of a step without lags."""
+        series = result.microbatch_metrics
+        sums = LagSums.from_series(series)
+        if sums is None:  # then all tokens are of the weights that are trained
+            self._of_engines = series["gen_kl_error"].reduce() if "gen_kl_error" in series else self._of_engines
+            return {}
+        if sums.of[LagSum.TOKENS][0]:
+            self._of_engines = float(sums.mean(LagSum.DIVERGENCE)[0])
+        agreement = [result.moe_metrics.get(live_agreement_key(name), nan) for name in LAG_CLASSES]
+        table = lag_table(sums, self._of_engines, np.array(agreement))
+        self._record_artifact(BY_LAG.name, table)
+        return metrics_of_table(table) | metrics_of_all(sums)

@@ -1,0 +1,77 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of a policy-gradient loss over the tokens of each class of lag, of which metrics by lag are made."""
+
+from enum import StrEnum
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.losses.divergence import kl_estimate
+from nemo_rl_moe.algorithms.losses.policy_metrics import Metrics
+from nemo_rl_moe.algorithms.losses.ratios import importance_ratio
+from nemo_rl_moe.metrics import Reduction
+from nemo_rl_moe.models.interfaces import LossInputs
+from nemo_rl_moe.token_lag import LAG_CLASSES, NO_LAG, TOKEN_LAG, lag_classes
+
+
+class LagSum(StrEnum):
+    """Quantity that is summed over tokens."""
+
+    TOKENS = "tokens"
+    LAG = "lag"
+    DIFFERENCE = "difference"
+    """`|log training - log generation|`."""
+    DIVERGENCE = "divergence"
+    """k3 estimate of `KL(generation || training)`."""
+    WEIGHT = "weight"
+    """Importance ratio of training to generation, before any correction."""
+    SQUARED_WEIGHT = "squared_weight"
+    CLIPPED = "clipped"
+    """1 where the objective replaces the probability ratio by a bound."""
+
+
+def sum_key(lag_class: str, quantity: LagSum) -> str:
+    """Return the name of a sum among the metrics of a loss."""
+    return f"by_lag/{lag_class}/sum_{quantity}"
+
+
+def lag_sums(
+    prev: Float[Tensor, "sequences targets"],
+    generation: Float[Tensor, "sequences targets"],
+    is_clipped: Bool[Tensor, "sequences targets"],
+    inputs: LossInputs,
+    *,
+    is_bounded: bool,
+) -> Metrics:
+    """Compute the sums of each class, the largest lag, and the largest that no bound holds back; none without lags.
+
+    Args:
+        prev: Log-probabilities of the policy before the step; finite where masked.
+        generation: By the engine that sampled the tokens; finite where masked.
+        is_clipped: The objective replaces the ratio by a bound.
+        is_bounded: The loss bounds the weight of tokens that older weights sampled.
+    """
+    if TOKEN_LAG not in inputs.columns:
+        return {}
+    lags = inputs.per_target(TOKEN_LAG).where(inputs.token_mask, NO_LAG)
+    of_class = lag_classes(lags)
+    ratio = importance_ratio(prev, generation)
+    of_tokens = {
+        LagSum.TOKENS: torch.ones_like(ratio),
+        LagSum.LAG: lags,
+        LagSum.DIFFERENCE: (prev - generation).abs(),
+        LagSum.DIVERGENCE: kl_estimate(generation, prev, "k3"),
+        LagSum.WEIGHT: ratio,
+        LagSum.SQUARED_WEIGHT: ratio.square(),
+        LagSum.CLIPPED: is_clipped,
+    }
+    values = torch.stack([each.detach().double() for each in of_tokens.values()])
+    metrics: Metrics = {"by_lag/max_lag": (lags.amax(), Reduction.MAX)}
+    if not is_bounded:
+        metrics["by_lag/max_unbounded_lag"] = metrics["by_lag/max_lag"]
+    for number, name in enumerate(LAG_CLASSES):
+        sums = values.where(of_class == number, 0).sum((1, 2))
+        metrics |= {sum_key(name, each): (total, Reduction.PART) for each, total in zip(of_tokens, sums, strict=True)}
+    return metrics

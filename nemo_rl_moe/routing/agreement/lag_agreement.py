@@ -1,0 +1,53 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Agreement of routers with a capture by lag: how far routing has moved since older weights sampled a token."""
+
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.routing.replay import ReplayRoutes, num_in_common
+from nemo_rl_moe.shapes import Bool, Int
+from nemo_rl_moe.token_lag import LAG_CLASSES, lag_classes
+
+LagCounts = Int[Tensor, "classes 2"]
+"""Usable rows of each class of lag, and those whose set of experts the routers would choose."""
+
+
+class LagAgreement:
+    """Counts of one step of training on one rank."""
+
+    def __init__(self, device: torch.device):
+        self.counts: LagCounts = torch.zeros(len(LAG_CLASSES), 2, dtype=torch.long, device=device)
+        self._classes = torch.arange(len(LAG_CLASSES), device=device)[:, None]
+
+    def add(
+        self,
+        routes: ReplayRoutes,
+        live: Int[Tensor, "topk layers tokens"],
+        fed: Bool[Tensor, " tokens"],
+        lags: Int[Tensor, " tokens"],
+    ) -> None:
+        """Add the forward pass of some layers.
+
+        Args:
+            lags: Of the token that each row led to; `NO_LAG` where no model sampled it.
+        """
+        usable = routes.usable & fed
+        same = usable & (num_in_common(routes.planes, live) == len(live))
+        of_tokens = torch.stack([usable, same]).sum(1)
+        is_of_class = lag_classes(lags) == self._classes
+        self.counts += (is_of_class[:, None] * of_tokens).sum(-1)
+
+
+def live_agreement_key(lag_class: str) -> str:
+    """Return the name of the metric of one of `LAG_CLASSES`."""
+    return f"routing/live_agreement_lag_{lag_class}"
+
+
+def lag_agreement_metrics(counts: LagCounts) -> dict[str, float]:
+    """Return the share of each class that has usable rows."""
+    return {
+        live_agreement_key(name): same / usable
+        for name, (usable, same) in zip(LAG_CLASSES, counts.tolist(), strict=True)
+        if usable
+    }

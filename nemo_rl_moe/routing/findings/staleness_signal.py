@@ -1,0 +1,88 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Signs that training on tokens of older weights goes wrong: nothing bounds their weight, or it does not pay."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+StalenessKind = Literal["unbounded_staleness", "staleness_outweighs_overlap"]
+UNBOUNDED_LAG = "train/by_lag/max_unbounded_lag"
+"""Largest lag of a token in a loss that bounds no weight of older tokens; other losses do not report it."""
+EFFECTIVE_SAMPLES = "train/by_lag/effective_samples"
+STEP_S, WAIT_S = "timing/step/seconds", "timing/generation/seconds"
+"""Length of a step, and the time of it that training waits for rollouts."""
+METRICS = (UNBOUNDED_LAG, EFFECTIVE_SAMPLES, STEP_S, WAIT_S)
+"""Keys that `StalenessSignal` reads."""
+
+
+@dataclass(frozen=True)
+class OverlapBalance:
+    """What overlap has gained in a step, against what lag has cost.
+
+    Attributes:
+        waiting: Share of the time that training waits for rollouts.
+        effective_samples: Of the importance ratios of the trained tokens; 1: none lost.
+    """
+
+    waiting: float
+    effective_samples: float
+
+    @property
+    def most_speedup(self) -> float:
+        """Return the most that overlap can have gained: engines that generated all the time, then training alone."""
+        return 2 - self.waiting
+
+    @property
+    def pays(self) -> bool:
+        """Return False where the samples that are lost are more than overlap can have gained."""
+        return self.most_speedup * self.effective_samples >= 1
+
+
+def overlap_balance(metrics: Mapping[str, float]) -> OverlapBalance | None:
+    """Return the balance of a step; None of one without older tokens."""
+    if EFFECTIVE_SAMPLES not in metrics or STEP_S not in metrics:
+        return None
+    return OverlapBalance(metrics.get(WAIT_S, 0.0) / metrics[STEP_S], metrics[EFFECTIVE_SAMPLES])
+
+
+class StalenessSignal:
+    """Streaks of steps that train on older tokens and should not, fed step by step.
+
+    Args:
+        unbounded_lag: Lag that a loss without bounds must not meet; None: any may.
+        num_steps: Steps in a row in which lag must cost more than overlap can have gained.
+    """
+
+    def __init__(self, unbounded_lag: int | None, num_steps: int):
+        self._unbounded_lag, self._num_steps = unbounded_lag, num_steps
+        self._since: dict[StalenessKind, tuple[int, int]] = {}
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[StalenessKind, int, str]]:
+        """Yield the condition, first step and description of each streak that is long enough with the next step."""
+        texts = dict(self._conditions(metrics))
+        for kind in self._since.keys() - texts.keys():
+            del self._since[kind]
+        for kind, text in texts.items():
+            first, length = self._since.get(kind, (step, 0))
+            self._since[kind] = first, length + 1
+            if kind == "unbounded_staleness" or length + 1 >= self._num_steps:
+                yield kind, first, text.format(first)
+
+    def _conditions(self, metrics: Mapping[str, float]) -> Iterator[tuple[StalenessKind, str]]:
+        lag = metrics.get(UNBOUNDED_LAG)
+        if self._unbounded_lag is not None and lag is not None and lag >= self._unbounded_lag:
+            yield (
+                "unbounded_staleness",
+                f"tokens of weights {lag:.0f} optimizer steps old have been trained on since step {{}} by a loss that"
+                " bounds their weight nowhere: a few of them can decide an update; set"
+                " loss_fn.importance_sampling_correction, or allow less lag",
+            )
+        balance = overlap_balance(metrics)
+        if balance is not None and not balance.pays:
+            yield (
+                "staleness_outweighs_overlap",
+                f"older tokens have cost more than overlap can have gained since step {{}}: they count as"
+                f" {balance.effective_samples:.0%} of as many fresh ones, and the run is at most"
+                f" {balance.most_speedup:.2f} times as fast as with rollouts and updates in turn",
+            )

@@ -1,0 +1,45 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`by_lag.parquet`: what staleness does to the tokens of a step, by their lag.
+
+Its columns are `step`, `lag` (the lowest of its class) and the statistics of `LAG_STATISTICS`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from nemo_rl_moe.runs.folder.step_tables import StepTable, StepTableWriter
+from nemo_rl_moe.shapes import Float
+from nemo_rl_moe.token_lag import LOWEST_LAGS
+
+LAG_STATISTICS = (
+    "num_valid_tokens",
+    "sampling_logp_difference",
+    "gen_kl_error",
+    "kl_staleness",
+    "clip_fraction",
+    "effective_samples",
+    "live_agreement",
+)
+FOLDER_NAME = "by_lag.parquet"
+TABLE = StepTable(FOLDER_NAME, ("step", "lag"), dict.fromkeys(LAG_STATISTICS, pa.float64()), is_signed=True)
+
+
+@dataclass(frozen=True)
+class LagTable:
+    """Statistics of a step's trained tokens, each of `LAG_STATISTICS`, for each of `LAG_CLASSES`.
+
+    NaN where a class has no tokens or a statistic is not known.
+    """
+
+    of: Mapping[str, Float[np.ndarray, " classes"]]
+
+
+class LagWriter(StepTableWriter[LagTable]):
+    table = TABLE
+
+    def write(self, step: int, artifact: LagTable) -> None:
+        self.add(step, (LOWEST_LAGS,), {name: artifact.of[name] for name in LAG_STATISTICS})

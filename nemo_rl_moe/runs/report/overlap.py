@@ -1,0 +1,38 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What overlap of rollouts and training has gained in a run, beside what the lag of its tokens has cost."""
+
+from statistics import fmean
+
+from nemo_rl_moe.routing.findings.staleness_signal import METRICS, OverlapBalance, overlap_balance
+from nemo_rl_moe.runs.folder.run_data import RunData
+
+NUM_STEPS = 20
+"""Last steps that are averaged."""
+
+
+def overlap_facts(run: RunData) -> list[tuple[str, str]]:
+    """Return labels and values of a run whose last steps trained on older tokens; none of others."""
+    balances = _last_balances(run)
+    if not balances:
+        return []
+    mean = OverlapBalance(
+        fmean(balance.waiting for balance in balances), fmean(balance.effective_samples for balance in balances)
+    )
+    return [
+        ("training waits for rollouts", f"{mean.waiting:.0%} of the time"),
+        ("speedup by overlap", f"at most {mean.most_speedup:.2f}"),
+        ("effective samples", f"{mean.effective_samples:.0%}"),
+        ("overlap", "pays" if mean.pays else "costs more than it gains"),
+    ]
+
+
+def _last_balances(run: RunData) -> list[OverlapBalance]:
+    values = {
+        key: dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+        for key in METRICS
+        if (series := run.metrics.get(key)) is not None
+    }
+    steps = sorted({step for of_steps in values.values() for step in of_steps})[-NUM_STEPS:]
+    found = (overlap_balance({key: of[step] for key, of in values.items() if step in of}) for step in steps)
+    return [balance for balance in found if balance is not None]

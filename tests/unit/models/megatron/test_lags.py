@@ -1,0 +1,321 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Updates of a real model on tokens of known versions of its weights: by lag, and in every layout the same."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.lag_metrics import LagSums, lag_table
+from nemo_rl_moe.algorithms.losses.lag_sums import LagSum
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.config.schema_grpo import GeneratingPolicyConfig
+from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
+from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
+from nemo_rl_moe.metrics import MetricSeries
+from nemo_rl_moe.models.megatron.training.context_parallel import ContextPlace
+from nemo_rl_moe.models.megatron.training.microbatch import MicrobatchShape, pack_microbatch, pad_microbatch
+from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, fed_tokens, in_router_order, row_lags
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.models.policy.model_workers import join_metrics
+from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, token_lags, training_batch
+from nemo_rl_moe.routing.agreement.lag_agreement import live_agreement_key
+from nemo_rl_moe.routing.metrics.mismatch_split import gap_metrics
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+from nemo_rl_moe.token_lag import LAG_CLASSES, NO_LAG, TOKEN_LAG
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import (
+    MICROBATCHES,
+    layout,
+    parallel_job,
+    shard_of_rank,
+    tiny_batch,
+    tiny_grpo_policy,
+    tiny_hf_config,
+)
+
+NUM_LAYERS, TOPK = 4, 2
+ADVANTAGES = torch.tensor([1.0, -0.5, 0.25, -1.5, 0.75, 0.5, -1.0, 0.5])
+SETTINGS = {"activation_checkpointing": "none", "routing_replay": "none", "capture_routing": True}
+NO_AGREEMENT = np.full(len(LAG_CLASSES), np.nan)
+
+
+@dataclass(frozen=True)
+class Version:
+    """What the model is at one version: log-probabilities and experts of the whole batch."""
+
+    logprobs: np.ndarray[Any, Any]
+    routes: np.ndarray[Any, Any]
+
+
+def loss(*, on_policy: bool) -> PolicyGradientLoss:
+    return PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, on_policy=on_policy)
+
+
+def plain_batch() -> TokenBatch:
+    batch = tiny_batch(3)
+    logprobs = torch.full(batch.input_ids.shape, -3.0)
+    return batch.with_columns(advantages=per_sequence(ADVANTAGES), generation_logprobs=per_token(logprobs))
+
+
+def train(trainer: MegatronTrainer, batch: TokenBatch, *, on_policy: bool = True) -> Any:
+    place = trainer.coordinates
+    shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, MICROBATCHES)
+    return trainer.train([shard], loss(on_policy=on_policy))
+
+
+def versions(policy: GeneratingPolicyConfig, number: int) -> list[Version]:
+    """On one rank: the model before and after each of its first updates."""
+    with parallel_job(policy):
+        trainer, batch, found = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10), plain_batch(), []
+        for _ in range(number):
+            (logprobs,), stored = trainer.logprobs_and_routes([batch])
+            routes = np.full((*batch.input_ids.shape, NUM_LAYERS, TOPK), -1, dtype=np.int16)
+            for row, of_sequence in enumerate(stored):
+                experts = of_sequence.pieces[0].source
+                routes[row, : len(experts)] = experts
+            found.append(Version(logprobs.numpy(), routes))
+            train(trainer, batch)
+        return found
+
+
+def lags_of_batch(batch: TokenBatch, num_versions: int) -> Tensor:
+    """The versions take turns, from sequence to sequence and in the middle of one."""
+    rows, columns = batch.input_ids.shape
+    lags = (torch.arange(rows)[:, None] + (torch.arange(columns)[None] > 8)) % num_versions
+    return lags.where(batch.token_mask, NO_LAG).int()
+
+
+def lagged_batch(found: list[Version]) -> TokenBatch:
+    """The batch as an engine with these versions would have drawn it."""
+    batch = plain_batch()
+    lags = lags_of_batch(batch, len(found))
+    last = len(found) - 1
+    drawn_by = (last - lags.clamp(min=0)).numpy()
+    logprobs = np.choose(drawn_by, [version.logprobs for version in found])
+    # A row is of the pass that drew the token after it.
+    row_of = np.pad(drawn_by[:, 1:], ((0, 0), (0, 1)))[..., None, None]
+    routes = np.choose(row_of, [version.routes for version in found])
+    return batch.with_columns(
+        **{
+            "generation_logprobs": per_token(torch.from_numpy(logprobs)),
+            "prev_logprobs": per_token(torch.from_numpy(found[-1].logprobs)),
+            TOKEN_LAG: per_token(lags, fill=NO_LAG),
+            ROUTED_EXPERTS: per_token(torch.from_numpy(routes), Destination.MODEL, fill=-1),
+        }
+    )
+
+
+def last_update(
+    policy: GeneratingPolicyConfig, found: list[Version]
+) -> tuple[dict[str, MetricSeries], dict[str, float]]:
+    """On every rank: the updates to the last version, then one on the tokens of all of them."""
+    with parallel_job(policy):
+        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        for _ in found[1:]:
+            train(trainer, plain_batch())
+        result = train(trainer, lagged_batch(found), on_policy=False)
+        reports = trainer.coordinates.reports_loss
+        return result.microbatch_metrics if reports else {}, result.moe_metrics
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Version]:
+    return run_ranks(versions, 1, tiny_grpo_policy(1, **SETTINGS), 3)[0]
+
+
+def run(found: list[Version], world_size: int = 1, **changes: Any) -> tuple[LagSums, dict[str, float]]:
+    ranks = run_ranks(last_update, world_size, tiny_grpo_policy(world_size, **{**SETTINGS, **changes}), found)
+    sums = LagSums.from_series(join_metrics([series for series, _ in ranks]))
+    assert sums is not None
+    return sums, {name: value for name, value in ranks[0][1].items() if "_lag_" in name}
+
+
+@pytest.fixture(scope="module")
+def expected(found: list[Version]) -> tuple[LagSums, dict[str, float]]:
+    return run(found)
+
+
+def test_agreement_is_that_of_the_rows_that_led_to_each_class(
+    found: list[Version], expected: tuple[LagSums, dict[str, float]]
+) -> None:
+    batch = plain_batch()
+    lags = lags_of_batch(batch, 3).numpy()
+    last = found[-1].routes
+    taken = lagged_batch(found).columns[ROUTED_EXPERTS].values.numpy()
+    same = (np.sort(taken, -1) == np.sort(last, -1)).all(-1)
+    metrics = {}
+    for lag in range(3):
+        rows = same[:, :-1][lags[:, 1:] == lag]
+        metrics[live_agreement_key(LAG_CLASSES[lag])] = pytest.approx(float(rows.mean()), abs=1e-9)
+    assert expected[1] == metrics
+    assert expected[1][live_agreement_key("0")] == 1
+    assert expected[1][live_agreement_key("2")] < expected[1][live_agreement_key("1")] < 1
+
+
+def test_sums_are_those_of_the_versions(found: list[Version], expected: tuple[LagSums, dict[str, float]]) -> None:
+    lags = lags_of_batch(plain_batch(), 3).numpy()
+    table = lag_table(expected[0], 0.0, NO_AGREEMENT).of
+    for lag in range(3):
+        moved = (found[-1].logprobs.astype(np.float64) - found[-1 - lag].logprobs)[lags == lag]
+        assert table["num_valid_tokens"][lag] == len(moved)
+        assert table["gen_kl_error"][lag] == pytest.approx(gap_metrics(moved)["kl"], rel=1e-4)
+        assert table["effective_samples"][lag] == pytest.approx(gap_metrics(moved)["effective_samples"], rel=1e-6)
+    assert 0 == table["gen_kl_error"][0] < table["gen_kl_error"][1] < table["gen_kl_error"][2]
+    assert not expected[0].of[LagSum.TOKENS][3:].any()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (1, {"sequence_packing__enabled": True}),
+        (2, layout(ep=2)),
+        (2, layout(pp=2)),
+        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
+        pytest.param(2, {"activation_checkpointing": "full"}, marks=pytest.mark.full),
+    ],
+)
+def test_every_layout_says_the_same(
+    found: list[Version], expected: tuple[LagSums, dict[str, float]], world_size: int, changes: dict[str, Any]
+) -> None:
+    sums, agreement = run(found, world_size, **changes)
+    for quantity, values in sums.of.items():
+        np.testing.assert_allclose(values, expected[0].of[quantity], rtol=1e-5, atol=1e-6, err_msg=quantity)
+    assert agreement == expected[1]
+
+
+@pytest.mark.parametrize("make", [pad_microbatch, pack_microbatch])
+@pytest.mark.parametrize(("size", "context"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_a_row_has_the_lag_of_the_token_after_it(make: Any, size: int, context: int) -> None:
+    """On each rank's own tokens, with sequence and context parallelism too: every lag is that of its column."""
+    batch = tiny_batch(3).select([0, 3, 5])
+    numbers = 1 + torch.arange(batch.input_ids.numel()).view(batch.input_ids.shape)
+    batch = replace(batch, input_ids=numbers).with_columns(**{TOKEN_LAG: per_token(numbers.int(), fill=NO_LAG)})
+    lengths, seen = batch.lengths.tolist(), []
+    for context_rank, rank in product(range(context), range(size)):
+        place = ContextPlace(context_rank, context)
+        microbatch = make(batch, MicrobatchShape(size * place.sequence_multiple, place=place), torch.device("cpu"))
+        cut = SequenceCut(rank, size)
+        lags = row_lags(microbatch, cut)
+        assert lags is not None
+        tokens = in_router_order(microbatch.input_ids, cut)
+        fed = fed_tokens(microbatch, cut)
+        assert (lags[fed] == tokens[fed] + 1).all()
+        assert (lags[~fed] == NO_LAG).all()
+        seen += tokens[fed].tolist()
+    assert len(seen) == sum(lengths) - len(lengths)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A step on responses that the engine has drawn by known versions, and what each version says of them."""
+
+    sums: LagSums
+    lags: np.ndarray[Any, Any]
+    logprobs: Mapping[int, np.ndarray[Any, Any]]
+
+
+@contextmanager
+def weights_of(trainer: MegatronTrainer, kept: Mapping[str, Tensor]) -> Iterator[None]:
+    """While open, the model has earlier weights."""
+    parameters = dict(trainer.chunks[0].named_parameters())
+    now = {name: value.detach().clone() for name, value in parameters.items()}
+    with torch.no_grad():
+        for name, value in kept.items():
+            parameters[name].copy_(value)
+        yield
+        for name, value in now.items():
+            parameters[name].copy_(value)
+
+
+@dataclass
+class Responses:
+    """Responses on their way: tokens, log-probabilities by the engine, and the version that drew each token."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    versions: list[list[int]]
+
+    @classmethod
+    def begun(cls, prompts: list[list[int]]) -> "Responses":
+        return cls(prompts, [[0.0] * len(each) for each in prompts], [[NOT_SAMPLED] * len(each) for each in prompts])
+
+    def go_on(self, trainer: MegatronTrainer, rows: range, num_tokens: int) -> None:
+        """Have the weights as they are draw the next tokens."""
+        begun = tuple(tuple(self.tokens[row]) for row in rows)
+        seeds = tuple(100 * trainer.num_updates + row for row in rows)
+        sampling = SamplingParameters(max_new_tokens=num_tokens, temperature=1.0)
+        answers = trainer.generate(GenerationBatch(begun, seeds, sampling), None)
+        for row, answer in zip(rows, answers, strict=True):
+            assert answer.weight_version == trainer.num_updates
+            self.tokens[row] = [*self.tokens[row], *answer.token_ids.tolist()]
+            self.logprobs[row] = [*self.logprobs[row], *answer.logprobs.tolist()]
+            self.versions[row] = [*self.versions[row], *[trainer.num_updates] * num_tokens]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        parts = zip(self.tokens, self.logprobs, self.versions, strict=True)
+        return [made(row, *of_row) for row, of_row in enumerate(parts)]
+
+
+def drawn_by_versions(policy: GeneratingPolicyConfig) -> Drawn:
+    """Eight responses: 0 to 2 by version 0, 3 to 5 begun by version 0 and ended by version 1, 6 and 7 by version 2."""
+    with parallel_job(policy):
+        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        responses = Responses.begun([[3 + row, 7, 11] for row in range(8)])
+        kept: dict[int, dict[str, Tensor]] = {}
+        for parts in ([(range(3), 24), (range(3, 6), 12)], [(range(3, 6), 12)], [(range(6, 8), 24)]):
+            for rows, num_tokens in parts:
+                responses.go_on(trainer, rows, num_tokens)
+            weights = trainer.chunks[0].named_parameters()
+            kept[trainer.num_updates] = {name: value.detach().clone() for name, value in weights}
+            if trainer.num_updates < 2:
+                train(trainer, plain_batch())
+        found = responses.trajectories
+        lags = token_lags(found, trainer.num_updates)
+        batch = training_batch(found, ADVANTAGES.view(4, 2), 0, leave_out_truncated=False)
+        logprobs = {}
+        for version, earlier in kept.items():
+            with weights_of(trainer, earlier):
+                logprobs[version] = trainer.logprobs([batch])[0]
+        batch = batch.with_columns(**{TOKEN_LAG: per_token(lags, fill=NO_LAG), "prev_logprobs": per_token(logprobs[2])})
+        sums = LagSums.from_series(train(trainer, batch, on_policy=False).microbatch_metrics)
+        assert sums is not None
+        return Drawn(sums, lags.numpy(), {version: of.double().numpy() for version, of in logprobs.items()})
+
+
+def made(row: int, tokens: list[int], logprobs: list[float], drawn_by: list[int]) -> Trajectory:
+    versions = np.array(drawn_by)
+    return Trajectory(
+        sample_id=f"prompt {row // 2}",
+        group_id=f"prompt {row // 2}",
+        token_ids=np.array(tokens),
+        loss_mask=versions != NOT_SAMPLED,
+        logprobs=np.array(logprobs),
+        weight_versions=versions,
+        reward=0.0,
+        is_correct=False,
+        finish_reason="length",
+    )
+
+
+def test_the_staleness_part_is_the_difference_of_the_two_versions() -> None:
+    """The parts are computed from what engine and trainer reported; the difference, from the two versions' weights."""
+    policy = tiny_grpo_policy(1, **SETTINGS, generation__temperature=1.0)
+    (step,) = run_ranks(drawn_by_versions, 1, policy)
+    of_engines = float(step.sums.mean(LagSum.DIVERGENCE)[0])
+    table = lag_table(step.sums, of_engines, NO_AGREEMENT).of
+    assert table["num_valid_tokens"].tolist() == [48, 36, 108, 0, 0]
+    for lag in (1, 2):
+        moved = (step.logprobs[2] - step.logprobs[2 - lag])[step.lags == lag]
+        direct = gap_metrics(moved)["kl"]
+        assert table["kl_staleness"][lag] == pytest.approx(direct, rel=1e-3)
+        assert direct > 100 * abs(of_engines), "one engine draws and trains"
