@@ -108,8 +108,8 @@ Problems = Callable[..., list[str]]
         ),
         (
             "policy.generation.backend=megatorn",
-            "policy.generation.backend: got 'megatorn' (str), expected megatron or vllm or package.module:name;"
-            " did you mean megatron?",
+            "policy.generation.backend: got 'megatorn' (str), expected one of megatron, megatron_separate, vllm or"
+            " package.module:name; did you mean megatron?",
         ),
         (
             "env.name=maths",
