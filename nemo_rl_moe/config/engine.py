@@ -21,16 +21,23 @@ class EngineSize:
     Attributes:
         num_copies: Copies of the weights, which share the requests.
         ranks: Processes that share the weights of a copy; on GPUs, one GPU each.
-        gpu_memory_utilization: Share of a GPU's memory that a rank may take for weights and key-value cache.
+        gpu_memory_utilization: Share of a GPU's memory that a rank may take for weights and key-value cache; None: it
+            takes as it needs.
+        cpu_cache_bytes: Key-value cache of a copy on CPUs; None: as each batch needs.
         vocabulary_multiple: Embedding and output layer are padded to a multiple of so many tokens.
     """
 
     num_copies: int
     ranks: int
     dtype: str
-    gpu_memory_utilization: float
-    cpu_cache_bytes: int
+    gpu_memory_utilization: float | None = None
+    cpu_cache_bytes: int | None = None
     vocabulary_multiple: int = 1
+
+    @property
+    def largest_share(self) -> float:
+        """Share of a GPU's memory that a rank may take at most."""
+        return 1.0 if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ Schema = TypeVar("Schema", bound=BaseModel)
 BACKEND_KEY = "policy.generation.backend"
 _RECORDS = {
     "megatron": "nemo_rl_moe.generation.record:ENGINE",
+    "megatron_separate": "nemo_rl_moe.generation.megatron_separate.record:ENGINE",
     "vllm": "nemo_rl_moe.generation.vllm.record:ENGINE",
 }
 """The records that ship with this package: the one place to add another."""

@@ -201,8 +201,9 @@ class GenerationConfig(EngineSections):
     """Sampling of responses."""
 
     backend: EngineName
-    """megatron: the training workers themselves, with the weights that they train; vllm: engines of vLLM, with a copy
-    of the weights; otherwise the record of an engine of your own, or a function that makes one."""
+    """megatron: the training workers themselves, with the weights that they train; megatron_separate: workers of
+    Megatron-Core beside them, each with a copy of the weights; vllm: engines of vLLM, with a copy; otherwise the record
+    of an engine of your own, or a function that makes one."""
     weight_transport: Literal["files", "gloo", "nccl", "cuda_ipc"]
     """files: the engines' weights travel through shared memory or, between machines, a disk; nccl: from GPU to GPU, for
     engines with GPUs of their own; cuda_ipc: engines read them in the trainer's GPUs, which they share; gloo: over the

@@ -148,6 +148,8 @@ class WorkerGroup(Generic[Worker]):
         start_timeout_s: For all ranks together.
         call_timeout_s: For a call on any rank.
         environment: Further environment variables of each rank.
+        ranks_per_job: Neighbours that form one distributed job, on one machine; `make_worker` gets rank and size within
+            it. None: all ranks are one job.
 
     Raises:
         WorkerDiedError: A worker failed or did not start in time; all of them have been stopped.
@@ -161,8 +163,10 @@ class WorkerGroup(Generic[Worker]):
         start_timeout_s: float,
         call_timeout_s: float,
         environment: Mapping[str, str] = MappingProxyType({}),
+        ranks_per_job: int | None = None,
     ):
         self._cluster = cluster
+        self._ranks_per_job = ranks_per_job or cluster.config.world_size
         self._environment = dict(environment)
         self._call_timeout_s = call_timeout_s
         self._driver_node = ray.get_runtime_context().get_node_id()
@@ -265,22 +269,27 @@ class WorkerGroup(Generic[Worker]):
             return list(by_rank.values())
 
         places = wait([actor.place.remote() for actor in self._actors], self._places.__setitem__)
-        (port,) = wait([self._actors[0].find_free_port.remote()])
-        environments = worker_environment(
-            places,
-            config.workers_per_node,
-            port,
-            is_local=self._cluster.is_local,
-            network_interface=config.network_interface,
-            num_threads=self._cluster.num_threads,
-        )
+        size = self._ranks_per_job
+        ports = wait([actor.find_free_port.remote() for actor in self._actors[::size]])
+        environments = [
+            environment
+            for job, port in enumerate(ports)
+            for environment in worker_environment(
+                places[job * size : (job + 1) * size],
+                min(config.workers_per_node, size),
+                port,
+                is_local=self._cluster.is_local,
+                network_interface=config.network_interface,
+                num_threads=self._cluster.num_threads,
+            )
+        ]
         search_path = [str(Path(folder).absolute()) for folder in sys.path]
         remaining_s = deadline - time.monotonic()
         payload = ray.put(cloudpickle.dumps(make_worker))
         answers = wait(
             [
                 actor.start.remote(
-                    environment | self._environment, search_path, payload, rank, self.world_size, remaining_s
+                    environment | self._environment, search_path, payload, rank % size, size, remaining_s
                 )
                 for rank, (actor, environment) in enumerate(zip(self._actors, environments, strict=True))
             ]

@@ -84,7 +84,7 @@ def moments_of_the_fullest(
     """Return the moments of the pipeline stage whose GPUs are the fullest, on cards with so many bytes."""
     engine, size = None, engine_size(config)
     if size is not None and engines_share_gpus(config):
-        share = int(size.gpu_memory_utilization * memory)
+        share = int(size.largest_share * memory)
         engine = EngineShare(engine_memory(size, transformer, hf_config), share)
     by_stage = [moments(worker, engine) for worker in _workers(config, transformer, hf_config)]
     return max(by_stage, key=lambda found: fullest(found).total)
@@ -100,7 +100,7 @@ def _engines_lack_room(config: MasterConfig, transformer: TransformerConfig, hf_
     size = engine_size(config)
     if size is None:
         return False
-    return engine_memory(size, transformer, hf_config).cache(memory, size.gpu_memory_utilization) <= 0
+    return engine_memory(size, transformer, hf_config).cache(memory, size.largest_share) <= 0
 
 
 def engine_lines(
@@ -129,10 +129,11 @@ def engine_lines(
     ]
     if on_gpus:
         workers = _workers(config, transformer, hf_config) if has_engine_beside(config) else []
-        share = f"a GPU's share for its engine ({section}.gpu_memory_utilization)"
-        rows.append((share, f"{size.gpu_memory_utilization:g}"))
-        rows += _device_rows(size.gpu_memory_utilization, memory, workers, longest, target)
-    else:
+        if size.gpu_memory_utilization is not None:
+            share = f"a GPU's share for its engine ({section}.gpu_memory_utilization)"
+            rows.append((share, f"{size.gpu_memory_utilization:g}"))
+        rows += _device_rows(size.largest_share, memory, workers, longest, target)
+    elif size.cpu_cache_bytes is not None:
         rows.append((f"key-value cache of each engine ({section}.cpu_cache_gib)", shown(size.cpu_cache_bytes)))
     where = "shared memory" if config.cluster.num_nodes == 1 else "checkpointing.checkpoint_dir"
     rows.append((f"in {where} while weights are sent, at most", shown(on_the_way)))

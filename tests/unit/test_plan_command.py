@@ -143,6 +143,19 @@ def test_engine_of_vllm_on_cpus(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "sleep" not in printed
 
 
+def test_copies_beside_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["policy.generation.backend=megatron_separate", "+cluster.roles.generation={gpus_per_node: 4}"]
+    code, printed, errors = plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B, *chosen)
+    assert (code, errors) == (0, "")
+    rows = values(printed)
+    assert rows["engines"] == "4, of 1 GPU each"
+    # What the model has not taken of a card is the cache's.
+    weights = float(rows["weights of each rank (bfloat16)"])
+    (cache,) = (row for label, row in rows.items() if label == "GPUs with 80 GB: key-value cache, in GB")
+    assert float(cache.split(",")[0]) == pytest.approx(80 - weights, abs=0.011)
+    assert "gpu_memory_utilization" not in printed
+
+
 def test_ranks_that_share_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = [f"{MEGATRON}.context_parallel_size=4", "policy.generation.backend=vllm"]
     code, printed, errors = plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B, *chosen, "--target", "8xH100")

@@ -17,7 +17,7 @@ from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
 from nemo_rl_moe.rl.aggregation import global_mean
 from nemo_rl_moe.rl.corrections import CORRECTIONS, bounds_old_tokens
-from nemo_rl_moe.rl.objectives import ObjectiveInputs, both_bounds
+from nemo_rl_moe.rl.objectives import ObjectiveInputs, both_bounds, no_bounds
 
 REFERENCE = "reference_logprobs"
 
@@ -120,7 +120,9 @@ class PolicyGradientLoss:
         metrics |= mismatch_metrics(current, prev, generation, inputs)
         metrics |= correction_metrics(bounded, weights, config, inputs)
         is_clipped = bounds.replaces(ratio.detach())
-        metrics |= lag_sums(prev, generation, is_clipped, inputs, is_bounded=bounds_old_tokens(config))
+        clips_old_tokens = self.ratio_to_generation and objective.bounds is not no_bounds
+        is_bounded = clips_old_tokens or bounds_old_tokens(config)
+        metrics |= lag_sums(prev, generation, is_clipped, inputs, is_bounded=is_bounded)
         return LossOutputs(loss=loss, metrics=metrics)
 
 

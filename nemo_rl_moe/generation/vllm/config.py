@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from nemo_rl_moe.config.schema_base import PositiveInt, Processes, Seconds, Share, StrictModel
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
+from nemo_rl_moe.generation.places import other_kind_of_device
 
 if TYPE_CHECKING:
     from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -49,9 +50,8 @@ def engines_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
     place = config.cluster.place_of(GENERATION_ROLE) if has_own else config.cluster
     section = f"cluster.roles.{GENERATION_ROLE}" if has_own else "cluster"
     size, gpus = engines.tensor_parallel_size, place.gpus_per_node
-    if (gpus > 0) != (config.cluster.gpus_per_node > 0):
-        expected = "GPUs, as the policy has" if gpus == 0 else "0: the policy is on CPUs (cluster.gpus_per_node 0)"
-        yield f"{section}.gpus_per_node: got {gpus}, expected {expected}"
+    if (problem := other_kind_of_device(config)) is not None:
+        yield problem
     elif gpus == 0:
         if size > 1:
             yield f"{KEY}.tensor_parallel_size: got {size}, expected 1 on CPUs ({section}.gpus_per_node 0)"

@@ -173,6 +173,14 @@ def test_only_a_loss_without_a_bound_reports_the_lag_that_nothing_bounds(correct
     assert ("by_lag/max_unbounded_lag" not in series) == bounds
 
 
+@pytest.mark.parametrize(("objective", "bounds"), [("clipped", True), ("reinforce", False)])
+def test_a_clipped_ratio_to_generation_is_a_bound(objective: str, bounds: bool) -> None:
+    inputs = random_inputs(0)
+    loss = PolicyGradientLoss(config_of(objective=objective), on_policy=False, ratio_to_generation=True)
+    metrics = loss(with_lags(inputs, random_lags(inputs, 0))).metrics
+    assert ("by_lag/max_unbounded_lag" not in metrics) == bounds
+
+
 def test_staleness_is_what_older_tokens_have_beyond_those_without_lag() -> None:
     inputs = random_inputs(0, sequences=12, targets=9)
     sums = sums_of(with_lags(inputs, random_lags(inputs, 3, highest=2)))

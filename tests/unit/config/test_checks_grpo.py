@@ -132,6 +132,17 @@ BROKEN = [
         "cluster.roles.generation.gpus_per_node: got 0, expected GPUs, as the policy has",
     ),
     (
+        ("policy.generation.backend=megatron_separate",),
+        "engine_has_what_it_needs",
+        "cluster.roles.generation: missing; expected the workers of policy.generation.backend megatron_separate, one"
+        " for each copy of the weights, such as {cpu_workers_per_node: 1}",
+    ),
+    (
+        ("policy.generation.backend=megatron_separate", "+cluster.roles.generation={gpus_per_node: 1}"),
+        "engine_has_what_it_needs",
+        "cluster.roles.generation.gpus_per_node: got 1, expected 0: the policy is on CPUs (cluster.gpus_per_node 0)",
+    ),
+    (
         ("policy.generation.backend=vllm", f"{WAY}=nccl"),
         "weights_can_travel",
         f"{WAY}: got nccl, expected files or gloo on CPUs (cluster.gpus_per_node 0)",

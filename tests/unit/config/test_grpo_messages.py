@@ -109,8 +109,8 @@ Problems = Callable[..., list[str]]
         ("logger.backends=[csv]", "logger.backends: got ['csv'] (list), expected a list of package.module:name"),
         (
             "policy.generation.backend=megatorn",
-            "policy.generation.backend: got 'megatorn' (str), expected megatron or vllm or package.module:name;"
-            " did you mean megatron?",
+            "policy.generation.backend: got 'megatorn' (str), expected one of megatron, megatron_separate, vllm or"
+            " package.module:name; did you mean megatron?",
         ),
         (
             "env.name=maths",

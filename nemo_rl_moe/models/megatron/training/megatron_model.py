@@ -5,6 +5,7 @@
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackwar
 from nemo_rl_moe.models.megatron.training.optimizer import half_precision_modules
 from nemo_rl_moe.models.megatron.training.router_hooks import attach_hooks
 from nemo_rl_moe.models.megatron.weights.hf_export import save_weights, tensors_of_this_rank
+from nemo_rl_moe.models.megatron.weights.hf_receive import load_tensors
 from nemo_rl_moe.models.megatron.weights.starting_weights import set_starting_weights
 from nemo_rl_moe.models.model_files import write_model_files
 from nemo_rl_moe.models.rank_results import RankDescription
@@ -187,6 +189,17 @@ class MegatronModel:
             # The ranks bring each tensor together: one that stopped early would keep the others waiting.
             deque(tensors, maxlen=0)
             torch.cuda.empty_cache()  # of the tensors that were brought together: the engine's cache comes next
+
+    def receive_weights(self, transfer: TransportSpec, receiver: int, version: int) -> int:
+        """Replace this rank's weights by those of a trainer's ranks, and return the bytes. Every rank receives.
+
+        Raises:
+            WeightSyncError: Not every tensor arrived once; the weights are a mixture.
+        """
+        load = partial(load_tensors, self.chunks, self.config, self.hf_config)
+        num_bytes = transfer.receive(receiver, load)
+        self.num_updates = version
+        return num_bytes
 
     def weight_fingerprints(self, number_format: str) -> dict[str, str]:
         """Return the fingerprints of this rank's part of the weights. Every rank calls it."""

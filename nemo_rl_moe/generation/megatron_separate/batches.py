@@ -1,0 +1,95 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of requests as they come: a copy of the weights that is free takes what waits."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Condition
+
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationRequest
+
+Waiting = tuple[GenerationRequest, "Future[GeneratedSequence]"]
+Generate = Callable[[int, GenerationBatch], Sequence[GeneratedSequence]]
+
+
+class RequestBatches:
+    """Requests on their way to copies of the weights, in batches that share their sampling parameters.
+
+    Requests that tasks make in one turn of the event loop are dealt out together.
+
+    Args:
+        generate: Has the copy of a number generate a batch; called in a thread.
+        num_copies: Copies, numbered from 0.
+        max_batch_size: Most sequences that a copy generates at a time; None: all of its share.
+    """
+
+    def __init__(self, generate: Generate, num_copies: int, max_batch_size: int | None):
+        self._generate, self._num_copies, self._max_batch_size = generate, num_copies, max_batch_size
+        self._waiting: list[Waiting] = []
+        self._free = set(range(num_copies))
+        self._is_paused = False
+        self._changed = Condition()  # guards all of these
+        self._threads = ThreadPoolExecutor(num_copies, "copies")
+
+    async def answer(self, request: GenerationRequest) -> GeneratedSequence:
+        """Wait for the result of a request."""
+        future: Future[GeneratedSequence] = Future()
+        with self._changed:
+            self._waiting.append((request, future))
+        asyncio.get_running_loop().call_soon(self._deal_out)
+        return await asyncio.wrap_future(future)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Wait until all copies are free, and give them nothing while open."""
+        with self._changed:
+            self._is_paused = True
+            self._changed.wait_for(lambda: len(self._free) == self._num_copies)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_paused = False
+            self._deal_out()
+
+    def shutdown(self) -> None:
+        """Start no further batch."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _deal_out(self) -> None:
+        """Give free copies what waits; requests whose tasks were cancelled are dropped."""
+        with self._changed:
+            while self._waiting and self._free and not self._is_paused:
+                for copy, share in self._next_shares().items():
+                    self._free.remove(copy)
+                    self._threads.submit(self._run, copy, share)
+
+    def _next_shares(self) -> dict[int, list[Waiting]]:
+        """Take the requests with the first one's sampling; neighbours, often answers to one prompt and alike in
+        length, go to different copies.
+        """
+        copies = sorted(self._free)
+        sampling = self._waiting[0][0].sampling
+        most = None if self._max_batch_size is None else self._max_batch_size * len(copies)
+        chosen = [each for each in self._waiting if each[0].sampling == sampling][:most]
+        taken = {id(future) for _, future in chosen}
+        self._waiting = [each for each in self._waiting if id(each[1]) not in taken]
+        asked = [each for each in chosen if each[1].set_running_or_notify_cancel()]
+        shares = {copy: asked[number :: len(copies)] for number, copy in enumerate(copies)}
+        return {copy: share for copy, share in shares.items() if share}
+
+    def _run(self, copy: int, share: Sequence[Waiting]) -> None:
+        try:
+            sequences = self._generate(copy, GenerationBatch.of([request for request, _ in share]))
+            for (_, future), sequence in zip(share, sequences, strict=True):
+                future.set_result(sequence)
+        except Exception as error:
+            for _, future in share:
+                if not future.done():
+                    future.set_exception(error)
+        with self._changed:
+            self._free.add(copy)
+            self._changed.notify_all()
+        self._deal_out()

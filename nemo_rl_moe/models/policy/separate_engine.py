@@ -1,0 +1,210 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Core as a generation engine beside the trainer: a worker for each copy of the weights."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+
+import numpy as np
+import ray
+import torch
+from jaxtyping import Float
+
+from nemo_rl_moe.config.schema_grpo import GeneratingPolicyConfig
+from nemo_rl_moe.distributed.batch import ModelInput, TokenBatch
+from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.distributed.node_tools import THREADS
+from nemo_rl_moe.distributed.shared_arrays import ArrayStore
+from nemo_rl_moe.distributed.worker_group import WorkerGroup
+from nemo_rl_moe.errors import GenerationError, WeightSyncError, WorkerDiedError
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationRequest
+from nemo_rl_moe.generation.megatron_separate.batches import RequestBatches
+from nemo_rl_moe.generation.megatron_separate.record import MegatronSeparateConfig
+from nemo_rl_moe.models.hf_files import plain_config
+from nemo_rl_moe.models.interfaces import Head
+from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
+from nemo_rl_moe.models.policy.start_rank import start_rank
+from nemo_rl_moe.weight_sync.transport import TransportSpec, WeightTransport
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.generation.registry import EngineSetup
+
+Args = TypeVarTuple("Args")
+Result = TypeVar("Result")
+
+
+class SeparateEngine:
+    """A `GenerationEngine` of workers with a whole copy of the weights each, which take requests as they come.
+
+    A worker that dies or fails ends all of them and the run. Responses have the routed experts of their tokens where
+    the configuration captures them.
+
+    Args:
+        copies: Started workers, each a job of its own.
+        max_batch_size: Most sequences that a copy generates at a time; None: all that wait for it.
+    """
+
+    shares_weights = False
+
+    def __init__(self, copies: WorkerGroup[MegatronModel], max_batch_size: int | None):
+        self._copies, self._max_batch_size = copies, max_batch_size
+        self._requests = RequestBatches(self._generate, copies.world_size, max_batch_size)
+        self._images = ArrayStore(ray.put)
+        self._has_weights = False
+
+    async def generate(self, request: GenerationRequest) -> GeneratedSequence:
+        """Continue one sequence; while weights arrive, it waits for them.
+
+        Raises:
+            GenerationError: The trainer's weights have not arrived, or a worker failed.
+        """
+        return await self._requests.answer(request)
+
+    def update_weights(self, transport: WeightTransport, version: int) -> None:
+        """Have all copies receive while the trainer sends, when they have answered what they were asked.
+
+        Raises:
+            WeightSyncError: Not every tensor arrived everywhere.
+            GenerationError: A worker failed.
+        """
+        with self._requests.paused(), ThreadPoolExecutor(1) as thread:
+            self._has_weights = False
+            spec = transport.open(self._copies.world_size, version, receivers=f"{id(self)}")
+            received = thread.submit(self._receive, transport, spec, version)
+            try:
+                transport.send()
+            except WeightSyncError:
+                received.result()  # the reason of a copy that failed
+                raise
+            received.result()
+            self._has_weights = True
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Mapping[str, ModelInput]
+    ) -> list[list[Float[np.ndarray, " tokens"]]]:
+        """Return the log-probability of each token after the first, by each copy: `[copy][sequence]`.
+
+        Args:
+            sequences: Of any lengths.
+            temperature: `policy.generation.temperature`, at which the model computes.
+            model_inputs: Of each sequence, for a model of more than text.
+
+        Raises:
+            GenerationError: A worker failed.
+        """
+        batch = _batch_of(sequences, model_inputs).with_shared_in(self._images)
+        alone = [batch.select([index]) for index in range(len(sequences))]
+        with self._requests.paused():
+            by_copy = self._on_all(MegatronModel.logprobs, alone)
+        return [[logprobs[0, 1:].numpy() for logprobs in found] for found in by_copy]
+
+    def weight_fingerprints(self, number_format: str) -> list[dict[str, str]]:
+        """Return the fingerprints of the weights of each copy.
+
+        Raises:
+            GenerationError: A worker failed.
+        """
+        with self._requests.paused():
+            return self._on_all(MegatronModel.weight_fingerprints, number_format)
+
+    def sleep(self) -> None:
+        """Do nothing: a copy's workers are its own, and the key-value cache ends with each batch."""
+
+    def wake(self) -> None:
+        """Do nothing."""
+
+    def shutdown(self) -> None:
+        """Stop the workers."""
+        self._copies.shutdown()
+        self._requests.shutdown()
+
+    @property
+    def _all_copies(self) -> range:
+        return range(self._copies.world_size)
+
+    def _generate(self, copy: int, batch: GenerationBatch) -> list[GeneratedSequence]:
+        if not self._has_weights:
+            raise GenerationError("the engine has no weights yet: update_weights comes before the first request")
+        asked = (batch.with_shared_in(self._images), self._max_batch_size)
+        to_copies = [asked if each == copy else None for each in self._all_copies]
+        return _answers(self._copies.start_each(MegatronModel.generate, to_copies))[copy]
+
+    def _receive(self, transport: WeightTransport, spec: TransportSpec, version: int) -> None:
+        """Wait until all copies have received; the first that cannot ends the transfer for all."""
+        to_copies = [(spec, copy, version) for copy in self._all_copies]
+        try:
+            _answers(self._copies.start_each(MegatronModel.receive_weights, to_copies))
+        except BaseException as error:
+            transport.abort(str(error))
+            raise
+
+    def _on_all(self, method: Callable[[MegatronModel, *Args], Result], *args: *Args) -> list[Result]:
+        return list(_answers(self._copies.start_each(method, [args] * self._copies.world_size)).values())
+
+
+def _answers(wait: Callable[[], dict[int, Result]]) -> dict[int, Result]:
+    try:
+        return wait()
+    except WorkerDiedError as error:
+        raise GenerationError(f"generation engine megatron_separate: {error}") from error
+
+
+def _batch_of(sequences: Sequence[Sequence[int]], model_inputs: Sequence[Mapping[str, ModelInput]]) -> TokenBatch:
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    input_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
+    batch = TokenBatch(
+        input_ids=input_ids,
+        lengths=lengths,
+        token_mask=torch.arange(input_ids.shape[1]) < lengths[:, None],
+        sample_ids=("scored",) * len(sequences),
+    )
+    return batch.with_inputs(model_inputs) if model_inputs else batch
+
+
+def on_one_rank(policy: GeneratingPolicyConfig) -> GeneratingPolicyConfig:
+    """Return the policy's section for a rank that holds the whole model."""
+    sizes = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "context")
+    stages = ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage")
+    layout = {f"{name}_parallel_size": 1 for name in sizes} | dict.fromkeys(
+        (*stages, "num_layers_in_last_pipeline_stage")
+    )
+    megatron = policy.megatron_cfg.model_copy(update=layout | {"sequence_parallel": False})
+    return policy.model_copy(update={"megatron_cfg": megatron})
+
+
+def start_copies(setup: "EngineSetup", places: RayCluster) -> WorkerGroup[MegatronModel]:
+    """Start a worker for each copy; all begin with the weights that the policy began with.
+
+    Raises:
+        WorkerDiedError: One of them does not start.
+        ConfigurationError: The model or its weights cannot be used.
+    """
+    policy = setup.config.policy
+    section = policy.generation.section_of(MegatronSeparateConfig)
+    threads = {name: str(section.cpu_threads) for name in (THREADS, "MKL_NUM_THREADS")}
+    return WorkerGroup(
+        places,
+        partial(
+            start_rank,
+            policy=on_one_rank(policy),
+            source=setup.source,
+            hf_config=plain_config(setup.hf_config),
+            seed=setup.config.grpo.seed,
+            num_steps=None,
+            keep_reference=False,
+            decodes_text=bool(policy.generation.stop_strings),
+            heads=(Head.LOGPROBS,),
+        ),
+        start_timeout_s=places.config.worker_start_timeout_s,
+        call_timeout_s=places.config.worker_call_timeout_s,
+        environment=policy.megatron_cfg.env_vars | ({} if places.config.gpus_per_node else threads),
+        ranks_per_job=1,
+    )
+
+
+def make_separate_engine(setup: "EngineSetup") -> SeparateEngine:
+    """Start the engine in the places of `cluster.roles.generation`."""
+    assert setup.own_cluster is not None  # the record's rule
+    return SeparateEngine(start_copies(setup, setup.own_cluster), setup.config.policy.generation.max_batch_size)
