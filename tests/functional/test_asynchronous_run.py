@@ -21,17 +21,15 @@ COPY = {"policy__generation__backend": "tests.support.transformers_engine:make_s
 
 def trained(folder: Path, data: Path, **changes: Any) -> Path:
     """Return the folder of a run of three steps that has ended well, with its final weights."""
-    settings = grpo_runs.settings(
-        folder,
-        data,
-        checkpointing__checkpoint_dir=folder / "checkpoints",
-        checkpointing__save_period=0,
-        policy__megatron_cfg__optimizer__lr=1e-3,
-        env__name="callable",
-        env__callable={"function": "tests.functional.grpo_runs:share_of_digits"},
-        env__reasoning_gym=None,
-        **(sft_runs.only_jsonl() | changes),
-    )
+    of_all: dict[str, Any] = {
+        "checkpointing__checkpoint_dir": folder / "checkpoints",
+        "checkpointing__save_period": 0,
+        "policy__megatron_cfg__optimizer__lr": 1e-3,
+        "env__name": "callable",
+        "env__callable": {"function": "tests.functional.grpo_runs:share_of_digits"},
+        "env__reasoning_gym": None,
+    }
+    settings = grpo_runs.settings(folder, data, **(of_all | sft_runs.only_jsonl() | changes))
     done = grpo_runs.run_here(settings, folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return sft_runs.only_run_folder(folder)
