@@ -24,7 +24,7 @@ def engine_runs_beside_training(config: GRPOMasterConfig) -> Iterator[str]:
     elif rollouts.max_staleness > 0 and generation.engine.shares_weights and rollouts.replay_schedule is None:
         yield (
             f"{LAG_KEY}: got {rollouts.max_staleness}, expected 0 with policy.generation.backend {generation.backend},"
-            " which generates with the weights that are trained; an engine with a copy of them (vllm) can run ahead"
+            " which generates with the weights that are trained; an engine with a copy of them can run ahead"
         )
 
 

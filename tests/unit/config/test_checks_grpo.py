@@ -35,7 +35,7 @@ BROKEN = [
         (f"{ROLLOUTS}.mode=asynchronous",),
         "engine_runs_beside_training",
         f"{LAG}: got 1, expected 0 with policy.generation.backend megatron, which generates with the weights that are"
-        " trained; an engine with a copy of them (vllm) can run ahead",
+        " trained; an engine with a copy of them can run ahead",
     ),
     (
         (*ON_GPUS, f"{ROLLOUTS}.mode=asynchronous"),
