@@ -93,9 +93,9 @@ CORRECTIONS: dict[str, Correction] = {
 
 
 def bounds_old_tokens(config: PolicyGradientLossConfig) -> bool:
-    """Return whether the loss bounds the weight of tokens that older weights sampled.
+    """Return whether the correction bounds the weight of tokens that older weights sampled.
 
-    An objective's clip does not: it compares the policy with that before the step, not with the one that sampled.
+    An objective's clip does so only where its ratio is to the weights that sampled them.
     """
     return CORRECTIONS[config.importance_sampling_correction].effect is not None
 

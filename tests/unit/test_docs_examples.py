@@ -221,7 +221,6 @@ def test_there_are_commands_and_code_to_test() -> None:
         ("data.md", "data"),
         ("speed.md", "sft"),
         ("vllm.md", "grpo"),
-        ("asynchronous-rollouts.md", "grpo"),
         ("routing-replay.md", "grpo"),
         ("adding-an-algorithm.md", "run"),
         ("adding-a-logger.md", "sft"),
