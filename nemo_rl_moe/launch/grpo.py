@@ -216,7 +216,7 @@ def make_routing_measurements(
             moe,
             run.console.warn,
             fetch_objects,
-            is_exact=rollouts_in_float32(config.policy),
+            is_exact=rollouts_in_float32(config.policy) and config.grpo.rollouts.most_lag == 0,
         )
         if measured.save_capture
         else None,

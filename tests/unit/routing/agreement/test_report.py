@@ -1,0 +1,26 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a step's capture: what counts as two passes with the same weights."""
+
+import pytest
+import torch
+
+from nemo_rl_moe.routing.agreement.report import CheckTotals
+from nemo_rl_moe.routing.agreement.row_kinds import Row
+from nemo_rl_moe.token_lag import LAG_CLASSES
+
+FLIPS = "routing/float32_flips_share"
+
+
+@pytest.mark.parametrize(
+    ("rows_by_lag", "reported"),
+    [(None, True), ({}, True), ({"0": 40}, True), ({"0": 20, "1": 20}, False), ({"5_or_more": 40}, False)],
+)
+def test_rows_of_older_weights_are_no_flips_of_float32(rows_by_lag: dict[str, int] | None, *, reported: bool) -> None:
+    rows = torch.zeros(1, len(Row), dtype=torch.long)
+    rows[0, [Row.EXPECTED, Row.USABLE, Row.LIVE_SAME]] = torch.tensor([40, 40, 38])
+    of_classes = None
+    if rows_by_lag is not None:
+        of_classes = torch.tensor([[rows_by_lag.get(name, 0)] * 2 for name in LAG_CLASSES])
+    totals = CheckTotals(torch.zeros(3, dtype=torch.long), rows, num_ranks=1, is_exact=True, by_lag=of_classes)
+    assert totals.metrics().get(FLIPS) == (0.05 if reported else None)
