@@ -69,11 +69,6 @@ class VisionTrainer:
         """The folder without weights."""
         return {path.name: path.read_bytes() for path in self.folder.iterdir() if path.suffix == ".json"}
 
-    @property
-    def image_rule(self) -> Any:
-        """Image settings of its engines."""
-        return image_settings(self.hf_config)
-
     def change(self, part: str) -> None:
         """An update of the tensors whose names hold a text: each changes visibly."""
         chosen = [name for name in self.tensors if part in name]
@@ -164,7 +159,7 @@ class VisionTrainer:
 
 def engine_changes(trainer: VisionTrainer) -> dict[str, Any]:
     """Return the settings of an engine of its model, for `start_engine`."""
-    return {"image_rule": trainer.image_rule, "model_files": trainer.model_files}
+    return {"image_settings": image_settings(trainer.hf_config), "model_files": trainer.model_files}
 
 
 def with_images(sequences: Sequence[Mapping[str, ModelInput]]) -> list[int]:
