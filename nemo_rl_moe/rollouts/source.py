@@ -49,7 +49,7 @@ class RolloutGroups:
 
 @dataclass(frozen=True)
 class SourceState:
-    """What a checkpoint keeps of a source; nobody else looks into it.
+    """State of a source for a checkpoint, opaque to all others.
 
     Attributes:
         batches_taken: Rounds of prompts that were taken.

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 LONG = SamplingParameters(max_new_tokens=90)
-NUM_REQUESTS, ENOUGH_STEPS, LIMIT_S = 48, 15, 120.0
+NUM_REQUESTS, ENOUGH_STEPS = 48, 15
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,8 @@ def generated_across_an_update(engine: VllmEngine, trainer: Trainer) -> list[Gen
     try:
         num_before = engine.num_steps()
         thread.run(begin())
-        limit = time.monotonic() + LIMIT_S
         while engine.num_steps() < num_before + ENOUGH_STEPS:
-            assert time.monotonic() < limit
+            time.sleep(0.001)
         thread.run(gate.close())
         trainer.move()
         trainer.refit(engine)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.data.prompts import Prompt, PromptLoader
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.rewards.interface import BatchReward, Score, ScoringItem
 from nemo_rl_moe.rollouts.asynchronous.group_maker import group_seeds
@@ -17,7 +17,7 @@ from nemo_rl_moe.rollouts.asynchronous.groups import Ticket
 from nemo_rl_moe.rollouts.environment import Environment, Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.weight_sync.transport import WeightTransport
-from tests.support.grpo_fakes import END_TOKEN, SAMPLING, as_numbers, from_numbers
+from tests.support.grpo_fakes import END_TOKEN, SAMPLING, as_numbers, from_numbers, prompts
 
 
 @dataclass
@@ -56,6 +56,21 @@ class ScriptedEngine:
 
     def shutdown(self) -> None:
         pass
+
+
+class TwoTurns:
+    """Asks twice."""
+
+    async def rollout(self, session: Session) -> Trajectory:
+        await session.generate()
+        session.append([7, 8])
+        await session.generate()
+        return session.finish(await session.score())
+
+
+def loader() -> PromptLoader:
+    """Return rounds of two of seven prompts."""
+    return PromptLoader(prompts(7), 2, seed=3, shuffle=True)
 
 
 def make_session_groups(

@@ -39,7 +39,7 @@ class OpenPrompt:
 
 @dataclass(frozen=True)
 class QueueState(Generic[PromptT, GroupT]):
-    """What a checkpoint keeps between two steps.
+    """Prompts and finished groups that a checkpoint keeps between two steps.
 
     Attributes:
         version: Optimizer steps of the weights.

@@ -18,7 +18,7 @@ METRICS = (UNBOUNDED_LAG, EFFECTIVE_SAMPLES, STEP_S, WAIT_S)
 
 @dataclass(frozen=True)
 class OverlapBalance:
-    """What overlap has gained in a step, against what lag has cost.
+    """Gain of a step by overlap, and its cost by lag.
 
     Attributes:
         waiting: Share of the time that training waits for rollouts.

@@ -12,7 +12,7 @@ DrawPlots = Callable[[], Mapping[str, bytes]]
 
 
 class StepSink(Protocol):
-    """What takes the metrics of a run."""
+    """Receiver of the metrics of a run."""
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of one step; called once a step, steps ascending.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What overlap of rollouts and training has gained in a run, beside what the lag of its tokens has cost."""
+"""Gain of a run by the overlap of rollouts and training, beside its cost by the lag of tokens."""
 
 from statistics import fmean
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.algorithms.grpo_batch import make_source
-from nemo_rl_moe.data.prompts import Prompt, PromptLoader
+from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.asynchronous.accounts import TrajectoryBatch
 from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
@@ -24,30 +24,16 @@ from nemo_rl_moe.rollouts.asynchronous.prompts import QueueState
 from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledStep
 from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource, feed_of_epochs
 from nemo_rl_moe.rollouts.asynchronous.staleness import make_policy
-from nemo_rl_moe.rollouts.environment import Environment, Session, SingleTurn
+from nemo_rl_moe.rollouts.environment import Environment, SingleTurn
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.grpo_fakes import SAMPLING, FakeRewardFunction, make_worker, prompts, small_config
-from tests.support.scripted_engine import ScriptedEngine, make_session_groups
+from tests.support.scripted_engine import ScriptedEngine, TwoTurns, loader, make_session_groups
 from tests.support.virtual_clock import VirtualLoop
 
 NUM_EPOCHS, NUM_STEPS = 2, 6
 CONFIG = small_config(f"grpo.max_num_epochs={NUM_EPOCHS}")
-
-
-class TwoTurns:
-    """Asks twice."""
-
-    async def rollout(self, session: Session) -> Trajectory:
-        await session.generate()
-        session.append([7, 8])
-        await session.generate()
-        return session.finish(await session.score())
-
-
-def loader() -> PromptLoader:
-    return PromptLoader(prompts(7), 2, seed=3, shuffle=True)
 
 
 def asynchronous(

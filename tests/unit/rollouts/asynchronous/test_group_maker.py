@@ -13,7 +13,6 @@ import pytest
 
 from nemo_rl_moe.algorithms.grpo_batch import make_source
 from nemo_rl_moe.checkpoints.state import LoopState
-from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.launch.asynchronous import plan_rollouts, running_source, state_at
 from nemo_rl_moe.metrics import PhaseClock
@@ -30,27 +29,12 @@ from tests.support.grpo_fakes import (
     FakeRewardFunction,
     as_numbers,
     from_numbers,
-    prompts,
     small_config,
 )
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_engine import ScriptedEngine, TwoTurns, loader
 
 WITH_COPY = ("policy.generation.backend=vllm",)
 EngineOf = Callable[[], GenerationEngine]
-
-
-class TwoTurns:
-    """Asks twice."""
-
-    async def rollout(self, session: Session) -> Trajectory:
-        await session.generate()
-        session.append([7, 8])
-        await session.generate()
-        return session.finish(await session.score())
-
-
-def loader() -> PromptLoader:
-    return PromptLoader(prompts(7), 2, seed=3, shuffle=True)
 
 
 def worker_of(engine: Any, environment: Environment, limits: RolloutLimits | None = None, **more: Any) -> RolloutWorker:
