@@ -180,7 +180,8 @@ def test_a_worker_that_is_stopped_is_given_up(monkeypatch):
 def test_scoring_in_a_thread_ends_when_the_workers_are_stopped():
     with ThreadPoolExecutor(1) as thread, RewardWorkers(environment(num_workers=1)) as reward_function:
         scoring = thread.submit(reward_function.score, items_of(["nap 1.0"] * 500))
-        ray.get(reward_function._actors[0].place.remote())
+        while not reward_function._calls:  # the worker is idle until the thread has sent it the responses
+            time.sleep(0.01)
         reward_function.shutdown()
         with pytest.raises(WorkerDiedError, match="cannot score: the reward workers have been stopped"):
             scoring.result(120.0)
