@@ -37,6 +37,8 @@ _PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "weight_versions")
 _ROUTES = "routed_experts"
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_inf_nan="strings")
 Count = Annotated[int, Field(ge=0)]
+Number = Annotated[float, Field(strict=False)]
+"""Number of an environment: a truth counts as 0 or 1, and NaN and infinities are texts in JSON."""
 
 
 class _Trajectory(BaseModel):
@@ -46,7 +48,7 @@ class _Trajectory(BaseModel):
     num_route_rows: Count | None
     sample_id: str
     group_id: str
-    reward: float
+    reward: Number
     is_correct: bool
     finish_reason: FinishReason
     num_turns: Count
@@ -55,8 +57,8 @@ class _Trajectory(BaseModel):
     fault: str | None
     fault_message: str
     overlong: str
-    rewards: dict[str, float]
-    metrics: dict[str, float]
+    rewards: dict[str, Number]
+    metrics: dict[str, Number]
 
 
 class _Group(BaseModel):
@@ -207,7 +209,7 @@ def _trajectory(trajectory: Trajectory, routes: Shaped[np.ndarray, "rows ..."] |
         sample_id=trajectory.sample_id,
         group_id=trajectory.group_id,
         reward=trajectory.reward,
-        is_correct=trajectory.is_correct,
+        is_correct=bool(trajectory.is_correct),  # numpy's own, where an environment compares by it
         finish_reason=trajectory.finish_reason,
         num_turns=trajectory.num_turns,
         prompt_text=trajectory.prompt_text,

@@ -82,6 +82,21 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert found.queue[1].group[0].routed_experts is None
 
 
+def test_numbers_of_environments_come_back(tmp_path: Path) -> None:
+    """An environment's own numbers are of any kind: one that it could not measure is NaN, and a truth is numpy's."""
+    state = some_state()
+    (found,) = state.queue[1].group
+    metrics: Any = {"env/nan": float("nan"), "env/inf": float("inf"), "env/used": True, "env/num": np.float32(0.5)}
+    truth: Any = np.bool_(True)
+    group = [replace(found, metrics=metrics, is_correct=truth)]
+    write_queue(tmp_path, replace(state, queue=(replace(state.queue[1], group=group),)), list)
+    again = read_queue(tmp_path, iter(prompts(5)), IN_PLACE)
+    assert again is not None
+    (restored,) = again.queue[0].group
+    np.testing.assert_equal(restored.metrics, {"env/nan": np.nan, "env/inf": np.inf, "env/used": 1.0, "env/num": 0.5})
+    assert restored.is_correct is True
+
+
 def test_a_checkpoint_without_a_queue(tmp_path: Path) -> None:
     assert read_queue(tmp_path, iter(prompts(5)), IN_PLACE) is None
     write_queue(tmp_path, QueueState(0, 0, (), (), ()), list)
