@@ -5,6 +5,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol, TypeVar
 
 from nemo_rl_moe.rollouts.pool import cancel_all
@@ -33,16 +34,30 @@ class RolloutLoop(Protocol):
 
 
 class LoopThread:
-    """An event loop in a thread of its own, which goes on while the main thread trains."""
+    """An event loop in a thread of its own, which goes on while the main thread trains.
+
+    What ends the loop, as the `exit()` of a trajectory's code does, ends whoever waits for it.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._ended: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run_loop, name="rollouts", daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the loop, and wait for its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        result = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        wait([result, self._ended], return_when=FIRST_COMPLETED)
+        if not result.done():
+            self._ended.result()
+        return result.result()
+
+    def _run_loop(self) -> None:
+        try:
+            self._loop.run_forever()
+        except BaseException as error:
+            self._ended.set_exception(error)
 
     def close(self) -> None:
         """End the loop and its thread, with what still runs in it; its source is stopped before."""
