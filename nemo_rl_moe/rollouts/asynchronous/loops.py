@@ -48,7 +48,8 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the loop, and wait for its result."""
         result = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        wait([result, self._ended], return_when=FIRST_COMPLETED)
+        either: list[Future[Any]] = [result, self._ended]
+        wait(either, return_when=FIRST_COMPLETED)
         if not result.done():
             self._ended.result()
         return result.result()

@@ -12,7 +12,7 @@ from nemo_rl_moe.rollouts.asynchronous.loops import CallersLoop, LoopThread, Rol
 
 @pytest.mark.parametrize("make_loop", [LoopThread, CallersLoop])
 def test_code_that_exits_ends_who_waits(make_loop: type[RolloutLoop]) -> None:
-    """A trajectory's code runs `exit()`, as code that a model has written does: it ends the run as a synchronous one."""
+    """A trajectory's code runs `exit()`, as code that a model has written does: the run ends."""
 
     async def exits() -> None:
         sys.exit(3)
