@@ -145,6 +145,10 @@ def with_text_keys(value: Any) -> Any:
 
 def yaml_problem(error: Exception) -> str:
     """Return the problem of a YAML text, on one line."""
+    if isinstance(error, RecursionError):
+        return "brackets or sections are nested too deeply"
+    if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):  # as int(...) says it
+        return "a number is too long to be read"
     if isinstance(error, MarkedYAMLError):
         return str(error.problem or error.context or "not valid YAML")
     return str(error).splitlines()[0]
@@ -196,7 +200,7 @@ def _parsed(path: Path, text: str) -> dict[Any, Any]:
         raise ConfigurationError(f"{path}: {_NO_SECTIONS}") from error
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"{path}: {error.full_key}: not valid: {yaml_problem(error)}") from error
-    except YAMLError as error:
+    except (YAMLError, RecursionError, ValueError) as error:
         raise ConfigurationError(f"{path}: not valid: {yaml_problem(error)}") from error
     if not isinstance(content, dict) or (len(content) == 1 and text.strip() in content):
         raise ConfigurationError(f"{path}: {_NO_SECTIONS}")

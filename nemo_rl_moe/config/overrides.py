@@ -53,7 +53,7 @@ def parse_override(text: str) -> Override:
         raise ValueError(f"{key}: {problem}")
     try:
         value = parse_value(written)
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (YAMLError, OmegaConfBaseException, RecursionError, ValueError) as error:
         shown = shortened(masked_assignment(text).partition("=")[2])
         raise ValueError(f"{key}: {shown!r} is not valid YAML: {yaml_problem(error)}") from error
     return Override(tuple(form["key"].split(".")), value, add=bool(form["add"]))

@@ -46,6 +46,8 @@ def load(path: Path) -> Any:
     Raises:
         DataError: It is none of them, is damaged, or names code.
     """
+    if path.exists() and not path.is_file():  # a pipe could be read once, and its writer may never come
+        raise DataError(f"{path}: cannot be read: expected a regular file, got a pipe or a device")
     try:
         with path.open("rb") as file:
             head = file.read(64)

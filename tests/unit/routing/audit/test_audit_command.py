@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -292,6 +293,7 @@ def test_json_alone_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFix
         (["missing"], "missing: there is no such file or folder"),
         (["empty"], "empty: holds neither capture.json nor files of a format that is read"),
         (["notes.txt"], "notes.txt: is neither JSON nor a pickle"),
+        (["pipe.jsonl"], "pipe.jsonl: cannot be read: expected a regular file, got a pipe or a device"),
         (["notes.json"], "notes.json: is of no format that is known; --format takes auto, capture"),
         (["empty", "--format", "capture"], "capture.json: no description of a capture"),
         (["capture", "--steps", "5:8"], "capture: holds no step of those chosen"),
@@ -309,6 +311,7 @@ def test_what_cannot_be_read_is_reported(
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("routes")
     (tmp_path / "notes.json").write_text("[1]")
+    os.mkfifo(tmp_path / "pipe.jsonl")
     monkeypatch.chdir(tmp_path)
     assert main(["audit", *arguments]) == 2
     assert message in capsys.readouterr().err
