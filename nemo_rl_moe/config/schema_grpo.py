@@ -48,7 +48,7 @@ RewardName = Annotated[
 ]
 
 
-OnFailure = Literal["leave_out", "lowest", "zero"]
+OnFailure = Literal["leave_out", "lowest", "zero", "retry"]
 """Treatment of a response that the environment failed to score, as `env.on_failure` names it."""
 
 
@@ -339,7 +339,8 @@ class EnvironmentConfig(StrictModel):
     """Treatment of a response that the environment failed to score: it raised, took too long, returned no number or
     lost its worker. leave_out: neither trained on nor compared with others, and a group with fewer than two other
     responses is left out with it; lowest: it gets the lowest reward of its group's scored responses, and no positive
-    advantage; zero: reward 0, which is better than a negative one."""
+    advantage; zero: reward 0, which is better than a negative one; retry: its prompt is answered once more, in a fresh
+    session, and left out if that fails too."""
     answer_after: Text | None
     """Score what follows the last such text, and all of a response without it; null: all of every response."""
     score_truncated: bool

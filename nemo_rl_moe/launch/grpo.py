@@ -245,6 +245,7 @@ def start_rollouts(
         ).observe,
         config.env.reward_weights,
         RolloutLimits(config.env.rollout_timeout_s, config.env.rollout, run.stop_reason, notices.message, notices.warn),
+        num_attempts=2 if config.env.on_failure == "retry" else 1,
     )
 
 

@@ -14,6 +14,7 @@ _CONSEQUENCES: dict[OnFailure, str] = {
     "leave_out": "which is not trained on",
     "lowest": "which gets the lowest reward of its group",
     "zero": "which gets reward 0",
+    "retry": "which a second attempt has not mended, so that it is not trained on",
 }
 
 

@@ -5,7 +5,10 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import ModelInput
@@ -17,16 +20,52 @@ from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.limits import RolloutWatch
 from nemo_rl_moe.rollouts.running import RunningTrajectory, task_factory
 from nemo_rl_moe.rollouts.scoring import ScoringQueue
+from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.trajectory_timer import ThreadTime, TrajectoryTimer
 
 if TYPE_CHECKING:
     from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 Generate = Callable[[GenerationRequest], Coroutine[Any, Any, GeneratedSequence]]
+Begin = Callable[[int], RunningTrajectory]
+"""Function that starts an attempt at a trajectory, counted from 0."""
 CHECK_S = 0.1
 """Seconds between two looks at the limits, while a trajectory waits for something of its own."""
 CLEANUP_S = 5.0
 """Seconds that code may take for its end when it is cancelled."""
+
+
+class PooledTrajectory:
+    """A trajectory of the pool in one attempt, or in several where attempts fail; each is a fresh session.
+
+    Attributes:
+        attempts: All attempts so far; the last one counts.
+    """
+
+    def __init__(self, begin: Begin, num_attempts: int):
+        self._begin, self._num_attempts = begin, num_attempts
+        self.attempts = [begin(0)]
+
+    def look_after(self) -> None:
+        """Start the next attempt where the last one has failed and another is allowed.
+
+        Raises:
+            Exception: That of the engine, of the reward function, or of an environment that is no user's function.
+        """
+        self.attempts[-1].check()
+        if self.attempts[-1].has_failed and len(self.attempts) < self._num_attempts:
+            self.attempts.append(self._begin(len(self.attempts)))
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the trajectory is there."""
+        return self.attempts[-1].has_ended
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """Return what has come of the last attempt; when it has ended."""
+        found = self.attempts[-1].trajectory
+        return replace(found, num_retries=len(self.attempts) - 1) if len(self.attempts) > 1 else found
 
 
 class TrajectoryPool:
@@ -81,24 +120,40 @@ class TrajectoryPool:
         *,
         note_change: Callable[[], object] = lambda: None,
         count: Callable[[GeneratedSequence], object] = lambda sequence: None,
-    ) -> RunningTrajectory:
-        """Start a trajectory.
+    ) -> PooledTrajectory:
+        """Start a trajectory. Where it fails, a fresh session begins, as often as the worker allows.
 
         Args:
             prompt: What it begins with.
             group_id: Trajectories of one group are compared with each other.
             name: Which of its group's it is, for messages.
-            seed: Of its first response.
+            seed: Of its first response in the first attempt.
             inputs: Further inputs of the model.
             note_change: Called when it ends, begins to wait or has its answer.
             count: Called with each of its sequences.
         """
-        worker = self._worker
+
+        def begin(attempt: int) -> RunningTrajectory:
+            label = f"{prompt.sample_id}, {name}" + (f", attempt {attempt + 1}" if attempt else "")
+            return self._begin(prompt, group_id, label, seed_of_attempt(seed, attempt), inputs, changed, count)
 
         def changed() -> None:
             self._note_change()
             note_change()
 
+        return PooledTrajectory(begin, self._worker.num_attempts)
+
+    def _begin(
+        self,
+        prompt: Prompt,
+        group_id: str,
+        label: str,
+        seed: int,
+        inputs: Mapping[str, ModelInput],
+        changed: Callable[[], None],
+        count: Callable[[GeneratedSequence], object],
+    ) -> RunningTrajectory:
+        worker = self._worker
         session = Session(
             prompt=prompt,
             group_id=group_id,
@@ -113,19 +168,20 @@ class TrajectoryPool:
             model_inputs=dict(inputs),
         )
         coroutine = worker.environment.rollout(session)
-        timer = TrajectoryTimer(f"{prompt.sample_id}, {name}", coroutine, self._time)
+        timer = TrajectoryTimer(label, coroutine, self._time)
         started = RunningTrajectory(session, timer, coroutine, changed)
         self._started.append(started)
         self._timers.append(timer)
         self._changed.set()
         return started
 
-    async def leave(self, trajectories: Sequence[RunningTrajectory]) -> None:
+    async def leave(self, trajectories: Sequence[PooledTrajectory]) -> None:
         """Forget trajectories; those that have not ended are cancelled."""
-        for each in trajectories:
+        attempts = [attempt for each in trajectories for attempt in each.attempts]
+        for each in attempts:
             self._started.remove(each)
             self._timers.remove(each.timer)
-        running = [each.task for each in trajectories if not each.task.done()]
+        running = [each.task for each in attempts if not each.task.done()]
         for task in running:
             task.cancel()
         if running:
@@ -188,6 +244,13 @@ class TrajectoryPool:
             self._watch.note_progress()
             with self._clock.phase("rewards"):
                 await asyncio.sleep(0)
+
+
+def seed_of_attempt(seed: int, attempt: int) -> int:
+    """Return a trajectory's own seed for its first attempt; for later ones, numbers that no other trajectory has."""
+    if attempt == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, 0, attempt]).generate_state(1, np.uint64)[0])
 
 
 async def cancel_all() -> None:

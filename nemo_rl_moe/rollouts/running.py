@@ -84,6 +84,11 @@ class RunningTrajectory:
         return self._failed is not None or (self.task.done() and not self.timer.is_over)
 
     @property
+    def has_failed(self) -> bool:
+        """Return whether it has ended with a fault of its environment; `check` has raised any error before."""
+        return self.has_ended and self.trajectory.fault is not None
+
+    @property
     def is_running(self) -> bool:
         """Return whether it has neither ended nor waits for the engine or the reward function."""
         return not self.has_ended and self.waits_for is None

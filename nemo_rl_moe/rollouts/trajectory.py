@@ -31,6 +31,7 @@ NOT_SAMPLED = -1
 """Weight version of a token that no model sampled."""
 
 OVERLONG_METRIC = "env/num_overlong"
+RETRIES_METRIC = "env/num_retries"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Trajectory:
         is_correct: Whether it counts as right in `accuracy`.
         finish_reason: Why it ended.
         num_turns: Responses of the model.
+        num_retries: Failed attempts before it.
         prompt_text: What was asked, for the eye.
         response_text: What came of it, for the eye.
         fault: Why the environment gave no reward; None where it did.
@@ -73,6 +75,7 @@ class Trajectory:
     is_correct: bool
     finish_reason: FinishReason
     num_turns: int = 1
+    num_retries: int = 0
     prompt_text: str = ""
     response_text: str = ""
     fault: Fault | None = None
@@ -225,9 +228,10 @@ def rollout_metrics(
 
     `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample` (sampled tokens), `truncation_rate`,
     `mean_turns_per_sample` where any has several turns, `env/num_overlong` where tokens of the environment did not fit,
-    and the means of the environment's own are of all trajectories: one that could not be scored is not right. `reward`,
-    `reward_std`, and of each named reward `rewards/NAME/mean` and `rewards/NAME/std`, are of those whose rewards count,
-    and are left out where none does. The weighted sum of the named means is `reward`.
+    `env/num_retries` where attempts failed before, and the means of the environment's own are of all trajectories: one
+    that could not be scored is not right. `reward`, `reward_std`, and of each named reward `rewards/NAME/mean` and
+    `rewards/NAME/std`, are of those whose rewards count, and are left out where none does. The weighted sum of the
+    named means is `reward`.
 
     Args:
         trajectories: All of them.
@@ -245,6 +249,8 @@ def rollout_metrics(
         metrics["mean_turns_per_sample"] = float(np.mean(turns))
     if num_overlong := sum(bool(trajectory.overlong) for trajectory in trajectories):
         metrics[OVERLONG_METRIC] = float(num_overlong)
+    if num_retries := sum(trajectory.num_retries for trajectory in trajectories):
+        metrics[RETRIES_METRIC] = float(num_retries)
     for name in dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics):
         found = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
         metrics[name] = float(np.mean(found))

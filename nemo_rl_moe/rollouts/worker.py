@@ -38,6 +38,7 @@ class RolloutWorker:
         watch: Sees the trajectories of each call, and may end the run by an error.
         reward_weights: Of each named reward; None where a score is one number.
         limits: Limits in time.
+        num_attempts: Most attempts at a trajectory whose environment fails.
         report_progress: Receives the number of sequences that a call has so far.
     """
 
@@ -50,6 +51,7 @@ class RolloutWorker:
     watch: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None
     reward_weights: Mapping[str, float] | None = None
     limits: RolloutLimits = field(default_factory=RolloutLimits)
+    num_attempts: int = 1
     report_progress: Callable[[int], object] = lambda num_sequences: None
 
     def run(
@@ -106,7 +108,7 @@ class RolloutWorker:
 
         def have_all_ended() -> bool:
             for each in started:
-                each.check()
+                each.look_after()
             return all(each.has_ended for each in started)
 
         # The trajectories of a group share the arrays of their images.

@@ -13,8 +13,7 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.asynchronous.gate import EngineGate
 from nemo_rl_moe.rollouts.asynchronous.groups import Ticket
 from nemo_rl_moe.rollouts.limits import RolloutWatch
-from nemo_rl_moe.rollouts.pool import TrajectoryPool
-from nemo_rl_moe.rollouts.running import RunningTrajectory
+from nemo_rl_moe.rollouts.pool import PooledTrajectory, TrajectoryPool
 from nemo_rl_moe.rollouts.source import TRAINING_SEEDS
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.trajectory_timer import ThreadTime
@@ -131,7 +130,7 @@ class GroupMaker:
             for changed in self._changes:
                 changed.set()
 
-    def _start(self, pool: TrajectoryPool, ticket: Ticket[Prompt], changed: asyncio.Event) -> list[RunningTrajectory]:
+    def _start(self, pool: TrajectoryPool, ticket: Ticket[Prompt], changed: asyncio.Event) -> list[PooledTrajectory]:
         prompt, size, key = ticket.prompt, self._num_generations, (ticket.position, ticket.attempt)
 
         def count(sequence: GeneratedSequence) -> None:
@@ -151,10 +150,10 @@ class GroupMaker:
             for number, seed in enumerate(group_seeds(ticket, self._seed, self._groups_per_step, size))
         ]
 
-    def _have_ended(self, started: list[RunningTrajectory]) -> bool:
+    def _have_ended(self, started: list[PooledTrajectory]) -> bool:
         """Return whether all have ended; raise the error of one, or of the engine in lockstep."""
         if self._failure is not None:
             raise self._failure
         for each in started:
-            each.check()
+            each.look_after()
         return all(each.has_ended for each in started)

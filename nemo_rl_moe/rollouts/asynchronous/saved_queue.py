@@ -52,6 +52,7 @@ class _Trajectory(BaseModel):
     is_correct: bool
     finish_reason: FinishReason
     num_turns: Count
+    num_retries: Count = 0
     prompt_text: str
     response_text: str
     fault: str | None
@@ -212,6 +213,7 @@ def _trajectory(trajectory: Trajectory, routes: Shaped[np.ndarray, "rows ..."] |
         is_correct=bool(trajectory.is_correct),  # numpy's own, where an environment compares by it
         finish_reason=trajectory.finish_reason,
         num_turns=trajectory.num_turns,
+        num_retries=trajectory.num_retries,
         prompt_text=trajectory.prompt_text,
         response_text=trajectory.response_text,
         fault=None if trajectory.fault is None else trajectory.fault.value,

@@ -180,7 +180,7 @@ def test_zero_is_a_reward_as_any() -> None:
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("on_failure", get_args(OnFailure))
-def test_without_failures_all_three_are_the_same_to_the_bit(estimator: str, on_failure: OnFailure) -> None:
+def test_without_failures_all_are_the_same_to_the_bit(estimator: str, on_failure: OnFailure) -> None:
     rewards = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).tolist()
     found, plain = (
         advantages_of_groups(config_of(name, *ESTIMATORS[estimator]), groups_of(rewards))

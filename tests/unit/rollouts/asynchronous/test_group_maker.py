@@ -97,6 +97,23 @@ def test_without_staleness_groups_are_those_of_the_synchronous_source(
         assert second.requests == first.requests
 
 
+@pytest.mark.parametrize("make_engine", [FakeEngine, ScriptedEngine])
+def test_a_failed_trajectory_is_tried_again_as_in_a_synchronous_run(make_engine: EngineOf, tmp_path: Any) -> None:
+    async def fails(session: Session) -> Trajectory:
+        turn = await session.generate()
+        if session.seed % 3 == 0:
+            raise OSError("the tool is away")
+        return session.finish(Score(float(len(turn.token_ids)), is_correct=False))
+
+    def worker() -> RolloutWorker:
+        return worker_of(make_engine(), RolloutFunction(fails, "here:fails"), num_attempts=2)
+
+    expected = make_source(small_config("grpo.max_num_epochs=2"), worker(), loader(), SAMPLING).next(0, PhaseClock())
+    with source_of(worker(), tmp_path, "grpo.rollouts.max_staleness=0") as source:
+        assert_same(source.next(0, PhaseClock()), expected)
+    assert sum(trajectory.num_retries for trajectory in expected.trained) > 0
+
+
 def test_a_trajectory_that_takes_too_long_fails_and_its_group_is_whole(tmp_path: Any) -> None:
     async def hangs(session: Session) -> Trajectory:
         turn = await session.generate()

@@ -1,0 +1,112 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Failed trajectories that are tried once more: in a fresh session, counted, and left as they are after that."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rewards.interface import Fault, Score
+from nemo_rl_moe.rollouts.environment import RolloutFunction, Session
+from nemo_rl_moe.rollouts.limits import RolloutLimits
+from nemo_rl_moe.rollouts.pool import seed_of_attempt
+from nemo_rl_moe.rollouts.trajectory import RETRIES_METRIC, Trajectory, rollout_metrics
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts
+
+FAULTY = "train:1"
+
+
+@dataclass
+class Flaky:
+    """A rollout function whose first sessions of one prompt fail.
+
+    Attributes:
+        num_failures: So many of its sessions fail.
+        hangs: They hang in place of raising.
+    """
+
+    num_failures: int
+    hangs: bool = False
+    sessions: list[Session] = field(default_factory=list)
+    seconds: float = 0.0
+
+    async def __call__(self, session: Session) -> Trajectory:
+        await session.generate()
+        if session.prompt.sample_id == FAULTY:
+            assert len(session.turns) == 1, "a fresh session"
+            self.sessions.append(session)
+            if len(self.sessions) <= self.num_failures:
+                await self._fail()
+        return session.finish(await session.score())
+
+    async def _fail(self) -> None:
+        if not self.hangs:
+            raise OSError("the tool is away")
+        asyncio.get_running_loop().call_later(0.02, self._pass_time)
+        await asyncio.Event().wait()
+
+    def _pass_time(self) -> None:
+        self.seconds += 601.0
+
+
+def run(flaky: Flaky, num_attempts: int) -> list[Trajectory]:
+    worker = make_worker(FakeEngine(), FakeRewardFunction(), RolloutFunction(flaky, "tools:flaky"))
+    limits = RolloutLimits(
+        600.0, "tools:flaky", lambda: None, lambda text: None, lambda text: None, clock=lambda: flaky.seconds
+    )
+    worker = replace(worker, limits=limits, num_attempts=num_attempts)
+    return worker.run(prompts(3), 1, SAMPLING, (3, 1), PhaseClock())
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_second_attempt_stands_in_for_a_failed_one(hangs: bool) -> None:
+    flaky = Flaky(1, hangs)
+    found = run(flaky, 2)
+    assert [trajectory.fault for trajectory in found] == [None, None, None]
+    assert [trajectory.num_retries for trajectory in found] == [0, 1, 0]
+    first, second = flaky.sessions
+    assert second.seed == seed_of_attempt(first.seed, 1) != first.seed
+    assert second.group_id == first.group_id == found[1].group_id
+    assert rollout_metrics(found)[RETRIES_METRIC] == 1
+
+
+def test_the_others_are_those_of_a_run_without_failures() -> None:
+    found, healthy = run(Flaky(1), 2), run(Flaky(0), 2)
+    for number in (0, 2):
+        assert found[number].token_ids.tolist() == healthy[number].token_ids.tolist()
+    assert RETRIES_METRIC not in rollout_metrics(healthy)
+
+
+def test_what_fails_twice_keeps_its_fault() -> None:
+    flaky = Flaky(2)
+    found = run(flaky, 2)
+    assert [trajectory.fault for trajectory in found] == [None, Fault.ERROR, None]
+    assert found[1].num_retries == 1
+    assert len(flaky.sessions) == 2
+    assert "the tool is away" in found[1].fault_message
+
+
+def test_without_a_second_attempt_there_is_one() -> None:
+    flaky = Flaky(1)
+    assert [trajectory.num_retries for trajectory in run(flaky, 1)] == [0, 0, 0]
+    assert len(flaky.sessions) == 1
+
+
+def test_a_score_that_fails_is_tried_again_with_another_response() -> None:
+    scores = [Score(0.0, is_correct=False, fault=Fault.DIED, message="gone"), Score(1.0, is_correct=True)]
+
+    class OfTurns(FakeRewardFunction):
+        def score(self, items):  # type: ignore[no-untyped-def]
+            return [scores.pop(0) for _ in items]
+
+    worker = replace(make_worker(FakeEngine(), OfTurns()), num_attempts=2)
+    (found,) = worker.run(prompts(1), 1, SAMPLING, (3, 1), PhaseClock())
+    assert (found.reward, found.fault, found.num_retries) == (1.0, None, 1)
+    assert not scores
+
+
+def test_attempts_have_seeds_of_their_own() -> None:
+    assert seed_of_attempt(7, 0) == 7
+    assert len({seed_of_attempt(seed, attempt) for seed in range(20) for attempt in range(5)}) == 100
