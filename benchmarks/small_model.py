@@ -189,7 +189,7 @@ def nowhere() -> TextIO:
 
 
 def family() -> list[psutil.Process]:
-    """This process and all that it has started."""
+    """Return this process and all that it has started."""
     driver = psutil.Process()
     return [driver, *driver.children(recursive=True)]
 

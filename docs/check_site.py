@@ -65,7 +65,7 @@ class Page(HTMLParser):
 
 
 def problems(site: Path) -> list[str]:
-    """What is wrong with a site, a line each."""
+    """Return what is wrong with a site, a line for each problem."""
     pages = {path.resolve(): Page(path) for path in sorted(site.rglob("*.html"))}
     found = [] if pages else [f"{site}: holds no page"]
     for page in pages.values():

@@ -27,7 +27,7 @@ CONTROL = "control: coin toss as reward"
 
 
 def print_table(runs: Mapping[str, MetricHistory]) -> None:
-    """What each run came to, one line a run."""
+    """Print the results of each run, one line a run."""
     print("| run | val/accuracy before | after | val/pass_at_4 before | after | tokens of a response | cv_mean |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for name, history in runs.items():
@@ -58,7 +58,7 @@ def draw(runs: Mapping[str, MetricHistory], output: Path, panels: Mapping[str, s
 
 
 def named_runs(seeds: Sequence[Path], control: Path) -> dict[str, MetricHistory]:
-    """What the runs logged, under the names that table and plot give them."""
+    """Return what the runs logged, under the names that table and plot give them."""
     named = {f"seed {number}": folder for number, folder in enumerate(seeds)} | {CONTROL: control}
     return {name: read_history(folder / METRICS_FILE_NAME) for name, folder in named.items()}
 

@@ -32,7 +32,7 @@ NUM_SHOWN = 8
 
 
 def print_table(runs: Mapping[str, MetricHistory]) -> None:
-    """What each run came to, one line a run."""
+    """Print the results of each run, one line a run."""
     print("| run | val/accuracy before | after | modality_separation_mean | cv_mean |")
     print("|---|---:|---:|---:|---:|")
     for name, history in runs.items():

@@ -25,7 +25,7 @@ def place_in_repository(site_path: str) -> str:
 
 
 def place_in_site(repository_path: str) -> str:
-    """Where a file of the repository stands in the site."""
+    """Return the path in the site of a file of the repository."""
     return PAGES_FROM_ROOT.get(repository_path, repository_path.removeprefix("docs/"))
 
 
@@ -57,7 +57,7 @@ def with_links_of_site(markdown: str, source: str) -> str:
 
 
 def is_of_repository(target: str) -> bool:
-    """Whether a link leads to a file of the repository; not one to a place on the same page."""
+    """Return whether a link leads to a file of the repository; not one to a place on the same page."""
     return not target.startswith(("http://", "https://", "#"))
 
 

@@ -88,7 +88,7 @@ class PhaseClock:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - started
 
     def count_tokens(self, name: str, num_tokens: int) -> None:
-        """Tokens that a phase worked on, for its tokens a second."""
+        """Add tokens that a phase worked on, for its tokens a second."""
         self._tokens[name] = self._tokens.get(name, 0) + num_tokens
 
     def seconds(self, name: str) -> float:
@@ -96,7 +96,7 @@ class PhaseClock:
         return self._seconds.get(name, 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """`timing/{phase}/seconds`, and `timing/{phase}/tokens_per_second` where tokens were counted."""
+        """Return `timing/{phase}/seconds`, and `timing/{phase}/tokens_per_second` where tokens were counted."""
         metrics: dict[str, float] = {}
         for name, seconds in self._seconds.items():
             metrics |= timing_metrics(name, seconds, self._tokens.get(name, 0))

@@ -53,19 +53,19 @@ class LentEngine:
         return await self._engine.generate(request)
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[Float[np.ndarray, " tokens"]]]:
-        """As of `VllmEngine`."""
+        """Score as `VllmEngine` does."""
         return self._engine.score(sequences, temperature)
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """As of `VllmEngine`."""
+        """Update the weights as `VllmEngine` does."""
         self._engine.update_weights(transport, version)
 
     def sleep(self) -> None:
-        """As of `VllmEngine`."""
+        """Sleep as `VllmEngine` does."""
         self._engine.sleep()
 
     def wake(self) -> None:
-        """As of `VllmEngine`."""
+        """Wake as `VllmEngine` does."""
         self._engine.wake()
 
     def shutdown(self) -> None:

@@ -52,7 +52,7 @@ def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, flo
 
 
 def advantage_metrics(batch: TokenBatch, takes_part: Bool[Tensor, "groups generations"]) -> dict[str, float]:
-    """`advantages/{mean,min,max}` over the trajectories that take part, or over the trained tokens; empty of none."""
+    """Return `advantages/{mean,min,max}` of trajectories that take part, or of trained tokens; empty without any."""
     advantages = batch.columns["advantages"].values.double()
     advantages = advantages[batch.token_mask if advantages.ndim > 1 else takes_part.reshape(-1)]
     if not advantages.numel():

@@ -26,7 +26,7 @@ class EpochBatches(Protocol):
     """The global batches of each epoch; `data.loader.GlobalBatchLoader` is one."""
 
     def __len__(self) -> int:
-        """Batches of one epoch."""
+        """Return the number of batches of one epoch."""
         ...
 
     def epoch(self, epoch_index: int, first_batch: int = 0) -> Iterator[TokenBatch]:
@@ -35,7 +35,7 @@ class EpochBatches(Protocol):
 
 
 def keep_as_it_is(batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
-    """For algorithms whose batches need nothing more."""
+    """Return the batch unchanged, for algorithms whose batches need nothing more."""
     return batch
 
 

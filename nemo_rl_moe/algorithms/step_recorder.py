@@ -191,7 +191,7 @@ class StepRecorder:
         self._record(0, validation, samples or {}, failures)
 
     def record_artifacts(self, artifacts: StepArtifacts) -> None:
-        """Record the artifacts of the step that goes on, whatever becomes of it: they may end the run.
+        """Record the artifacts of the current step, whatever becomes of it: they may end the run.
 
         `end_step` does so where the loop has not.
         """
@@ -203,11 +203,11 @@ class StepRecorder:
             self.record_artifact(name, artifact)
 
     def record_artifact(self, name: str, artifact: Any) -> None:
-        """Record an artifact that an observer of the loop has made of the step that goes on."""
+        """Record an artifact that an observer of the loop has made of the current step."""
         self._sinks.log_artifact(self.state.step + 1, name, artifact)
 
     def end_step(self, outcome: StepOutcome, clock: PhaseClock, *, is_last: bool) -> bool:
-        """Record the step, begin a checkpoint where one is due, and say whether the run goes on.
+        """Record the step, begin a checkpoint where one is due, and return whether the run continues.
 
         Args:
             clock: Its phases, `step` and inside it `train` among them; gets the phase `checkpoint`.

@@ -95,7 +95,7 @@ def checkpoints_are_on_where_they_are_needed(config: MasterConfig) -> Iterator[s
 
 
 def _nearest_metric(name: str) -> str | None:
-    """`val/accuracy`, as the metrics file has it, means `val:accuracy`."""
+    """Suggest `val:accuracy` for `val/accuracy`, as the metrics file has it."""
     match = re.match(r"\s*(val\w*|train\w*)\s*[:/.]+\s*(\S+)", name)
     if match is None:
         return nearest(name, [AUTO_METRIC])
@@ -103,7 +103,7 @@ def _nearest_metric(name: str) -> str | None:
 
 
 def _nearest_duration(text: str) -> str | None:
-    """`3:30:00` lacks the days; `00:27:00:00` has more hours than a day."""
+    """Suggest a duration: `3:30:00` lacks the days; `00:27:00:00` has more hours than a day."""
     parts = text.strip().split(":")
     if not all(part.isascii() and part.isdigit() for part in parts) or not 2 <= len(parts) <= 4:
         return None

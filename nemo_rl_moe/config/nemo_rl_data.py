@@ -83,7 +83,7 @@ def one_set_of_samples(theirs: Mapping[str, Any], translation: Translation) -> M
 
 
 def data(theirs: Theirs, translation: Translation) -> None:
-    """Both sets of samples, and the names of their keys."""
+    """Translate both sets of samples, and the names of their keys."""
     sections = theirs.tree.get("data", {})
     for part in ("train", "validation"):
         if isinstance(sections.get(part), Mapping):

@@ -81,7 +81,7 @@ def lengths(theirs: Theirs, translation: Translation) -> None:
 
 
 def policy_loss(theirs: Theirs, translation: Translation) -> None:
-    """Objective, divergence and importance-sampling correction."""
+    """Translate objective, divergence and importance-sampling correction."""
     values, loss = translation.values, "loss_fn"
     if theirs.get(f"{loss}.use_cispo", False):
         values[f"{loss}.objective"] = "cispo"
@@ -115,7 +115,7 @@ def policy_loss(theirs: Theirs, translation: Translation) -> None:
 
 
 def generation(theirs: Theirs, translation: Translation) -> None:
-    """Engines, and the GPUs that they have."""
+    """Translate engines, and the GPUs that they have."""
     values, key = translation.values, "policy.generation.backend"
     backend = theirs.get(key, "vllm")
     values[key] = backend if backend in ("vllm", "megatron") else "vllm"
@@ -136,7 +136,7 @@ def generation(theirs: Theirs, translation: Translation) -> None:
 
 
 def environment(theirs: Theirs, translation: Translation) -> None:
-    """Scoring by math-verify, and lines shown."""
+    """Translate scoring by math-verify, and lines shown."""
     name = environment_of(theirs)
     if name == "math":
         translation.values["env.name"] = "math"
@@ -158,7 +158,7 @@ _REWARDS_OF_IMAGES = {"exact_alnum": "exact", "math_expr": "math"}
 
 
 def images(theirs: Theirs, translation: Translation) -> None:
-    """Rewards of images with questions."""
+    """Translate rewards of images with questions."""
     values, chosen = translation.values, environment_of(theirs)
     if chosen not in IMAGE_ENVIRONMENTS:
         return

@@ -65,5 +65,5 @@ def nearest_or_allowed(wrong: str, known: Sequence[str]) -> str:
 
 
 def did_you_mean(suggestion: str | None) -> str:
-    """Ending of an error line with `suggestion`; empty without one."""
+    """Return the ending of an error line with `suggestion`; empty without one."""
     return f"; did you mean {suggestion}?" if suggestion else ""

@@ -84,7 +84,7 @@ def got(value: Any, key: str = "") -> str:
 
 
 def expected_instead_of(field: FieldInfo, value: Any) -> str:
-    """`expected`, made clearer where the value is an infinity or not a number."""
+    """Return `expected`, made clearer where the value is an infinity or not a number."""
     words = expected(field)
     if isinstance(value, float) and not math.isfinite(value):
         return words.replace("a number", "a finite number")

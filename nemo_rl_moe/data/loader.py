@@ -112,7 +112,7 @@ class GlobalBatchLoader:
         self._make_batch = make_batch
 
     def __len__(self) -> int:
-        """Batches of one epoch."""
+        """Return the number of batches of one epoch."""
         return len(self._dataset) // self._global_batch_size
 
     def epoch(self, epoch_index: int, first_batch: int = 0) -> Iterator[TokenBatch]:

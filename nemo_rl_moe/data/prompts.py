@@ -208,7 +208,7 @@ class PromptLoader:
         self._shuffle = shuffle
 
     def __len__(self) -> int:
-        """Steps of one epoch."""
+        """Return the number of steps of one epoch."""
         return len(self._dataset) // self._num_prompts_per_step
 
     def epoch(self, epoch_index: int) -> Iterator[list[Prompt]]:

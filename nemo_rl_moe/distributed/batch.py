@@ -303,7 +303,7 @@ def count_trained_sequences(batch: TokenBatch) -> int:
 
 
 def make_shard(batch: TokenBatch, microbatches: Sequence[Sequence[int]], totals: TokenBatch) -> GlobalBatchShard:
-    """Cut one rank's microbatches out of a batch.
+    """Select one rank's microbatches of a batch.
 
     Args:
         microbatches: Sequence indices of each microbatch.
@@ -315,7 +315,7 @@ def make_shard(batch: TokenBatch, microbatches: Sequence[Sequence[int]], totals:
 def make_shards(
     batch: TokenBatch, by_rank: Sequence[Sequence[Sequence[int]]], totals: TokenBatch
 ) -> list[GlobalBatchShard]:
-    """Cut the microbatches of all ranks out of a batch, whose totals are computed once.
+    """Select the microbatches of all ranks, with the totals of the batch computed once.
 
     Args:
         by_rank: Sequence indices of each microbatch, for each data-parallel rank.

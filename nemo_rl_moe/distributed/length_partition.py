@@ -15,7 +15,7 @@ runs is the cheapest."""
 def cheapest_partition(
     lengths: Sequence[int], max_tokens: int, overhead: int, unit: int, most: Sequence[int] | None = None
 ) -> list[int]:
-    """Cut sorted lengths into runs of the least total cost, and return the ends of the runs.
+    """Split sorted lengths into runs of the least total cost, and return the ends of the runs.
 
     A run costs its number of sequences times its longest, which is the padded computation, plus `overhead` tokens for a
     microbatch. The result is the cheapest of all partitions, also of those that are not neighbours in length:

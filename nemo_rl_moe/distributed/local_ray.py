@@ -69,7 +69,7 @@ def last_error(log: Path) -> str:
 
 @contextmanager
 def preserved_handlers() -> Iterator[None]:
-    """Context in which `ray.init` replaces neither the program's handling of SIGTERM nor its output.
+    """Keep `ray.init` from replacing the program's handling of SIGTERM and its output.
 
     Ray prints pages of its servers' logs when a worker or server dies; the driver's errors say the same.
     """
@@ -89,7 +89,7 @@ def preserved_handlers() -> Iterator[None]:
 
 @contextmanager
 def _blocked_stop_signals() -> Iterator[None]:
-    """Context whose child processes and threads never get SIGINT, SIGTERM or SIGHUP.
+    """Keep SIGINT, SIGTERM and SIGHUP from child processes and threads that are started inside.
 
     Batch systems signal every process of a job, and terminals every foreground process: Ray's servers would be gone
     before the run has saved.

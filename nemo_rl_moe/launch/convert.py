@@ -91,7 +91,7 @@ def convert(conversion: Conversion) -> None:
 
 @contextmanager
 def _reported_of(option: str, folder: Path, consequence: str = "") -> Iterator[None]:
-    """Context whose errors of the operating system, such as a full disk, become problems with an option's folder."""
+    """Turn errors of the operating system, such as a full disk, into problems with an option's folder."""
     try:
         yield
     except OSError as error:

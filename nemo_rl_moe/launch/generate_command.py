@@ -113,7 +113,7 @@ def run(options: argparse.Namespace, config: GRPOMasterConfig) -> None:
 
 @contextmanager
 def reported_by_option(options: argparse.Namespace) -> Iterator[None]:
-    """Context whose errors name the options that were given instead of the keys that they set."""
+    """Name in errors the options that were given instead of the keys that they set."""
     try:
         yield
     except (ConfigurationError, DataError) as error:

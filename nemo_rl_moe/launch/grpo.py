@@ -250,7 +250,7 @@ def start_rollouts(
 
 
 def sampling_parameters(generation: GenerationConfig, tokenizer: Any, vocabulary_size: int) -> SamplingParameters:
-    """Sampling parameters of training responses.
+    """Return the sampling parameters of training responses.
 
     Args:
         tokenizer: Has the end token that ends responses where the user names none.

@@ -39,7 +39,7 @@ def next_free(parent: Path, name: str) -> Path:
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """Folder in which the output is put together; it gets its name when it is whole.
+    """Yield the folder in which the output is put together; it gets its name when it is whole.
 
     After a full disk or an interrupt nothing stays.
 

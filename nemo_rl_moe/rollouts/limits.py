@@ -162,7 +162,7 @@ class RolloutWatch:
         return now - max(self._stop_seen_at, self._progress_at) - STOP_GRACE_S
 
     def _watch(self) -> None:
-        """Body of the thread."""
+        """Watch in the thread until it is closed."""
         while not self._has_ended.wait(POLL_S):
             if self._time.is_in_a_call:
                 continue

@@ -94,7 +94,7 @@ class RunningTrajectory:
         return not self.has_ended and self.waits_for is None
 
     def expire(self, reason: str) -> None:
-        """Ends it as it is now, as it has taken too long; its code is cancelled, and not waited for."""
+        """End it as it is now, as it has taken too long; its code is cancelled, and not waited for."""
         self._failed = self._session.failed(Fault.TIMEOUT, reason)
         self.task.cancel()
         self._end(self.task)

@@ -107,7 +107,7 @@ class PromptRounds(Protocol):
     """The prompts of each round of generation; `data.prompts.PromptLoader` is one."""
 
     def __len__(self) -> int:
-        """Rounds of one epoch."""
+        """Return the number of rounds of one epoch."""
         ...
 
     def epoch(self, epoch_index: int) -> Iterator[list[Prompt]]:

@@ -48,7 +48,7 @@ def in_planes(routes: Int[Tensor, "tokens *layers topk"], num_experts: int) -> I
 
 
 def all_of(planes: Bool[Tensor, "topk *layers tokens"]) -> Bool[Tensor, "*layers tokens"]:
-    """`planes.all(0)`, in half the time on a CPU."""
+    """Compute `planes.all(0)`, in half the time on a CPU."""
     return planes.view(torch.uint8).amin(0).view(torch.bool)
 
 

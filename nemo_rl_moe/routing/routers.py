@@ -89,13 +89,13 @@ def routed_experts(
 
 
 def mask_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Padding mask among the arguments of a Megatron-Core router's forward, as it is; None where there is none."""
+    """Find the padding mask in the arguments of a Megatron-Core router's forward; None where there is none."""
     mask = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
     return mask if isinstance(mask, Tensor) else None
 
 
 def padding_mask_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bool[Tensor, " tokens"] | None:
-    """Padding mask from the arguments of a Megatron-Core router's forward, flat; True is padding, None is no mask."""
+    """Find the flat padding mask in a Megatron-Core router's arguments; True is padding, None is no mask."""
     mask = mask_of_call(args, kwargs)
     return None if mask is None else mask.reshape(-1).bool()
 

@@ -39,7 +39,7 @@ def fingerprints_of(tensors: Iterable[tuple[str, Tensor]], number_format: str) -
 
 
 def common_format(trainers: str, engines: str) -> str:
-    """Format in which a right copy equals the trainer's weights: the narrower one of two."""
+    """Return the format in which a right copy equals the trainer's weights: the narrower one of two."""
     return trainers if engines == "float32" else engines
 
 

@@ -37,7 +37,7 @@ class Receivers(Protocol):
 
 @contextmanager
 def watched(transport: WeightTransport, receivers: Receivers) -> Iterator[None]:
-    """While open, watch the receivers; end the transfer with a ReceiverLostError when one of them is lost."""
+    """Watch the receivers while open; end the transfer with a ReceiverLostError when one of them is lost."""
     is_over = Event()
     found: list[str] = []
 

@@ -227,7 +227,7 @@ class Logs:
         return sum(_phase_seconds(json.loads(lines[-1])["metrics"]).values()) if lines else None
 
     def is_saving(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """Return whether a checkpoint is being written."""
         return any(self.folder.glob("logs/*/checkpoints/.*.incomplete"))
 
     def weights(self) -> dict[str, bytes]:
@@ -277,7 +277,7 @@ class Reference:
 
     @cached_property
     def _metrics(self) -> list[dict[str, float]]:
-        """Of the steps after the first, which is slower than the others."""
+        """Metrics of the steps after the first, which is slower than the others."""
         assert self.logs.run_folder is not None
         lines = (self.logs.run_folder / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["metrics"] for line in lines[2:]]
@@ -298,7 +298,7 @@ class Reference:
         return sum(self.phase_seconds[name] for name in STEP_PHASES)
 
     def window(self, phase: str) -> tuple[float, float]:
-        """Where a phase lies, on the average: seconds after the step's start."""
+        """Return the average start and end of a phase, in seconds after the step's start."""
         start = 0.0
         for name, seconds in self.phase_seconds.items():
             if name == phase:
@@ -336,7 +336,7 @@ class Reference:
         return differences
 
     def doubts(self) -> list[str]:
-        """What would make the comparison worthless: weights that do not move, rewards that do not vary."""
+        """Return what would make the comparison worthless: weights that do not change, rewards that do not vary."""
         doubts = []
         idle = [index for index, metrics in enumerate(self._metrics) if not metrics["train/grad_norm"] > 0]
         if idle:

@@ -107,7 +107,7 @@ async def ask_twice_or_hang(session: Session) -> Trajectory:
 
 
 def command(overrides: list[str], exemplar: Path = EXEMPLAR) -> list[str]:
-    """What a user types."""
+    """Return the command that a user types."""
     script = sft_runs.REPOSITORY_ROOT / "examples/run_grpo.py"
     return [sys.executable, str(script), "--config", str(exemplar), *overrides]
 

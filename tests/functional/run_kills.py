@@ -63,17 +63,17 @@ class Run:
 
     @property
     def printed(self) -> str:
-        """What it has printed up to now."""
+        """The output up to now."""
         return self.printed_path.read_text()
 
     @property
     def errors(self) -> str:
-        """What it has written to stderr up to now."""
+        """The lines on stderr up to now."""
         return self.errors_path.read_text()
 
     @property
     def process_ids(self) -> list[int]:
-        """Of all its processes that have been seen, also those that have ended."""
+        """Ids of all processes that have been seen, also those that have ended."""
         return [process.pid for process in self._seen]
 
     def family(self) -> list[psutil.Process]:

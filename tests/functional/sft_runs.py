@@ -73,7 +73,7 @@ def only_jsonl() -> dict[str, bool]:
 
 
 def sft_command(overrides: list[str]) -> list[str]:
-    """What a user types."""
+    """Return the command that a user types."""
     return [sys.executable, str(REPOSITORY_ROOT / "examples/run_sft.py"), "--config", str(EXEMPLAR), *overrides]
 
 
@@ -83,7 +83,7 @@ def run_here(overrides: list[str], folder: Path, *, merged: bool = False) -> sub
 
 
 def environment() -> dict[str, str]:
-    """This process's environment; child processes look for modules where this one does."""
+    """Return this process's environment; child processes look for modules where this one does."""
     search_path = os.pathsep.join([str(REPOSITORY_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return {**inherited, "PYTHONPATH": search_path, "COLUMNS": "120"}
@@ -96,7 +96,7 @@ def only_run_folder(folder: Path) -> Path:
 
 
 def running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that have not ended; one that nobody has asked for its exit code has."""
+    """Return the processes that have not ended; one whose exit code nobody has asked for has."""
     found = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):

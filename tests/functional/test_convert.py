@@ -84,7 +84,7 @@ def test_there_and_back_changes_nothing(model: Path, megatron_model: Path) -> No
 
 @pytest.mark.full
 def test_output_reports_the_router_settings_and_what_to_do_with_it(model: Path, tmp_path: Path) -> None:
-    """As a user types it."""
+    """The command is run as a user types it."""
     words = ["convert", "--from", "hf", "--to", "megatron", "--input", str(model), "--output", str(tmp_path / "out")]
     done = subprocess.run(
         [sys.executable, "-m", "nemo_rl_moe.cli", *words],

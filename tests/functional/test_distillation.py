@@ -72,7 +72,7 @@ def make_teacher(folder: Path) -> None:
 
 
 def command(folder: Path, name: str, *overrides: str) -> "subprocess.CompletedProcess[str]":
-    """What a user types, in the folder of the algorithm's module."""
+    """Run the command that a user types, in the folder of the algorithm's module."""
     return subprocess.run(
         [sys.executable, "-m", "nemo_rl_moe.cli", name, "--config", "opd.yaml", *overrides],
         capture_output=True,

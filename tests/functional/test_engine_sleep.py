@@ -118,7 +118,7 @@ class Engines:
         )
 
     def events(self) -> list[str]:
-        """What the engine has done so far."""
+        """Return what the engine has done so far."""
         return self.log.read_text().splitlines()
 
     def __enter__(self) -> "Engines":

@@ -46,7 +46,7 @@ class Trained:
 
     @property
     def final(self) -> Path:
-        """The same weights as a Hugging Face folder."""
+        """Folder of the final weights in Hugging Face's form."""
         return self.run_folder / "checkpoints" / "final"
 
 

@@ -31,7 +31,7 @@ def launch(folder: Path, algorithm: str, *overrides: str) -> None:
 
 
 def history_of(folder: Path, name: str) -> MetricHistory:
-    """What the one run of that name logged."""
+    """Return what the only run of that name logged."""
     (run_folder,) = (folder / "logs" / name).iterdir()
     return read_jsonl(run_folder / "metrics.jsonl")
 

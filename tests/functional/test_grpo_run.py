@@ -81,7 +81,7 @@ class FinishedRun:
         return [value for _, value in self.history()[key]]
 
     def samples(self) -> list[dict[str, Any]]:
-        """What was generated."""
+        """Return the generated responses."""
         return [json.loads(line) for line in (self.run_folder / "samples.jsonl").read_text().splitlines()]
 
 

@@ -79,13 +79,13 @@ def started_engine(model_folder: Path) -> Iterator[TransformersEngine]:
 
 
 def refit(engine: GenerationEngine, policy: MegatronPolicy) -> None:
-    """As the loop does it."""
+    """Update the weights as the loop does."""
     refit_module.refit(engine, policy)
     assert not list(SHARED_MEMORY.glob(f"nemo_rl_moe-weights-*-{os.getpid()}-*")), "nothing is left of a transfer"
 
 
 def sequences(engine: GenerationEngine, sampling: SamplingParameters) -> list[GeneratedSequence]:
-    """Of prompts of different lengths, in their order."""
+    """Generate from prompts of different lengths; return the sequences in their order."""
     generator = np.random.default_rng(5)
     requests = [
         GenerationRequest(tuple(generator.integers(2, 45, 1 + index % 4).tolist()), 70 + index, sampling)
@@ -188,7 +188,7 @@ def test_an_engine_in_other_processes_has_the_trainers_weights(cluster: RayClust
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same short run with either engine, as a user starts it; their run folders."""
+    """Run the same short recipe with either engine, as a user starts it; return the run folders."""
     folder = tmp_path_factory.mktemp("engines")
     data = grpo_runs.make_prompts(folder / "data", 40)
     found = {}

@@ -36,7 +36,7 @@ class Algorithm:
     overrides: list[str]
 
     def command(self) -> list[str]:
-        """What a user types."""
+        """Return the command that a user types."""
         program = [sys.executable, "-m", "nemo_rl_moe.cli", self.name]
         return [*program, "--config", str(self.config), *self.overrides]
 

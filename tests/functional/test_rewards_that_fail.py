@@ -29,7 +29,7 @@ def fails_at_times(item: ScoringItem) -> float:
 
 
 def negative_or_fails(item: ScoringItem) -> dict[str, float]:
-    """Of the rewards of which the second has a fault of its own: it is always 0."""
+    """Return rewards of which the second has a fault of its own: it is always 0."""
     if any(digit in item.response for digit in "0246"):
         raise ValueError("even")
     return {"cost": -1.0 - sum(character.isdigit() for character in item.response) / 12, "form": 0.0}

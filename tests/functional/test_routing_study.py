@@ -31,7 +31,7 @@ TINY = (
 
 
 def study(*words: str) -> subprocess.CompletedProcess[str]:
-    """What a user types, in the repository's root."""
+    """Run the command that a user types, in the repository's root."""
     return subprocess.run(
         [sys.executable, "-m", "examples.routing_study", *words],
         capture_output=True,

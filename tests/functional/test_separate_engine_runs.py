@@ -51,7 +51,7 @@ def test_a_worker_that_dies_ends_the_engine_with_its_name(
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same short run with either engine; their run folders."""
+    """Run the same short recipe with either engine; return the run folders."""
     folder = tmp_path_factory.mktemp("engines")
     data = grpo_runs.make_prompts(folder / "data", 40)
     found = {}
@@ -76,7 +76,7 @@ def samples(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_is_that_of_the_trainers_engine_to_the_bit(runs: dict[str, Path]) -> None:
-    """As many copies as data-parallel ranks get the same batches, and so the same sums."""
+    """With as many copies as data-parallel ranks, batches are the same, and so are the sums."""
     own, other = (read_jsonl(runs[name] / "metrics.jsonl") for name in ("megatron", "megatron_separate"))
     keys = {key for key in own if not key.startswith("timing/")}
     assert {"train/loss", "train/grad_norm", "val/reward", "train/token_mult_prob_error"} <= keys

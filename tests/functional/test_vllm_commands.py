@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ran(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """What a user types, to a good end."""
+    """Run the command that a user types, and check that it succeeds."""
     command = [sys.executable, "-m", "nemo_rl_moe.cli", *words]
     done = subprocess.run(
         command, cwd=folder, env=sft_runs.environment(), capture_output=True, text=True, timeout=600, check=False

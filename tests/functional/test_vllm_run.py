@@ -44,7 +44,7 @@ def command(folder: Path, data: Path, *more: str) -> list[str]:
 
 
 def run_to_its_end(folder: Path, data: Path, *more: str, environment: dict[str, str] | None = None) -> str:
-    """What it has printed; nothing of it is left."""
+    """Return what the run printed; check that nothing of it is left."""
     with run_kills.running(command(folder, data, *more), folder, environment) as run:
         assert run.wait_for_end(LIMIT_S) == 0, run.printed + run.errors
         run.wait_until_nothing_runs(20.0)

@@ -65,7 +65,7 @@ class Terminal:
         self.output = b""
 
     def resize(self, width: int, height: int) -> None:
-        """As a user does with the window."""
+        """Change the size as a user does with the window."""
         self._height = height
         fcntl.ioctl(self._own, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
 

@@ -216,7 +216,7 @@ def slice_step(*, rehearse: bool, num_steps: int = 5) -> dict[str, Any]:
 
 
 def memory_problem(held: int, planned: int, peak: int, planned_peak: int) -> str | None:
-    """What `plan` says wrongly: what is held all the time, or a lower bound that is none."""
+    """Return what `plan` says wrongly: what is held all the time, or a lower bound that is none."""
     if abs(held / planned - 1) > MEMORY_TOLERANCE:
         return f"plan says that {planned / 1e9:.1f} GB are held all the time, and {held / 1e9:.1f} GB are"
     if peak < planned_peak * (1 - MEMORY_TOLERANCE):

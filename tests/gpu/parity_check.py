@@ -52,7 +52,7 @@ def _losses(config: Any, weights: Path | None, save_to: Path | None) -> list[flo
 
 
 def main(scratch: Path) -> None:
-    """What the process on CPUs does."""
+    """Run what the process on CPUs does."""
     losses = _losses(run_config(rehearse=True, **_KEYS), None, scratch / "weights")
     (scratch / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
 

@@ -160,7 +160,7 @@ def run_checks(checks: Sequence[Check], folder: Path, *, rehearse: bool = False)
 
 
 def _inside(function: str, result: Path, *, rehearse: bool) -> None:
-    """What the process of a check does."""
+    """Run one check in its own process."""
     module, _, name = function.partition(":")
     found: dict[str, Any] = {"status": "passed", "why": "", "numbers": {}}
     try:

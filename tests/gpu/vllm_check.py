@@ -51,7 +51,7 @@ def exemplar(*, rehearse: bool) -> Path:
 
 
 def vllm_routes_and_refit(*, rehearse: bool) -> dict[str, Any]:
-    """What the run's own metrics say of each step."""
+    """Return what the run's own metrics say of each step."""
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as scratch:
         folder = Path(scratch)
         subprocess.run(grpo_runs.command(overrides(folder, rehearse=rehearse), exemplar(rehearse=rehearse)), check=True)

@@ -72,7 +72,7 @@ def _ignore_the_alarm() -> object:
 
 
 def _cancel_the_alarm() -> object:
-    """As libraries with time limits of their own do."""
+    """Cancel the alarm, as libraries with time limits of their own do."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     while True:
         time.sleep(0.1)

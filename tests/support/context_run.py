@@ -182,7 +182,7 @@ MEASURED = {
 def shared_run(
     world_size: int, context: int = 1, lengths: Any = None, capture: bool = True, **changes: Any
 ) -> list[Observed]:
-    """Of `world_size` ranks, of which `context` share each sequence."""
+    """Run `world_size` ranks, of which `context` share each sequence."""
     chosen = {**(CAPTURE if capture else {}), **MEASURED, **changes}
     policy = sharing_sequences(tiny_grpo_policy(world_size, **chosen), context)
     ranks: list[Observed] = run_ranks_with_engine(observe, world_size, policy, lengths or {}, capture)

@@ -102,7 +102,7 @@ class FamilyModel:
 
     @property
     def experts_can_be_cut(self) -> bool:
-        """Whether expert-tensor parallelism can cut its experts: those of gpt-oss have biases."""
+        """Whether expert-tensor parallelism can split the experts: those of gpt-oss have biases."""
         return self.has_experts and self.model_type != "gpt_oss"
 
     @property

@@ -18,7 +18,7 @@ from tests.support.family_reference import Array, ModelOutputs, as_rows, token_i
 
 
 def trainer_of(folder: Path, policy: PolicyConfig, num_steps: int = 1) -> Any:
-    """This rank's trainer, with the weights of a folder."""
+    """Return this rank's trainer, with the weights of a folder."""
     from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 
     return MegatronTrainer(policy, plain_config(load_hf_config(str(folder))), folder, num_steps=num_steps)

@@ -208,7 +208,7 @@ def _children(process: BaseProcess) -> list[psutil.Process]:
 
 
 def _serve(make_case: MakeCase, folder: Path, connection: Connection) -> None:
-    """What a process of cases does until it is ended."""
+    """Run cases until the process is ended."""
     os.environ.update(HF_DATASETS_CACHE=str(folder / "datasets"), HF_DATASETS_DISABLE_PROGRESS_BARS="1")
     while True:
         try:

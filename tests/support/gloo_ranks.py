@@ -75,7 +75,7 @@ _idle: dict[str, list[_Rank]] = {}
 
 
 def _serve_calls(connection: Connection, stack_file: str, prepared_by: str) -> None:
-    """What a rank's process does: run functions, one after the other, and send what each returned."""
+    """Run functions, one after the other, and send what each returned."""
     from tests.support import nccl_rules, rank_state
 
     first_on_path: list[str] = importlib.import_module(prepared_by).prepare() if prepared_by else []

@@ -39,7 +39,7 @@ NOTE = "note.txt"
 
 
 def build_model(policy: PolicyConfig, changes: Mapping[str, Any]) -> Model:
-    """This rank's chunks of the tiny model, full of 7s."""
+    """Return this rank's chunks of the tiny model, full of 7s."""
     hf_config = tiny_hf_config(**changes)
     config = build_transformer_config(policy, hf_config)
     chunks = build_model_chunks(policy, config, hf_config)

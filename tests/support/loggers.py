@@ -82,7 +82,7 @@ class ListBackend:
         self._no_plots_at = no_plots_at
 
     def open(self) -> "ListBackend":
-        """As the function that opens a backend, in the thread that all its calls have to come from."""
+        """Open as a backend does, in the thread that all its calls have to come from."""
         self.thread = threading.current_thread()
         return self
 

@@ -165,7 +165,7 @@ class _Recorder:
             self._batch = None
 
     def note_of_several(self, reduction: Any) -> None:
-        """Of what is collected to become one call torch looks at the first one's reduction alone."""
+        """Note a call collected from several: torch looks at the reduction of the first one alone."""
         for process_group, collected in distributed_c10d._world.pg_coalesce_state.items():
             others = {str(each.redop) for each in collected if each.redop != reduction}
             group = self.group_of(process_group)

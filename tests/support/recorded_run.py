@@ -40,7 +40,7 @@ class RecordedWorkers:
         self.num_updates = 0
 
     def call_all(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """As of `WorkerGroup`."""
+        """Call all ranks, as `WorkerGroup` does."""
         places = [SimpleNamespace(data_parallel_rank=n, data_parallel_size=2, reports_loss=True) for n in (0, 1)]
         if method == MegatronModel.describe:
             return [RankDescription(coordinates=place) for place in places]
@@ -58,7 +58,7 @@ class RecordedWorkers:
     def start_each(
         self, method: Callable[..., Any], arguments: Sequence[tuple[Any, ...] | None]
     ) -> Callable[[], dict[int, RankTrainResult]]:
-        """As of `WorkerGroup`."""
+        """Start a call of each rank, as `WorkerGroup` does."""
         assert None not in arguments, "every rank enters"
         assert method == MegatronTrainer.train
         _calls.append(method.__name__)
@@ -66,7 +66,7 @@ class RecordedWorkers:
         return lambda: {rank: self._trained(*given) for rank, given in enumerate(arguments) if given is not None}
 
     def shutdown(self) -> None:
-        """As of `WorkerGroup`."""
+        """End the ranks, as `WorkerGroup` does."""
 
     def _trained(self, shards: Sequence[GlobalBatchShard], _: object) -> RankTrainResult:
         return RankTrainResult(

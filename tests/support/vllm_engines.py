@@ -132,7 +132,7 @@ class Trainer:
         return [row.numpy().astype(np.float64) for row in found]
 
     def start_scores(self, sequences: Sequence[Sequence[int]]) -> Callable[[], list[Any]]:
-        """As `scores`, computed at once."""
+        """Compute `scores` at once."""
         found = self.scores(sequences)
         return lambda: found
 

@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def place_of(tensor: str) -> int:
-    """Where a tensor begins in `data.bin`."""
+    """Return where a tensor begins in `data.bin`."""
     names = list(TENSORS)
     return sum(len(TENSORS[name]) for name in names[: names.index(tensor)])
 

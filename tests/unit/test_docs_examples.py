@@ -149,7 +149,7 @@ def configurations(page: Path) -> dict[str, str]:
 
 
 def page_of_configurations(page: Path, command: str) -> Path:
-    """Where the files stand that a page's commands mean: on it, or on the page of the algorithm."""
+    """Return the page with the files that a page's commands mean: itself, or the page of the algorithm."""
     return page if configurations(page) else DOCS / (f"{command}.md" if command in ALGORITHMS else "grpo.md")
 
 
@@ -242,7 +242,7 @@ def test_there_are_commands_and_code_to_test() -> None:
 
 
 def write_demo_run() -> None:
-    """What the pages' code reads of a run: the load of every expert, and the final weights."""
+    """Write what the pages' code reads of a run: the load of every expert, and the final weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     DEMO_RUN.mkdir(parents=True)

@@ -43,7 +43,7 @@ def training_keys() -> set[str]:
 
 
 def step_metrics() -> dict[str, float]:
-    """Of the responses of a step with dynamic sampling."""
+    """Return metrics of the responses of a step with dynamic sampling."""
     rollouts = [
         trajectory(reward=1.0, rewards={"NAME": 1.0}),
         replace(trajectory(), num_turns=2, metrics={KEPT_MASS: 1.0}, overlong="9 tokens do not fit"),

@@ -129,7 +129,7 @@ def test_examples_of_audit_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_page_of_the_report_says_what_a_sudden_finding_needs() -> None:
-    """The same sentence gave 20 steps alone beside a finding of experts that were dead for 2."""
+    """One sentence gave 20 steps alone, beside a finding of experts that were dead for 2."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node to run the page's script with")

@@ -77,7 +77,7 @@ def test_an_audit_runs(tmp_path: Path, of_training: str) -> None:
 
 @pytest.mark.full
 def test_files_of_a_framework_are_read_without_pandas(of_training: str, repository_root: Path) -> None:
-    """Which pyarrow before 26 asks for the types of numpy; no package of this one brings it."""
+    """For pandas, pyarrow before 26 asks for the types of numpy; no package of this one brings it."""
     examples = repository_root / "examples" / "audit"
     arguments = ["audit", "verl/layer_swapped", "--model", "model", "--training", "transformers"]
     paths = [str(examples / word) if "-" not in word and word != "audit" else word for word in arguments]
@@ -87,7 +87,7 @@ def test_files_of_a_framework_are_read_without_pandas(of_training: str, reposito
 
 
 def modules_of(names: set[str]) -> str:
-    """What distributions are imported as."""
+    """Return the names under which distributions are imported."""
     from importlib.metadata import packages_distributions
 
     found = {module for module, owners in packages_distributions().items() if {o.lower() for o in owners} & names}

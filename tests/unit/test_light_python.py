@@ -70,7 +70,7 @@ def light(repository_root: Path) -> dict[Path, ast.Module]:
 
 
 def problems_of(tree: ast.AST) -> list[str]:
-    """What Python 3.10 has not."""
+    """Return what Python 3.10 lacks."""
     found = []
     for module, names in imported(tree):
         found += [module] if module == "tomllib" else []

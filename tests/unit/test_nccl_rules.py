@@ -34,7 +34,7 @@ def rank_of(world_size: int, rank: int) -> Iterator[Record]:
 
 
 def problems(*programs: Callable[[], Any]) -> list[str]:
-    """Of a job whose ranks each run one of these."""
+    """Return the problems of a job whose ranks each run one of these."""
     records = []
     for rank, program in enumerate(programs):
         with rank_of(len(programs), rank) as record:

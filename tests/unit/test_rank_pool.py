@@ -54,7 +54,7 @@ def disturb() -> int:
 
 
 def what_is_found() -> tuple[int, dict[str, object]]:
-    """What a call finds, beside its process."""
+    """Return what a call finds, beside its process."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import TopKRouter
 

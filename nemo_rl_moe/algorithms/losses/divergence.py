@@ -32,7 +32,7 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """`exp`, but no larger than `exp(LARGEST_LOG_RATIO)`, beyond which its gradient is 0.
+    """Compute `exp`, but no larger than `exp(LARGEST_LOG_RATIO)`, beyond which its gradient is 0.
 
     One token that a policy has all but ruled out would make a float32 mean infinite, or its gradient `inf * 0`. No
     training goes on through a ratio of half a billion; clips and truncations act far below.

@@ -83,7 +83,7 @@ QWEN3_MOE_FIXED_FIELDS = {
 
 
 def moe_layer_pattern(hf_config: Any) -> list[int]:
-    """1 for each layer with experts, 0 for each dense one."""
+    """Return 1 for each layer with experts, 0 for each dense one."""
     return [
         int(index not in (hf_config.mlp_only_layers or []) and (index + 1) % hf_config.decoder_sparse_step == 0)
         for index in range(hf_config.num_hidden_layers)

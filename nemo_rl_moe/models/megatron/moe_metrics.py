@@ -249,7 +249,7 @@ def _share_of_rank(name: str) -> float:
 
 
 def _own_losses(names: Sequence[str], config: TransformerConfig, device: torch.device) -> Tensor:
-    """[names, decoder layers]; zeros for layers of other stages and for a loss that this rank did not record."""
+    """Return [names, decoder layers]; zeros for layers of other stages and for a loss that this rank did not record."""
     recorded = recorded_auxiliary_losses()
     shares = torch.zeros(len(names), config.num_layers, dtype=torch.float64, device=device)
     for row, name in enumerate(names):

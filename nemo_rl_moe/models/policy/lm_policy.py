@@ -283,7 +283,7 @@ class MegatronPolicy(TrainableModel):
     def logprobs_and_routes(
         self, batch: TokenBatch, *, one_at_a_time: bool = False
     ) -> tuple[Tensor, StoredColumn | None]:
-        """`logprobs`, and the routed experts of the pass, in Ray's object store; None of a model without MoE layers."""
+        """Compute `logprobs`, and store the pass's routed experts in Ray; None for a model without MoE layers."""
         if not self.moe_configuration:
             return self.logprobs(batch), None
         batching = PlainBatching(1) if one_at_a_time else self._logprob_batching

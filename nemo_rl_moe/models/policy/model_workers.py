@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 
 def choose_batching(policy: PolicyConfig, micro_batch_size: int) -> Batching:
-    """Batching of a policy: by tokens where the configuration says so, otherwise of this many sequences."""
+    """Choose the batching: by tokens where the configuration says so, otherwise of this many sequences."""
     if policy.sequence_packing.enabled:
         multiple = sequence_multiple(policy.megatron_cfg.context_parallel_size)
         packing = policy.sequence_packing
@@ -195,7 +195,7 @@ class ModelWorkers:
     def _plan_forward(
         self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
     ) -> tuple[EvaluationPlan, TokenBatch]:
-        """Plan of the ranks' microbatches, and the batch with the fillers that its indices may refer to.
+        """Plan the ranks' microbatches; also return the batch with the fillers that its indices may refer to.
 
         Args:
             batch: The sequences.
@@ -216,7 +216,7 @@ class ModelWorkers:
     def _plan_logprobs(
         self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
     ) -> tuple[EvaluationPlan, TokenBatch, list[list[TokenBatch]]]:
-        """Plan of a log-probability pass, the batch with fillers, and each rank's microbatches of it.
+        """Plan a log-probability pass; also return the batch with fillers, and each rank's microbatches of it.
 
         Args:
             batch: The sequences.

@@ -335,7 +335,7 @@ class Dispatcher(Generic[PromptT, GroupT]):
         return self._live[position].finished is not None
 
     def _leave_behind(self, live: _Live[PromptT, GroupT]) -> None:
-        """Part a group from its task, which is cancelled where it still runs, and from its deadline."""
+        """Separate a group from its task, which is cancelled where it still runs, and from its deadline."""
         if live.timer is not None:
             live.timer.cancel()
         task, live.task, live.timer = live.task, None, None

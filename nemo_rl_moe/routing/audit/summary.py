@@ -74,7 +74,7 @@ def table_lines(headings: Sequence[str], numbers_of: Callable[[str], Sequence[fl
 
 
 def problems_of(run: AuditedRun) -> list[str]:
-    """List everything that cannot be right or is sick, a line each."""
+    """List everything that cannot be right or is unhealthy, a line each."""
     return _of_steps(run) + [found.text for found in findings_over_steps(run)]
 
 

@@ -103,7 +103,7 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
 
 
 def audit_sequences(description: CaptureDescription, step: int, sequences: Sequence[CapturedSequence]) -> AuditedStep:
-    """Audit of sequences that are in memory.
+    """Audit sequences that are in memory.
 
     In a job of several processes every one calls it, with sequences of its own, and gets the audit of all: counts and
     loads are added up, layers, tokens and sequences are compared in a sample of those of up to 16 processes, and a

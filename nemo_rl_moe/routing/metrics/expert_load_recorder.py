@@ -80,7 +80,7 @@ class ExpertLoadRecorder:
     def training_forward(
         self, chunk: int, microbatch: int, is_image: Bool[Tensor, " tokens"] | None = None
     ) -> Iterator[None]:
-        """While open, routers' assignments count for this microbatch; `is_image` is in the routers' order."""
+        """Count routers' assignments for this microbatch while open; `is_image` is in the routers' order."""
         self.events.append(StepEvent(FORWARD, chunk, microbatch))
         self._microbatch = microbatch
         self._is_image = None if self.image_counts is None else is_image

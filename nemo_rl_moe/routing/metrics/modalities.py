@@ -82,7 +82,7 @@ def modality_overlap(
 def _num_tokens(
     counts: Int[np.ndarray, "*steps layers experts"], topk: int | None
 ) -> Float[np.ndarray, "*steps layers"]:
-    """`T`; where a capacity dropped assignments no less than the busiest expert has."""
+    """Return `T`; where a capacity dropped assignments no less than the busiest expert has."""
     return np.maximum(counts.sum(-1) / (topk or 1), counts.max(-1, initial=0))
 
 

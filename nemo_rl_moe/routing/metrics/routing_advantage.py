@@ -64,7 +64,7 @@ def centred(advantages: Float[Tensor, " sequences"], groups: Int[Tensor, " seque
 def sums_of_groups(
     counts: Float[Tensor, "sequences *layers experts"], groups: Int[Tensor, " sequences"]
 ) -> Float[Tensor, "sequences *layers experts"]:
-    """`sum_s n[s,e]` over the group of each sequence."""
+    """Compute `sum_s n[s,e]` over the group of each sequence."""
     sums = counts.new_zeros(int(groups.max()) + 1, *counts.shape[1:]).index_add_(0, groups, counts)
     return sums.index_select(0, groups)
 

@@ -157,7 +157,7 @@ def _is_in_place(file: FileIO, path: Path) -> bool:
 
 
 def rewind_lines(path: Path, step: int) -> None:
-    """Cut a file of JSON records at the first record of a later step, and a torn last line; steps ascend."""
+    """Truncate a file of JSON records at the first record of a later step, and a torn last line; steps ascend."""
     with path.open("r+b") as file:
         end = 0
         for line in file:

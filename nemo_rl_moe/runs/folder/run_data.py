@@ -173,7 +173,7 @@ def series_of(points: list[tuple[int, float]]) -> Series:
 
 
 def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Mapping in a YAML or JSON file; empty where there is none. A file that was cut or edited wrongly is noted."""
+    """Read the mapping in a YAML or JSON file; empty where there is none. A truncated or broken file is noted."""
     if not path.is_file():
         return {}
     try:

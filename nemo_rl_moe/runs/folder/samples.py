@@ -177,7 +177,7 @@ def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _shown_steps(steps: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> list[int]:
-    """Evenly spaced steps of a split, and the last one; of a run with images, those with some that are nearest."""
+    """Select evenly spaced steps of a split, and the last one; with images, the nearest steps that have some."""
     in_order = sorted(steps)
     *earlier, last = (in_order[position] for position in evenly_spaced(len(in_order), STEPS_OF_A_SPLIT).tolist())
     with_images = [step for step in in_order if any("thumbnails" in sample for sample in steps[step].values())]
@@ -204,7 +204,7 @@ def shortened(samples: Sequence[dict[str, Any]], length: int) -> list[dict[str, 
 
 
 def _record_in(line: bytes) -> Any:
-    """Record of a line; empty where it is none."""
+    """Read the record of a line; empty where it is none."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -247,6 +247,6 @@ def _short(text: Any, length: int = LONGEST_TEXT) -> str:
 
 
 def evenly_spaced(number: int, most: int) -> Int[np.ndarray, " chosen"]:
-    """At most `most` of the positions 0 to `number` - 1, evenly spaced; the last one always."""
+    """Select at most `most` of the positions 0 to `number` - 1, evenly spaced; the last one always."""
     chosen = min(number, max(most, 1))
     return np.ceil(np.arange(1, chosen + 1) * number / max(chosen, 1)).astype(np.int64) - 1

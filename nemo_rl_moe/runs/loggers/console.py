@@ -55,13 +55,13 @@ def train_line(step: int, total_steps: int, metrics: Mapping[str, float], second
 
 
 def validation_line(step: int, metrics: Mapping[str, float]) -> str:
-    """For example `step 50  validation: loss 0.81  accuracy 0.74`; empty when nothing was validated."""
+    """Format a line such as `step 50  validation: loss 0.81  accuracy 0.74`; empty when nothing was validated."""
     fields = _fields(metrics, _VALIDATION_FIELDS)
     return f"step {step}  validation: {'  '.join(fields)}" if fields else ""
 
 
 def clock_text(seconds: float) -> str:
-    """`0:07`, `1:03`, `2:05:00`."""
+    """Format seconds as `0:07`, `1:03` or `2:05:00`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

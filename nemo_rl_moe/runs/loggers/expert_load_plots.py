@@ -187,7 +187,7 @@ def _ticks(number: int, pixels: int, least: int) -> range:
 
 
 def _draw_bands(axes: "Axes", ranks: Int[np.ndarray, " experts"], loads: Float[np.ndarray, "layers experts"]) -> None:
-    """Quantiles over the layers at each rank of the order."""
+    """Draw quantiles over the layers at each rank of the order."""
     for share, color, label in ((0.0, "#d1e5f0", "all layers"), (0.25, "#92c5de", "the middle half of the layers")):
         low, high = np.quantile(loads, [share, 1 - share], axis=0)
         axes.fill_between(ranks, low, high, color=color, linewidth=0, label=label)

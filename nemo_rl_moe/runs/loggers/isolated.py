@@ -195,7 +195,7 @@ class IsolatedLogger:
                     )
 
     def _work(self) -> None:
-        """The thread: opens the backend, sends the steps that it lacks, then the queue, and closes it."""
+        """Open the backend, send the steps that it lacks, then the queue, and close it: the thread's body."""
         doing = "could not start"
         try:
             backend = self._open_backend()

@@ -120,7 +120,7 @@ class MlflowLogger:
 
 
 def local_store_uri(folder: Path) -> str:
-    """Tracking URI of the SQLite store `mlflow.db` in a folder, which is created."""
+    """Return the tracking URI of the SQLite store `mlflow.db` in a folder, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     return f"{_SQLITE_PREFIX}{(folder.resolve() / 'mlflow.db').as_posix()}"
 

@@ -166,7 +166,7 @@ def draw_modalities(
     image_counts: Int[np.ndarray, "layers experts"],
     topk: int | None,
 ) -> "Figure":
-    """Leaning of each expert, red to image tokens and blue to text, with the share of image tokens in each cell."""
+    """Draw each expert's leaning, red to image tokens and blue to text, and its share of image tokens."""
     leaning = specialization(counts, image_counts, topk)
     figure, axes, bar = _layers_by_experts(layers, leaning, 1)
     axes.set(xlabel="expert", ylabel="layer")

@@ -96,7 +96,7 @@ def episodes_of(findings: Sequence[Finding]) -> list[Episodes]:
 
 
 def _forced_routing(run: RunData) -> list[Finding]:
-    """Finding for a drill with forced routing, whatever its numbers are."""
+    """Return the finding for a drill with forced routing, whatever its numbers are."""
     settings = {name: value for name, value in run.moe_configuration.items() if name.startswith(_FORCED_ROUTING)}
     in_force = {name: value for name, value in settings.items() if value is not None and value is not False}
     if not in_force:

@@ -95,7 +95,7 @@ def failed(rewards: Rewards) -> torch.Tensor:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("on_failure", ["leave_out", "lowest"])
 def test_to_fail_is_never_an_advantage(estimator: str, on_failure: OnFailure) -> None:
-    """Of negative rewards 0 would be the best, and a policy would learn to break its reward function."""
+    """Among negative rewards 0 would be the best, and a policy would learn to break its reward function."""
     config = config_of(on_failure, *ESTIMATORS[estimator])
     advantages = advantages_of_groups(config, groups_of(MIXED))
     assert (advantages[failed(MIXED)] <= 0).all()
@@ -246,7 +246,7 @@ class FailsForSome(FakeRewardFunction):
 
 
 def test_dynamic_sampling_takes_no_failure_for_a_spread() -> None:
-    """Of prompt 0 one response fails and the others are worth the same; of prompt 1 none has a score."""
+    """One response to prompt 0 fails and the others get equal rewards; prompt 1 has no score at all."""
     config = small_config(
         "grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=4", "grpo.max_num_epochs=1"
     )

@@ -34,7 +34,7 @@ def one_token_each(
 def sequences(
     mask: list[list[int]], new: list[list[float]], old: list[list[float]], advantages: list[float]
 ) -> LossInputs:
-    """Of probabilities; generation agrees with `old`."""
+    """Return inputs of given probabilities; generation agrees with `old`."""
     previous = torch.tensor(old, dtype=torch.float64).log()
     return inputs_of(
         torch.tensor(new, dtype=torch.float64).log().requires_grad_(),

@@ -105,7 +105,7 @@ def expected_texts(record: Any) -> list[str]:
 
 
 def shows(output: Output, good: Sequence[tuple[int, Any]], other: tuple[int, Any] | None) -> str | None:
-    """What the view lacks of the good records, by their numbers, and of the other one where it is taken."""
+    """Return what the view lacks of the good records, by their numbers, and of the other one where it is read."""
     report = next(line for line in output.printed.splitlines() if re.search(r": \d[\d,]* (example|pair|prompt)", line))
     heads = re.findall(r"^(\S*):(\d+)(?: \(chosen\)| \(rejected\))?: ", output.printed, re.MULTILINE)
     shown = {int(number) for _, number in heads}

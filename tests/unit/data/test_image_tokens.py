@@ -244,7 +244,7 @@ def test_prompts_with_other_images_are_other_prompts(
 def test_images_of_prompts_are_read_when_their_chunk_is_asked_for(
     qwen: Kit, tmp_path: Path, write_jsonl: Callable[..., str]
 ) -> None:
-    """Of three chunks the last one's image is gone: the responses to the others are there."""
+    """The image of the last of three chunks is missing: the responses to the others are there."""
     names = [draw(tmp_path, f"{number}.png", seed=number) for number in range(3)]
     lines = [{"question": QUESTION, "answer": "4", "images": [name]} for name in names]
     common = {"prompt_key": "question", "max_image_pixels": 10_000, "images": qwen[1]}

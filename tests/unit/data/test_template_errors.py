@@ -40,7 +40,7 @@ def test_one_line(byte_tokenizer, template, line):
 
 
 def test_a_conversation_that_is_nested_too_deeply(byte_tokenizer):
-    """As one that was read when fewer calls were under way."""
+    """It was read where fewer calls were on the stack."""
     arguments: Any = {}
     for _ in range(2_000):
         arguments = {"a": arguments}

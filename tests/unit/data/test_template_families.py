@@ -198,7 +198,7 @@ def test_a_call_that_the_template_leaves_out(byte_tokenizer):
 @pytest.mark.parametrize("template", [THINKING, PROMPT_OPENS_THINKING, CHANNELS])
 @pytest.mark.parametrize("answer", ["<think>\n", "<s>", "<|end|>", "<Assistant>x", "assistant\n", "<"])
 def test_texts_that_look_like_the_templates_own(byte_tokenizer, template, answer):
-    """What is trained on is all of the turn, whatever it says."""
+    """All of the turn is trained on, whatever it says."""
     turns = [user("q1"), assistant(f"{answer}1"), user(answer), assistant("2"), user("q3")]
     text = marked(byte_tokenizer(template), *turns)
     pieces = [piece.partition("\u27eb")[0] for piece in text.split("\u27ea")[1:]]

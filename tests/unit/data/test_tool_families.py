@@ -54,7 +54,7 @@ def tokenizer_of(family: ToolFormat) -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[PreTrainedTokenizerBase, str], str]:
-    """What `nemo-rl-moe data` prints of the conversation in a form."""
+    """Return what `nemo-rl-moe data` prints of the conversation in a form."""
 
     def show(tokenizer: PreTrainedTokenizerBase, form: str) -> str:
         tokenizer.save_pretrained(tmp_path / "tokenizer")

@@ -218,7 +218,7 @@ def test_a_request_to_stop_while_ray_starts_is_the_programs() -> None:
 
 @pytest.mark.slow
 def test_token_and_folder_are_their_owners_alone(tmp_path: Path) -> None:
-    """Whoever reads the token can run code in Ray; a home without one gets it from Ray, for everybody to read."""
+    """Anyone with the token can run code in Ray; a home without one gets it from Ray, readable by everybody."""
     environment = {**os.environ, "HOME": str(tmp_path), "RAY_AUTH_MODE": "token"}
     done = subprocess.run(
         [sys.executable, "-c", PRIVATE], env=environment, capture_output=True, text=True, timeout=280, check=False

@@ -29,7 +29,7 @@ images_of_one = st.sets(st.sampled_from(sorted(SIZES)), max_size=3).map(
 
 
 def patches(images: Iterable[Mapping[int, int]]) -> int:
-    """Of distinct images."""
+    """Return the patches of distinct images."""
     return sum({number: size for own in images for number, size in own.items()}.values())
 
 

@@ -45,7 +45,7 @@ class Device:
         self._live = self._reserved = self._of_engine = self._processes = 0
 
     def take(self, call: str) -> None:
-        """What a call takes or gives back."""
+        """Apply what a call allocates or frees."""
         worker = self.worker
         if call in ("start workers", "engine starts"):
             self._processes += PROCESS_BYTES

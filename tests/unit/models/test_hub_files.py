@@ -187,7 +187,7 @@ for come_meanwhile in [None, *sys.argv[2:]]:
 
 
 def in_other_process(home: Path, repository_root: Path, *come_meanwhile: str, **settings: str) -> list[str]:
-    """What a process is reported that asks for the model; and again, once a folder `FROM:TO` has been copied."""
+    """Return what a process that asks for the model gets; and again, once a folder `FROM:TO` has been copied."""
     environment: dict[str, Any] = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", **settings}
     environment.pop("HF_HUB_CACHE", None)
     done = subprocess.run(

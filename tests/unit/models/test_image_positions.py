@@ -9,7 +9,7 @@ from nemo_rl_moe.models.image_positions import image_positions
 
 
 def positions(rows: list[str], grids: list[tuple[int, int]]) -> list[list[list[int]]]:
-    """Of rows of `t` (text) and `i` (image tokens): by row, the positions of each axis."""
+    """Return the positions of each axis, by row, for rows of `t` (text) and `i` (image tokens)."""
     mask = torch.tensor([[each == "i" for each in row] for row in rows])
     found: list[list[list[int]]] = image_positions(mask, grids).transpose(0, 1).tolist()
     return found

@@ -213,7 +213,7 @@ def test_an_error_of_the_engine_ends_the_run_with_itself() -> None:
 
 
 def test_routes_stay_those_with_which_tokens_were_sampled() -> None:
-    """Of a second request those of later tokens are added, and the last token, which no model was fed, has none."""
+    """A second request adds those of later tokens; the last token, which was never an input, has none."""
 
     class Routed(FakeEngine):
         num_requests = 0

@@ -146,7 +146,7 @@ class RewardFunctionOfTwo(FakeRewardFunction):
 
 
 def test_groups_are_distinguished_by_what_the_estimator_compares() -> None:
-    """Of the sum no group differs; of each reward those with even answers do; what has no weight counts for neither."""
+    """No group differs in the sum; those with even answers differ in each reward; one without weight does not count."""
     found = {}
     for name in ("grpo", "gdpo"):
         weights = {"up": 1.0, "down": 1.0, "logged": 0.0}

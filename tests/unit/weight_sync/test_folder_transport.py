@@ -332,7 +332,7 @@ def replaced(old: bytes, new: bytes, *, last: bool = False) -> Callable[[Path, T
 
 
 def rewritten(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path, TransportSpec], None]:
-    """The same bucket with the same checksums, and other tensors."""
+    """Return a writer of the same bucket with the same checksums, and other tensors."""
 
     def spoil(path: Path, spec: TransportSpec) -> None:
         with safe_open(path, framework="pt") as file:

@@ -60,7 +60,7 @@ class ReceivingProcesses:
         return all(process.exitcode is not None for process in self.processes)
 
     def wait(self) -> list[str]:
-        """What each has to say; raises where one was killed."""
+        """Return what each has to say; raise where one was killed."""
         for number, process in enumerate(self.processes):
             process.join(TOO_LONG_S)
             if process.exitcode != 0:

@@ -125,7 +125,7 @@ def check_folder(folder: Path) -> CheckedFolder:
 
 @contextmanager
 def data_only(index: Metadata, parts: PartsRead | None) -> Iterator[None]:
-    """Context in which Megatron-Core reads the checkpoint of this index, whose damaged tensors `parts` gets."""
+    """Have Megatron-Core read the checkpoint of this index as data; `parts` gets damaged tensors."""
     with patch.object(
         torch_strategies, "_get_filesystem_reader", lambda folder, *_, **__: DataOnlyReader(folder, index, parts)
     ):

@@ -62,7 +62,7 @@ def make_state(part: Any) -> None:
 
 
 def _make_state_of_fused_adam(inner: Any) -> None:
-    """State of Transformer Engine's Adam; Megatron-Core leaves out what newer releases want besides the parameter."""
+    """Make Transformer Engine's Adam state; Megatron-Core leaves out what newer releases want besides the parameter."""
     wants_remainders = len(inspect.signature(inner.initialize_state).parameters) > 1
     for group in inner.param_groups:
         for parameter in group["params"]:

@@ -60,12 +60,12 @@ class PaddedBatch:
         return cls(max(lengths), len(lengths), torch.cat(places))
 
     def pad(self, packed: Tensor) -> Tensor:
-        """`[tokens, ...]` to `[longest, sequences, ...]`, zero where there is no token."""
+        """Pad `[tokens, ...]` to `[longest, sequences, ...]`, zero where there is no token."""
         rows = packed.new_zeros(self.longest * self.sequences, *packed.shape[1:])
         return rows.index_copy(0, self.places, packed).view(self.longest, self.sequences, *packed.shape[1:])
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """`[longest, sequences, ...]` to `[tokens, ...]`."""
+        """Join `[longest, sequences, ...]` to `[tokens, ...]`."""
         return padded.flatten(0, 1).index_select(0, self.places)
 
 

@@ -276,7 +276,7 @@ class _CachedLayer:
         return bool(getattr(getattr(self._router, "router_replay", None), "shows", False))
 
     def _route(self, inputs: Tensor) -> None:
-        """Routes all columns of a layer of which only the last one is computed."""
+        """Route all columns of a layer of which only the last one is computed."""
         router: Any = self._router
         route = getattr(router, "evaluate", None)
         if route is None:

@@ -72,7 +72,7 @@ class PlainRowLinear(RowParallelLinear):
 
 
 def rms_normalize(inputs: Tensor, eps: float) -> Tensor:
-    """`inputs / rms(inputs)` over the last dimension, without a gradient."""
+    """Compute `inputs / rms(inputs)` over the last dimension, without a gradient."""
     return inputs * inputs.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 

@@ -191,7 +191,7 @@ class FastSelfAttention(SelfAttention):
         return full_rotation and not recomputed and all(value is None for value in others.values())
 
     def _attend(self, mixed: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """Context of mixed queries, keys and values `[sequence, batch, ...]`; angles of these positions, or of more."""
+        """Attend with mixed queries, keys and values `[sequence, batch, ...]`; angles of these positions or more."""
         sequence, batch, _ = mixed.shape
         layout, scale = self.head_layout, self.softmax_scale
         cosines, sines = cosines[:sequence], sines[:sequence]

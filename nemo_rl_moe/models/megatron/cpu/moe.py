@@ -206,14 +206,14 @@ class ExpertProducts:
             self._counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
 
     def with_weights(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """`[rows, inner]` times its expert's matrix of `[experts, inner, outer]`."""
+        """Multiply `[rows, inner]` by its expert's matrix of `[experts, inner, outer]`."""
         if self._offsets is not None:
             return F.grouped_mm(rows, weights, offs=self._offsets)
         parts = zip(rows.split(self._counts), weights, strict=True)
         return torch.cat([part @ weight for part, weight in parts])
 
     def of_rows(self, left: Tensor, right: Tensor) -> Tensor:
-        """`left.T @ right` of the rows of each expert: `[experts, left width, right width]`, zero without rows."""
+        """Compute `left.T @ right` of each expert's rows: `[experts, left width, right width]`, zero without rows."""
         if self._offsets is not None:
             return F.grouped_mm(left.t(), right, offs=self._offsets)
         parts = zip(left.split(self._counts), right.split(self._counts), strict=True)

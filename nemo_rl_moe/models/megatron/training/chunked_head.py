@@ -42,7 +42,7 @@ from megatron.core.tensor_parallel.mappings import (
 
 @contextmanager
 def hidden_states_only(chunks: Sequence[Any]) -> Iterator[None]:
-    """While open, the model chunks end before the output layer."""
+    """Make the model chunks end before the output layer while open."""
     for chunk in chunks:
         chunk.returns_hidden_states = True
     try:

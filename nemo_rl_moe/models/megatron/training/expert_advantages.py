@@ -107,7 +107,7 @@ class ExpertAdvantageRecorder(StepObserver):
         return StepObservations(metrics, {EXPERTS_BY_ADVANTAGE.name: found})
 
     def _of_whole_batch(self) -> list[Tensor]:
-        """This rank's counts, and advantage, group and whether it is trained of its sequences, at their places."""
+        """Return this rank's counts, and of its sequences advantage, group and whether trained, at their places."""
         batches = [microbatch for shard in self._shards for microbatch in shard.microbatches]
         places = np.array([place for shard in self._shards for place in shard.places])
         num_sequences = self._shards[0].num_batch_sequences

@@ -130,7 +130,7 @@ def share_of_rank(config: TransformerConfig) -> float:
 
 @contextmanager
 def _only_auxiliary_losses_of(source: str, config: TransformerConfig) -> Iterator[None]:
-    """While open, the auxiliary losses of one source are on, and all others off."""
+    """Turn the auxiliary losses of one source on, and all others off, while open."""
     balancing, z = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
     if source != AUXILIARY:
         config.moe_aux_loss_coeff = [0.0] * len(balancing) if isinstance(balancing, list) else 0.0

@@ -131,7 +131,7 @@ class RouterHooks:
     def forward(
         self, chunk: int, microbatch: ModelMicrobatch, number: int, *, trains: bool, counts: bool
     ) -> Iterator[None]:
-        """While open, the forward pass of a chunk over one microbatch, with the routes of its capture.
+        """Set up the hooks for the forward pass of a chunk over one microbatch, with the routes of its capture.
 
         A pass that trains replays them where the configuration says so. Others replay the capture that they are given.
         """
@@ -241,7 +241,7 @@ class RouterHooks:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While open, every forward pass leaves its choice to be taken."""
+        """Let every forward pass leave its choice to be taken, while open."""
         hooks = [hook for of_chunk in self._hooks for hook in of_chunk.values()]
         for hook in hooks:
             hook.shows = True
@@ -256,7 +256,7 @@ class RouterHooks:
 
     @contextmanager
     def capturing(self) -> Iterator[list[tuple[ModelMicrobatch, Int[Tensor, "tokens moe_layers topk"]]]]:
-        """While open, forward passes leave what they choose in the list, a pair for each microbatch in their order."""
+        """Collect what forward passes choose while open, a pair for each microbatch in their order."""
         pairs: list[tuple[ModelMicrobatch, Tensor]] = []
         self._captured = {}
         try:

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @contextmanager
 def side_pass(chunks: Sequence[DistributedDataParallel], config: TransformerConfig) -> Iterator[None]:
-    """While open, a forward and backward pass leaves this rank's own gradients in `main_grad`; later nothing is left.
+    """Leave this rank's own gradients of a forward and backward pass in `main_grad` while open; later nothing is left.
 
     Gradients are 0 when it opens and when it closes, and those of other ranks do not come to them. The recorder and the
     hooks' counts are not kept from counting: whoever runs a pass controls them.
@@ -56,7 +56,7 @@ def _kept_random_states() -> Iterator[None]:
 
 @contextmanager
 def _kept_router_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Expert bias, tokens counted for it, and those counted for the global-batch loss."""
+    """Keep the expert bias, tokens counted for it, and those counted for the global-batch loss."""
     kept = [
         (buffer, buffer.clone())
         for chunk in chunks

@@ -144,7 +144,7 @@ class MegatronTrainer(MegatronModel):
         return _Update(loss, grad_norm, lr, series, is_skipped=has_targets and not is_updated)
 
     def reference_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """`logprobs` of the weights that the run began with."""
+        """Compute `logprobs` with the weights that the run began with."""
         assert self._reference is not None  # the run keeps one wherever its loss needs it
         with self._reference.in_place():
             return self.logprobs(microbatches)
@@ -152,7 +152,7 @@ class MegatronTrainer(MegatronModel):
     def compare_reference_routes(
         self, microbatches: Sequence[TokenBatch]
     ) -> tuple[list[torch.Tensor], AgreementTotals]:
-        """`compare_routes` of the weights that the run began with."""
+        """Compute `compare_routes` with the weights that the run began with."""
         assert self._reference is not None  # asked for where the run keeps one
         with self._reference.in_place():
             return self.compare_routes(microbatches)

@@ -79,7 +79,7 @@ class PickledArray:
     values: np.ndarray = np.empty(0)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        """The array of a state `(version, shape, dtype, in Fortran's order, content)`."""
+        """Take the array of a state `(version, shape, dtype, in Fortran's order, content)`."""
         _, shape, dtype, fortran, content = state
         order = "F" if fortran else "C"
         if dtype.is_object:

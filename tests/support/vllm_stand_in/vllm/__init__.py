@@ -139,7 +139,7 @@ class LLMEngine:
         return cls()
 
     def collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
-        """As of the executor."""
+        """Call all workers, as the executor does."""
         return self.model_executor.collective_rpc(method, args)
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:

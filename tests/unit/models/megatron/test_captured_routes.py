@@ -20,7 +20,7 @@ ENDS = dataclasses.replace(SAMPLING, max_new_tokens=24, temperature=1.0, stop_to
 
 
 def captured_and_own(policy: PolicyConfig, passes_kept: int | None) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each sequence the routes of generation, and those of a pass over it alone.
+    """Return, for each sequence, the routes of generation, and those of a pass over it alone.
 
     Args:
         policy: The configuration.

@@ -114,7 +114,7 @@ def ask_for_another_format(folder: Path, mark: Path) -> None:
 
 
 def keep_something_in_common(folder: Path, mark: Path) -> None:
-    """What stands there is merged into what is restored."""
+    """Write a file whose content is merged into what is restored."""
     torch.save({"model": {}}, folder / COMMON)
 
 

@@ -84,7 +84,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Job], Written
 
 
 def resume(job: Job, folder: Path, *, with_optimizer: bool = True) -> Steps:
-    """What a run that goes on from there measures."""
+    """Return the measurements of a run that continues from there."""
     found: list[Steps] = run_ranks(
         load_and_train, job.num_ranks, job.run_settings(), str(folder), SAVE_AFTER, NUM_STEPS, with_optimizer
     )
@@ -182,7 +182,7 @@ def test_every_parameter_has_a_step_count_of_its_own(
 
 
 def test_an_optimizer_that_counts_by_group_is_reported_before_its_first_step() -> None:
-    """As Transformer Engine's and Apex's do, which make the count in their first step."""
+    """Transformer Engine's and Apex's optimizers do so, and make the count in their first step."""
     optimizer = torch.optim.SGD([torch.zeros(2)])
     set_num_updates(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=optimizer)]), 7)
     assert [group["step"] for group in optimizer.param_groups] == [7]

@@ -69,7 +69,7 @@ def masked(rank: int, world_size: int) -> Any:
 
 
 def head_of_rank(rank: int, world_size: int, given: Numbers, *, sequence_parallel: bool) -> tuple[Any, Tensor, Tensor]:
-    """What `chunked_token_statistics` finds, with this rank's hidden states and weight, which carry the gradients."""
+    """Return what `chunked_token_statistics` finds, with gradients for this rank's hidden states and weight."""
     hidden = given.hidden.chunk(world_size)[rank] if sequence_parallel else given.hidden
     hidden = hidden.clone().requires_grad_()
     weight = given.weight.chunk(world_size)[rank].clone().requires_grad_()

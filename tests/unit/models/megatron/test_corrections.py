@@ -202,7 +202,7 @@ def test_each_stage_gets_its_part_of_the_mask(
 
 
 def widened(shard: GlobalBatchShard, columns: int) -> GlobalBatchShard:
-    """The same sequences with more padding behind them, and tokens in it that must not matter."""
+    """Return the same sequences with more padding behind them, and tokens in it that must not matter."""
     wider = []
     for batch in shard.microbatches:
         ids = torch.full((len(batch), columns), 63)
@@ -366,7 +366,7 @@ def _reduce_as_megatron_does(names: Sequence[str], num_layers: int) -> dict[str,
 
 
 def train_and_reduce(settings: RunSettings, name: str) -> tuple[list[float], list[float]]:
-    """This rank's values of a loss, by this project's reduction and by Megatron-Core's."""
+    """Return this rank's values of a loss, by this project's reduction and by Megatron-Core's."""
     with parallel_job(settings.policy):
         trainer = build_trainer(settings)
         shard = shard_of_step(trainer, settings, 0)

@@ -83,7 +83,7 @@ def test_without_an_accelerator_it_is_on() -> None:
 
 @pytest.mark.full
 def test_an_installed_transformer_engine_is_left_alone() -> None:
-    """Of the real package Megatron-Core takes the optimizer wherever it imports, and that one asks for a GPU."""
+    """Megatron-Core takes the real package's optimizer wherever it imports, and that one asks for a GPU."""
     program = """
 import importlib.util, os
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -167,7 +167,7 @@ def gradients(model: GPTModel) -> dict[str, Tensor]:
 
 
 def token_batch(batch: int = BATCH, sequence: int = SEQUENCE) -> dict[str, Tensor]:
-    """What a model's forward pass takes for training, without a mask."""
+    """Return the inputs of a model's forward pass in training, without a mask."""
     tokens = torch.randint(0, VOCABULARY, (batch, sequence + 1), generator=torch.Generator().manual_seed(3))
     return {
         "input_ids": tokens[:, :-1].contiguous(),

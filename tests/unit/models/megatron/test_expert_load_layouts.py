@@ -225,7 +225,7 @@ def run_variant(policy: PolicyConfig, variant: Variant, rank: int) -> list[Step]
 
 
 def cut(variant: Variant, trainer: MegatronTrainer, batch: TokenBatch) -> GlobalBatchShard:
-    """This rank's microbatches of one global batch."""
+    """Return this rank's microbatches of one global batch."""
     rank, size = trainer.coordinates.data_parallel_rank, trainer.coordinates.data_parallel_size
     if isinstance(variant.microbatches, Sequence):
         count = len(variant.microbatches) // size

@@ -48,7 +48,7 @@ WITH_STOCK_MODULES = {"mixtral", "gpt_oss", "deepseek_v3"}
 
 @pytest.fixture(scope="module")
 def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ParityJobs:
-    """Of the models and layouts whose tests are selected."""
+    """Return the jobs of the models and layouts whose tests are selected."""
     parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     wanted = {(chosen["name"], chosen["where"]) for chosen in parameters if chosen.keys() >= {"name", "where"}}
     return ParityJobs(wanted, tmp_path_factory.mktemp("families"))
@@ -135,7 +135,7 @@ def test_odd_vocabulary_is_padded_without_changing_a_measure(layer_spec: str, tm
 
 
 def write_both_forms(name: str, root: str) -> None:
-    """The same weights in the form of files, in that of memory, and what an export makes of the second."""
+    """Write the same weights in the form of files, in that of memory, and what an export makes of the second."""
     write_reference(name, Path(root, "files"))
     write_reference(name, Path(root, "memory"), as_in_memory=True)
     policy = tiny_policy()

@@ -220,7 +220,7 @@ def test_other_positions_are_refused(parameters: dict[str, Any], message: str, t
 
 @pytest.mark.parametrize("name", FAMILY_MODELS)
 def test_a_plain_configuration_says_the_same_without_transformers(name: str) -> None:
-    """What a worker is given instead of the configuration that transformers reads."""
+    """A worker gets it instead of the configuration that transformers reads."""
     hf_config = FAMILY_MODELS[name].hf_config()
     sent = pickle.dumps(plain_config(hf_config))
     assert b"transformers." not in sent, "no class of it is imported where this is read"

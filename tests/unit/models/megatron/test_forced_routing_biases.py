@@ -31,7 +31,7 @@ Biases = npt.NDArray[np.float64]
 
 
 def biases_of_models(world_size: int, settings: dict[str, Any], num_models: int = 1) -> list[Biases]:
-    """What is added to the logits of each expert, `[calls, layers, experts]`, on this rank.
+    """Return what is added to the logits of each expert, `[calls, layers, experts]`, on this rank.
 
     Two steps of one model after another in one process; each rank runs its microbatches in order.
     """

@@ -22,7 +22,7 @@ def optimizers_of(trainer: Any) -> list[torch.optim.AdamW]:
 
 
 def train_with(settings: RunSettings, fused: bool) -> tuple[list[bool], list[Tensor]]:
-    """Whether each group is fused as built, and the weights after three steps with `fused`."""
+    """Return whether each group is fused as built, and the weights after three steps with `fused`."""
     with parallel_job(settings.policy):
         trainer = build_trainer(settings)
         groups = [group for optimizer in optimizers_of(trainer) for group in optimizer.param_groups]
@@ -35,7 +35,7 @@ def train_with(settings: RunSettings, fused: bool) -> tuple[list[bool], list[Ten
 
 
 def train_both(settings: RunSettings) -> tuple[list[bool], float, float]:
-    """Whether each group is fused as built, the largest difference of a weight, and how far weights moved."""
+    """Return whether each group is fused as built, the largest difference of a weight, and how far weights moved."""
     as_built, fused = train_with(settings, True)
     _, unfused = train_with(settings, False)
     with parallel_job(settings.policy):

@@ -67,7 +67,7 @@ def test_logprobs_are_those_of_the_trainer(model: str, layer_spec: str) -> None:
 
 
 def greedy_tokens(policy: PolicyConfig) -> list[tuple[list[int], list[int]]]:
-    """Of this engine and of transformers with the exported weights."""
+    """Return the tokens of this engine and of transformers with the exported weights."""
     from transformers import AutoModelForCausalLM
 
     with parallel_job(policy), tempfile.TemporaryDirectory() as folder:
@@ -107,7 +107,7 @@ def test_greedy_is_transformers_greedy(layer_spec: str) -> None:
 
 
 def responses_in_batches(policy: PolicyConfig) -> dict[str, list[tuple[list[int], list[float]]]]:
-    """The same requests alone, together, in another order, and a few at a time."""
+    """Answer the same requests alone, together, in another order, and a few at a time."""
     with parallel_job(policy):
         engine = generator_of(build_trainer(policy))
 

@@ -61,7 +61,7 @@ def trainer_of(policy: PolicyConfig, folder: Path) -> MegatronTrainer:
 
 
 def evaluated(trainer: MegatronTrainer, request: GenerationBatch, index: int, response: list[int]) -> np.ndarray:
-    """What an evaluation forward says of a response."""
+    """Return the log-probabilities that an evaluation forward gives a response."""
     prompt = request.prompts[index]
     tokens = torch.tensor([[*prompt, *response]])
     batch = TokenBatch(

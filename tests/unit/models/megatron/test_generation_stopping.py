@@ -28,7 +28,7 @@ class ByteTokenizer:
 
 
 def first_end(tokens: Sequence[int], parameters: SamplingParameters, tokenizer: Any = None) -> int | None:
-    """How many tokens the response has when it ends, asked after every token as the engine does."""
+    """Return the number of tokens when the response ends, asked after every token as the engine does."""
     condition = StopCondition(parameters, tokenizer)
     responses = np.zeros((1, len(tokens)), dtype=np.int64)
     for length, token in enumerate(tokens, start=1):

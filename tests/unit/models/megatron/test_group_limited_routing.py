@@ -50,7 +50,7 @@ def test_gradients_reach_the_chosen_scores() -> None:
 
 
 def choices(model: str, *, is_limited: bool, replays: bool = False) -> list[tuple[bool, bool, bool]]:
-    """Of each router with random weights and bias: whether experts, and weights, are those of transformers' router.
+    """Return whether experts, and weights, of random routers with bias are those of transformers' routers.
 
     Returns:
         (the same experts for all tokens, the same weights, recorded experts are the chosen ones) for each router.
@@ -132,12 +132,12 @@ def test_routers_choose_as_transformers_does(model: str, way: str, found: Any) -
 
 @pytest.mark.parametrize("model", MODELS)
 def test_megatron_core_chooses_otherwise(model: str, found: Any) -> None:
-    """What `limit_groups` is for; where Megatron-Core is cured itself this test says so."""
+    """This is what `limit_groups` corrects; the test fails once Megatron-Core is corrected itself."""
     assert not any(same for same, _, _ in found[f"{model} as Megatron-Core"])
 
 
 def has_own_choice(model: Any, **changes: Any) -> bool:
-    """Whether the routers of a model do not choose as Megatron-Core does."""
+    """Return whether the routers of a model do not choose as Megatron-Core does."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     policy = tiny_policy(1, **changes)

@@ -114,7 +114,7 @@ def test_ranks_that_want_the_same_say_so_once(tmp_path: Path) -> None:
 
 
 def expected_bytes(tensors: dict[str, torch.Tensor], changes: dict[str, Any], sizes: dict[str, int]) -> int:
-    """What the ranks of a layout read together: where nothing is cut there are copies, and each is read."""
+    """Return what the ranks of a layout read together: where nothing is split there are copies, and each is read."""
     model_ranks = max(sizes.values())
 
     def copies(name: str) -> int:

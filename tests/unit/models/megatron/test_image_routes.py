@@ -174,7 +174,7 @@ def replayed(policy: PolicyConfig, model_type: str, folder: Path, hooks: type[Ro
 
 
 def replays(policies: list[PolicyConfig], model_type: str, folder: Path, with_fault: bool) -> list[Step]:
-    """Of each policy, all of one layout; and of the last one with routes that recomputation loses."""
+    """Return the steps of each policy, all of one layout; and of the last one with routes that recomputation loses."""
     with parallel_job(policies[0]):
         if not folder.exists():
             write_vision_model(model_type, folder)

@@ -93,7 +93,7 @@ def train_without_whole_projections(settings: RunSettings) -> RankRun:
 
 @pytest.mark.full
 def test_projections_cut_in_columns_lose_gradients() -> None:
-    """What whole projections cure; where Megatron-Core is cured itself this test says so."""
+    """Whole projections correct this; the test fails once Megatron-Core is corrected itself."""
     first, expected = run_ranks(train_without_whole_projections, 2, settings_of("v3", 2, {"tp": 2}))[0], one_rank("v3")
     assert first.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
     assert abs(first.grad_norms[0] - expected.grad_norms[0]) > 1e-4 * expected.grad_norms[0]
@@ -134,7 +134,7 @@ def test_bias_stays_unless_a_rate_is_set() -> None:
 
 
 def router_state_in_bfloat16(settings: RunSettings) -> list[tuple[str, str, bool]]:
-    """Of a router's buffers: name, type, and whether a number survives that bfloat16 does not have."""
+    """Return, for a router's buffers, name, type, and whether a number survives that bfloat16 does not have."""
     with parallel_job(settings.policy):
         hf_config = hf_config_of(settings.model)
         config = build_transformer_config(settings.policy, hf_config)

@@ -242,7 +242,7 @@ def test_global_batch_loss_spans_the_data_parallel_ranks() -> None:
     ids=str,
 )
 def test_tied_embeddings(sizes: dict[str, int]) -> None:
-    """Of tied embeddings the last pipeline stage has a copy."""
+    """The last pipeline stage has a copy of tied embeddings."""
     world_size = 4 if len(sizes) == 2 and "vpp" not in sizes else 2
     settings = RunSettings(tiny_policy(world_size, layer_spec="auto", **layout(**sizes)), {"tie_word_embeddings": True})
     reference = single_rank("auto", (("tie_word_embeddings", True),))

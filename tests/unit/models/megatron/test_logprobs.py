@@ -58,7 +58,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def expected(model_folder: str) -> Array:
-    """Of transformers' model, the softmax in float64."""
+    """Return the log-probabilities of transformers' model, the softmax in float64."""
     (found,) = run_ranks(logprobs_of_transformers, 1, model_folder)
     return np.asarray(found)
 
@@ -96,7 +96,7 @@ def own_indices(trainer: MegatronTrainer) -> Sequence[Sequence[int]]:
 
 
 def measured(trainer: MegatronTrainer, measure: Callable[[Any], list[Tensor]]) -> Array:
-    """This rank's log-probabilities at their places in the whole batch, NaN elsewhere and on padding."""
+    """Return this rank's log-probabilities at their places in the whole batch, NaN elsewhere and on padding."""
     whole = batch()
     indices = own_indices(trainer)
     found = measure([whole.select(rows) for rows in indices])
@@ -202,7 +202,7 @@ class Listening:
 
 
 def training_inputs(policy: PolicyConfig, folder: str) -> list[tuple[Array, Array, Array, dict[str, Array]]]:
-    """Of each microbatch: log-probabilities of training and of `logprobs`, the mask, and the columns."""
+    """Return, for each microbatch, log-probabilities of training and of `logprobs`, the mask, and the columns."""
     with parallel_job(policy):
         trainer = make_trainer(policy, folder)
         whole = batch()

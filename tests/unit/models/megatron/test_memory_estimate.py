@@ -347,7 +347,7 @@ def gigabytes_reported(name: str) -> list[int]:
 
 @pytest.mark.parametrize("name", MEMORY_IS_REPORTED)
 def test_exemplars_report_their_memory(name: str) -> None:
-    """What is always held and the fullest moment, on one machine and on two."""
+    """The report has what is always held and the fullest moment, on one machine and on two."""
     found = []
     for num_nodes in (1, 2):
         overrides = [f"policy.model_name={QWEN3_30B_A3B}", f"cluster.num_nodes={num_nodes}"]

@@ -116,7 +116,7 @@ def _measure(policy: PolicyConfig, microbatches: Any, with_columns: bool) -> Mea
 
 @pytest.fixture(scope="module")
 def expected() -> Any:
-    """Of one rank, padded."""
+    """Return the result of one rank, padded."""
     return run(1)
 
 

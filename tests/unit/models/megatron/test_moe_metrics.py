@@ -31,7 +31,7 @@ Records = Sequence[Sequence[tuple[str, int, Sequence[float]]]]
 def record_and_report(
     policy: PolicyConfig, model: Mapping[str, Any], records: Records, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What one rank reports, how many collectives that took, and what is left afterwards."""
+    """Return what one rank reports, how many collectives that took, and what is left afterwards."""
     config = build_transformer_config(policy, tiny_hf_config(**model))
     operations = []
     all_reduce = dist.all_reduce

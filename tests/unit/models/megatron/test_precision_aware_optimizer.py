@@ -30,7 +30,7 @@ def settings(**changes: Any) -> RunSettings:
 
 
 def precision_aware(job: RunSettings, **changes: Any) -> RunSettings:
-    """The same with the precision-aware optimizer: past the rules, which want a GPU for it."""
+    """Return the settings with the precision-aware optimizer, past the rules, which want a GPU for it."""
     megatron = job.policy.megatron_cfg
     chosen = megatron.optimizer.model_copy(update={"use_precision_aware_optimizer": True, **changes})
     update = {"megatron_cfg": megatron.model_copy(update={"optimizer": chosen})}
@@ -69,7 +69,7 @@ def load_into_a_fresh_one(job: RunSettings, folder: str) -> tuple[Steps, set[str
 
 
 def weights_alone(job: RunSettings, folder: str) -> bool:
-    """Whether masters are the weights after weights alone were loaded behind a step."""
+    """Return whether masters are the weights after weights alone were loaded behind a step."""
     with parallel_job(job.policy), fused_adam():
         trainer = build_trainer(job)
         trainer.train([shard_of_step(trainer, job, 0)], sft_loss)

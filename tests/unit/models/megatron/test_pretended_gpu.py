@@ -127,7 +127,7 @@ def test_the_host_waits_where_the_table_says_alone(world_size: int, changes: dic
 
 
 def kinds_of_each() -> dict[str, list[str]]:
-    """What is counted for each of these; or the error's class."""
+    """Return what is counted for each of these; or the error's class."""
     found: dict[str, list[str]] = {}
     gpu = PretendedGpu()
     with gpu.plugged_in():

@@ -114,7 +114,7 @@ def measured(world_size: int = 1, *, with_routes: bool = False, rows: Any = None
 
 @pytest.fixture(scope="module")
 def expected() -> Measured:
-    """Of one rank, padded."""
+    """Return the result of one rank, padded."""
     return measured()[0]
 
 
@@ -162,7 +162,7 @@ def test_every_layout_measures_what_one_rank_does(world_size: int, changes: dict
     ],
 )
 def test_with_a_sharded_optimizer_too(world_size: int, changes: dict[str, Any], expected: Measured) -> None:
-    """Of whose gradients a rank keeps only its own part."""
+    """A rank keeps only its own part of such an optimizer's gradients."""
     compare(measured(world_size, **changes), expected, complete=world_size == 1)
 
 

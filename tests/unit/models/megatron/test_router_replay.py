@@ -133,7 +133,7 @@ def run(world_size: int = 1, microbatches: Any = MICROBATCHES, **changes: Any) -
 
 @pytest.fixture(scope="module")
 def expected() -> Trained:
-    """Of one rank, padded."""
+    """Return the result of one rank, padded."""
     return run()
 
 
@@ -247,7 +247,7 @@ def test_a_replay_that_recomputation_loses_is_seen_in_the_gradient_alone(
 
 @pytest.mark.full
 def test_the_load_that_auxiliary_losses_count() -> None:
-    """Of the live choice the replayed routes say nothing; of the replayed one they are all."""
+    """The replayed routes are all of the load `replayed`, and do not count in `live`."""
     live = {spec: run(layer_spec=spec).metrics["load_balancing_loss"] for spec in ("auto", "local")}
     replayed = {
         spec: run(layer_spec=spec, routing_replay_load="replayed").metrics["load_balancing_loss"]

@@ -170,7 +170,7 @@ def documented_loop() -> str:
 
 @pytest.fixture(scope="module")
 def audits(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """Of both ranks, by fault."""
+    """Return what both ranks found, by fault."""
     return run_ranks(audit_on_two_stages, 2, str(tmp_path_factory.mktemp("store") / "rendezvous"))
 
 

@@ -79,7 +79,7 @@ def rl_batch(advantages: tuple[float, ...], seed: int = 3, *, repeats: bool = Fa
 
 
 def gradients(update: Update) -> Gradients:
-    """What the optimizer's step was given, by Megatron-Core's names."""
+    """Return the gradients that the optimizer's step got, by Megatron-Core's names."""
     with parallel_job(update.policy), ExitStack() as stack:
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
@@ -148,7 +148,7 @@ def write_model(folder: str) -> None:
 
 
 def gradients_of_transformers(folder: str) -> list[Any]:
-    """Of the mean over tokens of minus advantage times log-probability, by autograd; no auxiliary loss."""
+    """Return autograd's gradients of the mean of minus advantage times log-probability; no auxiliary loss."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -205,7 +205,7 @@ def test_the_scale_that_sees_to_it_is_needed() -> None:
 
 
 def three_steps(policy: PolicyConfig) -> tuple[dict[str, bool], list[dict[str, float]]]:
-    """Whether each weight is as it was, to the last bit, and the MoE metrics of each step."""
+    """Return whether each weight is unchanged, to the last bit, and the MoE metrics of each step."""
     with parallel_job(policy):
         trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
         (chunk,) = trainer.chunks

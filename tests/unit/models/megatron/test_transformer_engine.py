@@ -31,7 +31,7 @@ WHERE = ("one_rank", "tp2", "ep2", "pp2", "tp2_ep2_pp2")
 
 @pytest.fixture(scope="module")
 def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ParityJobs:
-    """Of the models and layouts whose tests are selected."""
+    """Return the jobs of the models and layouts whose tests are selected."""
     alike = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     wanted = {
         (chosen["name"], chosen["where"])
@@ -87,7 +87,7 @@ def test_a_step_is_that_of_own_modules(name: str, jobs: ParityJobs, tmp_path: Pa
 
 @pytest.mark.full
 def test_two_ranks_share_each_sequence() -> None:
-    """What else there is of it is in `test_context_parallel.py`; here ranks with the engine run already."""
+    """Other tests of it are in `test_context_parallel.py`; here ranks with the engine run already."""
     changes = {
         "sequence_packing__enabled": True,
         "activation_checkpointing": "full",
@@ -137,7 +137,7 @@ def test_models_are_built_of_its_modules(tmp_path: Path) -> None:
 
 
 def problems_with_packing(folder: str, versions: list[tuple[int, int]]) -> list[list[str]]:
-    """What is wrong with a model with packed sequences, for each release of Transformer Engine."""
+    """Return the problems of a model with packed sequences, for each release of Transformer Engine."""
     from nemo_rl_moe.errors import ConfigurationError
     from nemo_rl_moe.models.megatron.model import transformer_config
 

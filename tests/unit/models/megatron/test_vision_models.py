@@ -137,7 +137,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]
     ]
 )
 def reference(request: pytest.FixtureRequest, references: Callable[[str], Any]) -> Any:
-    """What `references` has of one model."""
+    """Return what `references` has of one model."""
     return references(request.param)
 
 
@@ -216,7 +216,7 @@ def test_steps_do_not_depend_on_the_layout(reference: Any, world_size: int, chan
     indirect=["reference"],
 )
 def test_a_limit_of_patches_changes_no_step(reference: Any, world_size: int, packed: bool) -> None:
-    """As many microbatches on each rank, whose towers run no more than the limit; losses and weights stay."""
+    """Each rank has as many microbatches, whose towers run no more than the limit; losses and weights stay."""
     model_type, folder, _, one = reference
     batch = mixed_batch(model_type)
     images = image_patches(batch, num_patches_of(load_hf_config(str(folder))))
@@ -321,7 +321,7 @@ def gradients(folder: str, model_type: str, policy: PolicyConfig) -> dict[str, n
 
 
 def transformers_gradients(folder: str, model_type: str) -> dict[str, np.ndarray]:
-    """The same by transformers, in files' names: written and read again."""
+    """Return the gradients of transformers, in files' names: written and read again."""
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()

@@ -140,7 +140,7 @@ def test_a_run_that_goes_on_loses_and_repeats_nothing(
 @settings(deadline=None, max_examples=40)
 @given(scripts(), TIMES)
 def test_in_order_does_not_depend_on_time(script: dict[str, Any], step_s: float) -> None:
-    """Where no group fails, every step trains on the next prompts, however long each takes."""
+    """If no group fails, every step trains on the next prompts, however long each takes."""
     script |= {"policy": "in_order", "deadline_s": None, "partial": "continue"}
     slow_or_fast = script["fates"]
 

@@ -233,7 +233,7 @@ def sweeps_only_what_is_ready(patch: Patch) -> None:
 
 @red_on(sweeps_only_what_is_ready)
 async def test_the_stale_have_ended_before_the_engines_pause() -> None:
-    """What new weights make too old is cancelled, and has cleaned up, when `update_pending` returns."""
+    """Groups that new weights make too old are cancelled, and cleaned up, when `update_pending` returns."""
     run = ScriptedRun({1: STUCK}, groups_per_step=1, max_staleness=1, policy="ready_first", on_stale="drop")
     run.dispatcher.start()
     await run.train(1)

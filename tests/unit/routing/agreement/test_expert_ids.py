@@ -146,7 +146,7 @@ def test_routes_of_other_tokens_are_no_permutation(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_permuted_layer_is_not_taken_for_another_layer(seed: int) -> None:
-    """Where one popular expert has a popular one's id, two layers agree in a third of the experts: by chance."""
+    """If one popular expert has a popular one's id, two layers agree in a third of the experts: by chance."""
     generator = np.random.default_rng(seed)
     live = (generator.gumbel(size=(4, 48, 4, 8)) + np.linspace(0, 3, 8)).argsort(-1)[..., -2:]
     captured = live.copy()

@@ -42,7 +42,7 @@ def counted(capture: torch.Tensor, live: torch.Tensor, fed: torch.Tensor | None 
 
 
 def others_of(capture: torch.Tensor, live: torch.Tensor, tokens: Iterable[int]) -> list[int]:
-    """Those for which the router chooses other experts than the capture has, and not those of the token before."""
+    """Return rows for which the router chooses other experts than the capture has, and than the token before."""
     return [
         token
         for token in tokens

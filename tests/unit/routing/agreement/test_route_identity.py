@@ -33,7 +33,7 @@ def routes_of(seed: int, sequences: int = 6, tokens: int = 48, skew: float = 0.1
 
 
 def with_flips(live: Routes, share: float, seed: int = 5) -> Routes:
-    """The same with one expert of some rows exchanged, as rounding does it."""
+    """Exchange one expert of some rows, as rounding does."""
     generator = np.random.default_rng(seed)
     capture = live.copy()
     for place in zip(*np.nonzero(generator.random(live.shape[:-1]) < share), strict=True):

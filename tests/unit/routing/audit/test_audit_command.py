@@ -71,7 +71,7 @@ def test_numbers_without_an_end_end_no_audit(tmp_path: Path) -> None:
 
 
 def test_columns_that_a_file_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of another program: neither names nor rewards, and a maker with an escape sequence."""
+    """Another program's file has neither names nor rewards, and a maker with an escape sequence."""
     capture = write_capture(tmp_path / "capture", late=True)
     for path in capture.glob("*.parquet"):
         pq.write_table(pq.read_table(path).drop_columns(["sequence", "reward"]), path)
@@ -93,7 +93,7 @@ def test_one_of_a_thing_is_singular(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def document_of(page: Path) -> dict[str, Any]:
-    """What the page's script reads."""
+    """Return what the page's script reads."""
     block = re.search(r'<script type="application/json" id="document">(.*?)</script>', page.read_text(), re.DOTALL)
     assert block is not None
     document: dict[str, Any] = json.loads(block[1])

@@ -59,7 +59,7 @@ def audits_of_both(store: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def audits(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of both ranks, by fault."""
+    """Return what both ranks found, by fault."""
     return run_ranks(audits_of_both, 2, str(tmp_path_factory.mktemp("store") / "rendezvous"))
 
 

@@ -193,7 +193,7 @@ def test_a_noise_floor_may_be_of_a_part(tmp_path: Path) -> None:
 
 
 def test_sequences_that_training_has_not_seen_are_compared_with_nothing(tmp_path: Path) -> None:
-    """Of one writer, beside another's: training did not route them otherwise."""
+    """One writer's, beside another's: training did not route them otherwise."""
     sequences = healthy()
     alone = audited(tmp_path / "half", sequences[:10]).metrics
     for columns in sequences[10:]:

@@ -63,7 +63,7 @@ def test_what_comes_back_after_few_quiet_steps_is_the_same_finding() -> None:
 
 @pytest.mark.parametrize(("dead_expert_steps", "every"), [(20, 22), (QUIET_STEPS + 20, QUIET_STEPS + 22)])
 def test_an_expert_with_a_token_now_and_then_is_reported_once(dead_expert_steps: int, every: int) -> None:
-    """However long it takes to find it dead again: those steps are not quiet ones."""
+    """The steps that it takes to find it dead again are not quiet ones."""
     steps = [[[int(step % every == 0), 133, 133, 134]] for step in range(1, 1001)]
     (finding,), begun = watch(steps, Thresholds(dead_expert_steps, None, None, 20))
     assert sum(map(len, begun)) == 1

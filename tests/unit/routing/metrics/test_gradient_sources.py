@@ -14,7 +14,7 @@ LAYERS = (1, 3)
 
 @pytest.fixture
 def parts() -> torch.Tensor:
-    """Of two layers, in float32."""
+    """Return the parts of two layers, in float32."""
     return torch.randn(3, 2, 12, generator=torch.Generator().manual_seed(1))
 
 

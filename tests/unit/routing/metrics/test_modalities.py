@@ -115,7 +115,7 @@ def test_neither_order_of_experts_nor_other_steps_matter() -> None:
 
 
 def test_random_routes_show_little_and_real_ones_much() -> None:
-    """Of 128 experts and few tokens the uncorrected number is far from 0; the corrected one is near it."""
+    """With 128 experts and few tokens the uncorrected number is far from 0; the corrected one is near it."""
     rng = np.random.default_rng(5)
     raw, corrected = [], []
     for _ in range(20):

@@ -180,7 +180,7 @@ def _rewind(folder: Path) -> Callable[[], int]:
 
 
 def _rewound(folder: Path) -> Callable[[Output], str | None]:
-    """What is left of later steps, by Python's own reader, or has gone of earlier ones."""
+    """Return what is left of later steps, by Python's own reader, or lost of earlier ones."""
 
     def difference(output: Output) -> str | None:
         for name in ("metrics.jsonl", "samples.jsonl", "routing_anomalies.jsonl", "environment_failures.jsonl"):

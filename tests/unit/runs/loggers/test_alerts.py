@@ -216,7 +216,7 @@ def test_alerts_can_be_switched_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["sft.yaml", "dpo.yaml", "grpo_math_1B.yaml"])
 def test_the_shipped_thresholds_pass_over_a_router_that_evens_out_and_find_a_hot_rank(name: str) -> None:
-    """As the demo does: its first five steps send nothing to a quarter of the experts of a layer."""
+    """The demo's first five steps send nothing to a quarter of the experts of a layer."""
     evening_out, hot = AlertWatch(shipped_alerts(name), TOPK), AlertWatch(shipped_alerts(name), TOPK)
     random = np.random.default_rng(0)
     reported: list[str] = []

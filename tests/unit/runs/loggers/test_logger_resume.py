@@ -166,7 +166,7 @@ def test_tensorboard_knows_what_it_would_show(resumed_after: int, last_step: int
 
 
 def test_a_step_of_which_tensorboard_has_the_plot_alone_is_sent_again(tmp_path: Path) -> None:
-    """As a kill leaves it between the plots and the metrics, which `metrics.jsonl` has before both."""
+    """A kill leaves it so between the plots and the metrics, which `metrics.jsonl` has before both."""
     png = BytesIO()
     PIL.Image.new("RGB", (2, 2)).save(png, "png")
     backend, lines = TensorBoardLogger(tmp_path), JsonlLogger(tmp_path, pytest.fail, pytest.fail)

@@ -26,7 +26,7 @@ CONFIG = {"sft": {"max_num_steps": 30}, "logger": {"alerts": ALERTS}}
 
 
 def write_step(folder: Path, step: int, metrics: Mapping[str, Any], counts: NDArray[np.int64] | None = None) -> None:
-    """As a run does: the load first; a step takes two seconds."""
+    """Write a step as a run does: the load first; a step takes two seconds."""
     if counts is not None:
         writer = ExpertLoadWriter(folder, print)
         writer.write(step, ExpertLoad(tuple(range(len(counts))), torch.from_numpy(counts.copy())))
@@ -36,7 +36,7 @@ def write_step(folder: Path, step: int, metrics: Mapping[str, Any], counts: NDAr
 
 
 def sick_counts() -> NDArray[np.int64]:
-    """Of 20 steps; an expert is dead from step 5 to 9 and from step 14 on."""
+    """Return counts of 20 steps; an expert is dead from step 5 to 9 and from step 14 on."""
     counts = random_counts(20, 2, 8, 400)
     counts[4:9, 1, 3] = counts[13:, 1, 3] = 0
     return counts
@@ -147,7 +147,7 @@ LATE = RoutingAnomaly("token", "routes are one token late")
 def write_capture_step(
     folder: Path, step: int, anomalies: Sequence[RoutingAnomaly] = (), *, ends: bool = False
 ) -> None:
-    """As a GRPO run does: the capture first; a run that ends by it has no record of the step."""
+    """Write a step as a GRPO run does: the capture first; a run that ends by it has no record of the step."""
     report = routing_report([step, 0], anomalies=anomalies)
     writer = RoutingWriter(folder, print)
     writer.write(step, report)
