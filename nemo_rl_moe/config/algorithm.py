@@ -47,6 +47,8 @@ class Algorithm:
         optional_places: Roles without a model of their own that `cluster.roles` may place, with what they are;
             otherwise they share the policy's machines.
         responses_at_a_time: Most responses that are generated at a time; None: the algorithm generates nothing.
+        rollouts_run_ahead: Whether `run` takes its trajectories from `launch.grpo.start_source` and tells the source of
+            each update of the weights; without, `grpo.rollouts.mode: asynchronous` is refused.
         best_metric: Metric of `checkpointing.metric_name: auto`; more of it is better.
         reference: `package.module:ATTRIBUTE` by which configurations name it, set at import; None: a built-in one.
     """
@@ -64,6 +66,7 @@ class Algorithm:
     roles: Callable[[Any], Mapping[str, RoleModelConfig]] = lambda config: {}
     optional_places: Callable[[Any], Mapping[str, str]] = lambda config: {}
     responses_at_a_time: Callable[[Any], int] | None = None
+    rollouts_run_ahead: bool = False
     best_metric: Callable[[Any], str] = lambda config: "val:accuracy"
     reference: str | None = None
 
@@ -143,6 +146,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             needs_reference=lambda config: config.loss_fn.reference_policy_kl_penalty > 0,
             optional_places=places_of_engines,
             responses_at_a_time=grpo_responses_at_a_time,
+            rollouts_run_ahead=True,
             best_metric=grpo_best_metric,
         ),
     )

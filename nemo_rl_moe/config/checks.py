@@ -14,7 +14,7 @@ from nemo_rl_moe.config.checks_data import DATA_RULES
 from nemo_rl_moe.config.checks_optimizer import OPTIMIZER_RULES
 from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, PATH_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
-from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import sequence_multiple
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
@@ -338,6 +338,18 @@ def roles_are_placed(config: MasterConfig) -> Iterator[str]:
             yield from (f"role {name}: {line}" for line in rule(config.model_copy(update=update)))
 
 
+def loop_lets_rollouts_run_ahead(config: MasterConfig) -> Iterator[str]:
+    """Check that the algorithm has a loop that takes rollouts made ahead of it."""
+    algorithm = algorithm_of(config)
+    if not isinstance(config, GRPOMasterConfig) or algorithm.rollouts_run_ahead:
+        return
+    if config.grpo.rollouts.is_asynchronous:
+        yield (
+            f"grpo.rollouts.mode: got asynchronous, expected synchronous with the algorithm {algorithm.name}, whose"
+            " loop generates the responses of a step when it begins"
+        )
+
+
 LAYOUT_RULES: tuple[Rule, ...] = (
     model_parallel_fits_world,
     sequence_parallel_goes_with_tensor_parallel,
@@ -345,6 +357,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 )
 COMMON_RULES: tuple[Rule, ...] = (
     roles_are_placed,
+    loop_lets_rollouts_run_ahead,
     model_parallel_fits_world,
     context_parallel_has_an_attention,
     sequence_parallel_goes_with_tensor_parallel,

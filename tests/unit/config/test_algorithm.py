@@ -20,6 +20,8 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.start import entry_point_of
 
 MODULE = """
+from dataclasses import replace
+
 from nemo_rl_moe.config.algorithm import ALGORITHMS, Algorithm
 from nemo_rl_moe.config.schema import GRPOMasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_base import StrictModel
@@ -41,6 +43,7 @@ OWN = Algorithm(
     "own", "a test", CustomMasterConfig, "my_algorithm:run", rules=(*ALGORITHMS["grpo"].rules, weight_is_positive),
     resume_keys={"grpo.seed": "a reason"}, loop="grpo", responses_at_a_time=ALGORITHMS["grpo"].responses_at_a_time,
 )
+AHEAD = replace(OWN, rollouts_run_ahead=True)
 NO_SECTION = Algorithm("other", "a test", CustomMasterConfig, run)
 TAKEN = Algorithm("grpo", "a test", CustomMasterConfig, run)
 UNDERIVED = Algorithm("sft", "a test", SFTMasterConfig, run)
@@ -115,6 +118,21 @@ def test_rules_of_an_own_algorithm_are_checked_beside_the_common_ones(working_fo
     assert "own.wieght: unknown key; did you mean own.weight?" in problems
     assert "own.weight: got -1.0, expected a number above 0" in problems
     assert any(line.startswith("policy.megatron_cfg.context_parallel_size: got 2") for line in problems)
+
+
+def test_a_loop_that_generates_in_turns_lets_no_rollouts_run_ahead(working_folder: Path) -> None:
+    path = write_config(working_folder)
+    ahead = ["policy.generation.backend=vllm", "grpo.rollouts.mode=asynchronous"]
+    with pytest.raises(ConfigurationError) as caught:
+        load_any_config(path, ahead, check_paths=False)
+    assert caught.value.problems == [
+        "grpo.rollouts.mode: got asynchronous, expected synchronous with the algorithm own, whose loop generates the"
+        " responses of a step when it begins"
+    ]
+    assert load_any_config(path, check_paths=False)
+    of_an_own_loop = (working_folder / path).read_text().replace(":OWN", ":AHEAD")
+    (working_folder / "ahead.yaml").write_text(of_an_own_loop)
+    assert algorithm_of(load_any_config("ahead.yaml", ahead, check_paths=False)).rollouts_run_ahead
 
 
 @pytest.mark.parametrize(
