@@ -46,7 +46,7 @@ def step_metrics() -> dict[str, float]:
     """Return metrics of the responses of a step with dynamic sampling."""
     rollouts = [
         trajectory(reward=1.0, rewards={"NAME": 1.0}),
-        replace(trajectory(), num_turns=2, metrics={KEPT_MASS: 1.0}, overlong="9 tokens do not fit"),
+        replace(trajectory(), num_turns=2, num_retries=1, metrics={KEPT_MASS: 1.0}, overlong="9 tokens do not fit"),
     ]
     groups = RolloutGroups(trained=rollouts, generated=rollouts, num_generations=2, num_rounds=2, num_filled=0)
     batch = training_batch(rollouts, torch.zeros(1, 2, dtype=torch.float64), PAD_TOKEN, leave_out_truncated=False)
