@@ -15,7 +15,9 @@ RUN_LIMIT_S = 250.0
 PROGRAM = """
 import os, sys, ray
 from nemo_rl_moe.cli import main
-ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+ray.init(
+    address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20
+)
 os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
 sys.exit(main(sys.argv[1:]))
 """
