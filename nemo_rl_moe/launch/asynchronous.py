@@ -31,6 +31,7 @@ from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource, feed_of
 from nemo_rl_moe.rollouts.asynchronous.staleness import StalenessPolicy, make_policy
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker
+from nemo_rl_moe.runs.folder.time_line import TimeLine
 
 SCHEDULE_FILE = "schedule.jsonl"
 """File of a run's folder: the groups that each step was trained on."""
@@ -97,6 +98,7 @@ def running_source(
     folder: Path,
     state: State,
     warn: Callable[[str], None],
+    record: Callable[[TimeLine], None] = lambda time_line: None,
 ) -> Iterator[AsynchronousSource]:
     """Start asynchronous rollouts, and end all that runs, whatever happens.
 
@@ -108,6 +110,7 @@ def running_source(
         folder: The run's folder, which gets the schedule.
         state: Where the run goes on.
         warn: Receives a line on each prompt that is given up.
+        record: Gets the time line of each step.
 
     Raises:
         CheckpointError: The prompts are others than those of the state.
@@ -141,6 +144,8 @@ def running_source(
         runs_when_asked=worker.engine.shares_weights,
         fetch=fetch_objects,
         observe=_observer(worker, maker, folder / SCHEDULE_FILE, warn),
+        engines=maker.activity,
+        record=record,
     )
     try:
         yield source

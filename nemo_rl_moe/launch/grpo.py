@@ -43,6 +43,7 @@ from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.limits import RolloutLimits
 from nemo_rl_moe.rollouts.source import RolloutSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
+from nemo_rl_moe.runs.folder.artifacts import TIME_LINE
 from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER, existing_capture
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
 
@@ -130,7 +131,8 @@ def start_source(
         return make_source(config, worker, loader, sampling)
     resume = run.saved.resume
     state = state_at(config, recorder.state, None if resume is None else resume.folder, loader)
-    return run.use(running_source(config, plan, worker, loader, sampling, run.folder, state, run.console.warn))
+    record = partial(recorder.record_artifact, TIME_LINE.name)
+    return run.use(running_source(config, plan, worker, loader, sampling, run.folder, state, run.console.warn, record))
 
 
 def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollouts:
