@@ -144,7 +144,8 @@ def running_source(
         runs_when_asked=worker.engine.shares_weights,
         fetch=fetch_objects,
         observe=_observer(worker, maker, folder / SCHEDULE_FILE, warn),
-        engines=maker.activity,
+        # An engine that shares the weights works when training does not.
+        engines=None if worker.engine.shares_weights else maker.activity,
         record=record,
     )
     try:

@@ -10,9 +10,11 @@ from nemo_rl_moe.runs.folder.time_line import (
     FOR_ENVIRONMENT,
     FOR_TRAINING,
     GENERATING,
+    OF_VALIDATION,
     PAUSED,
     TRAINING,
     UPDATING,
+    VALIDATING,
     WAITING,
     Interval,
     StepActivity,
@@ -59,14 +61,18 @@ class StateRecorder:
 class EngineActivity:
     """State of all engines together; in the thread of the rollouts.
 
-    They generate while they have a request. Otherwise they are paused for weights or a validation; or they wait, for
-    the environment while groups are open (its code, tools and rewards), for training where no group may begin.
+    They generate while one has a request. Otherwise they are paused for weights, or work for a validation; or they
+    wait: for the environment (its code, tools and rewards) while groups are open, for training where none may begin.
+
+    Attributes:
+        clock: Seconds on a clock that only goes forward.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.clock = clock
         self._recorder = StateRecorder(FOR_TRAINING, clock)
         self._num_requests = self._num_groups = 0
-        self._is_paused = False
+        self._is_paused = self._validates = False
 
     def request_began(self) -> None:
         """Note a request at an engine."""
@@ -98,6 +104,16 @@ class EngineActivity:
         self._is_paused = False
         self._note()
 
+    def validation_began(self) -> None:
+        """Note that a validation has the engines, which are paused for all others."""
+        self._validates = True
+        self._note()
+
+    def validation_ended(self) -> None:
+        """Note the end of a validation."""
+        self._validates = False
+        self._note()
+
     def take(self) -> list[Interval]:
         """Return the intervals up to now, and begin anew."""
         return self._recorder.take()
@@ -106,7 +122,7 @@ class EngineActivity:
         if self._num_requests:
             self._recorder.set(GENERATING)
         elif self._is_paused:
-            self._recorder.set(PAUSED)
+            self._recorder.set(OF_VALIDATION if self._validates else PAUSED)
         else:
             self._recorder.set(FOR_ENVIRONMENT if self._num_groups else FOR_TRAINING)
 
@@ -114,7 +130,7 @@ class EngineActivity:
 class TrainerActivity:
     """State of the trainer; in its thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, clock: Callable[[], float]):
         self._recorder = StateRecorder(TRAINING, clock)
 
     def wait(self) -> None:
@@ -124,6 +140,10 @@ class TrainerActivity:
     def update(self) -> None:
         """Note that engines get its weights."""
         self._recorder.set(UPDATING)
+
+    def validate(self) -> None:
+        """Note that it validates."""
+        self._recorder.set(VALIDATING)
 
     def train(self) -> None:
         """Note that it does all else."""
@@ -147,20 +167,21 @@ class RecentSteps:
 
 
 def idle_shares(step: StepActivity) -> dict[str, float]:
-    """Return the metrics of who waited, as shares of the step; empty of a step without length.
+    """Return the metrics of who waited, as shares of the step without validation; empty of a step without length.
 
     - `rollouts/idle_share/trainer`: training waits for rollouts
     - `rollouts/idle_share/engines`: no engine has a request; its parts are `engines_for_environment`,
       `engines_paused` and `engines_for_training`
     """
-    if step.seconds <= 0:
+    seconds = step.seconds - seconds_of(step.engines, OF_VALIDATION)
+    if seconds <= 0:
         return {}
     parts = {
         "engines_for_environment": FOR_ENVIRONMENT,
         "engines_paused": PAUSED,
         "engines_for_training": FOR_TRAINING,
     }
-    shares = {name: seconds_of(step.engines, state) / step.seconds for name, state in parts.items()}
-    trainer = seconds_of(step.trainer, WAITING) / step.seconds
+    shares = {name: seconds_of(step.engines, state) / seconds for name, state in parts.items()}
+    trainer = seconds_of(step.trainer, WAITING) / seconds
     found = {"trainer": trainer, "engines": sum(shares.values()), **shares}
     return {f"rollouts/idle_share/{name}": min(share, 1.0) for name, share in found.items()}

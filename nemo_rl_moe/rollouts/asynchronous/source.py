@@ -82,8 +82,9 @@ class AsynchronousSource:
         self._steps_per_epoch, self._num_generations = steps_per_epoch, num_generations
         self._runs_when_asked, self._arrived_version = runs_when_asked, 0
         self._pause_s = 0.0
-        self._engines, self._record = engines, record
-        self._trainer, self._recent_steps = TrainerActivity(), RecentSteps()
+        self._engines, self._record = engines or EngineActivity(), record
+        self._trainer, self._recent_steps, self._has_begun = TrainerActivity(self._engines.clock), RecentSteps(), False
+        self._is_observed = engines is not None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -136,6 +137,9 @@ class AsynchronousSource:
     def updated(self, step: int) -> None:
         """Go on with the weights of so many steps, which the engine has."""
         self._arrived_version = self._version(step)
+        if not self._has_begun:
+            self._take_activity()  # what is before the first weights belongs to no step
+            self._has_begun = True
         if not self._runs_when_asked:
             self._run(in_loop(self._go_on))
         self._trainer.train()
@@ -143,11 +147,15 @@ class AsynchronousSource:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let the engine answer others inside: groups that run wait."""
+        self._trainer.validate()
         self._run(_awaited(self._pause))
+        self._run(in_loop(self._engines.validation_began))
         try:
             yield
         finally:
+            self._run(in_loop(self._engines.validation_ended))
             self._run(in_loop(self._resume))
+            self._trainer.train()
 
     def stop(self) -> tuple[Cancellation, ...]:
         """Cancel all groups, and return the cancellations that no batch had."""
@@ -174,11 +182,14 @@ class AsynchronousSource:
     def _end_of_waiting(self) -> dict[str, float]:
         """Return the metrics of who waited since the step before, and record its time line."""
         self._trainer.train()
-        if self._engines is None:
+        found = self._take_activity()
+        if not self._is_observed:
             return {}
-        found = StepActivity(self._trainer.take(), self._run(in_loop(self._engines.take)))
         self._record(self._recent_steps.add(found))
         return idle_shares(found)
+
+    def _take_activity(self) -> StepActivity:
+        return StepActivity(self._trainer.take(), self._run(in_loop(self._engines.take)))
 
     async def _prepare(self, version: int) -> None:
         await self._dispatcher.update_pending(version)

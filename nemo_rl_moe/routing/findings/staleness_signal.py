@@ -12,8 +12,9 @@ UNBOUNDED_LAG = "train/by_lag/max_unbounded_lag"
 EFFECTIVE_SAMPLES = "train/by_lag/effective_samples"
 STEP_S, WAIT_S = "timing/step/seconds", "timing/generation/seconds"
 """Length of a step, and the time of it that training waits for rollouts."""
-ENGINES_IDLE = "train/rollouts/idle_share/engines"
-METRICS = (UNBOUNDED_LAG, EFFECTIVE_SAMPLES, STEP_S, WAIT_S, ENGINES_IDLE)
+TRAINER_IDLE, ENGINES_IDLE = "train/rollouts/idle_share/trainer", "train/rollouts/idle_share/engines"
+"""The same as a share of the step, and the share in which no engine generates; 0.2.0 and before had neither."""
+METRICS = (UNBOUNDED_LAG, EFFECTIVE_SAMPLES, STEP_S, WAIT_S, TRAINER_IDLE, ENGINES_IDLE)
 """Keys that `StalenessSignal` reads."""
 
 
@@ -48,7 +49,7 @@ def overlap_balance(metrics: Mapping[str, float]) -> OverlapBalance | None:
     """Return the balance of a step; None of one without older tokens."""
     if EFFECTIVE_SAMPLES not in metrics or STEP_S not in metrics:
         return None
-    waiting = metrics.get(WAIT_S, 0.0) / metrics[STEP_S]
+    waiting = metrics.get(TRAINER_IDLE, metrics.get(WAIT_S, 0.0) / metrics[STEP_S])
     return OverlapBalance(waiting, metrics.get(ENGINES_IDLE, 0.0), metrics[EFFECTIVE_SAMPLES])
 
 

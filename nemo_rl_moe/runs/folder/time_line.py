@@ -3,29 +3,27 @@
 """`time_line.parquet`: what trainer and engines of asynchronous rollouts do in the course of each step.
 
 Each step is divided into `NUM_BINS` bins of the same length. Its columns are `step`, `part` (0: trainer, 1: engines),
-`bin`, `state` (of `TRAINER_STATES` or `ENGINE_STATES`: the one that takes most of the bin), and `start_s` and `seconds`
-of the bin; `start_s` counts from the start of the rollouts.
+`bin`, `state` (of `TRAINER_STATES` or `ENGINE_STATES`: the one that takes most of the bin), and the bin's `seconds`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from nemo_rl_moe.runs.folder.step_tables import StepTable, StepTableWriter
-from nemo_rl_moe.shapes import Int
+from nemo_rl_moe.runs.folder.step_tables import StepTable, StepTableWriter, read_steps
+from nemo_rl_moe.shapes import Float, Int
 
-TRAINER_STATES = ("training", "waits for rollouts", "updates weights")
-ENGINE_STATES = ("generate", "wait for the environment", "paused", "wait for training")
-TRAINING, WAITING, UPDATING = range(3)
-GENERATING, FOR_ENVIRONMENT, PAUSED, FOR_TRAINING = range(4)
+TRAINER_STATES = ("training", "waits for rollouts", "updates weights", "validation")
+ENGINE_STATES = ("generate", "wait for the environment", "paused", "wait for training", "validation")
+TRAINING, WAITING, UPDATING, VALIDATING = range(4)
+GENERATING, FOR_ENVIRONMENT, PAUSED, FOR_TRAINING, OF_VALIDATION = range(5)
 
 NUM_BINS = 200
 FOLDER_NAME = "time_line.parquet"
-TABLE = StepTable(
-    FOLDER_NAME, ("step", "part", "bin"), {"state": pa.int32(), "start_s": pa.float64(), "seconds": pa.float64()}
-)
+TABLE = StepTable(FOLDER_NAME, ("step", "part", "bin"), {"state": pa.int32(), "seconds": pa.float64()})
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,31 @@ class TimeLineWriter(StepTableWriter[TimeLine]):
         found = artifact.steps[-1]
         states = np.stack([binned(found.trainer, NUM_BINS), binned(found.engines, NUM_BINS)])
         seconds = np.full(states.shape, found.seconds / NUM_BINS)
-        starts = found.start_s + seconds * np.arange(NUM_BINS)
-        self.add(step, (range(2), range(NUM_BINS)), {"state": states, "start_s": starts, "seconds": seconds})
+        self.add(step, (range(2), range(NUM_BINS)), {"state": states, "seconds": seconds})
+
+
+@dataclass(frozen=True)
+class TimeLineHistory:
+    """States over the steps of a run.
+
+    Attributes:
+        seconds: Length of each step.
+    """
+
+    steps: Int[np.ndarray, " steps"]
+    states: Int[np.ndarray, "steps 2 bins"]
+    seconds: Float[np.ndarray, " steps"]
+
+
+def read_time_line(run_folder: Path, first_step: int = 0) -> TimeLineHistory:
+    """Read the states that a run has written so far, each step once.
+
+    Raises:
+        FileNotFoundError: There is no such step.
+        DataError: A file is damaged, for example by a copy that was interrupted.
+    """
+    found = read_steps(TABLE, run_folder, first_step)
+    return TimeLineHistory(found.axes[0], found.values["state"], found.values["seconds"][:, 0].sum(-1))
 
 
 def seconds_of(intervals: Sequence[Interval], state: int) -> float:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 TIME_LINE_KEY = "plots/time_line"
 _WIDTH, _HEIGHT, _LEGEND = 1000, 150, 84
 _BINS_OF_A_STEP = 1000
-TRAINER_COLORS = ("#2166ac", "#e6ab02", "#b3b3b3")
-ENGINE_COLORS = ("#1b7837", "#d6604d", "#b3b3b3", "#92c5de")
+TRAINER_COLORS = ("#2166ac", "#e6ab02", "#b3b3b3", "#7a5195")
+ENGINE_COLORS = ("#1b7837", "#d6604d", "#b3b3b3", "#92c5de", "#7a5195")
 
 
 def time_line_plots(step: int, time_line: TimeLine) -> dict[str, bytes]:
@@ -74,9 +74,9 @@ def _add_legend(axes: "Axes") -> None:
 
     trainer = [Patch(color=color, label=f"trainer: {name}") for name, color in _named(TRAINER_STATES, TRAINER_COLORS)]
     engines = [Patch(color=color, label=f"engines: {name}") for name, color in _named(ENGINE_STATES, ENGINE_COLORS)]
-    first = axes.legend(handles=trainer, loc="upper left", bbox_to_anchor=(0, -0.32), ncols=4, frameon=False)
+    first = axes.legend(handles=trainer, loc="upper left", bbox_to_anchor=(0, -0.32), ncols=5, frameon=False)
     axes.add_artist(first)
-    axes.legend(handles=engines, loc="upper left", bbox_to_anchor=(0, -0.52), ncols=4, frameon=False)
+    axes.legend(handles=engines, loc="upper left", bbox_to_anchor=(0, -0.52), ncols=5, frameon=False)
 
 
 def _named(names: Sequence[str], colors: Sequence[str]) -> list[tuple[str, str]]:

@@ -23,9 +23,11 @@ from nemo_rl_moe.runs.folder.time_line import (
     FOR_ENVIRONMENT,
     FOR_TRAINING,
     GENERATING,
+    OF_VALIDATION,
     PAUSED,
     TRAINING,
     UPDATING,
+    VALIDATING,
     WAITING,
     Interval,
     StepActivity,
@@ -85,6 +87,26 @@ def test_engines_by_hand() -> None:
         }
     )
     assert states(engines.take()) == [(FOR_TRAINING, 0.0)]
+
+
+def test_a_validation_is_neither_idle_nor_part_of_the_step() -> None:
+    clock = Clock()
+    engines = EngineActivity(clock)
+    for seconds, event in (
+        (0.0, engines.request_began),
+        (3.0, engines.request_ended),
+        (0.0, engines.paused),
+        (0.0, engines.validation_began),
+        (30.0, engines.validation_ended),
+        (1.0, engines.resumed),
+    ):
+        clock.now_s += seconds
+        event()
+    found = engines.take()
+    assert states(found) == [(GENERATING, 3.0), (OF_VALIDATION, 30.0), (PAUSED, 1.0)]
+    trainer = [Interval(TRAINING, 100.0, 103.0), Interval(VALIDATING, 103.0, 133.0), Interval(WAITING, 133.0, 134.0)]
+    shares = idle_shares(StepActivity(trainer, found))
+    assert shares["rollouts/idle_share/engines"] == shares["rollouts/idle_share/trainer"] == pytest.approx(0.25)
 
 
 def test_a_step_without_length_has_no_shares() -> None:

@@ -24,6 +24,7 @@ from nemo_rl_moe.runs.folder.time_line import (
     StepActivity,
     TimeLine,
     TimeLineWriter,
+    read_time_line,
 )
 from nemo_rl_moe.runs.loggers.artifacts import ARTIFACTS
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
@@ -55,10 +56,12 @@ def test_the_table_has_the_last_step_in_bins(tmp_path: Path) -> None:
     writer.close()
     found = read_steps(TABLE, tmp_path)
     assert found.axes[0].tolist() == [4]
-    states, starts, seconds = (np.asarray(found.values[name][0]) for name in ("state", "start_s", "seconds"))
+    states, seconds = (np.asarray(found.values[name][0]) for name in ("state", "seconds"))
     assert states.shape == (2, NUM_BINS)
     assert np.allclose(seconds, 10 / NUM_BINS)
-    assert np.allclose(starts[:, 0], 110.0)
+    history = read_time_line(tmp_path)
+    assert (history.steps.tolist(), history.seconds.tolist()) == ([4], [pytest.approx(10.0)])
+    assert np.array_equal(history.states[0], states)
     of_state = [[seconds[part][states[part] == state].sum() for state in range(4)] for part in range(2)]
     assert np.allclose(of_state, [[6.0, 3.0, 1.0, 0.0], [5.0, 4.0, 1.0, 0.0]])
     rewind_run_folder(tmp_path, 3)

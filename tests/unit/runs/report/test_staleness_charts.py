@@ -26,7 +26,9 @@ DOCUMENTED = {
 }
 
 
-def steps(number: int, *, waiting: float, effective: float, idle: float = 0.0, **more: float) -> dict[int, Mapping[str, float]]:
+def steps(
+    number: int, *, waiting: float, effective: float, idle: float = 0.0, **more: float
+) -> dict[int, Mapping[str, float]]:
     metrics = {
         "train/loss": 1.0,
         "train/by_lag/effective_samples": effective,
