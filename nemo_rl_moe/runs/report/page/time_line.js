@@ -48,23 +48,23 @@ function addTimeLines(parent, runs) {
     parent.append(made);
     const edges = edgesOf(view);
     drawWhenReady(place, () => {
-      const traces = Object.entries(view.states).map(([who, states]) => ({
+      const traces = Object.entries(view.states).map(([who, states], row) => ({
         type: "heatmap",
         x: edges,
-        y: [who],
+        y: [row - 0.4, row + 0.4],
         z: [Array.from(numbers(view[who]))],
         zmin: -0.5,
         zmax: states.length - 0.5,
         colorscale: stateScale(STATE_COLORS[who]),
         showscale: false,
         text: [Array.from(numbers(view[who]), (state) => states[state])],
-        hovertemplate: "%{y}: %{text}<extra></extra>",
+        hovertemplate: `${who}: %{text}<extra></extra>`,
       }));
       const ends = edges.filter((_, number) => number % view.num_bins === 0);
       const layout = {
         margin: { l: 60, r: 10, t: 4, b: 36 },
         xaxis: axis({ title: { text: "seconds", standoff: 2 }, showgrid: false }),
-        yaxis: axis({ autorange: "reversed", type: "category", showgrid: false }),
+        yaxis: axis({ range: [1.5, -0.5], tickvals: [0, 1], ticktext: Object.keys(view.states), showgrid: false }),
         shapes: ends.map((x) => ({
           type: "line",
           x0: x,
