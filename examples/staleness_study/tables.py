@@ -66,11 +66,13 @@ def draw(results: Results, path: Path) -> None:
     places = {lag: place for place, lag in enumerate(LAGS)}
     methods = _methods(results)
     for panel, measure in zip(panels, PANELS, strict=True):
+        has_cells = False
         for number, method in enumerate(methods):
             cells = [(lag, found) for lag in LAGS if (found := mean(results, method, lag, measure)) is not None]
             # Exact agreement of the engines leaves nothing to draw on a logarithmic scale.
             if measure in GEOMETRIC:
                 cells = [(lag, found) for lag, found in cells if lag > 0]
+            has_cells |= bool(cells)
             shift = (number - (len(methods) - 1) / 2) * 0.06
             panel.errorbar(
                 [places[lag] + shift for lag, _ in cells],
@@ -83,7 +85,7 @@ def draw(results: Results, path: Path) -> None:
             )
         panel.set_xticks(list(places.values()), [str(lag) for lag in LAGS])
         panel.set(xlabel="lag, optimizer steps", title=measure)
-        if measure in GEOMETRIC and panel.has_data():
+        if measure in GEOMETRIC and has_cells:
             panel.set_yscale("log")
         panel.grid(alpha=0.3)
     panels[0].legend()
