@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from nemo_rl_moe.data.chat_template import prompt_renderer_for
+from nemo_rl_moe.data.chat_template import text_renderer_for
 from nemo_rl_moe.data.messages import Message, parse_messages
-from nemo_rl_moe.data.prompt_records import PromptRecord
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
+from nemo_rl_moe.data.turn_spans import RenderError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +25,7 @@ ANSWERING_ROLES = ("tool", "user", "system", "developer")
 StandIn = Callable[[str], Message]
 """Makes a turn of the model with a text in it."""
 _MARKS = ("stand-in-qx7", "another-zk94")
+_QUESTION: Message = {"role": "user", "content": "q"}
 _CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
 
 
@@ -41,12 +42,14 @@ class SampledTurn:
         token_ids: Sampled tokens, the end token included where there is one.
         stop_token_ids: Tokens that end a turn.
         inputs: Tools and further names for the chat template.
+        text_before: Rendering of `before`, as the extension before it has it; None: it is rendered.
     """
 
     before: Sequence[Message]
     token_ids: Sequence[int]
     stop_token_ids: Sequence[int]
     inputs: TemplateInputs = NO_INPUTS
+    text_before: str | None = None
 
     @property
     def end_token_id(self) -> int | None:
@@ -64,14 +67,19 @@ class Extension:
             the next generation prompt.
         messages: The conversation up to there, for the next turn's `before`. A turn of calls that the template takes in
             their own form alone is a stand-in.
+        text: Their rendering, for the next turn's `text_before`.
     """
 
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...]
+    text: str
 
 
 class Continuation:
     """Continues conversations of one tokenizer by its chat template.
+
+    Glue and messages are rendered behind a stand-in for the turn in a conversation of one question. One rendering of
+    the whole conversation then proves that it ends in them, and begins with what was there.
 
     Args:
         run_wide: Tools and names for the chat template where a conversation has none of its own.
@@ -83,7 +91,8 @@ class Continuation:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS):
         self._tokenizer = tokenizer
-        self._render_each = prompt_renderer_for(tokenizer, run_wide)
+        self._render_text = text_renderer_for(tokenizer, run_wide) if tokenizer.chat_template else None
+        self._shown: set[tuple[object, ...]] = set()
 
     def extend(self, turn: SampledTurn, messages: Sequence[Message], *, keep_rewritten: bool = False) -> Extension:
         """Append messages and the next generation prompt to a sampled turn.
@@ -97,43 +106,73 @@ class Continuation:
             RecordError: A message is malformed.
             NoExtension: The chat template does not merely append, or where the turn ends cannot be told.
         """
-        if not self._tokenizer.chat_template:
-            raise NoExtension("the tokenizer has no chat template; set policy.tokenizer.chat_template")
         new = _checked(messages)
-        prompted = self._render(turn.before, turn.inputs)
+        prompted = self._render(turn.before, turn.inputs) if turn.text_before is None else turn.text_before
+        shown = self._as_text(turn, new)
         problem: NoExtension | None = None
-        for stand_in in _stand_ins(new):
+        for form, stand_in in enumerate(_stand_ins(new)):
             try:
-                head, tail = self._around(stand_in, _MARKS[0], turn, new)
-                if tail != self._around(stand_in, _MARKS[1], turn, new)[1]:
-                    raise NoExtension("what the chat template puts behind a turn depends on the turn's text")
-                place, end = self._end_in(tail, turn)
-                ids = self._behind_end(tail[place:], end, turn)
+                behind, end = self._behind(stand_in, turn, new)
+                self._require_shown(form, stand_in, turn.inputs, new)
+                ids = self._behind_end(behind, end, turn)
+                own, text = self._whole(stand_in, behind, shown, turn, new)
+                if not keep_rewritten:
+                    self._require_unchanged(text, prompted, shown, turn)
+                if not text.endswith(behind):
+                    raise NoExtension("what the chat template puts behind a turn depends on what stands before it")
             except NoExtension as error:
                 problem = problem or error
                 continue
-            shown = self._as_text(turn, new)
-            if not keep_rewritten:
-                self._require_unchanged(head, prompted, shown, turn)
-            is_same = shown is not None and shown.endswith(tail[place:])
-            own: Message = {"role": "assistant", "content": self._sampled_text(turn)} if is_same else stand_in("a")
-            return Extension(tuple(ids), (*turn.before, own, *new))
+            return Extension(tuple(ids), (*turn.before, own, *new), text)
         assert problem is not None
         raise problem
 
     def _render(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
-        (rendered,) = self._render_each([PromptRecord("", tuple(messages), False, {}, inputs=inputs)])
-        if isinstance(rendered, str):
-            raise NoExtension(rendered)
-        return rendered.text
+        if self._render_text is None:
+            raise NoExtension("the tokenizer has no chat template; set policy.tokenizer.chat_template")
+        try:
+            return self._render_text(messages, inputs)
+        except RenderError as error:
+            raise NoExtension(str(error)) from None
 
-    def _around(self, stand_in: StandIn, mark: str, turn: SampledTurn, new: Sequence[Message]) -> tuple[str, str]:
-        """Return the text before a mark in a stand-in for the turn, and the text behind it."""
-        text = self._render([*turn.before, stand_in(mark), *new], turn.inputs)
-        head, found, tail = text.partition(mark)
+    def _behind(self, stand_in: StandIn, turn: SampledTurn, new: Sequence[Message]) -> tuple[str, int]:
+        """Return what stands behind the text of a turn, from its end token on, and that token."""
+        found = {self._behind_mark(stand_in, mark, turn.inputs, new) for mark in _MARKS}
+        if len(found) > 1:
+            raise NoExtension("what the chat template puts behind a turn depends on the turn's text")
+        (tail,) = found
+        place, end = self._end_in(tail, turn)
+        return tail[place:], end
+
+    def _behind_mark(self, stand_in: StandIn, mark: str, inputs: TemplateInputs, new: Sequence[Message]) -> str:
+        _, found, tail = self._render([_QUESTION, stand_in(mark), *new], inputs).partition(mark)
         if not found or mark in tail:
             raise NoExtension("the chat template does not show the text of a turn once")
-        return head, tail
+        return tail
+
+    def _require_shown(self, form: int, stand_in: StandIn, inputs: TemplateInputs, new: Sequence[Message]) -> None:
+        """Check that the template shows messages of these roles, once for all messages of them."""
+        key = form, bool(inputs.tools), *(message["role"] for message in new)
+        if key in self._shown:
+            return
+        marked = [{**message, "content": f"{_MARKS[1]}-{index}-"} for index, message in enumerate(new)]
+        tail = self._behind_mark(stand_in, _MARKS[0], inputs, marked)
+        for index, message in enumerate(marked):
+            if message["content"] not in tail:
+                raise NoExtension(
+                    f"messages[{index}] is of role {message['role']}, and the chat template leaves it out; set"
+                    " policy.tokenizer.chat_template to a template that shows it"
+                )
+        self._shown.add(key)
+
+    def _whole(
+        self, stand_in: StandIn, behind: str, shown: str | None, turn: SampledTurn, new: Sequence[Message]
+    ) -> tuple[Message, str]:
+        """Return the turn as a message, as a text where the same follows that, and the whole conversation's rendering."""
+        if shown is not None and shown.endswith(behind):
+            return self._own(turn), shown
+        own = stand_in("a")
+        return own, self._render([*turn.before, own, *new], turn.inputs)
 
     def _end_in(self, tail: str, turn: SampledTurn) -> tuple[int, int]:
         """Return the place of the turn's end token behind its text, and the token."""
@@ -166,15 +205,17 @@ class Continuation:
 
     def _as_text(self, turn: SampledTurn, new: Sequence[Message]) -> str | None:
         """Render with the sampled text as the turn's content; None: the template refuses calls that are text."""
-        own = {"role": "assistant", "content": self._sampled_text(turn)}
         try:
-            return self._render([*turn.before, own, *new], turn.inputs)
+            return self._render([*turn.before, self._own(turn), *new], turn.inputs)
         except NoExtension:
             return None
 
-    def _require_unchanged(self, head: str, prompted: str, shown: str | None, turn: SampledTurn) -> None:
+    def _own(self, turn: SampledTurn) -> Message:
+        return {"role": "assistant", "content": self._sampled_text(turn)}
+
+    def _require_unchanged(self, text: str, prompted: str, shown: str | None, turn: SampledTurn) -> None:
         """Check that the template still renders the conversation so far, and the sampled turn, as they are."""
-        if not head.startswith(prompted):
+        if not text.startswith(prompted):
             raise NoExtension("the chat template renders what stands before the turn in another way once it follows")
         # Blanks may differ: templates trim texts.
         if shown is not None and _without_blanks(self._sampled_text(turn)) not in _without_blanks(
