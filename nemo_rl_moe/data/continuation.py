@@ -7,7 +7,7 @@ follows them is found by rendering the conversation with a stand-in for the samp
 is the glue, the new messages and the next generation prompt.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -94,7 +94,9 @@ class Continuation:
         self._render_text = text_renderer_for(tokenizer, run_wide) if tokenizer.chat_template else None
         self._shown: set[tuple[object, ...]] = set()
 
-    def extend(self, turn: SampledTurn, messages: Sequence[Message], *, keep_rewritten: bool = False) -> Extension:
+    def extend(
+        self, turn: SampledTurn, messages: Sequence[Mapping[str, object]], *, keep_rewritten: bool = False
+    ) -> Extension:
         """Append messages and the next generation prompt to a sampled turn.
 
         Args:
@@ -168,7 +170,7 @@ class Continuation:
     def _whole(
         self, stand_in: StandIn, behind: str, shown: str | None, turn: SampledTurn, new: Sequence[Message]
     ) -> tuple[Message, str]:
-        """Return the turn as a message, as a text where the same follows that, and the whole conversation's rendering."""
+        """Return the turn as a message, a text where the same follows it, and the rendering of all messages."""
         if shown is not None and shown.endswith(behind):
             return self._own(turn), shown
         own = stand_in("a")
@@ -236,7 +238,7 @@ class Continuation:
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
 
-def _checked(messages: Sequence[Message]) -> list[Message]:
+def _checked(messages: Sequence[Mapping[str, object]]) -> list[Message]:
     """Parse the messages, and reject those that may not follow a sampled turn."""
     parsed = parse_messages(list(messages), "messages")
     for index, message in enumerate(parsed):
