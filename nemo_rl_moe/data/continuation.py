@@ -7,30 +7,22 @@ follows them is found by rendering the conversation with a stand-in for the samp
 is the glue, the new messages and the next generation prompt.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.data.chat_template import text_renderer_for
+from nemo_rl_moe.data.control_tokens import ControlTokens
 from nemo_rl_moe.data.messages import Message, parse_messages
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
-from nemo_rl_moe.data.turn_spans import RenderError
+from nemo_rl_moe.data.turn_glue import Glue, GlueFinder, NoExtension, StandIn, stand_ins
+from nemo_rl_moe.data.turn_spans import RenderError, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWERING_ROLES = ("tool", "user", "system", "developer")
 """Roles of messages that may follow a sampled turn: the model alone writes the assistant's."""
-StandIn = Callable[[str], Message]
-"""Makes a turn of the model with a text in it."""
-_MARKS = ("stand-in-qx7", "another-zk94")
-_QUESTION: Message = {"role": "user", "content": "q"}
-_CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
-
-
-class NoExtension(ValueError):
-    """No tokens are known to continue a conversation without a change of what is there; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,8 @@ class Continuation:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS):
         self._tokenizer = tokenizer
         self._render_text = text_renderer_for(tokenizer, run_wide) if tokenizer.chat_template else None
-        self._shown: set[tuple[object, ...]] = set()
+        self._controls = ControlTokens(tokenizer) if tokenizer.chat_template else None
+        self._glue = GlueFinder(self._render, self._controls)
 
     def extend(
         self, turn: SampledTurn, messages: Sequence[Mapping[str, object]], *, keep_rewritten: bool = False
@@ -111,16 +104,16 @@ class Continuation:
         new = _checked(messages)
         prompted = self._render(turn.before, turn.inputs) if turn.text_before is None else turn.text_before
         shown = self._as_text(turn, new)
+        ends = {self._text_of(token_id): token_id for token_id in turn.stop_token_ids}
         problem: NoExtension | None = None
-        for form, stand_in in enumerate(_stand_ins(new)):
+        for form, stand_in in enumerate(stand_ins(new)):
             try:
-                behind, end = self._behind(stand_in, turn, new)
-                self._require_shown(form, stand_in, turn.inputs, new)
-                ids = self._behind_end(behind, end, turn)
-                own, text = self._whole(stand_in, behind, shown, turn, new)
+                glue = self._glue.find(form, stand_in, new, turn.inputs, ends)
+                ids = self._ids(glue, turn)
+                own, text = self._whole(stand_in, glue.text, shown, turn, new)
                 if not keep_rewritten:
                     self._require_unchanged(text, prompted, shown, turn)
-                if not text.endswith(behind):
+                if not text.endswith(glue.text):
                     raise NoExtension("what the chat template puts behind a turn depends on what stands before it")
             except NoExtension as error:
                 problem = problem or error
@@ -137,36 +130,6 @@ class Continuation:
         except RenderError as error:
             raise NoExtension(str(error)) from None
 
-    def _behind(self, stand_in: StandIn, turn: SampledTurn, new: Sequence[Message]) -> tuple[str, int]:
-        """Return what stands behind the text of a turn, from its end token on, and that token."""
-        found = {self._behind_mark(stand_in, mark, turn.inputs, new) for mark in _MARKS}
-        if len(found) > 1:
-            raise NoExtension("what the chat template puts behind a turn depends on the turn's text")
-        (tail,) = found
-        place, end = self._end_in(tail, turn)
-        return tail[place:], end
-
-    def _behind_mark(self, stand_in: StandIn, mark: str, inputs: TemplateInputs, new: Sequence[Message]) -> str:
-        _, found, tail = self._render([_QUESTION, stand_in(mark), *new], inputs).partition(mark)
-        if not found or mark in tail:
-            raise NoExtension("the chat template does not show the text of a turn once")
-        return tail
-
-    def _require_shown(self, form: int, stand_in: StandIn, inputs: TemplateInputs, new: Sequence[Message]) -> None:
-        """Check that the template shows messages of these roles, once for all messages of them."""
-        key = form, bool(inputs.tools), *(message["role"] for message in new)
-        if key in self._shown:
-            return
-        marked = [{**message, "content": f"{_MARKS[1]}-{index}-"} for index, message in enumerate(new)]
-        tail = self._behind_mark(stand_in, _MARKS[0], inputs, marked)
-        for index, message in enumerate(marked):
-            if message["content"] not in tail:
-                raise NoExtension(
-                    f"messages[{index}] is of role {message['role']}, and the chat template leaves it out; set"
-                    " policy.tokenizer.chat_template to a template that shows it"
-                )
-        self._shown.add(key)
-
     def _whole(
         self, stand_in: StandIn, behind: str, shown: str | None, turn: SampledTurn, new: Sequence[Message]
     ) -> tuple[Message, str]:
@@ -176,34 +139,26 @@ class Continuation:
         own = stand_in("a")
         return own, self._render([*turn.before, own, *new], turn.inputs)
 
-    def _end_in(self, tail: str, turn: SampledTurn) -> tuple[int, int]:
-        """Return the place of the turn's end token behind its text, and the token."""
-        ends = {self._text_of(token_id): token_id for token_id in turn.stop_token_ids}
-        places = [(tail.index(text), -len(text), text) for text in ends if text and text in tail]
-        if not places:
-            raise NoExtension(
-                "the chat template ends a turn that another follows with no token that ends the model's own, which are "
-                + (", ".join(map(repr, ends)) or "none")
-            )
-        place, _, text = min(places)
-        return place, ends[text]
-
-    def _behind_end(self, text: str, end: int, turn: SampledTurn) -> list[int]:
-        """Encode what follows the turn's own tokens.
-
-        Args:
-            text: From the end token on: with it in front, the rest is tokenized as it is in a conversation.
-        """
+    def _ids(self, glue: Glue, turn: SampledTurn) -> list[int]:
+        """Encode what follows the turn's own tokens."""
         sampled = turn.end_token_id
-        if sampled is not None and sampled != end and self._is_special(sampled):
+        if sampled is not None and sampled != glue.end and self._is_special(sampled):
             raise NoExtension(
                 f"the turn ends with {self._text_of(sampled)!r}, and the chat template ends it with"
-                f" {self._text_of(end)!r} once another follows"
+                f" {self._text_of(glue.end)!r} once another follows"
             )
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if ids[:1] != [end]:
-            raise NoExtension(f"the tokenizer encodes {self._text_of(end)!r} before other text as other tokens")
-        return ids[1:] if sampled == end else ids
+        ids = self._encode(glue.text, glue.plain)
+        # With the end token in front, the rest is tokenized as it is in a conversation.
+        if ids[:1] != [glue.end]:
+            raise NoExtension(f"the tokenizer encodes {self._text_of(glue.end)!r} before other text as other tokens")
+        return ids[1:] if sampled == glue.end else ids
+
+    def _encode(self, text: str, plain: Sequence[Span]) -> list[int]:
+        assert self._controls is not None, "there is no text without a chat template"
+        try:
+            return self._controls.encode(text, plain)
+        except RenderError as error:
+            raise NoExtension(str(error)) from None
 
     def _as_text(self, turn: SampledTurn, new: Sequence[Message]) -> str | None:
         """Render with the sampled text as the turn's content; None: the template refuses calls that are text."""
@@ -250,32 +205,6 @@ def _checked(messages: Sequence[Mapping[str, object]]) -> list[Message]:
         if not isinstance(message["content"], str):
             raise NoExtension(f"messages[{index}].content has images, expected text")
     return parsed
-
-
-def _stand_ins(new: Sequence[Message]) -> Iterator[StandIn]:
-    """Yield the forms that the sampled turn may have: calls, where results answer it, and a text."""
-    results = [message for message in new if message["role"] == "tool"]
-    if results:
-        yield partial(_calls, results)
-    if len(results) > 1:
-        yield partial(_calls, results[-1:])  # some templates show one call a turn
-    yield lambda mark: {"role": "assistant", "content": mark}
-
-
-def _calls(results: Sequence[Message], mark: str) -> Message:
-    """Return a turn of the calls that results answer, with the mark among the arguments of the last."""
-    calls = [
-        {
-            "id": result.get("tool_call_id", _CALL_ID),
-            "type": "function",
-            "function": {
-                "name": result.get("name", "tool"),
-                "arguments": {"value": mark} if index == len(results) - 1 else {"value": "a"},
-            },
-        }
-        for index, result in enumerate(results)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _without_blanks(text: str) -> str:
