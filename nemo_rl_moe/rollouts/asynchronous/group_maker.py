@@ -47,6 +47,7 @@ class GroupMaker:
         seed: As `grpo.seed`.
         groups_per_step: Groups of a training step.
         num_generations: Trajectories of a group.
+        activity: Notes what the engine does; None: a new one.
 
     Attributes:
         num_tokens: Tokens sampled for each group, by position and attempt, restarts included.
@@ -61,10 +62,11 @@ class GroupMaker:
         seed: int,
         groups_per_step: int,
         num_generations: int,
+        activity: EngineActivity | None = None,
     ):
         self._worker, self._sampling = worker, sampling
         self._seed, self._groups_per_step, self._num_generations = seed, groups_per_step, num_generations
-        self.activity = EngineActivity()
+        self.activity = activity or EngineActivity()
         self._gate = EngineGate(worker.engine, self.activity)
         self._watch: RolloutWatch | None = None
         self._supervisor: asyncio.Task[None] | None = None
