@@ -22,6 +22,7 @@ from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem, checked_sco
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
 
 KEPT_MASS = "sampling_kept_mass"
+CACHED_TOKENS = "mean_cached_tokens_per_sample"
 """Metric of what top-k and top-p leave to draw from: mean over trajectories of the mean over sampled tokens."""
 
 Decode = Callable[[Sequence[int]], str]
@@ -89,6 +90,7 @@ class Session:
         self._loss_mask, self._logprobs, self._versions = [False] * size, [0.0] * size, [NOT_SAMPLED] * size
         self._routed_experts: StoredRows | None = None
         self._kept_mass: list[float] = []
+        self._num_cached: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -140,6 +142,8 @@ class Session:
             self._routed_experts = routes if self._routed_experts is None else self._routed_experts.followed_by(routes)
         if found.kept_mass is not None:
             self._kept_mass += found.kept_mass.tolist()
+        if found.num_cached_tokens is not None:
+            self._num_cached = (self._num_cached or 0) + found.num_cached_tokens
         turn = Turn(token_ids, response_text(token_ids, self.sampling, self.decode), found.is_truncated)
         self.turns.append(turn)
         return turn
@@ -206,6 +210,7 @@ class Session:
         """
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
+        cached = {} if self._num_cached is None else {CACHED_TOKENS: float(self._num_cached)}
         return Trajectory(
             sample_id=self.prompt.sample_id,
             group_id=self.group_id,
@@ -227,7 +232,7 @@ class Session:
             rewards=dict(score.rewards),
             routed_experts=self._routed_experts,
             model_inputs=dict(self.model_inputs),
-            metrics={**(metrics or {}), **kept},
+            metrics={**(metrics or {}), **kept, **cached},
         )
 
     def failed(self, fault: Fault, message: str) -> Trajectory:
