@@ -17,6 +17,9 @@ from tests.functional import dpo_runs, grpo_runs, sft_runs, vision_runs
 VAL_PERIOD = 4
 FROZEN_AFTER_S = 40
 STALLED_AFTER_S = 15
+NUM_PROMPTS = 40
+GROUPS_A_STEP = 4
+STEPS_AN_EPOCH = NUM_PROMPTS // GROUPS_A_STEP
 STEP_PHASES = ("generation", "rewards", "logprobs", "reference_logprobs", "train", "refit", "refit_check")
 """In the order in which a step has them; the metrics have their times under these names."""
 ROUTING = "train/moe/routing/"
@@ -43,6 +46,8 @@ class Kind:
         num_nodes: Machines of its Ray.
         only_if_asked: Left out unless it is named: slow on two cores, or near to another kind.
         anchors: Of phases that are not within a step: what the run prints at their beginning.
+        uses_vllm: vLLM generates.
+        repeats: It equals an unharmed run. False: it is asynchronous, and its accounts must be right.
     """
 
     name: str
@@ -51,16 +56,17 @@ class Kind:
     num_nodes: int = 1
     only_if_asked: bool = False
     anchors: Mapping[str, str] = field(default_factory=dict)
+    uses_vllm: bool = False
+    repeats: bool = True
 
     @property
     def scores(self) -> bool:
         """True where an environment has workers of its own."""
         return "scoring" in self.phases
 
-    @property
-    def has_engine(self) -> bool:
-        """True where an engine with a copy of the weights generates."""
-        return "refit" in self.phases
+    def num_steps(self, least: int) -> int:
+        """Return the steps of a run that has at least so many: an asynchronous one ends with an epoch."""
+        return least if self.repeats else -(-least // STEPS_AN_EPOCH) * STEPS_AN_EPOCH
 
 
 def make_inputs(folder: Path) -> Path:
@@ -69,7 +75,7 @@ def make_inputs(folder: Path) -> Path:
         unfinished = folder.with_name(f"{folder.name}.unfinished")
         sft_runs.make_additions(unfinished, 256, 16)
         dpo_runs.make_pairs(unfinished, 64, 16)
-        grpo_runs.make_prompts(unfinished, 40)
+        grpo_runs.make_prompts(unfinished, NUM_PROMPTS)
         vision_runs.make_shapes(unfinished / "shapes")
         sft_runs.make_model_folder(unfinished / "model", num_hidden_layers=2)
         unfinished.rename(folder)
@@ -144,6 +150,17 @@ def _grpo_vllm(folder: Path, inputs: Path, num_steps: int) -> list[str]:
     return _grpo(folder, inputs, num_steps, exemplar, policy__generation__vllm__stall_timeout_s=STALLED_AFTER_S)
 
 
+def _grpo_async(folder: Path, inputs: Path, num_steps: int) -> list[str]:
+    """Groups are trained on in the order in which they are finished."""
+    exemplar = grpo_runs.EXEMPLAR.with_name("grpo_tiny_moe_async_separate.yaml")
+    changes: dict[str, Any] = {
+        "grpo__rollouts__order": "ready_first",
+        "grpo__max_num_epochs": num_steps // STEPS_AN_EPOCH,
+        "cluster__roles__generation__cpu_workers_per_node": 1,
+    }
+    return _grpo(folder, inputs, num_steps, exemplar, **changes)
+
+
 def _grpo_vision(folder: Path, inputs: Path, num_steps: int) -> list[str]:
     changes = vision_runs.grpo_changes(inputs / "shapes")
     return _grpo(folder, inputs, num_steps, vision_runs.GRPO_EXEMPLAR, **changes)
@@ -168,7 +185,15 @@ KINDS = {
         ),
         Kind("grpo_vision", _grpo_vision, (*_ALWAYS, "generation", "scoring", "logprobs", "reference")),
         # Its responses are scored as they come: generation and scoring are one phase.
-        Kind("grpo_vllm", _grpo_vllm, (*_ALWAYS, "generation", "logprobs", "reference", "refit")),
+        Kind("grpo_vllm", _grpo_vllm, (*_ALWAYS, "generation", "logprobs", "reference", "refit"), uses_vllm=True),
+        # The engine's ranks are workers, too.
+        Kind(
+            "grpo_async",
+            _grpo_async,
+            (*_ALWAYS, "generation", "scoring", "logprobs", "reference", "refit"),
+            only_if_asked=True,
+            repeats=False,
+        ),
     )
 }
 

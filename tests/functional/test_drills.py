@@ -41,7 +41,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_dozen_drills_end_as_if_nothing_had_happened(output: Path) -> None:
     # Images would be a sixth unharmed run, for chains that are near to those of grpo.
     all_kinds = drill_runs.KINDS.items()
-    kinds = [name for name, kind in all_kinds if not kind.has_engine and not kind.only_if_asked]
+    kinds = [name for name, kind in all_kinds if not kind.uses_vllm and not kind.only_if_asked]
     kinds.remove("grpo_vision")
     options = ["--kills", str(NUM_DRILLS), "--seed", str(SEED), "--jobs", "2", "--output", str(output)]
     options += ["--kinds", *kinds]

@@ -283,8 +283,7 @@ def test_a_prefix_cache_is_reset_at_each_update_or_kept(
     with Engines(*place, prefix_caching=prefix_caching) as engines:
         engine: Any = engines.engine
         for version in (0, 1):
-            engines.policy.weight_version = version
-            refit(engine, engines.policy)
+            refit(engine, SentWeights({"weights": torch.full((4,), float(FIRST_WEIGHTS + version))}, version))
             found += [generated(engine, requests(1))[0] for _ in range(2)]
         events = engines.events()
     assert [int(each.token_ids[0]) for each in found] == list(weights)
