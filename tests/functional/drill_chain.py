@@ -22,7 +22,8 @@ from tests.functional import run_kills
 from tests.functional.drill_accounts import Accounts
 from tests.functional.drill_faults import Drill
 from tests.functional.drill_moments import COMPLETION_LIMIT_S, Moments, last_step, victims_of
-from tests.functional.drill_runs import Kind, Logs, Reference
+from tests.functional.drill_records import Logs, Reference
+from tests.functional.drill_runs import Kind
 from tests.support import drill_reward
 from tests.support.ray_nodes import RayNodes
 

@@ -12,7 +12,8 @@ import psutil
 
 from tests.functional import run_kills
 from tests.functional.drill_faults import Drill
-from tests.functional.drill_runs import VAL_PERIOD, Kind, Logs, Reference
+from tests.functional.drill_records import Logs, Reference
+from tests.functional.drill_runs import VAL_PERIOD, Kind
 
 COMPLETION_LIMIT_S = 900.0
 START_LIMIT_S = 400.0

@@ -28,7 +28,8 @@ from tests.functional import run_kills, sft_runs
 from tests.functional.drill_chain import END_LIMIT_S, Chain
 from tests.functional.drill_faults import plan
 from tests.functional.drill_moments import COMPLETION_LIMIT_S
-from tests.functional.drill_runs import KINDS, Kind, Logs, Reference, make_inputs
+from tests.functional.drill_records import Logs, Reference
+from tests.functional.drill_runs import KINDS, Kind, make_inputs
 from tests.support.ray_nodes import RayNodes
 
 STEPS_A_DRILL = 3

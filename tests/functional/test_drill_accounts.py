@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from nemo_rl_moe.launch.asynchronous import SCHEDULE_FILE
 from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledGroup, ScheduledStep, append_step
 from tests.functional.drill_accounts import Accounts
-from tests.functional.drill_runs import GROUPS_A_STEP, NUM_PROMPTS, STEPS_AN_EPOCH, Logs
+from tests.functional.drill_records import Logs
+from tests.functional.drill_runs import GROUPS_A_STEP, NUM_PROMPTS, STEPS_AN_EPOCH
 
 NUM_STEPS = 2 * STEPS_AN_EPOCH
 RESTART = 7
