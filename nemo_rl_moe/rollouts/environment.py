@@ -25,6 +25,7 @@ from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 KEPT_MASS = "sampling_kept_mass"
+CACHED_TOKENS = "mean_cached_tokens_per_sample"
 """Metric of what top-k and top-p leave to draw from: mean over trajectories of the mean over sampled tokens."""
 
 Decode = Callable[[Sequence[int]], str]
@@ -92,6 +93,7 @@ class Session:
         self._asked_for: str | None = None
         self._overlong = ""
         self._kept_mass: list[float] = []
+        self._num_cached: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -140,6 +142,8 @@ class Session:
         self._conversation.add_to_turn(token_ids, is_sampled=True)
         if found.kept_mass is not None:
             self._kept_mass += found.kept_mass.tolist()
+        if found.num_cached_tokens is not None:
+            self._num_cached = (self._num_cached or 0) + found.num_cached_tokens
         turn = Turn(token_ids, response_text(token_ids, self.sampling, self.decode), found.is_truncated)
         self.turns.append(turn)
         return turn
@@ -235,6 +239,7 @@ class Session:
         """
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
+        cached = {} if self._num_cached is None else {CACHED_TOKENS: float(self._num_cached)}
         return Trajectory(
             sample_id=self.prompt.sample_id,
             group_id=self.group_id,
@@ -256,7 +261,7 @@ class Session:
             rewards=dict(score.rewards),
             routed_experts=self._sequence.routed_experts,
             model_inputs=dict(self.model_inputs),
-            metrics={**(metrics or {}), **kept},
+            metrics={**(metrics or {}), **kept, **cached},
         )
 
     def failed(self, fault: Fault, message: str) -> Trajectory:

@@ -111,6 +111,27 @@ BROKEN = [
         " divide experts with",
     ),
     (
+        (*AHEAD, f"{VLLM}.prefix_caching=reset", "policy.megatron_cfg.capture_routing=true"),
+        "engine_has_what_it_needs",
+        f"{VLLM}.prefix_caching: got 'reset', expected 'none' with policy.megatron_cfg.capture_routing or"
+        " routing_replay rollout: tokens from the cache are not computed again, and have no routed experts",
+    ),
+    (
+        (
+            *("policy.generation.backend=vllm", f"{VLLM}.prefix_caching=keep"),
+            *("policy.megatron_cfg.capture_routing=false", "loss_fn.importance_sampling_correction=truncated"),
+        ),
+        "engine_has_what_it_needs",
+        f"{VLLM}.prefix_caching: got 'keep', expected 'reset' with {ROLLOUTS}.mode synchronous: no response continues"
+        " after an update",
+    ),
+    (
+        (*AHEAD, f"{VLLM}.prefix_caching=keep", "policy.megatron_cfg.capture_routing=false"),
+        "engine_has_what_it_needs",
+        f"{VLLM}.prefix_caching: got 'keep', expected 'reset' with loss_fn.importance_sampling_correction none:"
+        " nothing would weigh tokens sampled after keys and values of old weights",
+    ),
+    (
         (*ON_GPUS, "+cluster.roles.generation={gpus_per_node: 2}", f"{VLLM}.tensor_parallel_size=4"),
         "engine_has_what_it_needs",
         f"{VLLM}.tensor_parallel_size: got 4, expected a divisor of cluster.roles.generation.gpus_per_node 2; nearest"
