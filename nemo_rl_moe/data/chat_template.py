@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompt_records import PromptRecord
 from nemo_rl_moe.data.records import Example
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
@@ -20,6 +21,9 @@ Renderer = Callable[[Sequence[Example]], list[Rendered | str]]
 """From conversations to their texts and the pieces to train on, or to what is wrong with each."""
 PromptRenderer = Callable[[Sequence[PromptRecord]], list[Rendered | str]]
 """From prompts to the texts that the model answers, or to what is wrong with each."""
+TextRenderer = Callable[[Sequence[Message], TemplateInputs], str]
+"""From messages to their text with the generation prompt; raises `RenderError`."""
+_TOO_DEEP = "the conversation is nested too deeply"
 
 
 def renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> Renderer:
@@ -68,6 +72,19 @@ def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: Template
     return lambda prompts: [render(prompt) for prompt in prompts]
 
 
+def text_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> TextRenderer:
+    """Make the function that renders as `prompt_renderer_for`, without its checks that all of a prompt is shown.
+
+    Args:
+        tokenizer: One with a chat template.
+
+    Raises:
+        DataError: The chat template cannot be used.
+        ConfigurationError: The run gives the chat template a name that it does not read.
+    """
+    return _Template(tokenizer, run_wide).prompt_text
+
+
 class _Template:
     """A tokenizer's chat template; some have a second one for conversations with tools."""
 
@@ -86,13 +103,29 @@ class _Template:
             first_trained: First message to train on; None: a prompt.
         """
         inputs = record.inputs.or_else(self._run_wide)
-        renderer = self._with_tools if inputs.tools else self._without_tools
         try:
-            return renderer.render(record.messages, inputs.tools, inputs.kwargs, first_trained=first_trained)
+            return self._renderer_of(inputs).render(
+                record.messages, inputs.tools, inputs.kwargs, first_trained=first_trained
+            )
         except RenderError as error:
             return str(error)
         except RecursionError:
-            return "the conversation is nested too deeply"
+            return _TOO_DEEP
+
+    def prompt_text(self, messages: Sequence[Message], given: TemplateInputs) -> str:
+        """Render messages with the generation prompt, without a check that all of them are shown.
+
+        Raises:
+            RenderError: The template refuses them.
+        """
+        inputs = given.or_else(self._run_wide)
+        try:
+            return self._renderer_of(inputs).prompt_text(messages, inputs.tools, inputs.kwargs)
+        except RecursionError:
+            raise RenderError(_TOO_DEEP) from None
+
+    def _renderer_of(self, inputs: TemplateInputs) -> TemplateRenderer:
+        return self._with_tools if inputs.tools else self._without_tools
 
 
 def template_setup(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool) -> TemplateSetup:

@@ -7,29 +7,22 @@ follows them is found by rendering the conversation with a stand-in for the samp
 is the glue, the new messages and the next generation prompt.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
-from nemo_rl_moe.data.chat_template import prompt_renderer_for
+from nemo_rl_moe.data.chat_template import text_renderer_for
+from nemo_rl_moe.data.control_tokens import ControlTokens
 from nemo_rl_moe.data.messages import Message, parse_messages
-from nemo_rl_moe.data.prompt_records import PromptRecord
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
+from nemo_rl_moe.data.turn_glue import Glue, GlueFinder, NoExtension, StandIn, stand_ins
+from nemo_rl_moe.data.turn_spans import RenderError, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWERING_ROLES = ("tool", "user", "system", "developer")
 """Roles of messages that may follow a sampled turn: the model alone writes the assistant's."""
-StandIn = Callable[[str], Message]
-"""Makes a turn of the model with a text in it."""
-_MARKS = ("stand-in-qx7", "another-zk94")
-_CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
-
-
-class NoExtension(ValueError):
-    """No tokens are known to continue a conversation without a change of what is there; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +34,14 @@ class SampledTurn:
         token_ids: Sampled tokens, the end token included where there is one.
         stop_token_ids: Tokens that end a turn.
         inputs: Tools and further names for the chat template.
+        text_before: Rendering of `before`, as the extension before it has it; None: it is rendered.
     """
 
     before: Sequence[Message]
     token_ids: Sequence[int]
     stop_token_ids: Sequence[int]
     inputs: TemplateInputs = NO_INPUTS
+    text_before: str | None = None
 
     @property
     def end_token_id(self) -> int | None:
@@ -64,14 +59,19 @@ class Extension:
             the next generation prompt.
         messages: The conversation up to there, for the next turn's `before`. A turn of calls that the template takes in
             their own form alone is a stand-in.
+        text: Their rendering, for the next turn's `text_before`.
     """
 
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...]
+    text: str
 
 
 class Continuation:
     """Continues conversations of one tokenizer by its chat template.
+
+    Glue and messages are rendered behind a stand-in for the turn in a conversation of one question. One rendering of
+    the whole conversation then proves that it ends in them, and begins with what was there.
 
     Args:
         run_wide: Tools and names for the chat template where a conversation has none of its own.
@@ -83,9 +83,13 @@ class Continuation:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS):
         self._tokenizer = tokenizer
-        self._render_each = prompt_renderer_for(tokenizer, run_wide)
+        self._render_text = text_renderer_for(tokenizer, run_wide) if tokenizer.chat_template else None
+        self._controls = ControlTokens(tokenizer) if tokenizer.chat_template else None
+        self._glue = GlueFinder(self._render, self._controls)
 
-    def extend(self, turn: SampledTurn, messages: Sequence[Message], *, keep_rewritten: bool = False) -> Extension:
+    def extend(
+        self, turn: SampledTurn, messages: Sequence[Mapping[str, object]], *, keep_rewritten: bool = False
+    ) -> Extension:
         """Append messages and the next generation prompt to a sampled turn.
 
         Args:
@@ -97,84 +101,78 @@ class Continuation:
             RecordError: A message is malformed.
             NoExtension: The chat template does not merely append, or where the turn ends cannot be told.
         """
-        if not self._tokenizer.chat_template:
-            raise NoExtension("the tokenizer has no chat template; set policy.tokenizer.chat_template")
         new = _checked(messages)
-        prompted = self._render(turn.before, turn.inputs)
+        prompted = self._render(turn.before, turn.inputs) if turn.text_before is None else turn.text_before
+        shown = self._as_text(turn, new)
+        ends = {self._text_of(token_id): token_id for token_id in turn.stop_token_ids}
         problem: NoExtension | None = None
-        for stand_in in _stand_ins(new):
+        for form, stand_in in enumerate(stand_ins(new)):
             try:
-                head, tail = self._around(stand_in, _MARKS[0], turn, new)
-                if tail != self._around(stand_in, _MARKS[1], turn, new)[1]:
-                    raise NoExtension("what the chat template puts behind a turn depends on the turn's text")
-                place, end = self._end_in(tail, turn)
-                ids = self._behind_end(tail[place:], end, turn)
+                glue = self._glue.find(form, stand_in, new, turn.inputs, ends)
+                ids = self._ids(glue, turn)
+                own, text = self._whole(stand_in, glue.text, shown, turn, new)
+                if not keep_rewritten:
+                    self._require_unchanged(text, prompted, shown, turn)
+                if not text.endswith(glue.text):
+                    raise NoExtension("what the chat template puts behind a turn depends on what stands before it")
             except NoExtension as error:
                 problem = problem or error
                 continue
-            shown = self._as_text(turn, new)
-            if not keep_rewritten:
-                self._require_unchanged(head, prompted, shown, turn)
-            is_same = shown is not None and shown.endswith(tail[place:])
-            own: Message = {"role": "assistant", "content": self._sampled_text(turn)} if is_same else stand_in("a")
-            return Extension(tuple(ids), (*turn.before, own, *new))
+            return Extension(tuple(ids), (*turn.before, own, *new), text)
         assert problem is not None
         raise problem
 
     def _render(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
-        (rendered,) = self._render_each([PromptRecord("", tuple(messages), False, {}, inputs=inputs)])
-        if isinstance(rendered, str):
-            raise NoExtension(rendered)
-        return rendered.text
+        if self._render_text is None:
+            raise NoExtension("the tokenizer has no chat template; set policy.tokenizer.chat_template")
+        try:
+            return self._render_text(messages, inputs)
+        except RenderError as error:
+            raise NoExtension(str(error)) from None
 
-    def _around(self, stand_in: StandIn, mark: str, turn: SampledTurn, new: Sequence[Message]) -> tuple[str, str]:
-        """Return the text before a mark in a stand-in for the turn, and the text behind it."""
-        text = self._render([*turn.before, stand_in(mark), *new], turn.inputs)
-        head, found, tail = text.partition(mark)
-        if not found or mark in tail:
-            raise NoExtension("the chat template does not show the text of a turn once")
-        return head, tail
+    def _whole(
+        self, stand_in: StandIn, behind: str, shown: str | None, turn: SampledTurn, new: Sequence[Message]
+    ) -> tuple[Message, str]:
+        """Return the turn as a message, a text where the same follows it, and the rendering of all messages."""
+        if shown is not None and shown.endswith(behind):
+            return self._own(turn), shown
+        own = stand_in("a")
+        return own, self._render([*turn.before, own, *new], turn.inputs)
 
-    def _end_in(self, tail: str, turn: SampledTurn) -> tuple[int, int]:
-        """Return the place of the turn's end token behind its text, and the token."""
-        ends = {self._text_of(token_id): token_id for token_id in turn.stop_token_ids}
-        places = [(tail.index(text), -len(text), text) for text in ends if text and text in tail]
-        if not places:
-            raise NoExtension(
-                "the chat template ends a turn that another follows with no token that ends the model's own, which are "
-                + (", ".join(map(repr, ends)) or "none")
-            )
-        place, _, text = min(places)
-        return place, ends[text]
-
-    def _behind_end(self, text: str, end: int, turn: SampledTurn) -> list[int]:
-        """Encode what follows the turn's own tokens.
-
-        Args:
-            text: From the end token on: with it in front, the rest is tokenized as it is in a conversation.
-        """
+    def _ids(self, glue: Glue, turn: SampledTurn) -> list[int]:
+        """Encode what follows the turn's own tokens."""
         sampled = turn.end_token_id
-        if sampled is not None and sampled != end and self._is_special(sampled):
+        if sampled is not None and sampled != glue.end and self._is_special(sampled):
             raise NoExtension(
                 f"the turn ends with {self._text_of(sampled)!r}, and the chat template ends it with"
-                f" {self._text_of(end)!r} once another follows"
+                f" {self._text_of(glue.end)!r} once another follows"
             )
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if ids[:1] != [end]:
-            raise NoExtension(f"the tokenizer encodes {self._text_of(end)!r} before other text as other tokens")
-        return ids[1:] if sampled == end else ids
+        ids = self._encode(glue.text, glue.plain)
+        # With the end token in front, the rest is tokenized as it is in a conversation.
+        if ids[:1] != [glue.end]:
+            raise NoExtension(f"the tokenizer encodes {self._text_of(glue.end)!r} before other text as other tokens")
+        return ids[1:] if sampled == glue.end else ids
+
+    def _encode(self, text: str, plain: Sequence[Span]) -> list[int]:
+        assert self._controls is not None, "there is no text without a chat template"
+        try:
+            return self._controls.encode(text, plain)
+        except RenderError as error:
+            raise NoExtension(str(error)) from None
 
     def _as_text(self, turn: SampledTurn, new: Sequence[Message]) -> str | None:
         """Render with the sampled text as the turn's content; None: the template refuses calls that are text."""
-        own = {"role": "assistant", "content": self._sampled_text(turn)}
         try:
-            return self._render([*turn.before, own, *new], turn.inputs)
+            return self._render([*turn.before, self._own(turn), *new], turn.inputs)
         except NoExtension:
             return None
 
-    def _require_unchanged(self, head: str, prompted: str, shown: str | None, turn: SampledTurn) -> None:
+    def _own(self, turn: SampledTurn) -> Message:
+        return {"role": "assistant", "content": self._sampled_text(turn)}
+
+    def _require_unchanged(self, text: str, prompted: str, shown: str | None, turn: SampledTurn) -> None:
         """Check that the template still renders the conversation so far, and the sampled turn, as they are."""
-        if not head.startswith(prompted):
+        if not text.startswith(prompted):
             raise NoExtension("the chat template renders what stands before the turn in another way once it follows")
         # Blanks may differ: templates trim texts.
         if shown is not None and _without_blanks(self._sampled_text(turn)) not in _without_blanks(
@@ -195,7 +193,7 @@ class Continuation:
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
 
-def _checked(messages: Sequence[Message]) -> list[Message]:
+def _checked(messages: Sequence[Mapping[str, object]]) -> list[Message]:
     """Parse the messages, and reject those that may not follow a sampled turn."""
     parsed = parse_messages(list(messages), "messages")
     for index, message in enumerate(parsed):
@@ -207,32 +205,6 @@ def _checked(messages: Sequence[Message]) -> list[Message]:
         if not isinstance(message["content"], str):
             raise NoExtension(f"messages[{index}].content has images, expected text")
     return parsed
-
-
-def _stand_ins(new: Sequence[Message]) -> Iterator[StandIn]:
-    """Yield the forms that the sampled turn may have: calls, where results answer it, and a text."""
-    results = [message for message in new if message["role"] == "tool"]
-    if results:
-        yield partial(_calls, results)
-    if len(results) > 1:
-        yield partial(_calls, results[-1:])  # some templates show one call a turn
-    yield lambda mark: {"role": "assistant", "content": mark}
-
-
-def _calls(results: Sequence[Message], mark: str) -> Message:
-    """Return a turn of the calls that results answer, with the mark among the arguments of the last."""
-    calls = [
-        {
-            "id": result.get("tool_call_id", _CALL_ID),
-            "type": "function",
-            "function": {
-                "name": result.get("name", "tool"),
-                "arguments": {"value": mark} if index == len(results) - 1 else {"value": "a"},
-            },
-        }
-        for index, result in enumerate(results)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _without_blanks(text: str) -> str:

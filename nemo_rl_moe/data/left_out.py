@@ -29,8 +29,10 @@ _STAND_IN = "something else"
 def with_thinking_named(message: Message, template: str) -> Message:
     """Move a turn's thinking to the one key that the template reads."""
     given = [key for key in THINKING_KEYS if message.get(key)]
+    if message["role"] != "assistant" or len(given) != 1:
+        return message
     read = [key for key in THINKING_KEYS if re.search(rf"(?:\.|['\"]){key}\b", template)]
-    if message["role"] != "assistant" or len(given) != 1 or len(read) != 1 or given == read:
+    if len(read) != 1 or given == read:
         return message
     return {**{key: value for key, value in message.items() if key != given[0]}, read[0]: message[given[0]]}
 

@@ -17,10 +17,11 @@ from nemo_rl_moe.data.encoding import encode_each
 from nemo_rl_moe.data.image_files import StoredImage
 from nemo_rl_moe.data.image_tokens import ImageTokenizer, RecordImages, SampleImages, batch_inputs, num_images_of
 from nemo_rl_moe.data.loader import epoch_order
+from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompt_records import PromptRecord, apply_template, prompt_columns, prompt_parser
 from nemo_rl_moe.data.records import BadLine
 from nemo_rl_moe.data.sources import TEXT_SUFFIX, LineSource, open_lines, open_text
-from nemo_rl_moe.data.template_inputs import TemplateInputs, run_wide_inputs
+from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, run_wide_inputs
 from nemo_rl_moe.data.template_renderer import Rendered
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.errors import ConfigurationError, DataError, counted
@@ -81,6 +82,8 @@ class Prompt:
         text: The prompt without what a chat template adds.
         record: The data's record; always has `question` and `answer`.
         images: None: the model takes text alone.
+        messages: What was rendered and tokenized.
+        inputs: Tools and names for the chat template that the record gives.
     """
 
     sample_id: str
@@ -89,6 +92,8 @@ class Prompt:
     record: Mapping[str, Any]
     images: SampleImages | None = None
     notes: tuple[str, ...] = ()
+    messages: tuple[Message, ...] = ()
+    inputs: TemplateInputs = NO_INPUTS
 
     @property
     def model_inputs(self) -> dict[str, ModelInput]:
@@ -285,13 +290,15 @@ def _finish(
         return BadLine(prompt.sample_id, encoded)
     if not encoded:
         return BadLine(prompt.sample_id, "the prompt has no token to start from")
-    if images.tokens is None:
-        return Prompt(prompt.sample_id, prompt.text, tuple(encoded), prompt.record, notes=rendered.notes)
-    expanded = images.tokens.expand(np.array(encoded, dtype=np.int64), stored, max_length, prompt.sample_id)
-    if isinstance(expanded, str):
-        return BadLine(prompt.sample_id, expanded)
-    ids = tuple(expanded.input_ids.tolist())
-    return Prompt(prompt.sample_id, prompt.text, ids, prompt.record, expanded.images, rendered.notes)
+    ids, shown = tuple(encoded), None
+    if images.tokens is not None:
+        expanded = images.tokens.expand(np.array(encoded, dtype=np.int64), stored, max_length, prompt.sample_id)
+        if isinstance(expanded, str):
+            return BadLine(prompt.sample_id, expanded)
+        ids, shown = tuple(expanded.input_ids.tolist()), expanded.images
+    return Prompt(
+        prompt.sample_id, prompt.text, ids, prompt.record, shown, rendered.notes, prompt.messages, prompt.inputs
+    )
 
 
 def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]) -> PromptDataset:

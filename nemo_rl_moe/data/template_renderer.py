@@ -145,6 +145,25 @@ class TemplateRenderer:
         notes = thinking_notes(messages, text, spans, render_variant)
         return Rendered(text, tuple(spans), notes if note is None else (*notes, note))
 
+    def prompt_text(
+        self,
+        given: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Render a prompt with the generation prompt, without a check that all of it is there.
+
+        Raises:
+            RenderError: The template refuses it.
+        """
+        messages = [with_thinking_named(message, self._setup.template) for message in given]
+
+        def render(messages: Sequence[Message]) -> str:
+            return self._render(messages, tools or None, kwargs, True)[0]
+
+        form, _ = self._form_of(messages, render)
+        return render(form.of_all(messages))
+
     def renders_as(self, other: "TemplateRenderer") -> bool:
         """Return whether another template gives the same texts for the probes."""
         try:

@@ -23,8 +23,10 @@ from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationConfig, PromptSourceConfig, rollouts_in_float32
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
+from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader, load_prompts, without_training_prompts
 from nemo_rl_moe.data.sources import load_limit
+from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.object_store import fetch_objects
 from nemo_rl_moe.errors import ConfigurationError
@@ -246,6 +248,7 @@ def start_rollouts(
         config.env.reward_weights,
         RolloutLimits(config.env.rollout_timeout_s, config.env.rollout, run.stop_reason, notices.message, notices.warn),
         num_attempts=2 if config.env.on_failure == "retry" else 1,
+        continuation=Continuation(tokenizer, run_wide_inputs(config.data.tools, config.data.chat_template_kwargs)),
     )
 
 

@@ -13,13 +13,16 @@ import numpy as np
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.config.user_code import described, import_attribute
+from nemo_rl_moe.data.continuation import Continuation
+from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem, checked_score
-from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
+from nemo_rl_moe.rollouts.conversation import Conversation
+from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence
+from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 KEPT_MASS = "sampling_kept_mass"
 """Metric of what top-k and top-p leave to draw from: mean over trajectories of the mean over sampled tokens."""
@@ -66,6 +69,7 @@ class Session:
         encode: From text to token ids, special tokens in the text included.
         reward_weights: Of each named reward; None where a score is one number.
         model_inputs: Further inputs of the model; an environment may add some between turns.
+        continuation: Renders messages that are appended; None: there is no chat template.
     """
 
     prompt: Prompt
@@ -79,21 +83,25 @@ class Session:
     encode: Encode
     reward_weights: Mapping[str, float] | None = None
     model_inputs: dict[str, ModelInput] = field(default_factory=dict)
+    continuation: Continuation | None = None
 
     def __post_init__(self) -> None:
         self.turns: list[Turn] = []
-        self._token_ids: list[int] = list(self.prompt.token_ids)
+        self._sequence = GrowingSequence(self.prompt.token_ids)
+        self._conversation = Conversation(self.prompt, self.sampling.stop_token_ids, self.decode, self.continuation)
         self._asked_for: str | None = None
         self._overlong = ""
-        size = len(self._token_ids)
-        self._loss_mask, self._logprobs, self._versions = [False] * size, [0.0] * size, [NOT_SAMPLED] * size
-        self._routed_experts: StoredRows | None = None
         self._kept_mass: list[float] = []
 
     @property
     def num_tokens(self) -> int:
         """Tokens so far."""
-        return len(self._token_ids)
+        return len(self._sequence)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Messages so far: the prompt's, what the model wrote as assistant's, and those that were appended."""
+        return self._conversation.messages
 
     @property
     def room(self) -> int:
@@ -120,7 +128,7 @@ class Session:
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
         request = GenerationRequest(
-            token_ids=tuple(self._token_ids),
+            token_ids=tuple(self._sequence.token_ids),
             seed=_seed_of_turn(self.seed, len(self.turns)),
             sampling=sampling,
             model_inputs=dict(self.model_inputs),
@@ -128,16 +136,8 @@ class Session:
         with self._asking(_RESPONSE):
             found = await self.submit_request(request)
         token_ids = tuple(found.token_ids.tolist())
-        size = len(token_ids)
-        self._token_ids += token_ids
-        self._loss_mask += [True] * size
-        self._logprobs += found.logprobs.tolist()
-        self._versions += np.broadcast_to(np.asarray(found.weight_version), size).tolist()
-        if found.routed_experts is not None:
-            # No pass has seen the last token; an engine may give a row for it all the same, which means nothing.
-            routes = found.routed_experts.before(self.num_tokens - 1)
-            # Of earlier tokens the routes stay with which they were sampled.
-            self._routed_experts = routes if self._routed_experts is None else self._routed_experts.followed_by(routes)
+        self._sequence.add_sampled(found)
+        self._conversation.add_to_turn(token_ids, is_sampled=True)
         if found.kept_mass is not None:
             self._kept_mass += found.kept_mass.tolist()
         turn = Turn(token_ids, response_text(token_ids, self.sampling, self.decode), found.is_truncated)
@@ -145,30 +145,59 @@ class Session:
         return turn
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Add tokens of the environment, such as an observation or the next user turn; they are not trained on.
+        """Add tokens of the environment, such as an observation; they are not trained on.
 
         Where they do not fit, none is added: the trajectory is full from then on, and ends as one that was cut.
 
         Raises:
             RuntimeError: A response is still waited for, behind which they would stand.
         """
-        if self._asked_for == _RESPONSE:
-            raise RuntimeError(f"tokens were added while {_RESPONSE} was still waited for; {_ONE_AT_A_TIME}")
-        size = len(token_ids)
-        if size > self.max_tokens - self.num_tokens or self._overlong:
-            self._overlong = self._overlong or (
-                f"{size:,} tokens of the environment do not fit behind {self.num_tokens:,} of at most"
-                f" {self.max_tokens:,} (policy.max_total_sequence_length)"
-            )
-            return
-        self._token_ids += token_ids
-        self._loss_mask += [False] * size
-        self._logprobs += [0.0] * size
-        self._versions += [NOT_SAMPLED] * size
+        self._require_no_response_pending("tokens were")
+        if len(token_ids) and self._fit(len(token_ids)):
+            self._sequence.add_given(token_ids)
+            self._conversation.add_to_turn(token_ids, is_sampled=False)
 
     def append_text(self, text: str) -> None:
         """Add text of the environment; it is not trained on."""
         self.append(self.encode(text))
+
+    def append_message(self, message: Mapping[str, object]) -> None:
+        """Add a message behind a response, such as the result of a tool, and the next generation prompt.
+
+        The chat template renders it; sampled tokens stay as they are. Its tokens are not trained on, and where they do
+        not fit none is added, as with `append`.
+
+        Args:
+            message: With `role` (tool, user, system or developer), `content`, and further keys for the template.
+
+        Raises:
+            RuntimeError: A response is still waited for, or none was asked for yet, or there is no chat template.
+            NoExtension: The chat template would change what is there.
+            RecordError: The message is malformed.
+        """
+        self.append_messages([message])
+
+    def append_messages(self, messages: Sequence[Mapping[str, object]]) -> None:
+        """Add messages behind a response, such as the results of several tools; see `append_message`."""
+        self._require_no_response_pending("a message was")
+        answer = self._conversation.answer(messages)
+        if self._fit(len(answer.extension.token_ids) - answer.num_replaced):
+            self._sequence.remove_given(answer.num_replaced)
+            self._sequence.add_given(answer.extension.token_ids)
+            self._conversation.accept(answer)
+
+    def _require_no_response_pending(self, what: str) -> None:
+        if self._asked_for == _RESPONSE:
+            raise RuntimeError(f"{what} added while {_RESPONSE} was still waited for; {_ONE_AT_A_TIME}")
+
+    def _fit(self, size: int) -> bool:
+        """Return whether so many tokens of the environment fit; where not, the trajectory is full from then on."""
+        if size > self.max_tokens - self.num_tokens and not self._overlong:
+            self._overlong = (
+                f"{size:,} tokens of the environment do not fit behind {self.num_tokens:,} of at most"
+                f" {self.max_tokens:,} (policy.max_total_sequence_length)"
+            )
+        return not self._overlong
 
     async def score(self, response: str | None = None) -> Score:
         """Ask the reward function that the configuration names.
@@ -209,23 +238,23 @@ class Session:
         return Trajectory(
             sample_id=self.prompt.sample_id,
             group_id=self.group_id,
-            token_ids=np.array(self._token_ids, dtype=np.int64),
-            loss_mask=np.array(self._loss_mask, dtype=np.bool_),
-            logprobs=np.array(self._logprobs, dtype=np.float32),
-            weight_versions=np.array(self._versions, dtype=np.int64),
+            token_ids=np.array(self._sequence.token_ids, dtype=np.int64),
+            loss_mask=self._sequence.loss_mask,
+            logprobs=self._sequence.logprobs,
+            weight_versions=self._sequence.weight_versions,
             reward=score.reward,
             is_correct=score.is_correct,
             finish_reason="length" if self._overlong or (self.turns and self.turns[-1].is_truncated) else "stop",
             num_turns=len(self.turns),
             prompt_text=self.prompt.text,
-            response_text=self.decode(self._token_ids[len(self.prompt.token_ids) :])
+            response_text=self.decode(self._sequence.token_ids[len(self.prompt.token_ids) :])
             if len(self.turns) > 1
             else "".join(turn.text for turn in self.turns),
             fault=score.fault,
             fault_message=score.message,
             overlong=self._overlong,
             rewards=dict(score.rewards),
-            routed_experts=self._routed_experts,
+            routed_experts=self._sequence.routed_experts,
             model_inputs=dict(self.model_inputs),
             metrics={**(metrics or {}), **kept},
         )

@@ -166,6 +166,7 @@ class TrajectoryPool:
             encode=worker.encode,
             reward_weights=worker.reward_weights,
             model_inputs=dict(inputs),
+            continuation=worker.continuation,
         )
         coroutine = worker.environment.rollout(session)
         timer = TrajectoryTimer(label, coroutine, self._time)

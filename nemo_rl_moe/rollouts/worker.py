@@ -9,6 +9,7 @@ from itertools import count
 
 import numpy as np
 
+from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.prompts import Prompt, prompt_inputs
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock
@@ -40,6 +41,7 @@ class RolloutWorker:
         limits: Limits in time.
         num_attempts: Most attempts at a trajectory whose environment fails.
         report_progress: Receives the number of sequences that a call has so far.
+        continuation: Renders messages that an environment appends; None: there is no chat template.
     """
 
     engine: GenerationEngine
@@ -53,6 +55,7 @@ class RolloutWorker:
     limits: RolloutLimits = field(default_factory=RolloutLimits)
     num_attempts: int = 1
     report_progress: Callable[[int], object] = lambda num_sequences: None
+    continuation: Continuation | None = None
 
     def run(
         self,

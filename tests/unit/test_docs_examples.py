@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the documentation shows must work: its code, its commands, its links, and its lists of metrics."""
 
+import asyncio
 import re
 import runpy
 import shlex
@@ -31,8 +32,10 @@ from nemo_rl_moe.runs.loggers.console import Notices
 from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 from tests.conftest import REPOSITORY_ROOT
+from tests.support.conversations import ALL
 from tests.support.estimators import inputs_of_rewards
 from tests.support.gloo_ranks import run_ranks
+from tests.support.scripted_session import scripted_session
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import RunSettings, train_run
 
@@ -238,7 +241,7 @@ def test_there_are_commands_and_code_to_test() -> None:
     }
     # None is missed for standing in a form that `commands` does not know.
     assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)
-    assert len(PYTHON_BLOCKS) == 16
+    assert len(PYTHON_BLOCKS) == 18
 
 
 def write_demo_run() -> None:
@@ -331,6 +334,36 @@ def test_environment_that_is_added_scores(tmp_path: Path) -> None:
         assert score == Score(float(is_correct), is_correct)
     with pytest.raises(ConfigurationError, match=r"env\.pattern\.regex: got '\('"):
         make("(")
+
+
+def rollout_of_page(name: str, function: str, folder: Path, responses: list[str]) -> list[tuple[str, str]]:
+    """Roles and contents of a conversation under a page's rollout function."""
+    rollout = run_block(PYTHON_BLOCKS[MODULES[name]], folder)[function]
+    assert callable(rollout)
+    family = ALL["Qwen2.5, Qwen2-MoE"]
+    session = scripted_session(family, [{"role": "user", "content": "12*30+1="}], responses, reward=1.0)
+    found = asyncio.run(rollout(session))
+    assert (found.reward, found.fault, found.num_turns) == (1.0, None, len(responses))
+    return [(message["role"], message["content"]) for message in session.messages[1:]]
+
+
+def test_a_second_question(tmp_path: Path) -> None:
+    assert rollout_of_page("ask_again", "ask_again", tmp_path, ["361<|im_end|>", "Yes.<|im_end|>"]) == [
+        ("assistant", "361"),
+        ("user", "You said 361. Are you sure?"),
+        ("assistant", "Yes."),
+    ]
+
+
+def test_a_calculator(tmp_path: Path) -> None:
+    responses = ["<call>12*30</call><|im_end|>", "<call>360*1</call><|im_end|>", "361<|im_end|>"]
+    assert rollout_of_page("calculator", "use_calculator", tmp_path, responses) == [
+        ("assistant", "<call>12*30</call>"),
+        ("tool", "360"),
+        ("assistant", "<call>360*1</call>"),
+        ("tool", "360"),
+        ("assistant", "361"),
+    ]
 
 
 def test_logger_that_is_added_logs_and_resumes(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Control tokens of a chat format: the template writes them, and the content of a message cannot.
+
+A tool's result may hold the text of such a token, by chance or to forge a turn. It is tokenized as plain text there.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from nemo_rl_moe.data.chat_template import template_setup
+from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.turn_spans import RenderError, Span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MARK = "stand-in-vw35"
+
+
+class ControlTokens:
+    """Control tokens of a tokenizer: its special ones, and further added ones that its chat template writes.
+
+    Args:
+        tokenizer: One with a chat template.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
+        self._tokenizer = tokenizer
+        templates = "".join(template_setup(tokenizer, with_tools=with_tools).template for with_tools in (False, True))
+        texts = {
+            number: token.content
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.content.strip() and (token.special or token.content in templates)
+        }
+        self._ids = frozenset(texts)
+        longest_first = sorted(texts.values(), key=len, reverse=True)
+        self._texts = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def first_in(self, text: str) -> str | None:
+        """Return the text of the first control token in a text; None: there is none."""
+        found = self._texts.search(text)
+        return found[0] if found is not None else None
+
+    def encode(self, text: str, plain: Sequence[Span] = ()) -> list[int]:
+        """Tokenize a text.
+
+        Args:
+            plain: Pieces in which control tokens are plain text, in order.
+
+        Raises:
+            RenderError: The tokenizer has no other tokens for such a text.
+        """
+        cuts = list(self._cuts(text, plain))
+        if not cuts:
+            return self._encode(text)
+        pieces = (text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True))
+        ids = [token_id for piece in pieces for token_id in self._encode(piece)]
+        without, end = [], 0
+        for start, following in plain:
+            without.append(text[end:start])
+            end = following
+        if self._controls(ids) != self._controls(self._encode(_MARK.join([*without, text[end:]]))):
+            raise RenderError("a message has the text of a control token, for which the tokenizer has no other tokens")
+        return ids
+
+    def _cuts(self, text: str, plain: Sequence[Span]) -> Iterator[int]:
+        """Yield places in the middle of control tokens' texts that touch a piece of plain text."""
+        place = 0
+        while (found := self._texts.search(text, place)) is not None:
+            start, end = found.span()
+            touches = any(start < last and end > first for first, last in plain)
+            if touches:
+                yield start + 1
+            # What is cut may hide another one.
+            place = start + 1 if touches else end
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _controls(self, ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in ids if token_id in self._ids]
+
+
+def content_spans(
+    render: Callable[[Sequence[Message]], str], messages: Sequence[Message], chosen: Sequence[int], text: str
+) -> list[Span]:
+    """Return where the contents of messages stand in their rendering.
+
+    Args:
+        chosen: Indices of the messages whose contents are looked for.
+        text: The rendering of all messages.
+
+    Raises:
+        RenderError: A content does not stand there once, or the rest depends on it.
+    """
+    spans = []
+    for index in chosen:
+        marked = [*messages[:index], {**messages[index], "content": _MARK}, *messages[index + 1 :]]
+        head, found, tail = render(marked).partition(_MARK)
+        end = len(text) - len(tail)
+        if not found or _MARK in tail or end < len(head) or not (text.startswith(head) and text.endswith(tail)):
+            raise RenderError(
+                f"messages[{index}].content has the text of a control token, and where the chat template shows the"
+                " content cannot be told"
+            )
+        spans.append((len(head), end))
+    return spans

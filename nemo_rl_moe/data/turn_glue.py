@@ -1,0 +1,145 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Glue of a chat template: what it puts behind the text of a turn, found in a conversation of one question.
+
+A stand-in takes the place of the turn, in the forms that a turn of the model may have.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from nemo_rl_moe.data.control_tokens import ControlTokens, content_spans
+from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.template_inputs import TemplateInputs
+from nemo_rl_moe.data.turn_spans import RenderError, Span
+
+StandIn = Callable[[str], Message]
+"""Makes a turn of the model with a text in it."""
+Render = Callable[[Sequence[Message], TemplateInputs], str]
+"""Renders messages with the generation prompt; raises `NoExtension`."""
+_MARKS = ("stand-in-qx7", "another-zk94")
+_QUESTION: Message = {"role": "user", "content": "q"}
+_CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
+
+
+class NoExtension(ValueError):
+    """No tokens are known to continue a conversation without a change of what is there; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Glue:
+    """What stands behind the text of a turn.
+
+    Attributes:
+        text: From the token on that ends the turn: glue, messages, the next generation prompt.
+        end: That token.
+        plain: Pieces of the text in which control tokens are plain text.
+    """
+
+    text: str
+    end: int
+    plain: tuple[Span, ...]
+
+
+class GlueFinder:
+    """Finds glue. What depends on the template and the roles of messages alone is checked once.
+
+    Args:
+        controls: None: there is no chat template.
+    """
+
+    def __init__(self, render: Render, controls: ControlTokens | None):
+        self._render, self._controls = render, controls
+        self._ends: dict[tuple[object, ...], int] = {}
+
+    def find(
+        self, form: int, stand_in: StandIn, new: Sequence[Message], inputs: TemplateInputs, ends: Mapping[str, int]
+    ) -> Glue:
+        """Return what stands behind a turn that messages follow.
+
+        Args:
+            form: Number of the stand-in among those that `stand_ins` yields.
+            ends: Tokens that end the model's turns, by their texts.
+
+        Raises:
+            NoExtension: It depends on the turn's text, or has no end, or lacks a message.
+        """
+
+        def behind(messages: Sequence[Message], mark: str = _MARKS[0]) -> str:
+            _, found, tail = self._render([_QUESTION, stand_in(mark), *messages], inputs).partition(mark)
+            if not found or mark in tail:
+                raise NoExtension("the chat template does not show the text of a turn once")
+            return tail
+
+        key = form, bool(inputs.tools), *ends, *(message["role"] for message in new)
+        tail = behind(new)
+        if key not in self._ends:
+            if behind(new, _MARKS[1]) != tail:
+                raise NoExtension("what the chat template puts behind a turn depends on the turn's text")
+            self._ends[key] = _end_of_turn(behind, new, ends)
+        end = self._ends[key]
+        place = next(tail.index(text) for text, token_id in ends.items() if token_id == end)
+        return Glue(tail[place:], end, self._plain(behind, new, tail, place))
+
+    def _plain(
+        self, behind: Callable[[Sequence[Message]], str], new: Sequence[Message], tail: str, place: int
+    ) -> tuple[Span, ...]:
+        """Return where contents with control tokens stand behind the turn's end."""
+        assert self._controls is not None, "there is no glue without a chat template"
+        for index, message in enumerate(new):
+            for key, value in message.items():
+                if key not in ("role", "content") and isinstance(value, str) and self._controls.first_in(value):
+                    raise NoExtension(f"messages[{index}].{key} has the text of a control token: {value!r}")
+        chosen = [index for index, message in enumerate(new) if self._controls.first_in(message["content"])]
+        try:
+            spans = content_spans(behind, new, chosen, tail)
+        except RenderError as error:
+            raise NoExtension(str(error)) from None
+        return tuple((start - place, end - place) for start, end in spans)
+
+
+def _end_of_turn(behind: Callable[[Sequence[Message]], str], new: Sequence[Message], ends: Mapping[str, int]) -> int:
+    """Return the token that ends a turn before messages of some roles, all of which the template has to show."""
+    marked = [{**message, "content": f"{_MARKS[1]}-{index}-"} for index, message in enumerate(new)]
+    tail = behind(marked)
+    for index, message in enumerate(marked):
+        if message["content"] not in tail:
+            raise NoExtension(
+                f"messages[{index}] is of role {message['role']}, and the chat template leaves it out; set"
+                " policy.tokenizer.chat_template to a template that shows it"
+            )
+    before = tail.partition(_MARKS[1])[0]
+    places = [(before.index(text), -len(text), token_id) for text, token_id in ends.items() if text and text in before]
+    if not places:
+        raise NoExtension(
+            "the chat template ends a turn that another follows with no token that ends the model's own, which are "
+            + (", ".join(map(repr, ends)) or "none")
+        )
+    return min(places)[2]
+
+
+def stand_ins(new: Sequence[Message]) -> Iterator[StandIn]:
+    """Yield the forms that the sampled turn may have: calls, where results answer it, and a text."""
+    results = [message for message in new if message["role"] == "tool"]
+    if results:
+        yield partial(_calls, results)
+    if len(results) > 1:
+        yield partial(_calls, results[-1:])  # some templates show one call a turn
+    yield lambda mark: {"role": "assistant", "content": mark}
+
+
+def _calls(results: Sequence[Message], mark: str) -> Message:
+    """Return a turn of the calls that results answer, with the mark among the arguments of the last."""
+    calls = [
+        {
+            "id": result.get("tool_call_id", _CALL_ID),
+            "type": "function",
+            "function": {
+                "name": result.get("name", "tool"),
+                "arguments": {"value": mark} if index == len(results) - 1 else {"value": "a"},
+            },
+        }
+        for index, result in enumerate(results)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}

@@ -1,0 +1,96 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The conversation of a session: its messages, and the tokens of those that are appended."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nemo_rl_moe.data.continuation import Continuation, Extension, SampledTurn
+from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Messages behind the last turn of the model.
+
+    Attributes:
+        messages: All of them, earlier ones included.
+        num_replaced: Last tokens of the sequence that the tokens of the extension replace: those of earlier messages
+            behind this turn, with their generation prompt.
+    """
+
+    messages: tuple[Message, ...]
+    extension: Extension
+    num_replaced: int
+
+
+class Conversation:
+    """A prompt, turns of the model, and messages that answer them.
+
+    All tokens behind a generation prompt are one turn of the model, those included that the environment adds there,
+    such as the first words of an answer.
+
+    Args:
+        prompt: What it begins with.
+        stop_token_ids: Tokens that end a turn.
+        decode: From token ids to text.
+        continuation: Renders messages; None: there is no chat template.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        stop_token_ids: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        continuation: Continuation | None,
+    ):
+        self._stop_token_ids, self._inputs = stop_token_ids, prompt.inputs
+        self._decode, self._continuation = decode, continuation
+        self._earlier: list[Message] = list(prompt.messages)
+        self._before: tuple[Message, ...] = prompt.messages
+        self._text_before: str | None = None
+        self._turn: list[int] = []
+        self._is_sampled = False
+        self._answer: Answer | None = None
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Messages so far; what the model wrote is the content of an assistant's, with its calls and thinking."""
+        own: list[Message] = []
+        if self._turn:
+            size = len(self._turn) - (self._turn[-1] in self._stop_token_ids)
+            own = [{"role": "assistant", "content": self._decode(self._turn[:size])}]
+        return (*self._earlier, *own, *(self._answer.messages if self._answer is not None else ()))
+
+    def add_to_turn(self, token_ids: Sequence[int], *, is_sampled: bool) -> None:
+        """Add tokens to the turn behind the last generation prompt."""
+        if self._answer is not None:
+            self._earlier = list(self.messages)
+            self._before, self._text_before = self._answer.extension.messages, self._answer.extension.text
+            self._turn, self._is_sampled, self._answer = [], False, None
+        self._turn += token_ids
+        self._is_sampled = self._is_sampled or is_sampled
+
+    def answer(self, messages: Sequence[Mapping[str, object]]) -> Answer:
+        """Return messages behind the last turn, together with those that were added there before.
+
+        Raises:
+            RuntimeError: The model has not answered yet, or there is no chat template.
+            NoExtension: No tokens are known to continue the conversation.
+            RecordError: A message is malformed.
+        """
+        if self._continuation is None:
+            raise RuntimeError("messages need a tokenizer with a chat template; set policy.tokenizer.chat_template")
+        if not self._is_sampled:
+            raise RuntimeError("a message answers a response of the model; await session.generate() before")
+        earlier = self._answer
+        new = [*(earlier.messages if earlier is not None else ()), *messages]
+        turn = SampledTurn(self._before, self._turn, self._stop_token_ids, self._inputs, self._text_before)
+        extension = self._continuation.extend(turn, new)
+        num_replaced = len(earlier.extension.token_ids) if earlier is not None else 0
+        return Answer(extension.messages[len(self._before) + 1 :], extension, num_replaced)
+
+    def accept(self, answer: Answer) -> None:
+        """Take messages in, whose tokens stand in the sequence now."""
+        self._answer = answer

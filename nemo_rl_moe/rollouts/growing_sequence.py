@@ -1,0 +1,76 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The token sequence of a trajectory while it grows."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from nemo_rl_moe.distributed.stored_rows import StoredRows
+from nemo_rl_moe.generation.interface import GeneratedSequence
+from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED
+
+
+class GrowingSequence:
+    """Tokens with what is known of each: whether it is trained on, and how it was sampled.
+
+    Args:
+        token_ids: What it begins with; not trained on.
+
+    Attributes:
+        token_ids: All tokens so far.
+        routed_experts: Experts of the tokens that a pass has seen; None where no engine reports them.
+    """
+
+    def __init__(self, token_ids: Sequence[int]):
+        self.token_ids: list[int] = []
+        self._loss_mask: list[bool] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self.routed_experts: StoredRows | None = None
+        self.add_given(token_ids)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def add_given(self, token_ids: Sequence[int]) -> None:
+        """Add tokens that no model sampled; they are not trained on."""
+        size = len(token_ids)
+        self.token_ids += token_ids
+        self._loss_mask += [False] * size
+        self._logprobs += [0.0] * size
+        self._versions += [NOT_SAMPLED] * size
+
+    def add_sampled(self, found: GeneratedSequence) -> None:
+        """Add a response of the model; it is trained on."""
+        size = len(found.token_ids)
+        self.token_ids += found.token_ids.tolist()
+        self._loss_mask += [True] * size
+        self._logprobs += found.logprobs.tolist()
+        self._versions += np.broadcast_to(np.asarray(found.weight_version), size).tolist()
+        if found.routed_experts is not None:
+            # No pass has seen the last token; an engine may give a row for it all the same, which means nothing.
+            routes = found.routed_experts.before(len(self) - 1)
+            # Of earlier tokens the routes stay with which they were sampled.
+            self.routed_experts = routes if self.routed_experts is None else self.routed_experts.followed_by(routes)
+
+    def remove_given(self, size: int) -> None:
+        """Remove the last tokens, which `add_given` has added."""
+        for values in (self.token_ids, self._loss_mask, self._logprobs, self._versions):
+            del values[len(values) - size :]
+
+    @property
+    def loss_mask(self) -> Bool[np.ndarray, " tokens"]:
+        """True on tokens that are trained on."""
+        return np.array(self._loss_mask, dtype=np.bool_)
+
+    @property
+    def logprobs(self) -> Float[np.ndarray, " tokens"]:
+        """Log-probability of each sampled token, in nats; 0 on all others."""
+        return np.array(self._logprobs, dtype=np.float32)
+
+    @property
+    def weight_versions(self) -> Int[np.ndarray, " tokens"]:
+        """Optimizer steps of the weights that sampled each token; `NOT_SAMPLED` on all others."""
+        return np.array(self._versions, dtype=np.int64)

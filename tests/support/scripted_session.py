@@ -1,0 +1,58 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A session over a family's tokenizer whose model says what a script says."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from nemo_rl_moe.data.continuation import Continuation
+from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.rewards.interface import Score, ScoringItem
+from nemo_rl_moe.rollouts.environment import Session
+from tests.support.conversations import Family, Message
+
+WEIGHT_VERSION, LOGPROB = 4, -0.25
+
+
+def scripted_session(
+    family: Family,
+    messages: Sequence[Message],
+    responses: Sequence[str | Sequence[int]],
+    *,
+    inputs: TemplateInputs = NO_INPUTS,
+    continuation: Continuation | None = None,
+    max_tokens: int = 10_000,
+    reward: float = 0.0,
+) -> Session:
+    """Return a session whose responses are given, as texts or tokens, each with its end token.
+
+    Args:
+        continuation: None: one of the family's tokenizer.
+        reward: Of every response that is scored.
+    """
+    script: Iterator[str | Sequence[int]] = iter(responses)
+
+    async def generate(request: GenerationRequest) -> GeneratedSequence:
+        response = next(script)
+        ids = family.encode(response) if isinstance(response, str) else list(response)
+        return GeneratedSequence(np.array(ids), np.full(len(ids), LOGPROB), False, WEIGHT_VERSION)
+
+    async def score(item: ScoringItem) -> Score:
+        return Score(reward, is_correct=reward > 0)
+
+    prompt_ids = family.encode(family.render(messages, inputs.tools))
+    return Session(
+        prompt=Prompt("p:0", "", tuple(prompt_ids), {}, messages=tuple(messages), inputs=inputs),
+        group_id="p:0#0",
+        sampling=SamplingParameters(1000, stop_token_ids=family.end_ids),
+        seed=0,
+        max_tokens=max_tokens,
+        submit_request=generate,
+        submit_item=score,
+        decode=family.tokenizer.decode,
+        encode=family.encode,
+        continuation=continuation or Continuation(family.tokenizer),
+    )
