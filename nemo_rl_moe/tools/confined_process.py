@@ -23,6 +23,7 @@ _PR_SET_PDEATHSIG = 1
 def run_confined(cpu_seconds: int, megabytes: int, program: str) -> None:
     """Give up the network, set limits, and become the program in a grandchild; the parents wait for its exit code."""
     libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # its parent may be ended while the program runs
     if libc.unshare(NEW_NAMESPACES) != 0:
         raise OSError(ctypes.get_errno(), "cannot give up the network")
     # In /proc lie the environments of other processes, with the secrets of the run.

@@ -3,8 +3,13 @@
 """Functions as users write them for tools, good ones and bad ones."""
 
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from typing import Literal
+
+from nemo_rl_moe.tools import confined_process
 
 
 def add(a: int, b: int = 1) -> int:
@@ -111,6 +116,19 @@ def variable(name: str) -> str:
         name: Of the variable.
     """
     return os.environ.get(name, "not set")
+
+
+def start_child(seconds: int) -> str:
+    """Start a process that waits, as the Python tool does, and return its number.
+
+    Args:
+        seconds: How long it waits.
+    """
+    waits = f"import time; time.sleep({seconds})"
+    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as program:
+        program.write(waits)
+    command = [sys.executable, "-I", confined_process.__file__, "60", "512", program.name]
+    return str(subprocess.Popen(command, start_new_session=True).pid)
 
 
 def without_docstring(a: int) -> int:
