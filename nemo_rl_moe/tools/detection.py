@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The format of calls that a chat template writes, found by rendering known calls and parsing them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.config.user_code import described, import_attribute, is_custom
 from nemo_rl_moe.data.chat_template import TextRenderer, text_renderer_for
+from nemo_rl_moe.data.continuation import Continuation, SampledTurn
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.template_inputs import TemplateInputs
+from nemo_rl_moe.data.turn_glue import NoExtension
 from nemo_rl_moe.data.turn_spans import RenderError
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.tools.formats.interface import THINK_START, ToolCall, ToolFormat
@@ -63,6 +65,38 @@ def format_of(tokenizer: "PreTrainedTokenizerBase", name: str | None, run_wide: 
     )
 
 
+def require_continuable(
+    continuation: Continuation, tool_format: ToolFormat, encode: Callable[[str], Sequence[int]], stops: Sequence[int]
+) -> None:
+    """Check that results can follow a turn of calls.
+
+    Args:
+        stops: Tokens that end a turn.
+
+    Raises:
+        ConfigurationError: The chat template would change what is there.
+    """
+    question: Message = {"role": "user", "content": "a"}
+    written = list(encode(tool_format.example))
+    ends = [[]] if written[-1] in stops else [[stop] for stop in stops] or [[]]
+    problem: NoExtension | None = None
+    for end in ends:
+        try:
+            continuation.extend(SampledTurn((question,), [*written, *end], stops), [_result_of("tool")])
+        except NoExtension as error:
+            problem = problem or error
+        else:
+            return
+    raise ConfigurationError(
+        f"env.tools: no result of a tool can follow a call: {problem}; expected a policy.tokenizer.chat_template that"
+        " only appends, and the token that ends a call in policy.generation.stop_token_ids"
+    )
+
+
+def _result_of(name: str) -> Message:
+    return {"role": "tool", "tool_call_id": _CALL_ID, "name": name, "content": _RESULT}
+
+
 def _named(name: str) -> ToolFormat:
     if not is_custom(name):
         if name not in TOOL_FORMATS:
@@ -82,7 +116,7 @@ def _rendered_call(render: TextRenderer) -> str:
     turns: Sequence[Message] = (
         question,
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": _CALL_ID, "name": _KNOWN.name, "content": _RESULT},
+        _result_of(_KNOWN.name),
     )
     inputs = TemplateInputs(tools=(_DEFINITION,))
     try:
