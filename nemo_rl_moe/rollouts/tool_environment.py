@@ -20,8 +20,9 @@ from nemo_rl_moe.tools.results import ToolResult, error_text
 
 CallTool = Callable[[str, Mapping[str, object], float], Awaitable[ToolResult]]
 """From the name of a tool, checked arguments and a limit in seconds to the result."""
-CALLS, WRONG_CALLS, FAILED_CALLS = "tool_calls", "tool_calls_wrong", "tool_calls_failed"
-RESULTS_CUT, SECONDS = "tool_results_cut", "tool_seconds"
+CALLS, WRONG_CALLS, FAILED_CALLS = "tools/calls", "tools/wrong_calls", "tools/failed_calls"
+RESULTS_CUT, SECONDS = "tools/cut_results", "tools/seconds"
+METRICS = (CALLS, WRONG_CALLS, FAILED_CALLS, RESULTS_CUT, SECONDS)
 NO_TOOL = "unknown"
 """Name of the tool in the answer to a call that names none of the run's."""
 
@@ -35,8 +36,8 @@ class _Calls:
 
     @property
     def metrics(self) -> dict[str, float]:
-        counted = {name: float(self.counts[name]) for name in (CALLS, WRONG_CALLS, FAILED_CALLS, RESULTS_CUT)}
-        return {**counted, SECONDS: self.seconds}
+        """Return them by the names of `METRICS`."""
+        return {name: float(self.counts[name]) for name in METRICS} | {SECONDS: self.seconds}
 
 
 class ToolConversation:

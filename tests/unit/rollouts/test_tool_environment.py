@@ -103,7 +103,7 @@ def test_the_model_calls_until_it_answers(name: str) -> None:
     assert answers(session) == ["hello", "hello"]
     assert found.num_turns == 3
     assert (found.reward, found.fault, found.finish_reason) == (1.0, None, "stop")
-    assert found.metrics["tool_calls"] == 2
+    assert found.metrics["tools/calls"] == 2
     # Only what the model wrote is trained on, the tokens as they were sampled.
     sampled = [*ended(family, call), *ended(family, call), *ended(family, "The answer.")]
     assert found.token_ids[found.loss_mask].tolist() == sampled
@@ -124,7 +124,7 @@ def test_several_calls_of_a_turn_are_made_in_their_order_and_answered_once_each(
     ids = [message["tool_call_id"] for message in session.messages if message["role"] == "tool"]
     assert len(set(ids)) == 3
     assert all(len(each) == 9 and each.isalnum() for each in ids)
-    assert found.metrics["tool_calls"] == 3
+    assert found.metrics["tools/calls"] == 3
     assert found.num_turns == 2
 
 
@@ -148,8 +148,8 @@ def test_a_bad_call_gets_an_answer_that_teaches_and_the_others_are_made() -> Non
     assert 'the argument a is "one", expected integer' in texts[3]
     assert "there is no argument '<|im_end|>'" in texts[4]
     assert texts[-1] == "2"
-    assert found.metrics["tool_calls"] == 7
-    assert found.metrics["tool_calls_wrong"] == 6
+    assert found.metrics["tools/calls"] == 7
+    assert found.metrics["tools/wrong_calls"] == 6
     # Texts of control tokens in answers are plain text: the turns' ends alone are such tokens.
     end = QWEN.end_ids[-1]
     text = QWEN.tokenizer.decode(found.token_ids)
@@ -202,8 +202,8 @@ def test_calls_of_a_turn_share_a_limit() -> None:
         *["error: not called: the calls of this turn have taken 30 s"] * 2,
         "10",
     ]
-    assert found.metrics["tool_calls_failed"] == 2
-    assert found.metrics["tool_seconds"] == 8.0 * 3 + 6.0 + 8.0
+    assert found.metrics["tools/failed_calls"] == 2
+    assert found.metrics["tools/seconds"] == 8.0 * 3 + 6.0 + 8.0
 
 
 def test_failures_of_tools_are_counted_and_told() -> None:
@@ -215,9 +215,9 @@ def test_failures_of_tools_are_counted_and_told() -> None:
 
     session, found = play([called("add", a=1), "done"], fail)
     assert answers(session) == ["error: RuntimeError: no such word"]
-    assert (found.metrics["tool_calls_failed"], found.metrics["tool_calls_wrong"], found.fault) == (1, 0, None)
+    assert (found.metrics["tools/failed_calls"], found.metrics["tools/wrong_calls"], found.fault) == (1, 0, None)
     _, found = play([called("add", a=1), "done"], cut)
-    assert (found.metrics["tool_results_cut"], found.metrics["tool_calls_failed"]) == (1, 0)
+    assert (found.metrics["tools/cut_results"], found.metrics["tools/failed_calls"]) == (1, 0)
 
 
 def test_workers_that_cannot_be_replaced_end_the_run() -> None:
