@@ -14,8 +14,8 @@ from nemo_rl_moe.algorithms.step_metrics import performance_metrics, training_me
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
 from nemo_rl_moe.models.interfaces import GpuUse, TrainResult
 from nemo_rl_moe.rollouts.environment import KEPT_MASS
-from nemo_rl_moe.rollouts.tool_environment import METRICS
 from nemo_rl_moe.rollouts.source import RolloutGroups
+from nemo_rl_moe.rollouts.tool_environment import METRICS
 from nemo_rl_moe.rollouts.trajectory import training_batch
 from tests.support.grpo_fakes import LEAVE_OUT, PAD_TOKEN, trajectory
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
