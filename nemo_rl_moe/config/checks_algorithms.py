@@ -82,6 +82,20 @@ def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
         )
 
 
+def tools_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that nothing else drives the conversation in which tools are called, or defines them."""
+    if not config.env.tools:
+        return
+    named = ", ".join(config.env.tools)
+    if config.env.rollout is not None:
+        yield f"env.tools: got {named}, expected [] with env.rollout {config.env.rollout}, which drives trajectories"
+    if config.data.tools:
+        yield (
+            f"data.tools: got {len(config.data.tools)}, expected [] with env.tools {named}: the chat template gets the"
+            " definitions of those"
+        )
+
+
 def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that prompts come from a path, or from a task that samples them."""
     for name, source in (("train", config.data.train), ("validation", config.data.validation)):
@@ -238,6 +252,7 @@ GRPO_RULES = (
     *ESTIMATOR_RULES,
     divergence_in_the_reward_has_a_meaning,
     environment_has_its_section,
+    tools_have_a_conversation,
     prompts_have_a_source,
     ranks_may_have_different_numbers_of_tokens,
     template_has_a_place_for_the_prompt,

@@ -34,6 +34,7 @@ SubmitRequest = Callable[[GenerationRequest], Awaitable[GeneratedSequence]]
 SubmitItem = Callable[[ScoringItem], Awaitable[Score]]
 
 ROLLOUT_KEY = "env.rollout"
+_TAIL_TOKENS = 16
 _EXPECTED = "the Trajectory that session.finish(score) of its own session makes"
 _RESPONSE, _SCORE = "a response", "a score"
 _ONE_AT_A_TIME = "a session does one thing at a time: await each before the next"
@@ -114,6 +115,10 @@ class Session:
     def has_room(self) -> bool:
         """True when another token fits."""
         return self.room > 0
+
+    def ends_in(self, text: str) -> bool:
+        """Return whether the sequence ends in a short text; blanks behind it do not count."""
+        return self.decode(self._sequence.token_ids[-_TAIL_TOKENS:]).rstrip().endswith(text)
 
     async def generate(self) -> Turn:
         """Continue the sequence by a response of the model; its tokens are trained on.

@@ -15,6 +15,7 @@ from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
 from nemo_rl_moe.models.interfaces import GpuUse, TrainResult
 from nemo_rl_moe.rollouts.environment import CACHED_TOKENS, KEPT_MASS
 from nemo_rl_moe.rollouts.source import RolloutGroups
+from nemo_rl_moe.rollouts.tool_environment import METRICS
 from nemo_rl_moe.rollouts.trajectory import training_batch
 from tests.support.grpo_fakes import LEAVE_OUT, PAD_TOKEN, trajectory
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
@@ -44,7 +45,7 @@ def training_keys() -> set[str]:
 
 def step_metrics() -> dict[str, float]:
     """Return metrics of the responses of a step with dynamic sampling."""
-    of_session = {KEPT_MASS: 1.0, CACHED_TOKENS: 3.0}
+    of_session = dict.fromkeys((KEPT_MASS, CACHED_TOKENS, *METRICS), 1.0)
     rollouts = [
         trajectory(reward=1.0, rewards={"NAME": 1.0}),
         replace(trajectory(), num_turns=2, num_retries=1, metrics=of_session, overlong="9 tokens do not fit"),

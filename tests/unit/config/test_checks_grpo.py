@@ -357,6 +357,16 @@ BROKEN = [
         "env.callable: null, but env.name is callable, which reads that section",
     ),
     (
+        ("env.tools=[calculator]", "env.rollout=my_module:ask"),
+        "tools_have_a_conversation",
+        "env.tools: got calculator, expected [] with env.rollout my_module:ask, which drives trajectories",
+    ),
+    (
+        ("env.tools=[calculator]", "data.tools=[{type: function, function: {name: add}}]"),
+        "tools_have_a_conversation",
+        "data.tools: got 1, expected [] with env.tools calculator: the chat template gets the definitions of those",
+    ),
+    (
         (*NO_TASK, "data.train.path=null", "data.train.num_items=5"),
         "prompts_have_a_source",
         "data.train.path: null draws prompts from a reasoning_gym task, but env.name is math; name a file or a dataset",
