@@ -30,7 +30,8 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 from nemo_rl_moe.rollouts.source import RolloutSource
-from nemo_rl_moe.rollouts.trajectory import rollout_metrics, training_batch
+from nemo_rl_moe.rollouts.training_batch import training_batch
+from nemo_rl_moe.rollouts.trajectory import rollout_metrics
 
 
 class DistillationConfig(StrictModel):

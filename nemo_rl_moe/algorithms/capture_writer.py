@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_rl_moe.distributed.batch import Axis, StoredColumn, TokenBatch
 from nemo_rl_moe.distributed.stored_rows import Fetch, fetch_rows
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter
 from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
@@ -35,6 +35,19 @@ class MeasuredPass:
 
     logprobs: PerToken
     routes: StoredColumn | None = None
+
+
+@dataclass(frozen=True)
+class CapturedRow:
+    """What a capture says of a row of a batch beside its passes."""
+
+    trajectory: Trajectory
+    sequence: TokenSequence
+
+
+def captured_rows(trajectories: Sequence[Trajectory]) -> list[CapturedRow]:
+    """Return the rows of the batch of trajectories."""
+    return [CapturedRow(trajectory, sequence) for trajectory in trajectories for sequence in trajectory.sequences]
 
 
 class CaptureWriter:
@@ -63,7 +76,7 @@ class CaptureWriter:
         self,
         step: int,
         sample: TokenBatch,
-        trajectories: Sequence[Trajectory],
+        rows: Sequence[CapturedRow],
         own: MeasuredPass,
         replayed: PerToken | None,
         repeated: MeasuredPass,
@@ -73,7 +86,7 @@ class CaptureWriter:
         Args:
             step: Counted from 1.
             sample: The sequences, with the rollout's routes where there are any.
-            trajectories: They were made of.
+            rows: They were made of.
             own: The pass with the routers' own choice.
             replayed: Log-probabilities with the experts of the rollout.
             repeated: The same as `own` with another composition of the batches, of the first of them alone.
@@ -83,7 +96,7 @@ class CaptureWriter:
         part = len(repeated.logprobs)
         try:
             assert own.routes is not None
-            sequences = self._sequences(sample, trajectories, own, replayed, repeated)
+            sequences = self._sequences(sample, rows, own, replayed, repeated)
             self._writer = self._writer or CaptureFolderWriter(self._folder, self._description(own.routes), _WRITER)
             # A file has the columns that all of its sequences have.
             for some in filter(None, (sequences[:part], sequences[part:])):
@@ -105,7 +118,7 @@ class CaptureWriter:
     def _sequences(
         self,
         sample: TokenBatch,
-        trajectories: Sequence[Trajectory],
+        rows: Sequence[CapturedRow],
         own: MeasuredPass,
         replayed: PerToken | None,
         repeated: MeasuredPass,
@@ -124,19 +137,20 @@ class CaptureWriter:
             "repeated_experts": self._fetched(sample, repeated.routes),
         }
         found = []
-        for row, trajectory in enumerate(trajectories):
+        for row, made in enumerate(rows):
             length = int(sample.lengths[row])
             of_tokens: dict[str, np.ndarray] = {
                 "token_ids": sample.input_ids[row, :length].numpy(),
                 "loss_mask": sample.token_mask[row, :length].numpy(),
-                "weight_versions": np.asarray(trajectory.weight_versions),
+                "weight_versions": np.asarray(made.sequence.weight_versions),
                 "advantages": advantages.values[row].expand(length).numpy()
                 if advantages.axis is Axis.SEQUENCE
                 else advantages.values[row, :length].numpy(),
             }
             of_tokens |= {name: values[row, :length].numpy() for name, values in logprobs.items() if row < len(values)}
-            of_tokens |= {name: rows[row][:length] for name, rows in experts.items() if row < len(rows)}
-            found.append(CapturedSequence(f"{trajectory.sample_id} ({row})", length, of_tokens, trajectory.reward))
+            of_tokens |= {name: chosen[row][:length] for name, chosen in experts.items() if row < len(chosen)}
+            name, reward = f"{made.trajectory.sample_id} ({row})", made.trajectory.reward
+            found.append(CapturedSequence(name, length, of_tokens, reward))
         return found
 
     def _fetched(self, sample: TokenBatch, column: StoredColumn | None) -> np.ndarray:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -21,15 +22,19 @@ from nemo_rl_moe.models.interfaces import PolicyInterface
 from nemo_rl_moe.rl.estimators.interface import EstimatorInputs
 from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
 from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups, SynchronousSource
-from nemo_rl_moe.rollouts.trajectory import (
-    Trajectory,
+from nemo_rl_moe.rollouts.training_batch import (
     advantage_column,
-    group_named_rewards,
-    group_rewards,
-    group_sampled_tokens,
+    loss_masks,
     sampled_tokens,
     token_lags,
     training_batch,
+)
+from nemo_rl_moe.rollouts.trajectory import (
+    Trajectory,
+    group_named_rewards,
+    group_rewards,
+    group_sampled_tokens,
+    trajectory_of_each_sequence,
 )
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
@@ -80,7 +85,7 @@ def estimator_inputs(
     size = config.grpo.num_generations_per_prompt
     failures, is_scored = failure_rule(config), scored_responses(trajectories, size)
     weights = config.env.reward_weights or {}
-    mask = sampled_tokens(trajectories)
+    mask = loss_masks(trajectories)
     return EstimatorInputs(
         rewards=failures.filled(rewards, is_scored),
         takes_part=failures.taking_part(is_scored),
@@ -160,14 +165,17 @@ def take_divergence_from_rewards(
     if not loss.use_kl_in_reward:
         return batch, {}
     logprobs, reference = (batch.columns[name].values for name in ("prev_logprobs", "reference_logprobs"))
-    # Of all responses, those too that overlong filtering leaves out of the loss: others are compared with them.
+    # Of all responses and all their sequences, those too that overlong filtering leaves out of the loss: others are
+    # compared with them.
     sampled = sampled_tokens(groups.trained)
-    divergence = divergence_of_responses(logprobs, reference, sampled, loss)
+    of_sequences = divergence_of_responses(logprobs, reference, sampled, loss)
     rewards = shaped_rewards(config, groups)
+    owners = torch.tensor(trajectory_of_each_sequence(groups.trained))
+    divergence = of_sequences.new_zeros(rewards.numel()).index_add_(0, owners, of_sequences)
     rewards = rewards - loss.reference_policy_kl_penalty * divergence.view_as(rewards)
     advantages = advantages_of(config, groups, rewards)
     metrics = {"kl_penalty": float(divergence.sum() / sampled.sum().clamp(min=1))}
-    return batch.with_columns(advantages=advantage_column(advantages, (len(batch), sampled.shape[1]))), metrics
+    return batch.with_columns(advantages=advantage_column(advantages, groups.trained)), metrics
 
 
 def add_logprobs(

@@ -54,7 +54,10 @@ def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, flo
 def advantage_metrics(batch: TokenBatch, takes_part: Bool[Tensor, "groups generations"]) -> dict[str, float]:
     """Return `advantages/{mean,min,max}` of trajectories that take part, or of trained tokens; empty without any."""
     advantages = batch.columns["advantages"].values.double()
-    advantages = advantages[batch.token_mask if advantages.ndim > 1 else takes_part.reshape(-1)]
+    if advantages.ndim > 1:
+        advantages = advantages[batch.token_mask]
+    else:  # all sequences of a trajectory have its advantage
+        advantages = advantages[batch.first_rows_of_samples()][takes_part.reshape(-1)]
     if not advantages.numel():
         return {}
     return {

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.capture_writer import CaptureWriter, MeasuredPass
+from nemo_rl_moe.algorithms.capture_writer import CapturedRow, CaptureWriter, MeasuredPass, captured_rows
 from nemo_rl_moe.algorithms.run_observers import RunObserver
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig, RoutingMeasurementsConfig
 from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch
@@ -107,8 +107,11 @@ class RoutingMeasurements(RunObserver):
             if not chosen:
                 return {}
             sample = batch.select(chosen)
-            kept = [] if self._capture is None else [trajectories[row] for row in chosen]
-            return with_moe_prefix(self._measure(step, sample, kept))
+            captured: list[CapturedRow] = []
+            if self._capture is not None:
+                rows = captured_rows(trajectories)
+                captured = [rows[row] for row in chosen]
+            return with_moe_prefix(self._measure(step, sample, captured))
 
     def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
         """Measure the policy after the step's updates, where it was measured before them.
@@ -172,7 +175,7 @@ class RoutingMeasurements(RunObserver):
         fitting = (lengths.cumsum(0) <= MOST_SCORED_TOKENS) & (lengths < self._max_tokens)
         return order[: int(fitting.sum())][:MOST_SCORED_SEQUENCES]
 
-    def _measure(self, step: int, sample: TokenBatch, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    def _measure(self, step: int, sample: TokenBatch, captured: Sequence[CapturedRow]) -> dict[str, float]:
         mask = _targets(sample)
         bare = sample.without_stored(ROUTED_EXPERTS)
         logprobs, own_capture = self._policy.logprobs_and_routes(bare)
@@ -197,7 +200,7 @@ class RoutingMeasurements(RunObserver):
         if self._capture is not None:
             again = self._policy.logprobs_and_routes(bare.select(_noise_rows(bare)), one_at_a_time=True)
             own_pass, repeated = MeasuredPass(logprobs, own_capture), MeasuredPass(*again)
-            self._capture.write(step, sample, trajectories, own_pass, of_replay, repeated)
+            self._capture.write(step, sample, captured, own_pass, of_replay, repeated)
         self._before = _Measured(bare, own_capture, capture, generation, replayed)
         return metrics
 

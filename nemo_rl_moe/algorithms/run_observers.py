@@ -32,7 +32,7 @@ class RunObserver:
 
         Args:
             step: Counted from 1.
-            trajectories: Rows of the batch as they were generated; none where they are samples of a data set.
+            trajectories: Samples of the batch as they were generated; none where they come from a data set.
         """
         return {}
 

@@ -5,6 +5,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -176,6 +177,8 @@ class TokenBatch:
             `policy.train_micro_batch_size` count such groups.
         stored: Columns that a rank fetches where it needs them, by name.
         shared: Columns for the model of arrays that sequences share, by name; at hand or stored.
+        sample_sizes: Number of sequences of each sample, which are neighbours; empty: a sample is a group.
+            `policy.train_global_batch_size` counts samples. Not kept by `select`, which may split some.
     """
 
     input_ids: Int[Tensor, "batch sequence"]
@@ -186,6 +189,7 @@ class TokenBatch:
     group_size: int = 1
     stored: Mapping[str, StoredColumn] = field(default_factory=dict)
     shared: Mapping[str, SharedColumn] = field(default_factory=dict)
+    sample_sizes: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -204,6 +208,11 @@ class TokenBatch:
             stored={name: column.select(index) for name, column in self.stored.items()},
             shared={name: column.select(indices) for name, column in self.shared.items()},
         )
+
+    def first_rows_of_samples(self) -> list[int]:
+        """Return the index of the first sequence of each sample."""
+        sizes = self.sample_sizes or (self.group_size,) * (len(self) // self.group_size)
+        return [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
     def with_columns(self, **columns: Column) -> "TokenBatch":
         """Return the batch with further columns, or others of the same names."""

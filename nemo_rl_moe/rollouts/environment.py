@@ -248,10 +248,7 @@ class Session:
         return Trajectory(
             sample_id=self.prompt.sample_id,
             group_id=self.group_id,
-            token_ids=np.array(self._sequence.token_ids, dtype=np.int64),
-            loss_mask=self._sequence.loss_mask,
-            logprobs=self._sequence.logprobs,
-            weight_versions=self._sequence.weight_versions,
+            sequences=(self._sequence.finished(self.model_inputs),),
             reward=score.reward,
             is_correct=score.is_correct,
             finish_reason="length" if self._overlong or (self.turns and self.turns[-1].is_truncated) else "stop",
@@ -264,8 +261,6 @@ class Session:
             fault_message=score.message,
             overlong=self._overlong,
             rewards=dict(score.rewards),
-            routed_experts=self._sequence.routed_experts,
-            model_inputs=dict(self.model_inputs),
             metrics={**(metrics or {}), **kept, **cached},
         )
 

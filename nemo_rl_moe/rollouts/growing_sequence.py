@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The token sequence of a trajectory while it grows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
 
+from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.generation.interface import GeneratedSequence
-from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED
+from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence
 
 
 class GrowingSequence:
@@ -60,17 +60,13 @@ class GrowingSequence:
         for values in (self.token_ids, self._loss_mask, self._logprobs, self._versions):
             del values[len(values) - size :]
 
-    @property
-    def loss_mask(self) -> Bool[np.ndarray, " tokens"]:
-        """True on tokens that are trained on."""
-        return np.array(self._loss_mask, dtype=np.bool_)
-
-    @property
-    def logprobs(self) -> Float[np.ndarray, " tokens"]:
-        """Log-probability of each sampled token, in nats; 0 on all others."""
-        return np.array(self._logprobs, dtype=np.float32)
-
-    @property
-    def weight_versions(self) -> Int[np.ndarray, " tokens"]:
-        """Optimizer steps of the weights that sampled each token; `NOT_SAMPLED` on all others."""
-        return np.array(self._versions, dtype=np.int64)
+    def finished(self, model_inputs: Mapping[str, ModelInput]) -> TokenSequence:
+        """Return the sequence as it is now, with further inputs of the model."""
+        return TokenSequence(
+            token_ids=np.array(self.token_ids, dtype=np.int64),
+            loss_mask=np.array(self._loss_mask, dtype=np.bool_),
+            logprobs=np.array(self._logprobs, dtype=np.float32),
+            weight_versions=np.array(self._versions, dtype=np.int64),
+            routed_experts=self.routed_experts,
+            model_inputs=dict(model_inputs),
+        )

@@ -82,11 +82,11 @@ class ToolConversation:
         seconds_before = made.seconds
         messages: list[dict[str, object]] = []
         for call in calls:
-            is_known = not isinstance(call, MalformedCall) and call.name in self._tools
+            is_unknown = isinstance(call, MalformedCall) or call.name not in self._tools
             messages.append(
                 {
                     "role": "tool",
-                    "name": call.name if is_known else NO_TOOL,
+                    "name": NO_TOOL if is_unknown else call.name,
                     "tool_call_id": f"call{made.counts[CALLS] % 100_000:05}",  # some templates want nine characters
                     "content": await self._answer(call, made, made.seconds - seconds_before),
                 }

@@ -28,7 +28,7 @@ from nemo_rl_moe.generation.vllm.engine import Placement, VllmEngine
 from nemo_rl_moe.generation.vllm.images import ImagePrompts
 from nemo_rl_moe.generation.vllm.worker import VllmSettings
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.rollouts.trajectory import Trajectory, sequences_of
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.clusters import cluster_config
@@ -138,7 +138,9 @@ def train(engines: Engines, config: GRPOMasterConfig, start: LoopState) -> dict[
     sampled: dict[tuple[int, str], set[int]] = {}
 
     def note(step: int, split: str, trajectories: list[Trajectory]) -> None:
-        sampled[step, split] = {int(token) for each in trajectories for token in each.token_ids[each.loss_mask]}
+        sampled[step, split] = {
+            int(token) for each in sequences_of(trajectories) for token in each.token_ids[each.loss_mask]
+        }
 
     engine: Any = engines.engine
     worker = make_worker(engine, FakeRewardFunction())

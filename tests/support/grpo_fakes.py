@@ -26,11 +26,12 @@ from nemo_rl_moe.models.interfaces import LossFunction, TrainResult
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rollouts.environment import Environment, SingleTurn
 from nemo_rl_moe.rollouts.failed_responses import FailureRule
-from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
+from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.routing.agreement.statistics import RoutingReport
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
+from tests.support.trajectories import tokens_of
 
 END_TOKEN, PAD_TOKEN = 1, 0
 LEAVE_OUT = FailureRule("leave_out", fewest_of_group=2, fewest_of_step=2)
@@ -84,15 +85,10 @@ def trajectory(
     rewards: Mapping[str, float] | None = None,
 ) -> Trajectory:
     """Return a trajectory of one turn by hand."""
-    found = [-0.5] * len(response_ids) if logprobs is None else logprobs
-    before, after = len(prompt_ids), len(response_ids)
     return Trajectory(
         sample_id=sample_id,
         group_id=sample_id,
-        token_ids=np.array([*prompt_ids, *response_ids], dtype=np.int64),
-        loss_mask=np.array([False] * before + [True] * after),
-        logprobs=np.array([0.0] * before + list(found)),
-        weight_versions=np.array([NOT_SAMPLED] * before + [0] * after),
+        sequences=(tokens_of(prompt_ids, response_ids, logprobs),),
         reward=reward,
         is_correct=is_correct,
         finish_reason="length" if is_truncated else "stop",

@@ -16,7 +16,7 @@ from nemo_rl_moe.models.interfaces import GpuUse, TrainResult
 from nemo_rl_moe.rollouts.environment import CACHED_TOKENS, KEPT_MASS
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.tool_environment import METRICS
-from nemo_rl_moe.rollouts.trajectory import training_batch
+from nemo_rl_moe.rollouts.training_batch import training_batch
 from tests.support.grpo_fakes import LEAVE_OUT, PAD_TOKEN, trajectory
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
 from tests.unit.test_docs_examples import DOCS, GRPO_PAGE, documented_keys

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import Shaped
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -25,7 +25,7 @@ from nemo_rl_moe.errors import CheckpointError, DamagedCheckpointError
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.asynchronous.groups import Finished, Ticket
 from nemo_rl_moe.rollouts.asynchronous.prompts import OpenPrompt, QueueState
-from nemo_rl_moe.rollouts.trajectory import FinishReason, Trajectory
+from nemo_rl_moe.rollouts.trajectory import FinishReason, TokenSequence, Trajectory, sequences_of
 
 FOLDER = "rollouts"
 """Folder of a checkpoint."""
@@ -41,11 +41,17 @@ Number = Annotated[float, Field(strict=False)]
 """Number of an environment: a truth counts as 0 or 1, and NaN and infinities are texts in JSON."""
 
 
-class _Trajectory(BaseModel):
+class _Sequence(BaseModel):
     model_config = _STRICT
 
     num_tokens: Count
     num_route_rows: Count | None
+
+
+class _Trajectory(BaseModel):
+    model_config = _STRICT
+
+    sequences: Annotated[list[_Sequence], Field(min_length=1)]
     sample_id: str
     group_id: str
     reward: Number
@@ -60,6 +66,15 @@ class _Trajectory(BaseModel):
     overlong: str
     rewards: dict[str, Number]
     metrics: dict[str, Number]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_one_sequence(cls, found: Any) -> Any:
+        """Read what format version 1 says of the only sequence of a trajectory."""
+        if not isinstance(found, dict) or "num_tokens" not in found:
+            return found
+        only = {name: found[name] for name in _Sequence.model_fields if name in found}
+        return {name: value for name, value in found.items() if name not in only} | {"sequences": [only]}
 
 
 class _Group(BaseModel):
@@ -89,7 +104,7 @@ class _OpenPrompt(BaseModel):
 class _Queue(BaseModel):
     model_config = _STRICT
 
-    format_version: Literal[1]
+    format_version: Literal[1, 2]
     version: Count
     num_taken: Count
     open: list[_OpenPrompt]
@@ -111,7 +126,7 @@ def write_queue(checkpoint: Path, state: State, fetch: Fetch) -> None:
     routes = {found.ticket.position: _fetched_routes(found.group, fetch) for found in state.queue}
     state = state.keeping(lambda found: routes[found.ticket.position] is not None, state.version)
     queue = _Queue(
-        format_version=1,
+        format_version=2,
         version=state.version,
         num_taken=state.num_taken,
         open=[_OpenPrompt(**vars(prompt)) for prompt in state.open],
@@ -121,8 +136,8 @@ def write_queue(checkpoint: Path, state: State, fetch: Fetch) -> None:
     folder = checkpoint / FOLDER
     folder.mkdir()
     (folder / JSON_FILE).write_text(queue.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    trajectories = [trajectory for found in state.queue for trajectory in found.group]
-    tensors = {name: _joined([getattr(each, name) for each in trajectories]) for name in _PER_TOKEN if trajectories}
+    sequences = sequences_of([trajectory for found in state.queue for trajectory in found.group])
+    tensors = {name: _joined([getattr(each, name) for each in sequences]) for name in _PER_TOKEN if sequences}
     rows = [each for found in state.queue for each in routes[found.ticket.position] or [] if each is not None]
     save_file(tensors | ({_ROUTES: _joined(rows)} if rows else {}), folder / TENSOR_FILE)
     write_inventory(folder)
@@ -162,11 +177,11 @@ def read_queue(checkpoint: Path, prompts: Iterator[Prompt], store: RowStore) -> 
 
 
 def _fetched_routes(group: Sequence[Trajectory], fetch: Fetch) -> list[Shaped[np.ndarray, "rows ..."] | None] | None:
-    """Return the routed experts of each trajectory at hand; None where the group cannot be written."""
+    """Return the routed experts of each sequence at hand; None where the group cannot be written."""
     found: list[Shaped[np.ndarray, "rows ..."] | None] = []
-    for trajectory in group:
-        stored = trajectory.routed_experts
-        if trajectory.model_inputs:
+    for sequence in sequences_of(group):
+        stored = sequence.routed_experts
+        if sequence.model_inputs:
             return None
         if stored is None:
             found.append(None)
@@ -188,7 +203,7 @@ def _joined(arrays: Sequence[Shaped[np.ndarray, "rows ..."]]) -> Shaped[np.ndarr
 
 
 def _group(found: Found, routes: Sequence[Shaped[np.ndarray, "rows ..."] | None]) -> _Group:
-    ticket = found.ticket
+    ticket, of_sequences = found.ticket, iter(routes)
     return _Group(
         position=ticket.position,
         sample_id=ticket.prompt.sample_id,
@@ -199,14 +214,17 @@ def _group(found: Found, routes: Sequence[Shaped[np.ndarray, "rows ..."] | None]
         lost_s=ticket.lost_s,
         finished_version=found.version,
         number=found.number,
-        trajectories=[_trajectory(each, rows) for each, rows in zip(found.group, routes, strict=True)],
+        trajectories=[_trajectory(each, of_sequences) for each in found.group],
     )
 
 
-def _trajectory(trajectory: Trajectory, routes: Shaped[np.ndarray, "rows ..."] | None) -> _Trajectory:
+def _trajectory(trajectory: Trajectory, routes: Iterator[Shaped[np.ndarray, "rows ..."] | None]) -> _Trajectory:
+    """Return what is written of a trajectory; the routes are those of its sequences, and of the ones behind."""
     return _Trajectory(
-        num_tokens=len(trajectory.token_ids),
-        num_route_rows=None if routes is None else len(routes),
+        sequences=[
+            _Sequence(num_tokens=len(sequence), num_route_rows=None if (rows := next(routes)) is None else len(rows))
+            for sequence in trajectory.sequences
+        ],
         sample_id=trajectory.sample_id,
         group_id=trajectory.group_id,
         reward=trajectory.reward,
@@ -231,21 +249,13 @@ def _finished(
     store: RowStore,
 ) -> Iterator[Found]:
     """Yield the groups, in the order in which they were written."""
-    first_token = first_row = 0
+    sequences = _sequences(queue, tensors, store)
     for group in queue.groups:
         prompt = prompts.get(group.position)
         if prompt is None or prompt.sample_id != group.sample_id:
             now = "missing" if prompt is None else prompt.sample_id
             raise CheckpointError(f"prompt {group.position} was {group.sample_id}, and is {now} now")
-        trajectories = []
-        for each in group.trajectories:
-            per_token = {name: tensors[name][first_token : first_token + each.num_tokens] for name in _PER_TOKEN}
-            first_token += each.num_tokens
-            rows: StoredRows | None = None
-            if each.num_route_rows is not None:
-                (rows,) = store.keep([tensors[_ROUTES][first_row : first_row + each.num_route_rows]])
-                first_row += each.num_route_rows
-            trajectories.append(_restored(each, per_token, rows))
+        trajectories = [_restored(each, tuple(islice(sequences, len(each.sequences)))) for each in group.trajectories]
         ticket = Ticket(
             prompt,
             group.position,
@@ -258,10 +268,26 @@ def _finished(
         yield Finished(ticket, trajectories, group.finished_version, group.number)
 
 
-def _restored(
-    saved: _Trajectory, per_token: Mapping[str, Shaped[np.ndarray, " tokens"]], routes: StoredRows | None
-) -> Trajectory:
+def _sequences(
+    queue: _Queue, tensors: Mapping[str, Shaped[np.ndarray, "..."]], store: RowStore
+) -> Iterator[TokenSequence]:
+    """Yield the sequences of all trajectories, in the order in which they were written."""
+    first_token = first_row = 0
+    saved = (each for group in queue.groups for trajectory in group.trajectories for each in trajectory.sequences)
+    for each in saved:
+        tokens = slice(first_token, first_token + each.num_tokens)
+        first_token += each.num_tokens
+        routes: StoredRows | None = None
+        if each.num_route_rows is not None:
+            (routes,) = store.keep([tensors[_ROUTES][first_row : first_row + each.num_route_rows]])
+            first_row += each.num_route_rows
+        token_ids, loss_mask, logprobs, versions = (tensors[name][tokens] for name in _PER_TOKEN)
+        yield TokenSequence(token_ids, loss_mask, logprobs, versions, routes)
+
+
+def _restored(saved: _Trajectory, sequences: tuple[TokenSequence, ...]) -> Trajectory:
     names = {each.name for each in fields(Trajectory)}
-    values: dict[str, Any] = {name: value for name, value in saved if name in names} | dict(per_token)
+    values: dict[str, Any] = {name: value for name, value in saved if name in names}
+    values["sequences"] = sequences
     values["fault"] = None if saved.fault is None else Fault(saved.fault)
-    return Trajectory(**values, routed_experts=routes)
+    return Trajectory(**values)

@@ -34,6 +34,8 @@ class SavedTrajectory(Protocol):
     @property
     def num_turns(self) -> int: ...
     @property
+    def num_sequences(self) -> int: ...
+    @property
     def is_truncated(self) -> bool: ...
     @property
     def is_correct(self) -> bool: ...
@@ -117,6 +119,8 @@ def _one_of_each_prompt(trajectories: Sequence[SavedTrajectory]) -> list[SavedTr
 def _record(step: int, split: str, trajectory: SavedTrajectory, thumbnails: Sequence[str]) -> dict[str, Any]:
     fault = trajectory.fault
     seldom: dict[str, Any] = {"num_turns": trajectory.num_turns} if trajectory.num_turns > 1 else {}
+    if trajectory.num_sequences > 1:
+        seldom["num_sequences"] = trajectory.num_sequences
     if thumbnails:
         seldom["thumbnails"] = list(thumbnails)
     return {

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.capture_writer import CaptureWriter, MeasuredPass
+from nemo_rl_moe.algorithms.capture_writer import CaptureWriter, MeasuredPass, captured_rows
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch
 from nemo_rl_moe.distributed.stored_rows import StoredRows
-from nemo_rl_moe.rollouts.trajectory import Trajectory, training_batch
+from nemo_rl_moe.rollouts.training_batch import training_batch
+from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
 from nemo_rl_moe.routing.metrics.mismatch_split import gap_metrics, split_gap, split_metrics
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER, read_description, steps_of
@@ -36,17 +37,20 @@ def stored(rows: Sequence[np.ndarray]) -> StoredColumn:
 
 def trajectory(number: int, length: int, experts: np.ndarray) -> Trajectory:
     mask = np.arange(length) >= 9
-    return Trajectory(
-        sample_id=f"line {number}",
-        group_id="0",
+    sequence = TokenSequence(
         token_ids=GENERATOR.integers(100, size=length),
         loss_mask=mask,
         logprobs=np.where(mask, -GENERATOR.random(length), 0).astype(np.float32),
         weight_versions=np.where(mask, 3, -1),
+        routed_experts=StoredRows.of(experts),
+    )
+    return Trajectory(
+        sample_id=f"line {number}",
+        group_id="0",
+        sequences=(sequence,),
         reward=float(number),
         is_correct=False,
         finish_reason="stop",
-        routed_experts=StoredRows.of(experts),
     )
 
 
@@ -69,7 +73,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TokenBatch
     recorder = CaptureWriter(folder / CAPTURE_FOLDER, MOE, pytest.fail, list)
     for step in (5, 10):
         own, again = MeasuredPass(passes["own"], stored(live)), MeasuredPass(passes["again"], stored(live[:2]))
-        recorder.write(step, batch, made, own, passes["replayed"], again)
+        recorder.write(step, batch, captured_rows(made), own, passes["replayed"], again)
     return folder, batch, passes
 
 
@@ -127,6 +131,6 @@ def test_a_capture_that_cannot_be_written_stops_no_run(
     made = [trajectory(n, length, routes(length)[:-1]) for n, length in enumerate(LENGTHS)]
     own = MeasuredPass(passes["own"], stored([routes(length) for length in LENGTHS]))
     for step in (1, 2):
-        recorder.write(step, batch, made, own, None, MeasuredPass(passes["again"]))
+        recorder.write(step, batch, captured_rows(made), own, None, MeasuredPass(passes["again"]))
     (line,) = reported
     assert "cannot be written, no further capture is saved" in line

@@ -4,23 +4,20 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 
 from nemo_rl_moe.algorithms.evaluation import Estimate, estimate, passes, summarise_evaluation
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.grpo_fakes import LEAVE_OUT
+from tests.support.trajectories import tokens_of
 
 
 def trajectory(reward: float, is_correct: bool) -> Trajectory:
     return Trajectory(
         sample_id="p:1",
         group_id="p:1#0",
-        token_ids=np.array([3, 4]),
-        loss_mask=np.array([False, True]),
-        logprobs=np.zeros(2, dtype=np.float32),
-        weight_versions=np.array([-1, 0]),
+        sequences=(tokens_of([3], [4]),),
         reward=reward,
         is_correct=is_correct,
         finish_reason="stop",

@@ -8,7 +8,8 @@ import torch
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.source import RolloutGroups
-from nemo_rl_moe.rollouts.trajectory import rollout_metrics, training_batch
+from nemo_rl_moe.rollouts.training_batch import training_batch
+from nemo_rl_moe.rollouts.trajectory import rollout_metrics
 from tests.support.grpo_fakes import AS_ZERO, PAD_TOKEN, trajectory
 
 DULL = [

@@ -27,6 +27,7 @@ from nemo_rl_moe.routing.metrics.mismatch_split import gap_metrics
 from nemo_rl_moe.runs.folder.by_lag import LAG_STATISTICS, LagTable
 from nemo_rl_moe.token_lag import LAG_CLASSES, LOWEST_LAGS, NO_LAG, TOKEN_LAG, lag_classes
 from tests.support.grpo_fakes import PAD_TOKEN, small_config, trajectory
+from tests.support.trajectories import with_tokens
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
 
 NAN = float("nan")
@@ -243,7 +244,8 @@ def test_the_observer_knows_the_engines_from_earlier_steps() -> None:
 
 def test_a_batch_has_lags_where_a_token_is_older_than_the_weights() -> None:
     old, mixed = trajectory(response_ids=(5, 6, 1)), trajectory((10, 11), response_ids=(7, 8, 1))
-    mixed = replace(mixed, weight_versions=np.array([NOT_SAMPLED, NOT_SAMPLED, 2, 4, 5]))
+    versions = np.array([NOT_SAMPLED, NOT_SAMPLED, 2, 4, 5])
+    mixed = with_tokens(mixed, replace(mixed.sequences[0], weight_versions=versions))
     groups = RolloutGroups([old, mixed], [old, mixed], num_generations=2, num_rounds=1, num_filled=0)
     config = small_config("grpo.num_generations_per_prompt=2", "grpo.num_prompts_per_step=3")
     lags = make_batch(config, groups, PAD_TOKEN, 5).columns[TOKEN_LAG]

@@ -17,7 +17,8 @@ from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationReques
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.environment import RolloutFunction, Session, SingleTurn, make_environment
-from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, rollout_metrics, training_batch
+from nemo_rl_moe.rollouts.training_batch import training_batch
+from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, rollout_metrics
 from tests.support.grpo_fakes import (
     END_TOKEN,
     SAMPLING,
@@ -27,6 +28,7 @@ from tests.support.grpo_fakes import (
     prompts,
     small_config,
 )
+from tests.support.trajectories import only_sequence
 
 
 async def two_turns(session: Session) -> Trajectory:
@@ -55,7 +57,7 @@ def test_the_second_question_depends_on_the_first_answer() -> None:
         answer = asked_again[len(asked) : -1]
         assert asked_again[: len(asked)] == asked
         assert asked_again[-1] == 90 + answer[0], "the environment's own token"
-        assert trajectory.token_ids.tolist()[: len(asked_again)] == list(asked_again)
+        assert only_sequence(trajectory).token_ids.tolist()[: len(asked_again)] == list(asked_again)
         assert trajectory.num_turns == 2
     assert len({90 + prompt[-1] for prompt in second.prompts}) > 1, "answers differ, and so do the questions"
 
@@ -65,12 +67,12 @@ def test_only_sampled_tokens_are_trained_on() -> None:
     for trajectory, asked, asked_again in zip(
         run(two_turns, engine), engine.requests[0].prompts, engine.requests[1].prompts, strict=True
     ):
-        sampled = np.ones(len(trajectory.token_ids), dtype=bool)
+        sampled = np.ones(trajectory.num_tokens, dtype=bool)
         sampled[: len(asked)] = False
         sampled[len(asked_again) - 1] = False
-        assert trajectory.loss_mask.tolist() == sampled.tolist()
-        assert (trajectory.weight_versions == np.where(sampled, 4, NOT_SAMPLED)).all()
-        assert (trajectory.logprobs == np.where(sampled, -0.25, 0.0)).all()
+        assert only_sequence(trajectory).loss_mask.tolist() == sampled.tolist()
+        assert (only_sequence(trajectory).weight_versions == np.where(sampled, 4, NOT_SAMPLED)).all()
+        assert (only_sequence(trajectory).logprobs == np.where(sampled, -0.25, 0.0)).all()
         assert trajectory.num_sampled_tokens == sampled.sum()
         assert trajectory.metrics == {"env/asked": 2.0}
         batch = training_batch([trajectory], [torch.arange(len(sampled))], 0, leave_out_truncated=False)
@@ -126,7 +128,7 @@ def test_a_trajectory_ends_at_its_limit() -> None:
     engine = LongWinded()
     (found,) = run(as_long_as_possible, engine, num_prompts=1, generations=1, max_tokens=10)
     assert engine.limits == [6, 3], "the prompt has one token, and a response six at most"
-    assert len(found.token_ids) == 10
+    assert found.num_tokens == 10
     assert found.finish_reason == "length"
 
 
@@ -158,7 +160,7 @@ def test_a_function_that_raises_costs_its_trajectory_alone() -> None:
     found = run(fails_at_times, generations=1)
     assert [trajectory.reward for trajectory in found] == [1.0, 0.0]
     assert (found[1].fault, found[1].fault_message) == (Fault.ERROR, "RuntimeError: no such tool")
-    assert found[1].loss_mask.any(), "what was generated is there"
+    assert only_sequence(found[1]).loss_mask.any(), "what was generated is there"
 
 
 def test_a_tool_that_cancels_its_trajectory_costs_it_alone() -> None:
@@ -234,7 +236,7 @@ def test_routes_stay_those_with_which_tokens_were_sampled() -> None:
         return session.finish(Score(0.0, is_correct=False))
 
     (found,) = run(asks_twice, Routed(), num_prompts=1, generations=1)
-    size = len(found.token_ids)
+    size = found.num_tokens
     batch = training_batch([found], torch.zeros(1, 1), 0, leave_out_truncated=False).fetched(list)
     routes = batch.columns["routed_experts"]
     assert routes.values.dtype == torch.int16
@@ -379,9 +381,9 @@ def test_an_answer_that_does_not_fit_ends_the_trajectory() -> None:
         return session.finish(await session.score())
 
     fits, cut = run(long_answer, generations=1, max_tokens=80)
-    assert (len(fits.token_ids), fits.overlong, fits.finish_reason) == (80, "", "stop")
+    assert (fits.num_tokens, fits.overlong, fits.finish_reason) == (80, "", "stop")
     assert cut.overlong == (
-        f"10,000 tokens of the environment do not fit behind {len(cut.token_ids)} of at most 80"
+        f"10,000 tokens of the environment do not fit behind {cut.num_tokens} of at most 80"
         " (policy.max_total_sequence_length)"
     )
     assert (cut.finish_reason, cut.fault) == ("length", None), "it is scored"
@@ -407,5 +409,5 @@ def test_a_row_for_the_last_token_means_nothing(last_row: list[int]) -> None:
 
     (found,) = run(asks_twice, Routed(), num_prompts=1, generations=1)
     batch = training_batch([found], torch.zeros(1, 1), 0, leave_out_truncated=False).fetched(list)
-    size = len(found.token_ids)
+    size = found.num_tokens
     assert batch.columns["routed_experts"].values[0, :, 0, 0].tolist() == [*range(size - 1), -1]

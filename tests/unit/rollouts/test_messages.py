@@ -13,12 +13,14 @@ from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationReques
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.environment import RolloutFunction, Session
-from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, training_batch
+from nemo_rl_moe.rollouts.training_batch import training_batch
+from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.chat_templates import THINKING
 from tests.support.conversations import ALL, Family, Message
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts
 from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, scripted_session
+from tests.support.trajectories import only_sequence, sampled_ids
 
 CHATML = ALL["Qwen2.5, Qwen2-MoE"]
 ASKED: list[Message] = [{"role": "user", "content": "q"}]
@@ -33,7 +35,7 @@ def run(session: Session, function: Callable[[Session], Awaitable[Trajectory]]) 
 
 def text_of(session: Session, trajectory: Trajectory) -> str:
     """What stands behind the prompt."""
-    return session.decode(trajectory.token_ids[len(session.prompt.token_ids) :].tolist())
+    return session.decode(only_sequence(trajectory).token_ids[len(session.prompt.token_ids) :].tolist())
 
 
 async def asks_twice(session: Session) -> Trajectory:
@@ -52,9 +54,9 @@ def test_tokens_of_messages_are_not_trained_on() -> None:
     sampled = np.array(
         [False] * len(session.prompt.token_ids) + [True] * len(first) + [False] * len(behind) + [True] * len(second)
     )
-    assert found.loss_mask.tolist() == sampled.tolist()
-    assert found.logprobs.tolist() == np.where(sampled, LOGPROB, 0.0).tolist()
-    assert found.weight_versions.tolist() == np.where(sampled, WEIGHT_VERSION, NOT_SAMPLED).tolist()
+    assert only_sequence(found).loss_mask.tolist() == sampled.tolist()
+    assert only_sequence(found).logprobs.tolist() == np.where(sampled, LOGPROB, 0.0).tolist()
+    assert only_sequence(found).weight_versions.tolist() == np.where(sampled, WEIGHT_VERSION, NOT_SAMPLED).tolist()
     batch = training_batch([found], torch.ones(1, 1), 0, leave_out_truncated=False)
     assert batch.token_mask[0].tolist() == sampled.tolist()
 
@@ -92,8 +94,8 @@ def test_sampled_tokens_are_never_rendered_again() -> None:
     session = scripted_session(family, ASKED, [sampled, "b<|end|>"])
     found = run(session, asks_twice)
     size = len(session.prompt.token_ids)
-    assert found.token_ids[size : size + len(sampled)].tolist() == sampled
-    assert found.loss_mask[size : size + len(sampled)].all()
+    assert only_sequence(found).token_ids[size : size + len(sampled)].tolist() == sampled
+    assert only_sequence(found).loss_mask[size : size + len(sampled)].all()
 
 
 def test_results_one_by_one_are_the_results_at_once() -> None:
@@ -117,8 +119,8 @@ def test_results_one_by_one_are_the_results_at_once() -> None:
             run(session, function) for session, function in zip(sessions, (one_by_one, at_once), strict=True)
         )
         assert first.fault is second.fault is None
-        assert first.token_ids.tolist() == second.token_ids.tolist()
-        assert first.loss_mask.tolist() == second.loss_mask.tolist()
+        assert only_sequence(first).token_ids.tolist() == only_sequence(second).token_ids.tolist()
+        assert only_sequence(first).loss_mask.tolist() == only_sequence(second).loss_mask.tolist()
         assert sessions[0].messages == sessions[1].messages
         assert text_of(sessions[0], first).count(family.ends[0]) > 1
 
@@ -136,14 +138,14 @@ def test_words_that_the_environment_puts_into_an_answer_belong_to_it() -> None:
     found = run(session, function)
     assert text_of(session, found) == f"Well, no. Wait,yes<|im_end|>{BEHIND}"
     assert session.messages[1] == {"role": "assistant", "content": "Well, no. Wait,yes"}
-    assert session.decode(found.token_ids[found.loss_mask].tolist()) == "no.yes<|im_end|>"
+    assert session.decode(sampled_ids(found)) == "no.yes<|im_end|>"
 
 
 def test_a_response_that_was_cut_gets_its_end_which_is_not_trained_on() -> None:
     session = scripted_session(CHATML, ASKED, ["fir", "second<|im_end|>"])
     found = run(session, asks_twice)
     assert text_of(session, found) == f"fir<|im_end|>{BEHIND}second<|im_end|>"
-    assert session.decode(found.token_ids[found.loss_mask].tolist()) == "firsecond<|im_end|>"
+    assert session.decode(sampled_ids(found)) == "firsecond<|im_end|>"
 
 
 @pytest.mark.parametrize("more", [0, 1])
@@ -161,7 +163,7 @@ def test_a_message_that_does_not_fit_ends_the_trajectory(more: int) -> None:
 
     found = run(session, function)
     assert found.fault is None
-    assert (len(found.token_ids) == session.max_tokens) == (not more)
+    assert (found.num_tokens == session.max_tokens) == (not more)
     assert found.is_truncated == bool(more)
     assert bool(found.overlong) == bool(more)
     assert len(session.messages) == 3 - more

@@ -14,6 +14,7 @@ from nemo_rl_moe.rollouts.limits import RolloutLimits
 from nemo_rl_moe.rollouts.pool import seed_of_attempt
 from nemo_rl_moe.rollouts.trajectory import RETRIES_METRIC, Trajectory, rollout_metrics
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts
+from tests.support.trajectories import assert_same_trajectories
 
 FAULTY = "train:1"
 
@@ -75,7 +76,7 @@ def test_a_second_attempt_stands_in_for_a_failed_one(hangs: bool) -> None:
 def test_the_others_are_those_of_a_run_without_failures() -> None:
     found, healthy = run(Flaky(1), 2), run(Flaky(0), 2)
     for number in (0, 2):
-        assert found[number].token_ids.tolist() == healthy[number].token_ids.tolist()
+        assert_same_trajectories([found[number]], [healthy[number]])
     assert RETRIES_METRIC not in rollout_metrics(healthy)
 
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from nemo_rl_moe.generation.interface import GeneratedSequence
 from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import (
     Trajectory,
     group_correctness,
     group_rewards,
     group_sampled_tokens,
     rollout_metrics,
-    training_batch,
 )
 from tests.support.grpo_fakes import (
     END_TOKEN,
@@ -28,6 +28,7 @@ from tests.support.grpo_fakes import (
     prompts,
     trajectory,
 )
+from tests.support.trajectories import only_sequence, sampled_ids
 
 
 def test_every_prompt_gets_its_responses_one_after_the_other() -> None:
@@ -83,7 +84,7 @@ def test_the_end_token_is_no_part_of_the_text(token_ids: list[int], text: str) -
     reward_function = FakeRewardFunction(reward=lambda _: 0.0)
     (found,) = make_worker(FixedEngine(), reward_function).run(prompts(1), 1, SAMPLING, (0,), PhaseClock())
     assert found.response_text == reward_function.items[0].response == text
-    assert found.token_ids[found.loss_mask].tolist() == token_ids, "the tokens stay as they were sampled"
+    assert sampled_ids(found) == token_ids, "the tokens stay as they were sampled"
 
 
 def test_whether_it_was_cut_off_reaches_the_environment() -> None:
@@ -174,10 +175,10 @@ def test_each_trained_token_stands_beside_its_own_logprob(rollouts: list[Traject
         if leave_out and found.is_truncated:
             assert not mask.any()
             continue
-        assert batch.input_ids[row][mask].tolist() == found.token_ids[found.loss_mask].tolist()
-        assert (
-            batch.columns["generation_logprobs"].values[row][mask].tolist() == found.logprobs[found.loss_mask].tolist()
-        )
+        assert batch.input_ids[row][mask].tolist() == sampled_ids(found)
+        sequence = only_sequence(found)
+        expected = sequence.logprobs[sequence.loss_mask].tolist()
+        assert batch.columns["generation_logprobs"].values[row][mask].tolist() == expected
         assert not batch.columns["generation_logprobs"].values[row][~mask].any()
         assert not mask[0], "the first token has nothing before it"
 

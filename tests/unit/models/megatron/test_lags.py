@@ -26,7 +26,8 @@ from nemo_rl_moe.models.megatron.training.microbatch import MicrobatchShape, pac
 from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, fed_tokens, in_router_order, row_lags
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.model_workers import join_metrics
-from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, token_lags, training_batch
+from nemo_rl_moe.rollouts.training_batch import token_lags, training_batch
+from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence, Trajectory
 from nemo_rl_moe.routing.agreement.lag_agreement import live_agreement_key
 from nemo_rl_moe.routing.metrics.mismatch_split import gap_metrics
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
@@ -297,10 +298,7 @@ def made(row: int, tokens: list[int], logprobs: list[float], drawn_by: list[int]
     return Trajectory(
         sample_id=f"prompt {row // 2}",
         group_id=f"prompt {row // 2}",
-        token_ids=np.array(tokens),
-        loss_mask=versions != NOT_SAMPLED,
-        logprobs=np.array(logprobs),
-        weight_versions=versions,
+        sequences=(TokenSequence(np.array(tokens), versions != NOT_SAMPLED, np.array(logprobs), versions),),
         reward=0.0,
         is_correct=False,
         finish_reason="length",

@@ -41,6 +41,7 @@ from nemo_rl_moe.runs.folder.time_line import (
 )
 from tests.support.grpo_fakes import SAMPLING, FakeRewardFunction, make_worker, prompts, small_config
 from tests.support.scripted_engine import ScriptedEngine, TwoTurns, loader, make_session_groups
+from tests.support.trajectories import only_sequence
 from tests.support.virtual_clock import VirtualLoop
 
 NUM_EPOCHS, NUM_STEPS = 2, 6
@@ -135,11 +136,11 @@ def test_with_staleness_tokens_carry_the_version_that_sampled_them() -> None:
         found = [train(loop.run_until_complete, source, engine, step) for step in range(4)]
         assert source.stop(), "groups ran ahead"
     assert [[group.version for group in step.groups] for step in steps] == [[0, 0], [0, 0], [1, 1], [2, 2]]
-    mixed = [set(each.weight_versions.tolist()) - {-1} for groups in found for each in groups.trained]
+    mixed = [set(only_sequence(each).weight_versions.tolist()) - {-1} for groups in found for each in groups.trained]
     assert {0, 1} in mixed
     for step, groups in enumerate(found):
         for each in groups.trained:
-            sampled = each.weight_versions[each.weight_versions >= 0]
+            sampled = only_sequence(each).weight_versions[only_sequence(each).weight_versions >= 0]
             assert (np.diff(sampled) >= 0).all()
             assert max(0, step - 1) <= sampled.min() <= sampled.max() <= step
 

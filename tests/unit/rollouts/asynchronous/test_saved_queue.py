@@ -3,7 +3,7 @@
 """The queue in a checkpoint's folder: every field of a trajectory comes back, and damage is found."""
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,22 @@ from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.asynchronous.groups import Finished, Ticket
 from nemo_rl_moe.rollouts.asynchronous.prompts import OpenPrompt, QueueState
 from nemo_rl_moe.rollouts.asynchronous.saved_queue import FOLDER, TENSOR_FILE, read_queue, write_queue
-from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.rollouts.trajectory import Trajectory, sequences_of
 from tests.support.grpo_fakes import prompts, trajectory
+from tests.support.trajectories import assert_same_trajectories, tokens_of, with_tokens
 
 State = QueueState[Prompt, list[Trajectory]]
 
 
 def some_trajectory(number: int, routes: StoredRows | None = None) -> Trajectory:
     """Return one of which every field has a value of its own."""
-    made = trajectory(range(10, 11 + number), (5, 6, 1), (-0.25, -1e-30, -3.0 / 7), reward=1 / 3, is_truncated=True)
+    made = tokens_of(range(10, 11 + number), (5, 6, 1), (-0.25, -1e-30, -3.0 / 7), routed_experts=routes)
+    made = replace(made, weight_versions=np.where(made.loss_mask, np.arange(len(made)), -1))
     return replace(
-        made,
+        trajectory(reward=1 / 3, is_truncated=True),
+        sequences=(made,),
         sample_id=f"train:{number}",
         group_id=f"train:{number}#0",
-        logprobs=made.logprobs.astype(np.float32),
-        weight_versions=np.where(made.loss_mask, np.arange(len(made.loss_mask)), -1),
         is_correct=True,
         num_turns=2,
         prompt_text="1 + 1\n",
@@ -42,7 +43,6 @@ def some_trajectory(number: int, routes: StoredRows | None = None) -> Trajectory
         overlong="too long",
         rewards={"accuracy": 0.1},
         metrics={"env/num": 2.5},
-        routed_experts=routes,
     )
 
 
@@ -69,17 +69,14 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert [each.ticket for each in found.queue] == [each.ticket for each in state.queue]
     assert [(each.version, each.number) for each in found.queue] == [(4, 1), (4, 0)]
     for ours, theirs in zip(found.queue, state.queue, strict=True):
-        for one, other in zip(ours.group, theirs.group, strict=True):
-            for each in fields(Trajectory):
-                if each.name != "routed_experts":
-                    np.testing.assert_array_equal(getattr(one, each.name), getattr(other, each.name), each.name)
-            assert one.logprobs.dtype == np.float32
-    routes = [each.routed_experts for each in found.queue[0].group]
+        assert_same_trajectories(ours.group, theirs.group)
+        assert all(each.logprobs.dtype == np.float32 for each in sequences_of(ours.group))
+    routes = [each.routed_experts for each in sequences_of(found.queue[0].group)]
     assert fetch_rows(routes, 6, -1, list, (2, 1), "int16")[:, :, 0, 0].tolist() == [
         [7, 7, 8, 8, -1, -1],
         [9, 9, 9, 9, 9, -1],
     ]
-    assert found.queue[1].group[0].routed_experts is None
+    assert sequences_of(found.queue[1].group)[0].routed_experts is None
 
 
 def test_numbers_of_environments_come_back(tmp_path: Path) -> None:
@@ -109,7 +106,8 @@ def test_a_group_that_cannot_be_written_is_drawn_again(reason: str, tmp_path: Pa
     image: dict[str, ModelInput] = {"pixels": Any}  # type: ignore[dict-item]
     first, second = state.queue
     if reason == "images":
-        first = replace(first, group=[replace(first.group[0], model_inputs=image), first.group[1]])
+        shown = replace(first.group[0].sequences[0], model_inputs=image)
+        first = replace(first, group=[with_tokens(first.group[0], shown), first.group[1]])
         write_queue(tmp_path, replace(state, queue=(first, second)), list)
     else:
         write_queue(tmp_path, state, lambda sources: [None for _ in sources])

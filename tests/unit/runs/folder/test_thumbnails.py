@@ -6,7 +6,6 @@ one."""
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from tests.support.full_disk import fill
 from tests.support.grpo_fakes import trajectory
+from tests.support.trajectories import tokens_of, with_tokens
 
 
 def noise(height: int, width: int, seed: int = 0) -> ModelImage:
@@ -38,7 +38,8 @@ def noise(height: int, width: int, seed: int = 0) -> ModelImage:
 
 
 def shown(sample_id: str, model_images: Sequence[ModelImage]) -> Trajectory:
-    return replace(trajectory(sample_id=sample_id), model_inputs=image_inputs(model_images, np.zeros(3, np.bool_)))
+    inputs = image_inputs(model_images, np.zeros(3, np.bool_))
+    return with_tokens(trajectory(sample_id=sample_id), tokens_of([10], [5, 1], model_inputs=inputs))
 
 
 def sample_log(folder: Path, num_to_save: int | None = None) -> SampleLog:
