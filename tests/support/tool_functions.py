@@ -127,7 +127,7 @@ def start_child(seconds: int) -> str:
     waits = f"import time; time.sleep({seconds})"
     with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as program:
         program.write(waits)
-    command = [sys.executable, "-I", confined_process.__file__, "60", "512", program.name]
+    command = [sys.executable, "-I", confined_process.__file__, "60", "512", program.name, "--sleeps-for-a-test"]
     return str(subprocess.Popen(command, start_new_session=True).pid)
 
 
