@@ -82,11 +82,11 @@ class ToolConversation:
         seconds_before = made.seconds
         messages: list[dict[str, object]] = []
         for call in calls:
-            is_unknown = isinstance(call, MalformedCall) or call.name not in self._tools
+            name = NO_TOOL if isinstance(call, MalformedCall) else call.name
             messages.append(
                 {
                     "role": "tool",
-                    "name": NO_TOOL if is_unknown else call.name,
+                    "name": name if name in self._tools else NO_TOOL,
                     "tool_call_id": f"call{made.counts[CALLS] % 100_000:05}",  # some templates want nine characters
                     "content": await self._answer(call, made, made.seconds - seconds_before),
                 }
