@@ -16,7 +16,7 @@ PROGRAM = """
 import os, sys, ray
 from nemo_rl_moe.cli import main
 ray.init(
-    address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20
+    "local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20
 )
 os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
 sys.exit(main(sys.argv[1:]))
