@@ -73,8 +73,12 @@ def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator
 def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that the named environment has its section."""
     name = config.env.name
-    if name in ("reasoning_gym", "callable") and getattr(config.env, name) is None:
-        yield f"env.{name}: null, but env.name is {name}, which reads that section"
+    examples = {
+        "reasoning_gym": "{task: basic_arithmetic, parameters: {}, partial_credit: false}",
+        "callable": '{function: "my_module:score"}',
+    }
+    if (example := examples.get(name)) is not None and getattr(config.env, name) is None:
+        yield f"env.{name}: got null, expected a section such as {example} with env.name {name}"
     if config.env.parameters and not is_custom(name):
         yield (
             f"env.parameters: got {', '.join(map(str, config.env.parameters))}, expected {{}} with env.name {name}:"

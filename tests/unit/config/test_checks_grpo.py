@@ -349,12 +349,13 @@ BROKEN = [
     (
         ("env.reasoning_gym=null",),
         "environment_has_its_section",
-        "env.reasoning_gym: null, but env.name is reasoning_gym, which reads that section",
+        "env.reasoning_gym: got null, expected a section such as {task: basic_arithmetic, parameters: {},"
+        " partial_credit: false} with env.name reasoning_gym",
     ),
     (
         ("env.name=callable",),
         "environment_has_its_section",
-        "env.callable: null, but env.name is callable, which reads that section",
+        'env.callable: got null, expected a section such as {function: "my_module:score"} with env.name callable',
     ),
     (
         ("env.tools=[calculator]", "env.rollout=my_module:ask"),
