@@ -87,12 +87,14 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _tables(output: Path) -> int:
+    from examples.staleness_study.measures import MEASURES
     from examples.staleness_study.tables import draw, tables
-    from examples.studies.results import read_results
+    from examples.studies.results import measured_again, read_results
     from nemo_rl_moe.atomic_writes import write_whole
     from nemo_rl_moe.errors import DataError
 
-    results = read_results(output / "runs", plan(list(CORRECTIONS), list(REPLAYS), LAGS, range(1000)))
+    done = read_results(output / "runs", plan(list(CORRECTIONS), list(REPLAYS), LAGS, range(1000)))
+    results = {run: measured_again(output / "runs" / run.name, result, MEASURES) for run, result in done.items()}
     if not results:
         raise DataError(f"--output {output}: no run is done")
     text = tables(results)

@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations and schedules of the staleness study's runs."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from examples.staleness_study.grid import Run
 from examples.staleness_study.measures import MEASURES
@@ -12,7 +15,7 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.loader import epoch_order
 from nemo_rl_moe.data.sources import count_lines
-from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledGroup, ScheduledStep, append_step
+from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledGroup, ScheduledStep
 
 STUDY_CONFIG = Path(__file__).with_name("study.yaml")
 
@@ -63,8 +66,6 @@ def scheduled_steps(prompts: Path, config: GRPOMasterConfig, lag: int) -> list[S
 def write_schedule(path: Path, steps: Sequence[ScheduledStep]) -> None:
     """Write a schedule's file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_suffix(".incomplete")
-    staging.unlink(missing_ok=True)
-    for step in steps:
-        append_step(staging, step)
-    staging.replace(path)
+    with NamedTemporaryFile("w", dir=path.parent, suffix=".incomplete", delete=False) as file:
+        file.writelines(json.dumps(asdict(step)) + "\n" for step in steps)  # several jobs write the same one
+    Path(file.name).replace(path)

@@ -21,8 +21,8 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
 """Name to the overrides of `study.yaml`. But for `tis`, the ratio is one to the weights that sampled a token."""
 REPLAYS: dict[str, tuple[str, ...]] = {"none": (), "r3": ("policy.megatron_cfg.routing_replay=rollout",)}
 LAGS = (0, 1, 2, 4, 8)
-SECONDS_PER_RUN = 60.0
-"""Seconds of a run on a core of a busy machine; until runs are done."""
+SECONDS_PER_RUN = 95.0
+"""Median of 39 runs on a core of a busy machine, of 47 to 266 s; until runs are done."""
 
 
 @dataclass(frozen=True, order=True)

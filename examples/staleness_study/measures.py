@@ -12,6 +12,10 @@ MEASURES: Measures = {
     "staleness": ("train/staleness/mean", lambda values: values[-1]),
     "reward": ("train/reward", statistics.fmean),
     "mismatch": ("train/gen_kl_error", statistics.median),
+    "mismatch, routing": ("train/moe/routing_split/kl_routing", statistics.median),
+    # With the rollout's experts: on the trainer's engine what remains is staleness of the weights.
+    "mismatch, other than routing": ("train/moe/routing_split/kl_numerics", statistics.median),
+    "routing drift": ("train/moe/routing_drift/rows_differing_of_step", statistics.fmean),
     "live agreement": ("train/moe/routing/live_agreement", statistics.fmean),
     "live agreement, last step": ("train/moe/routing/live_agreement", lambda values: values[-1]),
     "effective samples": ("train/by_lag/effective_samples", statistics.fmean),

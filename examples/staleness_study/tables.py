@@ -122,7 +122,7 @@ def _claims(results: Results) -> Iterator[str]:
 def _means(results: Results, measure: str) -> Iterator[str]:
     yield "| | " + " | ".join(f"lag {lag}" for lag in LAGS) + " |"
     yield "|---|" + "---|" * len(LAGS)
-    digits = ".2g" if measure in GEOMETRIC else ".3f"
+    digits = ".2g" if measure.startswith("mismatch") else ".3f"
     for method in _methods(results):
         cells = [_shown(mean(results, method, lag, measure), digits) for lag in LAGS]
         yield f"| {method} | " + " | ".join(cells) + " |"

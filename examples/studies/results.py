@@ -4,13 +4,13 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from nemo_rl_moe.atomic_writes import write_whole
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.runs.folder.metrics import MetricHistory
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, MetricHistory, read_history
 
 RESULT_FILE = "result.json"
 
@@ -74,6 +74,14 @@ def read_result(folder: Path) -> Result | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: not the outcome of a run; remove its folder to run it again: {error}") from None
+
+
+def measured_again(folder: Path, result: Result, measures: Measures) -> Result:
+    """Return an outcome with measures that may be newer than the run, from its metrics where they are still there."""
+    found = sorted(folder.glob(f"*/{METRICS_FILE_NAME}"))
+    if result.diverged is not None or not found:
+        return result
+    return replace(result, measures=measures_of(read_history(found[-1]), measures))
 
 
 def read_results(runs_folder: Path, runs: Sequence[RunT]) -> dict[RunT, Result]:
