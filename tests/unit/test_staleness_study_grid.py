@@ -121,7 +121,7 @@ def test_measures_of_a_run() -> None:
 def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", "--corrections", "tis", "--replays", "none", "--lags", "8,0", "--jobs", "2", "--dry-run"]
     assert main([*words, "--output", str(tmp_path / "study")]) == 0
-    assert capsys.readouterr().out == "24 runs, 0 of them done; the others take about 0.2 h\n"
+    assert capsys.readouterr().out == "24 runs, 0 of them done; the others take about 0.3 h\n"
     assert not (tmp_path / "study").exists()
     with pytest.raises(SystemExit):
         main(["run", "--lags", "3"])
