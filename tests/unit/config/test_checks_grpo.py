@@ -62,8 +62,9 @@ BROKEN = [
     (
         (*AHEAD, f"{LAG}=0", f"{ROLLOUTS}.replay_schedule=old.jsonl", "loss_fn.force_on_policy_ratio=always"),
         "old_tokens_are_corrected",
-        "loss_fn.force_on_policy_ratio: got always, expected another with loss_fn.importance_sampling_correction none and"
-        f" {ROLLOUTS}.replay_schedule: old weights sampled the tokens, and nothing would weigh them; truncated does",
+        "loss_fn.force_on_policy_ratio: got always, expected another with loss_fn.importance_sampling_correction none"
+        f" and {ROLLOUTS}.replay_schedule: old weights sampled the tokens, and nothing would weigh them; truncated"
+        " does",
     ),
     (
         (*AHEAD, "loss_fn.objective=reinforce"),
