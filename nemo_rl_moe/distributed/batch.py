@@ -15,6 +15,9 @@ from torch import Tensor
 from nemo_rl_moe.distributed.shared_arrays import ArrayStore, SharedColumn
 from nemo_rl_moe.distributed.stored_rows import Fetch, StoredRows, fetch_rows
 
+FILLER_LENGTH = 2
+"""Tokens of a row that stands for no sequence: as many as have a target."""
+
 
 class Axis(Enum):
     """Axis along which a column has its values."""
@@ -90,6 +93,14 @@ class Column:
         parts = self.values.split(self.sizes.tolist())
         chosen = [parts[index] for index in indices.tolist()]
         return replace(self, values=torch.cat(chosen) if chosen else self.values[:0], sizes=self.sizes[indices])
+
+    def with_empty_rows(self, number: int) -> "Column":
+        """Return the column with rows of fillers behind the others: without values where ragged."""
+        if self.axis is Axis.RAGGED:
+            assert self.sizes is not None
+            return replace(self, sizes=torch.cat([self.sizes, self.sizes.new_zeros(number)]))
+        rows = self.values.new_full((number, *self.values.shape[1:]), self.fill)
+        return replace(self, values=torch.cat([self.values, rows]))
 
     def to(self, device: torch.device) -> "Column":
         """Copy to a device; the copy may still be under way."""
@@ -179,6 +190,8 @@ class TokenBatch:
         shared: Columns for the model of arrays that sequences share, by name; at hand or stored.
         sample_sizes: Number of sequences of each sample, which are neighbours; empty: a sample is a group.
             `policy.train_global_batch_size` counts samples. Not kept by `select`, which may split some.
+        is_filler: True for rows that stand for no sequence, and that a rank runs because all ranks run equally many
+            microbatches; they count nowhere. None: there is none.
     """
 
     input_ids: Int[Tensor, "batch sequence"]
@@ -190,6 +203,7 @@ class TokenBatch:
     stored: Mapping[str, StoredColumn] = field(default_factory=dict)
     shared: Mapping[str, SharedColumn] = field(default_factory=dict)
     sample_sizes: tuple[int, ...] = ()
+    is_filler: Bool[Tensor, " batch"] | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -207,7 +221,13 @@ class TokenBatch:
             group_size=self.group_size,
             stored={name: column.select(index) for name, column in self.stored.items()},
             shared={name: column.select(indices) for name, column in self.shared.items()},
+            is_filler=None if self.is_filler is None else self.is_filler[index],
         )
+
+    @property
+    def counted_lengths(self) -> Int[Tensor, " batch"]:
+        """Number of tokens of each sequence; 0 of fillers, whose tokens are padding."""
+        return self.lengths if self.is_filler is None else self.lengths.where(~self.is_filler, 0)
 
     def first_rows_of_samples(self) -> list[int]:
         """Return the index of the first sequence of each sample."""
@@ -279,6 +299,7 @@ class TokenBatch:
             input_ids=to_device(self.input_ids, device),
             lengths=to_device(self.lengths, device),
             token_mask=to_device(self.token_mask, device),
+            is_filler=None if self.is_filler is None else to_device(self.is_filler, device),
             columns={name: column.to(device) for name, column in self.columns.items()},
         )
 
@@ -341,6 +362,24 @@ def make_shards(
         )
         for microbatches in by_rank
     ]
+
+
+def with_empty_rows(batch: TokenBatch, number: int) -> TokenBatch:
+    """Return the batch with fillers behind its sequences: rows of padding, which count nowhere."""
+    if not number:
+        return batch
+    longest = batch.input_ids.shape[1]
+    return replace(
+        batch,
+        input_ids=torch.cat([batch.input_ids, batch.input_ids.new_zeros(number, longest)]),
+        lengths=torch.cat([batch.lengths, batch.lengths.new_full((number,), FILLER_LENGTH)]),
+        token_mask=torch.cat([batch.token_mask, batch.token_mask.new_zeros(number, longest)]),
+        sample_ids=(*batch.sample_ids, *("filler",) * number),
+        columns={name: column.with_empty_rows(number) for name, column in batch.columns.items()},
+        stored={name: replace(each, rows=each.rows + (None,) * number) for name, each in batch.stored.items()},
+        shared={name: replace(each, arrays=each.arrays + ((),) * number) for name, each in batch.shared.items()},
+        is_filler=torch.arange(len(batch) + number) >= len(batch),
+    )
 
 
 def append_fillers(batch: TokenBatch, fillers: Sequence[int]) -> TokenBatch:

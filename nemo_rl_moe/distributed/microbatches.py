@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from nemo_rl_moe.distributed.bin_packing import (
     deal_by_work,
@@ -96,9 +97,12 @@ class MicrobatchPlan:
     Attributes:
         global_batches: Sequence indices in the whole batch, by global batch, data-parallel rank and microbatch; every
             rank of a global batch has equally many microbatches.
+        num_fillers: Indices from the number of sequences on, each alone in a microbatch: rows that stand for no
+            sequence. See `batch.with_empty_rows`.
     """
 
     global_batches: tuple[RankMicrobatches, ...]
+    num_fillers: int = 0
 
     @property
     def num_microbatches(self) -> tuple[int, ...]:
@@ -128,34 +132,40 @@ def plan_microbatches(
     batching: Batching,
     microbatch_multiple: int = 1,
     group_size: int = 1,
+    sample_sizes: Sequence[int] = (),
     images: Sequence[Images] = (),
 ) -> MicrobatchPlan:
     """Split a batch into global batches, and each of these into microbatches for every rank.
 
     Args:
         lengths: In tokens, each at least 1.
-        global_batch_size: Groups in one optimizer step, neighbours in the batch.
-        batching: With `PlainBatching` the microbatches are the same for every number of ranks, and rank `r` runs the
-            `r`-th block of them.
+        global_batch_size: Groups, or samples, in one optimizer step, neighbours in the batch.
+        batching: With `PlainBatching` and samples of one sequence the microbatches are the same for every number of
+            ranks, and rank `r` runs the `r`-th block of them.
         microbatch_multiple: Of each rank's number of microbatches (an interleaved pipeline needs its number of stages).
         group_size: Neighbours that always run in one microbatch; all sizes above count such groups.
+        sample_sizes: Sequences of each sample, neighbours that always run in one optimizer step. Where a global batch
+            has too few of them for the microbatches that the ranks need, there are fillers. Empty: each group is a
+            sample, and there is none.
         images: For each sequence; empty: none has any, or patches are not limited.
 
     Raises:
-        ConfigurationError: The sizes do not divide, a global batch has too few sequences for the ranks, or a sequence
-            (or group) is longer than a microbatch may be.
+        ConfigurationError: The sizes do not divide, a global batch has too few groups (or samples) for the ranks, or a
+            sequence (or group) is longer than a microbatch may be.
     """
     sizes = _group_lengths(lengths, group_size, batching)
-    if not sizes or len(sizes) % global_batch_size:
+    num_samples = len(sample_sizes) or len(sizes)
+    if not sizes or num_samples % global_batch_size:
         raise ConfigurationError(
-            f"policy.train_global_batch_size: got {global_batch_size}, expected a divisor of the {len(sizes)}"
-            f" {_noun(group_size)} in the batch"
+            f"policy.train_global_batch_size: got {global_batch_size}, expected a divisor of the {num_samples}"
+            f" {'samples' if sample_sizes else _noun(group_size)} in the batch"
         )
+    ends = [0, *accumulate(sample_sizes or [1] * num_samples)]
     unit = num_data_parallel_ranks * microbatch_multiple
     groups_images = of_groups(images, group_size)
-    global_batches = []
-    for start in range(0, len(sizes), global_batch_size):
-        indices = range(start, start + global_batch_size)
+    global_batches: list[RankMicrobatches] = []
+    num_fillers = 0
+    for start in range(0, num_samples, global_batch_size):
         if isinstance(batching, PlainBatching):
             multiple = unit * batching.micro_batch_size
             if global_batch_size % multiple:
@@ -169,9 +179,16 @@ def plan_microbatches(
                 f"policy.train_global_batch_size: got {global_batch_size}, expected at least {unit}"
                 f" ({_unit_text(num_data_parallel_ranks, microbatch_multiple)}): every rank runs as many microbatches"
             )
+        indices = [*range(ends[start], ends[start + global_batch_size])]
+        if sample_sizes:
+            new = _num_fillers([sizes[index] for index in indices], _of(groups_images, indices), unit, batching)
+            indices += range(len(lengths) + num_fillers, len(lengths) + num_fillers + new)
+            num_fillers += new
+            sizes += [1] * new  # alone in a microbatch, they have room
+            groups_images += [{}] * (new if groups_images else 0)
         by_rank = _plan_one(sizes, groups_images, indices, num_data_parallel_ranks, unit, batching)
         global_batches.append(_with_sequences(by_rank, group_size))
-    return MicrobatchPlan(tuple(global_batches))
+    return MicrobatchPlan(tuple(global_batches), num_fillers)
 
 
 def plan_evaluation(
@@ -211,20 +228,22 @@ def plan_evaluation(
 def _plan_one(
     lengths: Sequence[int],
     images: Sequence[Images],
-    indices: range,
+    indices: Sequence[int],
     num_ranks: int,
     unit: int,
     batching: Batching,
 ) -> RankMicrobatches:
     """Return the microbatches of the groups at `indices`, in a number that is a multiple of `unit`."""
     if isinstance(batching, PlainBatching):
-        size = batching.micro_batch_size
-        microbatches = [tuple(indices[start : start + size]) for start in range(0, len(indices), size)]
-        block = len(microbatches) // num_ranks
+        # As even as can be: with samples of several sequences their number need not divide.
+        number = round_up(-(-len(indices) // batching.micro_batch_size), unit)
+        ends = [len(indices) * (count + 1) // number for count in range(number)]
+        microbatches = [tuple(indices[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+        block = number // num_ranks
         return tuple(tuple(microbatches[rank * block : (rank + 1) * block]) for rank in range(num_ranks))
 
     sizes = [lengths[index] for index in indices]
-    own = [images[index] for index in indices] if images else []
+    own = _of(images, indices)
     if isinstance(batching, DynamicBatching):
         bins = _cheapest_by_length(sizes, own, batching, unit)
         work = [sizes[items[0]] * len(items) for items in bins]
@@ -243,6 +262,36 @@ def _plan_one(
     )
 
 
+def _num_fillers(sizes: Sequence[int], images: Sequence[Images], unit: int, batching: Batching) -> int:
+    """Return how many rows a global batch lacks to have one for each microbatch that the ranks need."""
+    if len(sizes) % unit == 0:  # one a microbatch is enough
+        return 0
+    if isinstance(batching, PlainBatching):
+        fewest = -(-len(sizes) // batching.micro_batch_size)
+    elif isinstance(batching, DynamicBatching):
+        order = sorted(range(len(sizes)), key=lambda item: -sizes[item])
+        own = [images[item] for item in order] if images else [{}] * len(order)
+        most = most_neighbours(own, batching.max_patches)
+        fewest = _fewest_by_length([sizes[item] for item in order], most, batching)
+    else:
+        fewest = len(first_fit_decreasing(sizes, batching.max_tokens, images, batching.max_patches))
+    return max(0, round_up(fewest, unit) - len(sizes))
+
+
+def _of(images: Sequence[Images], indices: Sequence[int]) -> list[Images]:
+    """Return the images of some groups; empty where there are none."""
+    return [images[index] for index in indices] if images else []
+
+
+def _fewest_by_length(lengths: Sequence[int], most: Sequence[int], batching: DynamicBatching) -> int:
+    """Return the fewest microbatches of sequences that are sorted by length, longest first."""
+    fewest = start = 0
+    while start < len(lengths):
+        start += min(batching.max_tokens // lengths[start], most[start])
+        fewest += 1
+    return fewest
+
+
 def _cheapest_by_length(
     sizes: Sequence[int], images: Sequence[Images], batching: DynamicBatching, unit: int
 ) -> list[list[int]]:
@@ -251,11 +300,7 @@ def _cheapest_by_length(
     lengths = [sizes[item] for item in order]
     own = [images[item] for item in order] if images else [{}] * len(order)
     most = most_neighbours(own, batching.max_patches)
-    fewest = start = 0
-    while start < len(order):
-        start += min(batching.max_tokens // lengths[start], most[start])
-        fewest += 1
-    rounded_number(fewest, unit, len(order))
+    rounded_number(_fewest_by_length(lengths, most, batching), unit, len(order))
     ends = cheapest_partition(lengths, batching.max_tokens, batching.overhead_tokens, unit, most)
     return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 

@@ -18,6 +18,7 @@ from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.tool_environment import METRICS
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from tests.support.grpo_fakes import LEAVE_OUT, PAD_TOKEN, trajectory
+from tests.support.trajectories import tokens_of, with_tokens
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
 from tests.unit.test_docs_examples import DOCS, GRPO_PAGE, documented_keys
 
@@ -47,7 +48,7 @@ def step_metrics() -> dict[str, float]:
     """Return metrics of the responses of a step with dynamic sampling."""
     of_session = dict.fromkeys((KEPT_MASS, CACHED_TOKENS, *METRICS), 1.0)
     rollouts = [
-        trajectory(reward=1.0, rewards={"NAME": 1.0}),
+        with_tokens(trajectory(reward=1.0, rewards={"NAME": 1.0}), tokens_of([10], [5, 1]), tokens_of([10, 5], [1])),
         replace(trajectory(), num_turns=2, num_retries=1, metrics=of_session, overlong="9 tokens do not fit"),
     ]
     groups = RolloutGroups(trained=rollouts, generated=rollouts, num_generations=2, num_rounds=2, num_filled=0)

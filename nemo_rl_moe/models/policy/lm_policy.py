@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from torch import Tensor
@@ -13,7 +14,14 @@ from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.config.schema_run import POLICY_ROLE
 from nemo_rl_moe.distributed.accelerators import peak_flops_per_second
-from nemo_rl_moe.distributed.batch import GlobalBatchShard, StoredColumn, TokenBatch, make_shards, stored_per_token
+from nemo_rl_moe.distributed.batch import (
+    GlobalBatchShard,
+    StoredColumn,
+    TokenBatch,
+    make_shards,
+    stored_per_token,
+    with_empty_rows,
+)
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import PlainBatching, plan_microbatches
 from nemo_rl_moe.distributed.stored_rows import StoredRows
@@ -100,12 +108,14 @@ class TrainableModel(ModelWorkers):
             batching=self._batching,
             microbatch_multiple=self._microbatch_multiple,
             group_size=batch.group_size,
+            sample_sizes=batch.sample_sizes,
             images=image_patches(batch, self._num_patches),
         )
-        rows = size * batch.group_size
-        global_batches = [batch.select(range(start, start + rows)) for start in range(0, len(batch), rows)]
+        starts = [*batch.first_rows_of_samples()[::size], len(batch)]
+        global_batches = [batch.select(range(start, end)) for start, end in pairwise(starts)]
+        filled = with_empty_rows(batch, plan.num_fillers)
         by_global_batch = [
-            make_shards(batch, by_rank, whole)
+            make_shards(filled, by_rank, whole)
             for by_rank, whole in zip(plan.global_batches, global_batches, strict=True)
         ]
         shards = [list(of_rank) for of_rank in zip(*by_global_batch, strict=True)]

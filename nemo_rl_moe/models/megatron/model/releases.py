@@ -14,6 +14,8 @@ from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before m
 
 # isort: split
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe import router
+from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -105,6 +107,18 @@ def _count_tokens_for_expert_bias(self: Any, routing_map: Tensor, padding_mask: 
 def correct_expert_bias_with_padding() -> None:
     """Make an expert bias work together with a padding mask (0.16.1 to 0.19.2 raise an error)."""
     TopKRouter._apply_expert_bias = _count_tokens_for_expert_bias
+
+
+def _load_balancing_loss(*, total_num_tokens: int | Tensor, **arguments: Any) -> Tensor:
+    """Replace the loss function of TopKRouter, which is 0 / 0 of a microbatch that is padding alone."""
+    if isinstance(total_num_tokens, Tensor):
+        total_num_tokens = total_num_tokens.where(total_num_tokens > 0, 1)
+    return switch_load_balancing_loss_func(total_num_tokens=total_num_tokens, **arguments)
+
+
+def correct_loss_of_padding_alone() -> None:
+    """Make load balancing losses 0 where all tokens are padding, as of fillers (NaN in 0.16.1 to 0.19.2)."""
+    router.switch_load_balancing_loss_func = _load_balancing_loss
 
 
 def needs_padding_mask(config: TransformerConfig) -> bool:

@@ -139,7 +139,7 @@ def pad_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.devi
     input_ids = torch.zeros(rows, columns, dtype=torch.long)
     input_ids[: len(batch), : batch.input_ids.shape[1]] = batch.input_ids
     lengths = torch.zeros(rows, dtype=torch.long)
-    lengths[: len(batch)] = batch.lengths
+    lengths[: len(batch)] = batch.counted_lengths
     positions = torch.arange(columns).expand(rows, columns)
     cut = _CutTo(ContextCut.of([columns], shape.place), device)
     return ModelMicrobatch(
@@ -168,7 +168,7 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
     input_ids, labels = torch.zeros(1, columns, dtype=torch.long), torch.zeros(1, columns, dtype=torch.long)
     is_padding = torch.ones(1, columns, dtype=torch.bool)
     starts = [0, *accumulate(segments)][:-1]
-    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+    for row, (start, length) in enumerate(zip(starts, batch.counted_lengths.tolist(), strict=True)):
         end = start + length
         input_ids[0, start:end] = batch.input_ids[row, :length]
         labels[0, start : end - 1] = batch.input_ids[row, 1:length]

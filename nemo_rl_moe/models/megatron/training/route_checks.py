@@ -59,7 +59,7 @@ class RouteProbe:
     ) -> None:
         if not self._samples:
             return
-        lengths = microbatch.batch.lengths[:NUM_SEQUENCES]
+        lengths = microbatch.batch.counted_lengths[:NUM_SEQUENCES]
         first = (lengths - 1 - NUM_TOKENS).clamp(min=0)[:, None]
         positions = first + torch.arange(NUM_TOKENS, device=lengths.device)
         flat = positions + microbatch.sequence_start[: len(lengths), None]

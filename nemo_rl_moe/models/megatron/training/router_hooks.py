@@ -347,7 +347,7 @@ def in_router_order(values: Int[Tensor, "rows columns ..."], cut: SequenceCut) -
 def fed_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
     """Return True for tokens that an engine feeds to its model: all but padding and each sequence's last."""
     batch = microbatch.batch
-    fed = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) < (batch.lengths - 1)[:, None]
+    fed = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) < (batch.counted_lengths - 1)[:, None]
     return in_router_order(microbatch.at_tokens(fed, fed, False), cut)
 
 
@@ -357,7 +357,7 @@ def row_lags(microbatch: ModelMicrobatch, cut: SequenceCut) -> Int[Tensor, " tok
     if TOKEN_LAG not in batch.columns:
         return None
     lags = batch.columns[TOKEN_LAG].of_targets().values
-    has_next = torch.arange(lags.shape[1], device=lags.device) < (batch.lengths - 1)[:, None]
+    has_next = torch.arange(lags.shape[1], device=lags.device) < (batch.counted_lengths - 1)[:, None]
     return in_router_order(microbatch.at_tokens(lags, has_next, NO_LAG), cut)
 
 

@@ -64,6 +64,7 @@ _WITHOUT: dict[str, dict[str, Any]] = {
     "sink_marks": {"model.gpt_model.mark_attention_sinks": lambda chunk: None},
     "plain_p2p": {"model.transformer_config._implementation_fields": _communicate_in_batches},
     "expert_bias": {"model.gpt_model.correct_expert_bias_with_padding": lambda: None},
+    "loss_of_padding": {"model.gpt_model.correct_loss_of_padding_alone": lambda: None},
     "stage_mask": {"training.forward_backward.padding_mask_for_stage": lambda mask, **_: mask},
     "padding_mask": {"training.forward_backward.padding_mask_for_stage": lambda mask, **_: None},
     "mask_for_global_loss": {"training.forward_backward.needs_padding_mask": lambda config: False},

@@ -5,7 +5,6 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ from nemo_rl_moe.runs.folder.time_line import (
 )
 from tests.support.grpo_fakes import SAMPLING, FakeRewardFunction, make_worker, prompts, small_config
 from tests.support.scripted_engine import ScriptedEngine, TwoTurns, loader, make_session_groups
-from tests.support.trajectories import only_sequence
+from tests.support.trajectories import assert_same_trajectories, only_sequence
 from tests.support.virtual_clock import VirtualLoop
 
 NUM_EPOCHS, NUM_STEPS = 2, 6
@@ -102,9 +101,7 @@ def assert_same(one: RolloutGroups, other: RolloutGroups) -> None:
         other.num_rounds,
         other.num_filled,
     )
-    for ours, theirs in zip(one.trained, other.trained, strict=True):
-        for each in fields(Trajectory):
-            np.testing.assert_array_equal(getattr(ours, each.name), getattr(theirs, each.name), err_msg=each.name)
+    assert_same_trajectories(one.trained, other.trained)
 
 
 @pytest.mark.parametrize("environment", [SingleTurn(), TwoTurns()], ids=["one turn", "two turns"])

@@ -5,10 +5,8 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import pytest
 
 from nemo_rl_moe.algorithms.grpo_batch import make_source
@@ -32,6 +30,7 @@ from tests.support.grpo_fakes import (
     small_config,
 )
 from tests.support.scripted_engine import ScriptedEngine, TwoTurns, loader
+from tests.support.trajectories import assert_same_trajectories
 
 WITH_COPY = ("policy.generation.backend=vllm",)
 EngineOf = Callable[[], GenerationEngine]
@@ -66,9 +65,7 @@ def source_of(
 
 
 def assert_same(one: RolloutGroups, other: RolloutGroups) -> None:
-    for ours, theirs in zip(one.trained, other.trained, strict=True):
-        for each in fields(Trajectory):
-            np.testing.assert_array_equal(getattr(ours, each.name), getattr(theirs, each.name), err_msg=each.name)
+    assert_same_trajectories(one.trained, other.trained)
 
 
 @pytest.mark.parametrize("environment", [SingleTurn(), TwoTurns()], ids=["one turn", "two turns"])
