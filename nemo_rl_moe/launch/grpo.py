@@ -130,7 +130,8 @@ def start_source(
         return make_source(config, worker, loader, sampling)
     resume = run.saved.resume
     state = state_at(config, recorder.state, None if resume is None else resume.folder, loader)
-    return run.use(running_source(config, plan, worker, loader, sampling, run.folder, state, run.console.warn))
+    warn, message = run.console.warn, run.console.message
+    return run.use(running_source(config, plan, worker, loader, sampling, run.folder, state, warn, message))
 
 
 def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollouts:
