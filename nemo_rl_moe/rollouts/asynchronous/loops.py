@@ -12,7 +12,7 @@ from nemo_rl_moe.rollouts.pool import cancel_all
 
 Result = TypeVar("Result")
 CLOSING_LIMIT_S = 20.0
-"""Seconds for the end of a loop; groups, trajectories and other tasks that are cancelled take less, one after another."""
+"""Seconds for the end of a loop; cancelled groups, trajectories and other tasks take less, one after another."""
 
 
 class RunCoroutine(Protocol):
