@@ -141,8 +141,9 @@ def start_source(
         return make_source(config, worker, loader, sampling)
     resume = run.saved.resume
     state = state_at(config, recorder.state, None if resume is None else resume.folder, loader)
+    warn, message = run.console.warn, run.console.message
     record = partial(recorder.record_artifact, TIME_LINE.name)
-    return run.use(running_source(config, plan, worker, loader, sampling, run.folder, state, run.console.warn, record))
+    return run.use(running_source(config, plan, worker, loader, sampling, run.folder, state, warn, message, record))
 
 
 def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollouts:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from nemo_rl_moe.launch.asynchronous import SCHEDULE_FILE
-from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledGroup, ScheduledStep, append_step
+from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledGroup, ScheduledStep, line_of
 from tests.functional.drill_accounts import Accounts
 from tests.functional.drill_records import Logs
 from tests.functional.drill_runs import GROUPS_A_STEP, NUM_PROMPTS, STEPS_AN_EPOCH
@@ -53,13 +53,15 @@ class Made:
         (checkpoint / "queue.json").write_text(json.dumps(queue))
         accounts = Accounts(Logs(self.folder))
         accounts.note_restart()
+        schedule = []
         for version, positions in enumerate(self.positions):
             groups = []
             for position in positions:
                 again = position in (4 * RESTART + 2, 4 * RESTART + 3)
                 began = self.versions.get(position, RESTART if again else max(0, version - 1))
                 groups.append(ScheduledGroup(position, f"prompt {position % NUM_PROMPTS}", 0, began, version))
-            append_step(run_folder / SCHEDULE_FILE, ScheduledStep(version, tuple(groups)))
+            schedule.append(line_of(ScheduledStep(version, tuple(groups)), version + 1))
+        (run_folder / SCHEDULE_FILE).write_text("".join(f"{line}\n" for line in schedule))
         lines = [json.dumps({"step": step, "metrics": {}}) for step in range(1, self.num_records + 1)]
         (run_folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
         final = run_folder / "checkpoints" / "final"

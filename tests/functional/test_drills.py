@@ -20,6 +20,8 @@ from tests.functional.drill_moments import last_step
 NUM_DRILLS = 12
 SEED = 1099
 """Of the first 3000 the one whose dozen has the most different victims, faults and phases."""
+ASYNCHRONOUS_SEED = 851
+"""Of one chain of four kills, of all victims and in four phases."""
 START_LIMIT_S = 400.0
 END_LIMIT_S = 200.0
 COMPLETION_LIMIT_S = 900.0
@@ -54,6 +56,22 @@ def test_a_dozen_drills_end_as_if_nothing_had_happened(output: Path) -> None:
     before = (output / drills.RESULTS).read_text()
     assert drills.main(options) == 0, "nothing is missing"
     assert (output / drills.RESULTS).read_text() == before
+
+
+@long
+def test_an_asynchronous_run_trains_on_each_prompt_once_an_epoch(output: Path) -> None:
+    """Kills of the main process, a scoring worker, and ranks; the engine's are among them."""
+    options = ["--kills", "4", "--seed", str(ASYNCHRONOUS_SEED), "--output", str(output), "--kinds", "grpo_async"]
+    options += ["--victims", "worker", "driver", "reward_function"]
+    assert drills.main(options) == 0
+    results = [each for each in drills.read_results(output / drills.RESULTS) if each["kind"] == "grpo_async"]
+    assert {(each["victim"], each["fault"]) for each in results} == {
+        ("worker", "kill"),
+        ("driver", "kill"),
+        ("reward_function", "kill"),
+    }
+    assert all(each["equal"] for each in results)
+    assert [each["left"] for each in results if each["left"]] == []
 
 
 @long

@@ -106,8 +106,8 @@ def test_the_model_calls_until_it_answers(name: str) -> None:
     assert found.metrics["tools/calls"] == 2
     # Only what the model wrote is trained on, the tokens as they were sampled.
     sampled = [*ended(family, call), *ended(family, call), *ended(family, "The answer.")]
-    assert found.token_ids[found.loss_mask].tolist() == sampled
-    text = family.tokenizer.decode(found.token_ids)
+    assert sampled_ids(found) == sampled
+    text = family.tokenizer.decode(only_sequence(found).token_ids)
     assert all(definition["function"]["description"] in text for definition in INPUTS.tools or ()) == family.shows_tools
 
 
@@ -152,8 +152,8 @@ def test_a_bad_call_gets_an_answer_that_teaches_and_the_others_are_made() -> Non
     assert found.metrics["tools/wrong_calls"] == 6
     # Texts of control tokens in answers are plain text: the turns' ends alone are such tokens.
     end = QWEN.end_ids[-1]
-    text = QWEN.tokenizer.decode(found.token_ids)
-    assert text.count("<|im_end|>") > np.count_nonzero(found.token_ids == end)
+    text = QWEN.tokenizer.decode(only_sequence(found).token_ids)
+    assert text.count("<|im_end|>") > np.count_nonzero(only_sequence(found).token_ids == end)
 
 
 def test_a_model_that_never_calls_right_ends_at_the_most_turns() -> None:

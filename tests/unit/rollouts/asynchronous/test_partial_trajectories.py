@@ -159,10 +159,10 @@ async def test_trajectories_that_were_broken_off_go_on_in_the_next_steps() -> No
     await run.end()
     found = [each for batch in run.batches for group in batch.groups for each in group.group]
     for each in found:
-        assert each.num_sampled_tokens == each.token_ids[len(PROMPT)] == each.reward
-        versions = each.weight_versions[each.loss_mask]
+        assert each.num_sampled_tokens == only_sequence(each).token_ids[len(PROMPT)] == each.reward
+        versions = sampled_versions(each)
         assert set(np.diff(versions)) <= {0, 1}, "it goes on under the next weights"
-    spans = [len(set(each.weight_versions[each.loss_mask].tolist())) for each in found]
+    spans = [len(set(sampled_versions(each).tolist())) for each in found]
     assert max(spans) == MAX_STALENESS + 1
     assert np.mean(np.array(spans) > 1) > 0.3
     assert run.wasted == 0
