@@ -5,6 +5,7 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,17 @@ from nemo_rl_moe.config.schema_grpo import ToolLimitsConfig
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.errors import ConfigurationError, WorkerDiedError
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.tool_environment import ToolConversation
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.tools.definitions import load_tools
 from nemo_rl_moe.tools.detection import format_of, require_continuable
+from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from nemo_rl_moe.tools.results import ToolResult
+from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.call_templates import CALL_TEMPLATES
 from tests.support.conversations import ALL, Family
 from tests.support.scripted_session import scripted_session
 
@@ -252,3 +257,31 @@ def test_the_token_that_ends_calls_has_to_end_turns() -> None:
     require_continuable(Continuation(family.tokenizer), tool_format, family.encode, (answer_end, call_end))
     with pytest.raises(ConfigurationError, match=r"the token that ends a call in policy\.generation\.stop_token_ids"):
         require_continuable(Continuation(family.tokenizer), tool_format, family.encode, (answer_end,))
+
+
+def test_calls_of_a_turn_that_was_cut_are_not_made() -> None:
+    calls = Calls()
+    session = scripted_session(QWEN, [QUESTION], [ended(QWEN, called("add", a=1))], inputs=INPUTS, reward=1.0)
+    generate = session.submit_request
+
+    async def cut(request: GenerationRequest) -> GeneratedSequence:
+        return replace(await generate(request), is_truncated=True)
+
+    session.submit_request = cut
+    environment = ToolConversation(TOOLS, format_of(QWEN.tokenizer, None, NO_INPUTS), calls, LIMITS, 8)
+    found = asyncio.run(environment.rollout(session))
+    assert (calls.made, found.num_turns, found.finish_reason) == ([], 1, "length")
+
+
+def test_a_prompt_that_opens_thinking_is_heeded() -> None:
+    template = CALL_TEMPLATES["qwen3_coder, the prompt opens thinking"]
+    template = template.replace("{{- m.content", "{{- '<think>\\n' + m.content")  # earlier turns keep it
+    family = Family(make_byte_tokenizer(template), ("<|end|>",))
+    call = "<tool_call>\n<function=add>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    calls = Calls()
+    turns = [f"I try {call.format(1)}</think>\n{call.format(2)}", f"I try {call.format(3)}</think>\nThree."]
+    session = scripted_session(family, [QUESTION], [ended(family, turn) for turn in turns], inputs=INPUTS)
+    environment = ToolConversation(TOOLS, TOOL_FORMATS["qwen3_coder"], calls, LIMITS, 8)
+    found = asyncio.run(environment.rollout(session))
+    assert [made[1] for made in calls.made] == [{"a": 2}]
+    assert (found.num_turns, found.fault) == (2, None)
