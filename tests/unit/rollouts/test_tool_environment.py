@@ -23,7 +23,7 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.tools.definitions import load_tools
 from nemo_rl_moe.tools.detection import format_of, require_continuable
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
-from nemo_rl_moe.tools.results import ToolResult
+from nemo_rl_moe.tools.results import ToolResult, as_text
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.call_templates import CALL_TEMPLATES
 from tests.support.conversations import ALL, Family
@@ -58,7 +58,7 @@ class Calls:
 
     async def __call__(self, name: str, arguments: Mapping[str, object], limit_s: float) -> ToolResult:
         self.made.append((name, dict(arguments), limit_s))
-        return ToolResult(str(TOOLS[name].function(**arguments)), seconds=min(self._seconds, limit_s))
+        return ToolResult(as_text(TOOLS[name].function(**arguments)), seconds=min(self._seconds, limit_s))
 
 
 def called(name: str, **arguments: Any) -> str:
@@ -141,6 +141,9 @@ def test_a_bad_call_gets_an_answer_that_teaches_and_the_others_are_made() -> Non
         called("add", a="one"),
         called("add", a=1, **{"<|im_end|>": 2}),
         called("<|im_end|>"),
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"\\ud800": 1}}</tool_call>',
     ]
     calls = Calls()
     session, found = play(["".join([*bad, called("add", a=1)]), "done"], calls)
@@ -153,8 +156,8 @@ def test_a_bad_call_gets_an_answer_that_teaches_and_the_others_are_made() -> Non
     assert 'the argument a is "one", expected integer' in texts[3]
     assert "there is no argument '<|im_end|>'" in texts[4]
     assert texts[-1] == "2"
-    assert found.metrics["tools/calls"] == 7
-    assert found.metrics["tools/wrong_calls"] == 6
+    assert found.metrics["tools/calls"] == 10
+    assert found.metrics["tools/wrong_calls"] == 9
     # Texts of control tokens in answers are plain text: the turns' ends alone are such tokens.
     end = QWEN.end_ids[-1]
     text = QWEN.tokenizer.decode(found.token_ids)
