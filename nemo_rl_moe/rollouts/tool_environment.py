@@ -15,7 +15,7 @@ from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.tools.arguments import ArgumentError, checked_arguments
 from nemo_rl_moe.tools.definitions import Tools
-from nemo_rl_moe.tools.formats.interface import THINK_START, MalformedCall, ParsedCall, ToolFormat
+from nemo_rl_moe.tools.formats.interface import THINK_START, MalformedCall, ParsedCall, ToolCall, ToolFormat
 from nemo_rl_moe.tools.results import ToolResult, error_text
 
 CallTool = Callable[[str, Mapping[str, object], float], Awaitable[ToolResult]]
@@ -82,11 +82,11 @@ class ToolConversation:
         seconds_before = made.seconds
         messages: list[dict[str, object]] = []
         for call in calls:
-            is_known = not isinstance(call, MalformedCall) and call.name in self._tools
+            # What the model wrote in place of a name may hold the text of a control token.
             messages.append(
                 {
                     "role": "tool",
-                    "name": call.name if is_known else NO_TOOL,
+                    "name": call.name if isinstance(call, ToolCall) and call.name in self._tools else NO_TOOL,
                     "tool_call_id": f"call{made.counts[CALLS] % 100_000:05}",  # some templates want nine characters
                     "content": await self._answer(call, made, made.seconds - seconds_before),
                 }
