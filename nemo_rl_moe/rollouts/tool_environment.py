@@ -52,11 +52,21 @@ class ToolConversation:
         call: Calls a tool.
         limits: Limits of calls.
         max_turns: Most responses of the model; calls in the last one are not made.
+        warn: Receives a line at the first failure of each kind.
     """
 
-    def __init__(self, tools: Tools, tool_format: ToolFormat, call: CallTool, limits: ToolLimitsConfig, max_turns: int):
+    def __init__(
+        self,
+        tools: Tools,
+        tool_format: ToolFormat,
+        call: CallTool,
+        limits: ToolLimitsConfig,
+        max_turns: int,
+        warn: Callable[[str], None],
+    ):
         self._tools, self._format, self._call = tools, tool_format, call
         self._limits, self._max_turns = limits, max_turns
+        self._warn, self._reported = warn, set[Fault]()
         self._schemas = {name: tool.definition["function"]["parameters"]["properties"] for name, tool in tools.items()}
 
     async def rollout(self, session: Session) -> Trajectory:
@@ -111,9 +121,19 @@ class ToolConversation:
             return error_text(f"not called: the calls of this turn have taken {self._limits.turn_timeout_s:g} s")
         result = await self._call(name, arguments, min(self._limits.call_timeout_s, left_s))
         made.seconds += result.seconds
-        made.counts[FAILED_CALLS] += result.fault is not None
         made.counts[RESULTS_CUT] += result.is_cut
+        if result.fault is not None:
+            made.counts[FAILED_CALLS] += 1
+            self._report_first_of_its_kind(name, result.fault, result.text)
         return result.text
+
+    def _report_first_of_its_kind(self, name: str, fault: Fault, text: str) -> None:
+        if fault not in self._reported:
+            self._reported.add(fault)
+            self._warn(
+                f"a call of the tool {name} failed, and the model reads {text.splitlines()[0]!r}; further ones are"
+                f" counted as {FAILED_CALLS}"
+            )
 
     def _checked(self, call: ParsedCall) -> tuple[str, dict[str, object]]:
         """Return name and arguments of a call that can be made.

@@ -4,7 +4,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +77,7 @@ def play(
     max_turns: int = 8,
     max_tokens: int = 10_000,
     limits: ToolLimitsConfig = LIMITS,
+    warn: Callable[[str], None] = print,
 ) -> tuple[Session, Trajectory]:
     """Return the session and the trajectory of responses that are given."""
     session = scripted_session(
@@ -88,7 +89,7 @@ def play(
         reward=1.0,
     )
     tool_format = format_of(family.tokenizer, None, NO_INPUTS)
-    environment = ToolConversation(TOOLS, tool_format, calls or Calls(), limits, max_turns)
+    environment = ToolConversation(TOOLS, tool_format, calls or Calls(), limits, max_turns, warn)
     return session, asyncio.run(environment.rollout(session))
 
 
@@ -221,9 +222,14 @@ def test_failures_of_tools_are_counted_and_told() -> None:
     async def cut(name: str, arguments: Mapping[str, object], limit_s: float) -> ToolResult:
         return ToolResult("x\n[cut: the first 1 of 9 characters]", is_cut=True)
 
-    session, found = play([called("add", a=1), "done"], fail)
-    assert answers(session) == ["error: RuntimeError: no such word"]
-    assert (found.metrics["tools/failed_calls"], found.metrics["tools/wrong_calls"], found.fault) == (1, 0, None)
+    warnings: list[str] = []
+    session, found = play([called("add", a=1) * 2, "done"], fail, warn=warnings.append)
+    assert warnings == [
+        "a call of the tool add failed, and the model reads 'error: RuntimeError: no such word'; further ones are counted"
+        " as tools/failed_calls"
+    ]
+    assert answers(session) == ["error: RuntimeError: no such word"] * 2
+    assert (found.metrics["tools/failed_calls"], found.metrics["tools/wrong_calls"], found.fault) == (2, 0, None)
     _, found = play([called("add", a=1), "done"], cut)
     assert (found.metrics["tools/cut_results"], found.metrics["tools/failed_calls"]) == (1, 0)
 
@@ -271,7 +277,7 @@ def test_calls_of_a_turn_that_was_cut_are_not_made() -> None:
         return replace(await generate(request), is_truncated=True)
 
     session.submit_request = cut
-    environment = ToolConversation(TOOLS, format_of(QWEN.tokenizer, None, NO_INPUTS), calls, LIMITS, 8)
+    environment = ToolConversation(TOOLS, format_of(QWEN.tokenizer, None, NO_INPUTS), calls, LIMITS, 8, print)
     found = asyncio.run(environment.rollout(session))
     assert (calls.made, found.num_turns, found.finish_reason) == ([], 1, "length")
 
@@ -284,7 +290,7 @@ def test_a_prompt_that_opens_thinking_is_heeded() -> None:
     calls = Calls()
     turns = [f"I try {call.format(1)}</think>\n{call.format(2)}", f"I try {call.format(3)}</think>\nThree."]
     session = scripted_session(family, [QUESTION], [ended(family, turn) for turn in turns], inputs=INPUTS)
-    environment = ToolConversation(TOOLS, TOOL_FORMATS["qwen3_coder"], calls, LIMITS, 8)
+    environment = ToolConversation(TOOLS, TOOL_FORMATS["qwen3_coder"], calls, LIMITS, 8, print)
     found = asyncio.run(environment.rollout(session))
     assert [made[1] for made in calls.made] == [{"a": 2}]
     assert (found.num_turns, found.fault) == (2, None)
