@@ -225,8 +225,8 @@ def test_failures_of_tools_are_counted_and_told() -> None:
     warnings: list[str] = []
     session, found = play([called("add", a=1) * 2, "done"], fail, warn=warnings.append)
     assert warnings == [
-        "a call of the tool add failed, and the model reads 'error: RuntimeError: no such word'; further ones are counted"
-        " as tools/failed_calls"
+        "a call of the tool add failed, and the model reads 'error: RuntimeError: no such word'; further ones are"
+        " counted as tools/failed_calls"
     ]
     assert answers(session) == ["error: RuntimeError: no such word"] * 2
     assert (found.metrics["tools/failed_calls"], found.metrics["tools/wrong_calls"], found.fault) == (2, 0, None)
