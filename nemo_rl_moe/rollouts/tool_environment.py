@@ -16,7 +16,7 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.tools.arguments import ArgumentError, checked_arguments
 from nemo_rl_moe.tools.definitions import Tools
 from nemo_rl_moe.tools.formats.interface import THINK_START, MalformedCall, ParsedCall, ToolCall, ToolFormat
-from nemo_rl_moe.tools.results import ToolResult, error_text
+from nemo_rl_moe.tools.results import ToolResult, cut, error_text
 
 CallTool = Callable[[str, Mapping[str, object], float], Awaitable[ToolResult]]
 """From the name of a tool, checked arguments and a limit in seconds to the result."""
@@ -114,7 +114,7 @@ class ToolConversation:
             name, arguments = self._checked(call)
         except ArgumentError as error:
             made.counts[WRONG_CALLS] += 1
-            return error_text(str(error))
+            return cut(error_text(str(error)), self._limits.max_result_characters)[0]
         left_s = self._limits.turn_timeout_s - turn_s
         if left_s <= 0:
             made.counts[FAILED_CALLS] += 1

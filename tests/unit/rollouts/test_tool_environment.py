@@ -33,7 +33,7 @@ TOOLS = load_tools(["tests.support.tool_functions:add", "tests.support.tool_func
 QUESTION = {"role": "user", "content": "1+2+3?"}
 INPUTS = TemplateInputs(tools=tuple(tool.definition for tool in TOOLS.values()))
 LIMITS = ToolLimitsConfig(
-    num_workers=1, call_timeout_s=10.0, turn_timeout_s=30.0, max_result_characters=100, memory_mb=100
+    num_workers=1, call_timeout_s=10.0, turn_timeout_s=30.0, max_result_characters=1000, memory_mb=100
 )
 QWEN = ALL["Qwen3, Qwen3-MoE"]
 CONTINUABLE = (
@@ -163,6 +163,13 @@ def test_a_bad_call_gets_an_answer_that_teaches_and_the_others_are_made() -> Non
     end = QWEN.end_ids[-1]
     text = QWEN.tokenizer.decode(found.token_ids)
     assert text.count("<|im_end|>") > np.count_nonzero(found.token_ids == end)
+
+
+def test_answers_to_bad_calls_are_cut_as_results_are() -> None:
+    limits = LIMITS.model_copy(update={"max_result_characters": 40})
+    session, _ = play([called("ad"), "done"], limits=limits)
+    (text,) = answers(session)
+    assert text.startswith("error: there is no tool 'ad'; did you me\n[cut: the first 40 of ")
 
 
 def test_a_model_that_never_calls_right_ends_at_the_most_turns() -> None:
