@@ -242,11 +242,12 @@ def start_rollouts(
 ) -> RolloutWorker:
     """Start the workers of rewards and tools, and the generation engine, for the rest of the run."""
     reward_function = run.use(running_reward_workers(config, run.console))
-    environment = prepared.environment
-    if prepared.tools is not None:
-        environment = prepared.tools.environment(config.env, run.use(running_tool_workers(config.env, run.console)))
     tokenizer = prepared.model.tokenizer
     notices = Notices(run.console.message, run.console.warn)
+    environment = prepared.environment
+    if prepared.tools is not None:
+        workers = run.use(running_tool_workers(config.env, run.console))
+        environment = prepared.tools.environment(config.env, workers, notices.warn)
     return RolloutWorker(
         start_engine(config, run, policy, prepared.model),
         reward_function,

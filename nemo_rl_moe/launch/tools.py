@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools of a run: checked before anything starts, shown to the model in its prompts, and run in their workers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,9 +31,9 @@ class PreparedTools:
     tools: Tools
     tool_format: ToolFormat
 
-    def environment(self, config: EnvironmentConfig, workers: ToolWorkers) -> Environment:
+    def environment(self, config: EnvironmentConfig, workers: ToolWorkers, warn: Callable[[str], None]) -> Environment:
         """Return the environment in which the model calls them."""
-        return ToolConversation(self.tools, self.tool_format, workers.call, config.tool_limits, config.max_turns)
+        return ToolConversation(self.tools, self.tool_format, workers.call, config.tool_limits, config.max_turns, warn)
 
 
 def prepare_tools(

@@ -15,8 +15,8 @@ from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.tools.arguments import ArgumentError, checked_arguments
 from nemo_rl_moe.tools.definitions import Tools
-from nemo_rl_moe.tools.formats.interface import THINK_START, MalformedCall, ParsedCall, ToolFormat
-from nemo_rl_moe.tools.results import ToolResult, error_text
+from nemo_rl_moe.tools.formats.interface import THINK_START, MalformedCall, ParsedCall, ToolCall, ToolFormat
+from nemo_rl_moe.tools.results import ToolResult, cut, error_text
 
 CallTool = Callable[[str, Mapping[str, object], float], Awaitable[ToolResult]]
 """From the name of a tool, checked arguments and a limit in seconds to the result."""
@@ -52,11 +52,21 @@ class ToolConversation:
         call: Calls a tool.
         limits: Limits of calls.
         max_turns: Most responses of the model; calls in the last one are not made.
+        warn: Receives a line at the first failure of each kind.
     """
 
-    def __init__(self, tools: Tools, tool_format: ToolFormat, call: CallTool, limits: ToolLimitsConfig, max_turns: int):
+    def __init__(
+        self,
+        tools: Tools,
+        tool_format: ToolFormat,
+        call: CallTool,
+        limits: ToolLimitsConfig,
+        max_turns: int,
+        warn: Callable[[str], None],
+    ):
         self._tools, self._format, self._call = tools, tool_format, call
         self._limits, self._max_turns = limits, max_turns
+        self._warn, self._reported = warn, set[Fault]()
         self._schemas = {name: tool.definition["function"]["parameters"]["properties"] for name, tool in tools.items()}
 
     async def rollout(self, session: Session) -> Trajectory:
@@ -82,11 +92,11 @@ class ToolConversation:
         seconds_before = made.seconds
         messages: list[dict[str, object]] = []
         for call in calls:
-            name = NO_TOOL if isinstance(call, MalformedCall) else call.name
+            # What the model wrote in place of a name may hold the text of a control token.
             messages.append(
                 {
                     "role": "tool",
-                    "name": name if name in self._tools else NO_TOOL,
+                    "name": call.name if isinstance(call, ToolCall) and call.name in self._tools else NO_TOOL,
                     "tool_call_id": f"call{made.counts[CALLS] % 100_000:05}",  # some templates want nine characters
                     "content": await self._answer(call, made, made.seconds - seconds_before),
                 }
@@ -104,16 +114,26 @@ class ToolConversation:
             name, arguments = self._checked(call)
         except ArgumentError as error:
             made.counts[WRONG_CALLS] += 1
-            return error_text(str(error))
+            return cut(error_text(str(error)), self._limits.max_result_characters)[0]
         left_s = self._limits.turn_timeout_s - turn_s
         if left_s <= 0:
             made.counts[FAILED_CALLS] += 1
             return error_text(f"not called: the calls of this turn have taken {self._limits.turn_timeout_s:g} s")
         result = await self._call(name, arguments, min(self._limits.call_timeout_s, left_s))
         made.seconds += result.seconds
-        made.counts[FAILED_CALLS] += result.fault is not None
         made.counts[RESULTS_CUT] += result.is_cut
+        if result.fault is not None:
+            made.counts[FAILED_CALLS] += 1
+            self._report_first_of_its_kind(name, result.fault, result.text)
         return result.text
+
+    def _report_first_of_its_kind(self, name: str, fault: Fault, text: str) -> None:
+        if fault not in self._reported:
+            self._reported.add(fault)
+            self._warn(
+                f"a call of the tool {name} failed, and the model reads {text.splitlines()[0]!r}; further ones are"
+                f" counted as {FAILED_CALLS}"
+            )
 
     def _checked(self, call: ParsedCall) -> tuple[str, dict[str, object]]:
         """Return name and arguments of a call that can be made.

@@ -27,7 +27,7 @@ class ToolResult:
 
 def error_text(problem: str) -> str:
     """Return the answer to a call that has no result."""
-    return f"error: {problem}"
+    return as_text(f"error: {problem}")  # it may quote what the model wrote
 
 
 def as_text(value: object) -> str:

@@ -102,4 +102,4 @@ def _text_or_error(call: Callable[[], str]) -> tuple[str, Fault | None]:
     except TimeIsUp:
         raise
     except BaseException as error:  # SystemExit too: it would end the worker
-        return error_text(as_text(one_line(error))), Fault.ERROR
+        return error_text(one_line(error)), Fault.ERROR

@@ -108,6 +108,8 @@ class ToolWorkers:
         Raises:
             WorkerDiedError: A worker was lost and cannot be replaced, or all have been stopped.
         """
+        if self._is_stopped:
+            raise WorkerDiedError(_STOPPED)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, name, arguments, limit_s)
 
     def shutdown(self) -> None:
@@ -115,8 +117,9 @@ class ToolWorkers:
         with self._lock:
             self._is_stopped = True
             actors, self._actors = self._actors, {}
-        for actor in actors.values():
+        for number, actor in actors.items():
             kill(actor)
+            self._idle.put(number)  # wakes a call that waits for a worker which could not be replaced
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _call(self, name: str, arguments: Mapping[str, object], limit_s: float) -> ToolResult:

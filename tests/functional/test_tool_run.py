@@ -17,6 +17,7 @@ from tests.functional import grpo_runs, run_kills, sft_runs
 
 pytestmark = pytest.mark.shared_ray
 START_LIMIT_S, END_LIMIT_S = 240.0, 120.0
+CHILD = "started-by-a-tool"
 
 
 def read_calls(text: str, schemas: Schemas) -> list[ParsedCall]:
@@ -26,7 +27,7 @@ def read_calls(text: str, schemas: Schemas) -> list[ParsedCall]:
 
 
 HANGING = ToolFormat(
-    lambda text, schemas: [ToolCall("start_child", {"seconds": 10_000}), ToolCall("block", {"seconds": 10_000.0})],
+    lambda text, schemas: [ToolCall("start_child", {"option": CHILD}), ToolCall("block", {"seconds": 10_000.0})],
     TOOL_FORMATS["hermes"].example,
 )
 ANY_TEXT = ToolFormat(read_calls, TOOL_FORMATS["hermes"].example)
@@ -88,7 +89,7 @@ def test_nothing_is_left_of_a_run_that_is_ended_while_tools_run(number: signal.S
     settings = grpo_runs.settings(tmp_path, data, **tools, **sft_runs.only_jsonl())
     with run_kills.running(grpo_runs.command(settings), tmp_path) as run:
         run.wait_for_text("rollouts: no progress for ", START_LIMIT_S)
-        children = [process for process in run.family() if "--sleeps-for-a-test" in process.cmdline()]
+        children = [process for process in run.family() if CHILD in process.cmdline()]
         assert children
         run.process.send_signal(number)
         run.wait_for_end(END_LIMIT_S)

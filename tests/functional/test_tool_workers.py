@@ -129,7 +129,7 @@ def test_secrets_of_the_environment_are_hidden(workers: ToolWorkers) -> None:
 def test_nothing_is_left_behind() -> None:
     with started(1) as workers:
         (worker,) = process_ids(workers)
-        (child,) = results(workers, ("start_child", {"seconds": 10_000}, LIMIT_S))
+        (child,) = results(workers, ("start_child", {"option": "x"}, LIMIT_S))
         processes = [psutil.Process(worker), psutil.Process(int(child.text))]
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive

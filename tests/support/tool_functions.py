@@ -5,8 +5,8 @@
 import os
 import subprocess
 import sys
-import tempfile
 import time
+from pathlib import Path
 from typing import Literal
 
 from nemo_rl_moe.tools import confined_process
@@ -118,16 +118,14 @@ def variable(name: str) -> str:
     return os.environ.get(name, "not set")
 
 
-def start_child(seconds: int) -> str:
-    """Start a process that waits, as the Python tool does, and return its number.
+def start_child(option: str) -> str:
+    """Start a process that waits for hours, as the Python tool does, and return its number.
 
     Args:
-        seconds: How long it waits.
+        option: A word of its command line.
     """
-    waits = f"import time; time.sleep({seconds})"
-    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as program:
-        program.write(waits)
-    command = [sys.executable, "-I", confined_process.__file__, "60", "512", program.name, "--sleeps-for-a-test"]
+    program = str(Path(__file__).with_name("sleeping_program.py"))
+    command = [sys.executable, "-I", confined_process.__file__, "60", "512", program, option]
     return str(subprocess.Popen(command, start_new_session=True).pid)
 
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from nemo_rl_moe.data.continuation import Continuation, NoExtension
 from nemo_rl_moe.data.template_inputs import TemplateInputs
 from nemo_rl_moe.rewards.interface import Score
-from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
+from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence
 from tests.support.conversations import ALL, TOOL, Conversation
 from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, scripted_session
+from tests.support.trajectories import only_sequence
 
 
 @cache
@@ -49,8 +50,8 @@ def test_a_session_is_a_fresh_rendering_as_long_as_the_template_only_appends(
         continuation=continuation_of(name),
     )
 
-    def so_far() -> Trajectory:
-        return session.finish(Score(0.0, is_correct=False))
+    def so_far() -> TokenSequence:
+        return only_sequence(session.finish(Score(0.0, is_correct=False)))
 
     async def converse() -> None:
         for role in roles:

@@ -4,7 +4,8 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,21 +15,26 @@ from nemo_rl_moe.config.schema_grpo import ToolLimitsConfig
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.errors import ConfigurationError, WorkerDiedError
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.tool_environment import ToolConversation
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.tools.definitions import load_tools
 from nemo_rl_moe.tools.detection import format_of, require_continuable
-from nemo_rl_moe.tools.results import ToolResult
+from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
+from nemo_rl_moe.tools.results import ToolResult, as_text
+from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.call_templates import CALL_TEMPLATES
 from tests.support.conversations import ALL, Family
 from tests.support.scripted_session import scripted_session
+from tests.support.trajectories import only_sequence, sampled_ids
 
 TOOLS = load_tools(["tests.support.tool_functions:add", "tests.support.tool_functions:say"], {})
 QUESTION = {"role": "user", "content": "1+2+3?"}
 INPUTS = TemplateInputs(tools=tuple(tool.definition for tool in TOOLS.values()))
 LIMITS = ToolLimitsConfig(
-    num_workers=1, call_timeout_s=10.0, turn_timeout_s=30.0, max_result_characters=100, memory_mb=100
+    num_workers=1, call_timeout_s=10.0, turn_timeout_s=30.0, max_result_characters=1000, memory_mb=100
 )
 QWEN = ALL["Qwen3, Qwen3-MoE"]
 CONTINUABLE = (
@@ -53,7 +59,7 @@ class Calls:
 
     async def __call__(self, name: str, arguments: Mapping[str, object], limit_s: float) -> ToolResult:
         self.made.append((name, dict(arguments), limit_s))
-        return ToolResult(str(TOOLS[name].function(**arguments)), seconds=min(self._seconds, limit_s))
+        return ToolResult(as_text(TOOLS[name].function(**arguments)), seconds=min(self._seconds, limit_s))
 
 
 def called(name: str, **arguments: Any) -> str:
@@ -72,6 +78,7 @@ def play(
     max_turns: int = 8,
     max_tokens: int = 10_000,
     limits: ToolLimitsConfig = LIMITS,
+    warn: Callable[[str], None] = print,
 ) -> tuple[Session, Trajectory]:
     """Return the session and the trajectory of responses that are given."""
     session = scripted_session(
@@ -83,7 +90,7 @@ def play(
         reward=1.0,
     )
     tool_format = format_of(family.tokenizer, None, NO_INPUTS)
-    environment = ToolConversation(TOOLS, tool_format, calls or Calls(), limits, max_turns)
+    environment = ToolConversation(TOOLS, tool_format, calls or Calls(), limits, max_turns, warn)
     return session, asyncio.run(environment.rollout(session))
 
 
@@ -136,6 +143,9 @@ def test_a_bad_call_gets_an_answer_that_teaches_and_the_others_are_made() -> Non
         called("add", a="one"),
         called("add", a=1, **{"<|im_end|>": 2}),
         called("<|im_end|>"),
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"\\ud800": 1}}</tool_call>',
     ]
     calls = Calls()
     session, found = play(["".join([*bad, called("add", a=1)]), "done"], calls)
@@ -148,12 +158,19 @@ def test_a_bad_call_gets_an_answer_that_teaches_and_the_others_are_made() -> Non
     assert 'the argument a is "one", expected integer' in texts[3]
     assert "there is no argument '<|im_end|>'" in texts[4]
     assert texts[-1] == "2"
-    assert found.metrics["tools/calls"] == 7
-    assert found.metrics["tools/wrong_calls"] == 6
+    assert found.metrics["tools/calls"] == 10
+    assert found.metrics["tools/wrong_calls"] == 9
     # Texts of control tokens in answers are plain text: the turns' ends alone are such tokens.
     end = QWEN.end_ids[-1]
     text = QWEN.tokenizer.decode(only_sequence(found).token_ids)
     assert text.count("<|im_end|>") > np.count_nonzero(only_sequence(found).token_ids == end)
+
+
+def test_answers_to_bad_calls_are_cut_as_results_are() -> None:
+    limits = LIMITS.model_copy(update={"max_result_characters": 40})
+    session, _ = play([called("ad"), "done"], limits=limits)
+    (text,) = answers(session)
+    assert text.startswith("error: there is no tool 'ad'; did you me\n[cut: the first 40 of ")
 
 
 def test_a_model_that_never_calls_right_ends_at_the_most_turns() -> None:
@@ -213,9 +230,14 @@ def test_failures_of_tools_are_counted_and_told() -> None:
     async def cut(name: str, arguments: Mapping[str, object], limit_s: float) -> ToolResult:
         return ToolResult("x\n[cut: the first 1 of 9 characters]", is_cut=True)
 
-    session, found = play([called("add", a=1), "done"], fail)
-    assert answers(session) == ["error: RuntimeError: no such word"]
-    assert (found.metrics["tools/failed_calls"], found.metrics["tools/wrong_calls"], found.fault) == (1, 0, None)
+    warnings: list[str] = []
+    session, found = play([called("add", a=1) * 2, "done"], fail, warn=warnings.append)
+    assert warnings == [
+        "a call of the tool add failed, and the model reads 'error: RuntimeError: no such word'; further ones are"
+        " counted as tools/failed_calls"
+    ]
+    assert answers(session) == ["error: RuntimeError: no such word"] * 2
+    assert (found.metrics["tools/failed_calls"], found.metrics["tools/wrong_calls"], found.fault) == (2, 0, None)
     _, found = play([called("add", a=1), "done"], cut)
     assert (found.metrics["tools/cut_results"], found.metrics["tools/failed_calls"]) == (1, 0)
 
@@ -252,3 +274,31 @@ def test_the_token_that_ends_calls_has_to_end_turns() -> None:
     require_continuable(Continuation(family.tokenizer), tool_format, family.encode, (answer_end, call_end))
     with pytest.raises(ConfigurationError, match=r"the token that ends a call in policy\.generation\.stop_token_ids"):
         require_continuable(Continuation(family.tokenizer), tool_format, family.encode, (answer_end,))
+
+
+def test_calls_of_a_turn_that_was_cut_are_not_made() -> None:
+    calls = Calls()
+    session = scripted_session(QWEN, [QUESTION], [ended(QWEN, called("add", a=1))], inputs=INPUTS, reward=1.0)
+    generate = session.submit_request
+
+    async def cut(request: GenerationRequest) -> GeneratedSequence:
+        return replace(await generate(request), is_truncated=True)
+
+    session.submit_request = cut
+    environment = ToolConversation(TOOLS, format_of(QWEN.tokenizer, None, NO_INPUTS), calls, LIMITS, 8, print)
+    found = asyncio.run(environment.rollout(session))
+    assert (calls.made, found.num_turns, found.finish_reason) == ([], 1, "length")
+
+
+def test_a_prompt_that_opens_thinking_is_heeded() -> None:
+    template = CALL_TEMPLATES["qwen3_coder, the prompt opens thinking"]
+    template = template.replace("{{- m.content", "{{- '<think>\\n' + m.content")  # earlier turns keep it
+    family = Family(make_byte_tokenizer(template), ("<|end|>",))
+    call = "<tool_call>\n<function=add>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    calls = Calls()
+    turns = [f"I try {call.format(1)}</think>\n{call.format(2)}", f"I try {call.format(3)}</think>\nThree."]
+    session = scripted_session(family, [QUESTION], [ended(family, turn) for turn in turns], inputs=INPUTS)
+    environment = ToolConversation(TOOLS, TOOL_FORMATS["qwen3_coder"], calls, LIMITS, 8, print)
+    found = asyncio.run(environment.rollout(session))
+    assert [made[1] for made in calls.made] == [{"a": 2}]
+    assert (found.num_turns, found.fault) == (2, None)

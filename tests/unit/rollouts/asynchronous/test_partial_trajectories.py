@@ -28,6 +28,7 @@ from nemo_rl_moe.rollouts.worker import RolloutWorker
 from tests.support.grpo_fakes import SAMPLING, FakeRewardFunction, as_numbers, from_numbers
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_rollouts import red_on
+from tests.support.trajectories import only_sequence
 
 PROMPT = (3, 4)
 GROUPS_PER_STEP, NUM_GENERATIONS, MAX_STALENESS = 4, 3, 3
@@ -71,6 +72,11 @@ class PausedEngine(ScriptedEngine):
 
     def wake(self) -> None:
         self._paused.clear()
+
+
+def sampled_versions(trajectory: Trajectory) -> np.ndarray:
+    found = only_sequence(trajectory)
+    return found.weight_versions[found.loss_mask]
 
 
 async def one_turn(session: Session) -> Trajectory:
