@@ -41,8 +41,9 @@ def test_a_run_goes_on_whatever_tools_do(tmp_path: Path) -> None:
         "policy__generation__max_new_tokens": 16,
         "policy__generation__stop_token_ids": list(range(0, 250, 8)),
         "env__tools": ["tests.support.tool_functions:add", "tests.support.tool_functions:block"],
-        "env__tool_format": f"{__name__}:ANY_TEXT",
-        "env__tool_limits": {"num_workers": 2, "call_timeout_s": 1.0},
+        "env__tool_format": "tests.functional.test_tool_run:ANY_TEXT",
+        "env__tool_limits__num_workers": 2,
+        "env__tool_limits__call_timeout_s": 1.0,
         "env__max_turns": 2,
         "env__name": "callable",
         "env__callable": {"function": "tests.functional.grpo_runs:share_of_digits"},
@@ -58,7 +59,7 @@ def test_a_run_goes_on_whatever_tools_do(tmp_path: Path) -> None:
     assert len(steps) == 2
     lines = (run_folder / SAMPLES_FILE_NAME).read_text().splitlines()
     samples = [json.loads(line) for line in lines]
-    called = [sample for sample in samples if sample["num_turns"] == 2]
+    called = [sample for sample in samples if sample.get("num_turns") == 2]
     assert called
     for sample in called:
         assert "<tool_response>42</tool_response>" in sample["response"]
@@ -79,8 +80,10 @@ def test_nothing_is_left_of_a_run_that_is_ended_while_tools_run(number: signal.S
         "policy__model_name": sft_runs.REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe_tools",
         "policy__max_total_sequence_length": 2000,
         "env__tools": ["tests.support.tool_functions:start_child", "tests.support.tool_functions:block"],
-        "env__tool_format": f"{__name__}:HANGING",
-        "env__tool_limits": {"num_workers": 2, "call_timeout_s": 10_000.0, "turn_timeout_s": 20_000.0},
+        "env__tool_format": "tests.functional.test_tool_run:HANGING",
+        "env__tool_limits__num_workers": 2,
+        "env__tool_limits__call_timeout_s": 10_000.0,
+        "env__tool_limits__turn_timeout_s": 20_000.0,
         "policy__generation__max_new_tokens": 16,
         "policy__generation__stop_token_ids": list(range(0, 250, 8)),
         "env__score_truncated": True,

@@ -197,7 +197,7 @@ def test_what_is_thought_is_not_called() -> None:
 
 def test_a_result_that_does_not_fit_ends_the_trajectory_as_cut() -> None:
     session, whole = play([called("say", text="y" * 400), "done"])
-    size = len(whole.token_ids)
+    size = len(only_sequence(whole).token_ids)
     _, exact = play([called("say", text="y" * 400), "done"], max_tokens=size)
     assert (exact.num_turns, exact.finish_reason) == (2, "stop")
     _, over = play([called("say", text="y" * 400), "done"], max_tokens=size - 400)
@@ -206,7 +206,7 @@ def test_a_result_that_does_not_fit_ends_the_trajectory_as_cut() -> None:
     # The answer fits, and no token of the model behind it.
     room_after_result = size - len(ended(QWEN, "done"))
     _, full = play([called("say", text="y" * 400), "done"], max_tokens=room_after_result)
-    assert (full.num_turns, len(full.token_ids)) == (1, room_after_result)
+    assert (full.num_turns, len(only_sequence(full).token_ids)) == (1, room_after_result)
     assert answers(session) == ["y" * 400]
 
 
