@@ -3,7 +3,7 @@
 """Trajectories of several sequences in training: empty rows change nothing, a turn of two sequences counts once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,8 @@ SETTINGS = {"train_micro_batch_size": 1, "train_global_batch_size": 4, "moe_aux_
 PACKED = {
     "sequence_packing__enabled": True,
     "sequence_packing__train_mb_tokens": 19,
-    "sequence_packing__logprob_mb_tokens": 19,
+    "max_total_sequence_length": 19,
+    "generation__max_new_tokens": 8,
 }
 
 
@@ -150,13 +151,3 @@ def test_a_turn_of_two_sequences_is_trained_on_once() -> None:
     assert twice.num_microbatches == once.num_microbatches + 1
     assert_same_step(twice, once)
     assert abs(again.grad_norm / once.grad_norm - 1) > 1e-3, "the test would see it"
-
-
-def test_columns_of_empty_rows() -> None:
-    batch = training_batch(five_sequences(), ADVANTAGES, 0, leave_out_truncated=False)
-    filled = with_empty_rows(batch, 2)
-    assert filled.counted_lengths.tolist() == [*batch.lengths.tolist(), 0, 0]
-    assert not filled.token_mask[5:].any()
-    assert replace(filled.select(range(5)), is_filler=None, sample_sizes=batch.sample_sizes).sample_ids == (
-        batch.sample_ids
-    )
