@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 from examples.routing_study.grid import BASELINE, METHODS, Condition
-from examples.routing_study.intervals import Interval, geometric, interval, paired_differences, paired_factors
 from examples.routing_study.measures import MEASURES, Results
+from examples.studies.intervals import Interval, geometric, interval, paired_differences, paired_factors
 
 FACTORS = ("mismatch, median step", "mismatch, worst step", "largest ratio")
 """Measures that span powers of ten: their means are geometric, and they are compared as factors."""

@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.config.user_code import described, import_function, is_custom
-from nemo_rl_moe.errors import ConfigurationError, one_line
+from nemo_rl_moe.config.user_code import described, error_in_user_code, import_function, is_custom
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rl.estimators import ESTIMATORS
 from nemo_rl_moe.rl.estimators.interface import Estimator, EstimatorInputs
 
@@ -90,7 +90,7 @@ def check_estimator(config: GRPOMasterConfig) -> None:
     except ConfigurationError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigurationError(f"{KEY}: {name} raised, on rewards of 0 and 1: {one_line(error)}") from error
+        raise ConfigurationError(f"{KEY}: {name} raised, on rewards of 0 and 1: {error_in_user_code(error)}") from error
 
 
 def _tried_inputs(config: GRPOMasterConfig) -> EstimatorInputs:

@@ -73,12 +73,30 @@ def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator
 def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that the named environment has its section."""
     name = config.env.name
-    if name in ("reasoning_gym", "callable") and getattr(config.env, name) is None:
-        yield f"env.{name}: null, but env.name is {name}, which reads that section"
+    examples = {
+        "reasoning_gym": "{task: basic_arithmetic, parameters: {}, partial_credit: false}",
+        "callable": '{function: "my_module:score"}',
+    }
+    if (example := examples.get(name)) is not None and getattr(config.env, name) is None:
+        yield f"env.{name}: got null, expected a section such as {example} with env.name {name}"
     if config.env.parameters and not is_custom(name):
         yield (
             f"env.parameters: got {', '.join(map(str, config.env.parameters))}, expected {{}} with env.name {name}:"
             " they are the arguments of an environment of your own"
+        )
+
+
+def tools_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that nothing else drives the conversation in which tools are called, or defines them."""
+    if not config.env.tools:
+        return
+    named = ", ".join(config.env.tools)
+    if config.env.rollout is not None:
+        yield f"env.tools: got {named}, expected [] with env.rollout {config.env.rollout}, which drives trajectories"
+    if config.data.tools:
+        yield (
+            f"data.tools: got {len(config.data.tools)}, expected [] with env.tools {named}: the chat template gets the"
+            " definitions of those"
         )
 
 
@@ -238,6 +256,7 @@ GRPO_RULES = (
     *ESTIMATOR_RULES,
     divergence_in_the_reward_has_a_meaning,
     environment_has_its_section,
+    tools_have_a_conversation,
     prompts_have_a_source,
     ranks_may_have_different_numbers_of_tokens,
     template_has_a_place_for_the_prompt,

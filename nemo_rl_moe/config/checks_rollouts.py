@@ -54,10 +54,11 @@ def old_tokens_are_corrected(config: GRPOMasterConfig) -> Iterator[str]:
         "loss_fn.force_on_policy_ratio: got always": loss.force_on_policy_ratio == "always",
         "loss_fn.objective: got reinforce": loss.objective == "reinforce",
     }
+    cause = f"{LAG_KEY} {lag}" if config.grpo.rollouts.replay_schedule is None else f"{KEY}.replay_schedule"
     for setting, is_chosen in forced.items():
         if is_chosen:
             yield (
-                f"{setting}, expected another with loss_fn.importance_sampling_correction none and {LAG_KEY} {lag}: old"
+                f"{setting}, expected another with loss_fn.importance_sampling_correction none and {cause}: old"
                 " weights sampled the tokens, and nothing would weigh them; truncated does"
             )
 

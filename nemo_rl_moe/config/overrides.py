@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
+from nemo_rl_moe.config.algorithm import ALGORITHM_KEY
 from nemo_rl_moe.config.files import parse_value, traps, yaml_problem
 from nemo_rl_moe.config.renamed_keys import new_key
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, nearest_or_allowed, quoted, shortened
@@ -86,6 +87,8 @@ def apply_overrides(
                 )
         elif override.add or name in known or name in present_keys(changed):
             _set(changed, override.key, override.value)
+        elif name == ALGORITHM_KEY:
+            problems.append(f"{name}: is read from the file alone, which `nemo-rl-moe run --config FILE` starts")
         else:
             hint, renamed = nearest_or_allowed(name, [*known, *present_keys(changed)]), new_key(name)
             reason = f"unknown key{hint}" if renamed is None else f"is now called {renamed}"

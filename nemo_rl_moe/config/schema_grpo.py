@@ -322,6 +322,22 @@ class CallableConfig(StrictModel):
     `env.reward_weights`, a dict of rewards in its place."""
 
 
+class ToolLimitsConfig(StrictModel):
+    """Limits of calls of tools."""
+
+    num_workers: Processes
+    """Processes that run tools, each one call at a time."""
+    call_timeout_s: Seconds
+    """Seconds that a call may take; then the model is told so in place of the result."""
+    turn_timeout_s: Seconds
+    """Seconds that the calls of one turn may take together; later ones are not made. The limit of a trajectory is
+    `env.rollout_timeout_s`."""
+    max_result_characters: PositiveInt
+    """Longest result; a longer one is cut, and its end tells the model so."""
+    memory_mb: PositiveInt
+    """Megabytes that the tools of a process may take."""
+
+
 class EnvironmentConfig(StrictModel):
     """Scoring of responses."""
 
@@ -359,6 +375,19 @@ class EnvironmentConfig(StrictModel):
     """Seconds that the code and the tools of one trajectory of `rollout` may take; then it has failed, and is counted.
     Time in which it waits for the model's responses or for `session.score()` does not count, nor that of other
     trajectories. null: no limit."""
+    tools: list[Text]
+    """Tools that the model may call, until it answers without a call: `package.module:function`, typed and with a
+    docstring, or calculator, python, search; []: none."""
+    tool_parameters: dict[str, dict[str, Any]]
+    """Values of keyword-only parameters of tools, by the name of the tool: the model does not see them; {}: none."""
+    tool_format: Text | None
+    """Format in which the model writes calls: hermes, qwen3_coder, glm45, deepseek_v3, deepseek_v31, mistral,
+    mistral_args, llama3_json, function_calls, harmony, or `package.module:FORMAT`; null: the one that the chat template
+    writes."""
+    tool_limits: ToolLimitsConfig
+    """Read when there are `tools`."""
+    max_turns: PositiveInt
+    """Most responses of a trajectory with `tools`; calls in the last one are not made."""
 
     @property
     def is_custom(self) -> bool:

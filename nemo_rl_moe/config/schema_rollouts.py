@@ -48,5 +48,9 @@ class RolloutsConfig(StrictModel):
 
     @property
     def most_lag(self) -> int:
-        """Return the optimizer steps by which responses may be older than the weights that they train."""
-        return self.max_staleness if self.is_asynchronous else 0
+        """Return the optimizer steps by which responses may be older than the weights that they train; 1 or more with a
+        schedule, whose groups may have any age.
+        """
+        if not self.is_asynchronous:
+            return 0
+        return self.max_staleness if self.replay_schedule is None else max(1, self.max_staleness)

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects of the user's modules, named in a configuration as `package.module:attribute`."""
 
+import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError, one_line
+
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 def import_attribute(key: str, reference: str, form: str = "package.module:function") -> Any:
@@ -75,6 +79,17 @@ def described(value: Any) -> str:
     return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
 
 
+def error_in_user_code(error: BaseException) -> str:
+    """Return type and first line of an error of the user's code, and the line of the user's file that led to it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_passed_through(frame.filename)]
+    of_user = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f"{one_line(error)} ({Path(of_user[-1].filename).name}:{of_user[-1].lineno})" if of_user else one_line(error)
+
+
+def _is_passed_through(file: str) -> bool:
+    return file.startswith(("<frozen", _PACKAGE)) or file == importlib.__file__
+
+
 def _hides_a_file(module: Any) -> str:
     """Return which file an installed module is from, where the working folder has one of the same name."""
     file = Path(getattr(module, "__file__", None) or "")
@@ -92,7 +107,7 @@ def _import(key: str, module_name: str, reference: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigurationError(
-                f"{key}: {reference}: {module_name} cannot be imported: {one_line(error)}"
+                f"{key}: {reference}: {module_name} cannot be imported: {error_in_user_code(error)}"
             ) from error
         beside = [path.stem for path in Path(working_folder).glob("*.py")]
         raise ConfigurationError(
@@ -102,4 +117,6 @@ def _import(key: str, module_name: str, reference: str) -> Any:
     except BaseException as error:  # a module may raise anything, or exit
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise ConfigurationError(f"{key}: {reference}: {module_name} cannot be imported: {one_line(error)}") from error
+        raise ConfigurationError(
+            f"{key}: {reference}: {module_name} cannot be imported: {error_in_user_code(error)}"
+        ) from error

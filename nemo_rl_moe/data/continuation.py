@@ -8,14 +8,14 @@ is the glue, the new messages and the next generation prompt.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.data.chat_template import text_renderer_for
 from nemo_rl_moe.data.control_tokens import ControlTokens
 from nemo_rl_moe.data.messages import Message, parse_messages
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
-from nemo_rl_moe.data.turn_glue import Glue, GlueFinder, NoExtension, StandIn, stand_ins
+from nemo_rl_moe.data.turn_glue import Glue, GlueFinder, NoExtension, Refusal, StandIn, stand_ins, with_calls
 from nemo_rl_moe.data.turn_spans import RenderError, Span
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class Extension:
     Attributes:
         token_ids: Tokens that follow the sampled ones: the end token where the turn has none, glue, the new messages,
             the next generation prompt.
-        messages: The conversation up to there, for the next turn's `before`. A turn of calls that the template takes in
-            their own form alone is a stand-in.
+        messages: The conversation up to there, for the next turn's `before`. Turns of calls that the template takes in
+            their own form alone are stand-ins.
         text: Their rendering, for the next turn's `text_before`.
     """
 
@@ -102,6 +102,15 @@ class Continuation:
             NoExtension: The chat template does not merely append, or where the turn ends cannot be told.
         """
         new = _checked(messages)
+        try:
+            return self._extension(turn, new, keep_rewritten)
+        except Refusal:
+            before = with_calls(turn.before)
+            if before == turn.before:
+                raise
+            return self._extension(replace(turn, before=before, text_before=None), new, keep_rewritten)
+
+    def _extension(self, turn: SampledTurn, new: Sequence[Message], keep_rewritten: bool) -> Extension:
         prompted = self._render(turn.before, turn.inputs) if turn.text_before is None else turn.text_before
         shown = self._as_text(turn, new)
         ends = {self._text_of(token_id): token_id for token_id in turn.stop_token_ids}
@@ -128,7 +137,7 @@ class Continuation:
         try:
             return self._render_text(messages, inputs)
         except RenderError as error:
-            raise NoExtension(str(error)) from None
+            raise Refusal(str(error)) from None
 
     def _whole(
         self, stand_in: StandIn, behind: str, shown: str | None, turn: SampledTurn, new: Sequence[Message]

@@ -8,6 +8,7 @@ A stand-in takes the place of the turn, in the forms that a turn of the model ma
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 from nemo_rl_moe.data.control_tokens import ControlTokens, content_spans
 from nemo_rl_moe.data.messages import Message
@@ -17,7 +18,7 @@ from nemo_rl_moe.data.turn_spans import RenderError, Span
 StandIn = Callable[[str], Message]
 """Makes a turn of the model with a text in it."""
 Render = Callable[[Sequence[Message], TemplateInputs], str]
-"""Renders messages with the generation prompt; raises `NoExtension`."""
+"""Renders messages with the generation prompt; raises `Refusal`."""
 _MARKS = ("stand-in-qx7", "another-zk94")
 _QUESTION: Message = {"role": "user", "content": "q"}
 _CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
@@ -25,6 +26,10 @@ _CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
 
 class NoExtension(ValueError):
     """No tokens are known to continue a conversation without a change of what is there; the message is the reason."""
+
+
+class Refusal(NoExtension):
+    """The chat template refuses a conversation."""
 
 
 @dataclass(frozen=True)
@@ -143,3 +148,13 @@ def _calls(results: Sequence[Message], mark: str) -> Message:
         for index, result in enumerate(results)
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return messages in which a turn that results follow calls tools; some templates take results no other way."""
+    found = list(messages)
+    for index, message in enumerate(messages):
+        following = takewhile(lambda later: later["role"] == "tool", messages[index + 1 :])
+        if message["role"] == "assistant" and "tool_calls" not in message and (results := list(following)):
+            found[index] = _calls(results, "a")
+    return tuple(found)

@@ -124,6 +124,8 @@ class GeneratedSequence:
             where unknown; None where the engine reports none. The last token was never fed to the model, and has none.
         kept_mass: Probability of the tokens together that top-k and top-p left to draw each token from; None where they
             leave out none, or the engine does not report it.
+        num_cached_tokens: Tokens before these whose keys and values came from a prefix cache; None of an engine without
+            one.
         is_partial: The engine was paused before its end: `followed_by` takes what comes under other weights.
     """
 
@@ -133,6 +135,7 @@ class GeneratedSequence:
     weight_version: int | Int[np.ndarray, " tokens"]
     routed_experts: StoredRows | None = None
     kept_mass: Float[np.ndarray, " tokens"] | None = None
+    num_cached_tokens: int | None = None
     is_partial: bool = False
 
     def followed_by(self, later: "GeneratedSequence") -> "GeneratedSequence":
@@ -146,6 +149,7 @@ class GeneratedSequence:
         routes, kept = self.routed_experts, [part.kept_mass for part in parts if part.kept_mass is not None]
         if routes is not None and later.routed_experts is not None:
             routes = routes.followed_by(later.routed_experts)
+        cached = [part.num_cached_tokens for part in parts if part.num_cached_tokens is not None]
         versions = [np.broadcast_to(np.asarray(part.weight_version), len(part.token_ids)) for part in parts]
         return replace(
             later,
@@ -154,6 +158,7 @@ class GeneratedSequence:
             weight_version=np.concatenate(versions),
             routed_experts=routes if later.routed_experts is not None else None,
             kept_mass=np.concatenate(kept) if len(kept) == len(parts) else None,
+            num_cached_tokens=sum(cached) if cached else None,
         )
 
 

@@ -23,7 +23,7 @@ from nemo_rl_moe.rollouts.asynchronous.saved_queue import read_queue
 from nemo_rl_moe.rollouts.asynchronous.schedule import (
     ReplayedFeed,
     ScheduledStep,
-    append_step,
+    line_of,
     read_schedule,
     replay_policy,
 )
@@ -31,6 +31,8 @@ from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource, feed_of
 from nemo_rl_moe.rollouts.asynchronous.staleness import StalenessPolicy, make_policy
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker
+from nemo_rl_moe.runs.folder.lines import LineFile, rewind_lines
+from nemo_rl_moe.runs.folder.time_line import TimeLine
 
 SCHEDULE_FILE = "schedule.jsonl"
 """File of a run's folder: the groups that each step was trained on."""
@@ -97,6 +99,8 @@ def running_source(
     folder: Path,
     state: State,
     warn: Callable[[str], None],
+    message: Callable[[str], None],
+    record: Callable[[TimeLine], None] = lambda time_line: None,
 ) -> Iterator[AsynchronousSource]:
     """Start asynchronous rollouts, and end all that runs, whatever happens.
 
@@ -107,7 +111,9 @@ def running_source(
         sampling: How tokens are sampled.
         folder: The run's folder, which gets the schedule.
         state: Where the run goes on.
-        warn: Receives a line on each prompt that is given up.
+        warn: Receives a line on each prompt that is given up, and on a schedule that cannot be written.
+        message: Receives a line when the schedule can be written again.
+        record: Gets the time line of each step.
 
     Raises:
         CheckpointError: The prompts are others than those of the state.
@@ -130,6 +136,10 @@ def running_source(
         state=state,
         ends_the_run=lambda error: True,
     )
+    path = folder / SCHEDULE_FILE
+    if path.is_file():
+        rewind_lines(path, state.version // config.updates_per_step)
+    schedule = LineFile(path, warn, message)
     loop: RolloutLoop = CallersLoop() if worker.engine.shares_weights else LoopThread()
     source = AsynchronousSource(
         dispatcher,
@@ -140,14 +150,22 @@ def running_source(
         resume=maker.resume,
         runs_when_asked=worker.engine.shares_weights,
         fetch=fetch_objects,
-        observe=_observer(worker, maker, folder / SCHEDULE_FILE, warn),
+        observe=_observer(worker, maker, schedule, config.updates_per_step, warn),
+        # An engine that shares the weights works when training does not.
+        engines=None if worker.engine.shares_weights else maker.activity,
+        record=record,
     )
     try:
         yield source
     finally:
-        source.stop()
-        loop.run(maker.close())
-        loop.close()
+        if not loop.close(_ended(dispatcher, maker)):
+            warn("env.rollout: code that blocks the thread of all rollouts is left behind at the end of the run")
+        schedule.close()
+
+
+async def _ended(dispatcher: Dispatcher[Prompt, list[Trajectory]], maker: GroupMaker) -> None:
+    await dispatcher.stop()
+    await maker.close()
 
 
 def state_at(config: GRPOMasterConfig, loop: LoopState, checkpoint: Path | None, loader: PromptLoader) -> State:
@@ -171,13 +189,17 @@ def state_at(config: GRPOMasterConfig, loop: LoopState, checkpoint: Path | None,
 
 
 def _observer(
-    worker: RolloutWorker, maker: GroupMaker, schedule: Path, warn: Callable[[str], None]
+    worker: RolloutWorker,
+    maker: GroupMaker,
+    schedule: LineFile,
+    updates_per_step: int,
+    warn: Callable[[str], None],
 ) -> Callable[[TrajectoryBatch], Mapping[str, float]]:
     """Return what sees each batch: its failures, its schedule, prompts that are given up, tokens in vain."""
 
     def observe(batch: TrajectoryBatch) -> Mapping[str, float]:
         worker.watch([trajectory for found in batch.groups for trajectory in found.group])
-        append_step(schedule, ScheduledStep.of(batch))
+        schedule.append([line_of(ScheduledStep.of(batch), batch.version // updates_per_step + 1)])
         for each in batch.cancelled:
             if each.is_given_up:
                 warn(f"{each.sample_id} is given up after {each.attempt + 1} groups ({each.reason}): {each.message}")

@@ -23,10 +23,8 @@ from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationConfig, PromptSourceConfig, rollouts_in_float32
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
-from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader, load_prompts, without_training_prompts
 from nemo_rl_moe.data.sources import load_limit
-from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.object_store import fetch_objects
 from nemo_rl_moe.errors import ConfigurationError
@@ -35,6 +33,13 @@ from nemo_rl_moe.generation.registry import EngineSetup, make_engine
 from nemo_rl_moe.launch.asynchronous import RolloutPlan, plan_rollouts, running_source, state_at
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, images_of_data
+from nemo_rl_moe.launch.tools import (
+    PreparedTools,
+    continuation_of,
+    data_with_tools,
+    prepare_tools,
+    running_tool_workers,
+)
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.image_rules import ImageRule
@@ -45,6 +50,7 @@ from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.limits import RolloutLimits
 from nemo_rl_moe.rollouts.source import RolloutSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
+from nemo_rl_moe.runs.folder.artifacts import TIME_LINE
 from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER, existing_capture
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
 
@@ -61,12 +67,15 @@ class PreparedRollouts:
     """Parts that rollouts are made from: prompts, environment, engine, sampling; checked before anything is started.
 
     Attributes:
+        environment: Drives trajectories where there are no tools.
+        tools: Tools that the model may call; None: none.
         sampling: How training responses are sampled.
         held_out: The prompts to validate with; empty: no validation.
     """
 
     model: PreparedModel
     environment: Environment
+    tools: PreparedTools | None
     sampling: SamplingParameters
     training: PromptDataset
     held_out: Sequence[Prompt]
@@ -132,7 +141,9 @@ def start_source(
         return make_source(config, worker, loader, sampling)
     resume = run.saved.resume
     state = state_at(config, recorder.state, None if resume is None else resume.folder, loader)
-    return run.use(running_source(config, plan, worker, loader, sampling, run.folder, state, run.console.warn))
+    warn, message = run.console.warn, run.console.message
+    record = partial(recorder.record_artifact, TIME_LINE.name)
+    return run.use(running_source(config, plan, worker, loader, sampling, run.folder, state, warn, message, record))
 
 
 def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollouts:
@@ -150,6 +161,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     model = run.prepare_model()
     engine.check_model(config, model.hf_config)
     sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
+    tools = prepare_tools(config, model.tokenizer, sampling.stop_token_ids)
     training = read_prompts(config, config.data.train, model.tokenizer, run.console, image_rule=model.image_rule)
     held_out: Sequence[Prompt] = ()
     if config.data.validation is not None:
@@ -160,7 +172,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
         held_out = read_prompts(
             config, config.data.validation, model.tokenizer, run.console, left_out, image_rule=model.image_rule
         )
-    return PreparedRollouts(model, environment, sampling, training, held_out)
+    return PreparedRollouts(model, environment, tools, sampling, training, held_out)
 
 
 def start_engine(
@@ -228,14 +240,18 @@ def make_routing_measurements(
 def start_rollouts(
     config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", prepared: PreparedRollouts
 ) -> RolloutWorker:
-    """Start the reward workers and the generation engine for the rest of the run."""
+    """Start the workers of rewards and tools, and the generation engine, for the rest of the run."""
     reward_function = run.use(running_reward_workers(config, run.console))
     tokenizer = prepared.model.tokenizer
     notices = Notices(run.console.message, run.console.warn)
+    environment = prepared.environment
+    if prepared.tools is not None:
+        workers = run.use(running_tool_workers(config.env, run.console))
+        environment = prepared.tools.environment(config.env, workers, notices.warn)
     return RolloutWorker(
         start_engine(config, run, policy, prepared.model),
         reward_function,
-        prepared.environment,
+        environment,
         tokenizer.decode,
         partial(tokenizer.encode, add_special_tokens=False),
         config.policy.max_total_sequence_length,
@@ -248,7 +264,7 @@ def start_rollouts(
         config.env.reward_weights,
         RolloutLimits(config.env.rollout_timeout_s, config.env.rollout, run.stop_reason, notices.message, notices.warn),
         num_attempts=2 if config.env.on_failure == "retry" else 1,
-        continuation=Continuation(tokenizer, run_wide_inputs(config.data.tools, config.data.chat_template_kwargs)),
+        continuation=continuation_of(config, tokenizer),
     )
 
 
@@ -313,7 +329,9 @@ def read_prompts(
     what = f"reading {source.path}" if source.path else f"sampling {source.num_items} prompts"
     with console.phase(what), load_limit(config.data.load_timeout_s, source.path or "sampled prompts"):
         images = images_of_data(config.data, source.path, tokenizer, image_rule)
-        prompts = load_prompts(source, config.data, tokenizer, longest, config.env if is_scored else None, images)
+        prompts = load_prompts(
+            source, data_with_tools(config), tokenizer, longest, config.env if is_scored else None, images
+        )
         prompts = without_training_prompts(prompts, training)
     console.message(prompts.report.summary())
     return prompts

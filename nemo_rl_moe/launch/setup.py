@@ -24,7 +24,7 @@ from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.cluster import RayCluster
-from nemo_rl_moe.errors import ConfigurationError, UserError, report_problems
+from nemo_rl_moe.errors import ConfigurationError, UserError, counted, report_problems
 from nemo_rl_moe.launch.early_start import EarlyCluster
 from nemo_rl_moe.models.hf_files import (
     HubModel,
@@ -285,7 +285,7 @@ class ModelRun:
         if model.source.hub is not None and not self.cluster.is_local:
             with self.console.phase(f"fetching {model.source.hub.name} on every machine that lacks it"):
                 fetch_on_machines(self.cluster, model.source.hub)
-        with self.console.phase(f"starting {self.config.cluster.world_size} workers"):
+        with self.console.phase(f"starting {counted(self.config.cluster.world_size, 'worker')}"):
             self._policy = MegatronPolicy(
                 self.config,
                 self.cluster,

@@ -19,7 +19,7 @@ from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationLoggerConfig
 from nemo_rl_moe.config.schema_run import POLICY_ROLE
 from nemo_rl_moe.distributed.run_process import StopSignals
-from nemo_rl_moe.errors import ConfigurationError, TrainingDivergedError
+from nemo_rl_moe.errors import ConfigurationError, TrainingDivergedError, counted
 from nemo_rl_moe.launch.saved_training import SavedTraining
 from nemo_rl_moe.launch.setup import (
     EFFECTIVE_MOE_FILE,
@@ -167,7 +167,7 @@ class TrainingRun(ModelRun):
         place = self.start_places(role)
         if model.source.hub is not None and not place.is_local:
             fetch_on_machines(place, model.source.hub)
-        with self.console.phase(f"starting {place.config.world_size} workers of the {role}"):
+        with self.console.phase(f"starting {counted(place.config.world_size, 'worker')} of the {role}"):
             workers = start(role, model.policy, place, source=model.source)
         self._opened.callback(workers.shutdown)
         return workers

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
-from nemo_rl_moe.config.user_code import described, import_function, is_custom
-from nemo_rl_moe.errors import ConfigurationError, one_line
+from nemo_rl_moe.config.user_code import described, error_in_user_code, import_function, is_custom
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.exact import ExactReward
 from nemo_rl_moe.rewards.interface import RewardFunction, Score, ScoringItem
 from nemo_rl_moe.rewards.math import MathReward
@@ -75,7 +75,9 @@ def _make_custom(config: EnvironmentConfig) -> RewardFunction:
     except ConfigurationError:
         raise
     except Exception as error:
-        raise ConfigurationError(f"env.name: {config.name} raised while it was made: {one_line(error)}") from error
+        raise ConfigurationError(
+            f"env.name: {config.name} raised while it was made: {error_in_user_code(error)}"
+        ) from error
     if not callable(getattr(reward_function, "score", None)):
         raise ConfigurationError(
             f"env.name: {config.name} makes {described(reward_function)}, expected a reward function with a method"

@@ -3,6 +3,7 @@
 """A Python function of the user's own as reward function."""
 
 from collections.abc import Mapping
+from inspect import isclass
 from numbers import Real
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from nemo_rl_moe.config.schema_grpo import CallableConfig
 from nemo_rl_moe.config.user_code import described, import_function
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
 KEY = "env.callable.function"
@@ -25,11 +27,16 @@ class CallableReward:
     and in which order, is not defined.
 
     Raises:
-        ConfigurationError: There is no such function, or it does not take one argument.
+        ConfigurationError: There is no such function, it is a class, or it does not take one argument.
     """
 
     def __init__(self, config: CallableConfig):
         self._function = import_function(KEY, config.function, "one ScoringItem")
+        if isclass(self._function):
+            raise ConfigurationError(
+                f"{KEY}: {config.function} is a class, expected a function; env.name: {config.function} makes a reward"
+                " function of it"
+            )
 
     def score(self, item: ScoringItem) -> Score:
         """Score a response.

@@ -2,41 +2,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pool of reward workers (Ray actors) that scores many responses and survives the loss of a worker."""
 
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import ray
-from ray import cloudpickle
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError
+from ray.exceptions import RayError
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
-from nemo_rl_moe.distributed.memory_shortage import memory_shortage
-from nemo_rl_moe.distributed.worker_group import exit_reason, outcome
-from nemo_rl_moe.distributed.worker_process import WorkerFailure, WorkerProcess
+from nemo_rl_moe.distributed.light_workers import (
+    CALL_SLACK_S,
+    START_TIMEOUT_S,
+    LightWorkers,
+    check_start,
+    kill,
+    reason_of_end,
+)
+from nemo_rl_moe.distributed.worker_group import outcome
 from nemo_rl_moe.errors import WorkerDiedError
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem, checked_score
 from nemo_rl_moe.rewards.worker import INTERRUPTION_S, RewardWorker
 
-START_TIMEOUT_S = 300.0
-CALL_SLACK_S = 30.0
-"""Seconds that a call may take beyond the limits of its responses, before its worker is taken for dead."""
 LONGEST_MESSAGE = 300
-WORKER_ENVIRONMENT = {
-    # The policy workers have the cores and the GPUs.
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "CUDA_VISIBLE_DEVICES": "",
-}
 
 _STOPPED = "cannot score: the reward workers have been stopped"
 
@@ -78,8 +70,7 @@ class RewardWorkers:
     ends its worker (a segmentation fault, `os._exit`, memory) or blocks it outside of the interpreter, the worker is
     replaced, and its responses are scored again one by one: each is scored twice at most.
 
-    The workers are spread over the nodes of the cluster, and Ray ends them when the driver is killed, even those that
-    are blocked. Scores do not depend on how responses are shared among workers, unless the reward function keeps state.
+    Scores do not depend on how responses are shared among workers, unless the reward function keeps state.
 
     Args:
         config: The workers take no place from the policy workers.
@@ -94,12 +85,7 @@ class RewardWorkers:
         self._calls: dict[Any, _Call] = {}
         self._idle: list[int] = []
         self._is_stopped, self._in_use = False, threading.Lock()
-        search_path = [str(Path(folder).absolute()) for folder in sys.path]
-        self._start_arguments = (
-            WORKER_ENVIRONMENT,
-            search_path,
-            cloudpickle.dumps(partial(RewardWorker, config=config)),
-        )
+        self._workers = LightWorkers(partial(RewardWorker, config=config), config.num_workers)
         try:
             for worker in range(config.num_workers):
                 self._start(worker)
@@ -143,7 +129,7 @@ class RewardWorkers:
         actors, self._actors = self._actors, {}
         self._calls.clear()
         for actor in actors.values():
-            _kill(actor)
+            kill(actor)
 
     def _score(self, items: Sequence[ScoringItem]) -> list[Score]:
         scores: dict[int, Score] = {}
@@ -173,11 +159,8 @@ class RewardWorkers:
         if self._is_stopped:
             raise WorkerDiedError(_STOPPED)
         if worker in self._actors:
-            _kill(self._actors[worker])
-        actor_class = ray.remote(WorkerProcess)
-        actor = actor_class.options(num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy="SPREAD").remote()
-        self._actors[worker] = actor
-        call = actor.start.remote(*self._start_arguments, worker, self._config.num_workers, START_TIMEOUT_S)
+            kill(self._actors[worker])
+        self._actors[worker], call = self._workers.start(worker)
         now = time.monotonic()
         self._calls[call] = _Call(worker, None, None, now, now + START_TIMEOUT_S)
 
@@ -198,20 +181,12 @@ class RewardWorkers:
             return list(ready)
         overdue = [call for call, doing in self._calls.items() if doing.deadline <= time.monotonic()]
         for call in overdue:
-            _kill(self._actors[self._calls[call].worker])
+            kill(self._actors[self._calls[call].worker])
         return overdue
 
     def _finish_start(self, call: Any, doing: _Call) -> None:
-        result = outcome(call)
-        if result is None:
-            self._idle.append(doing.worker)
-            return
-        name = f"reward worker {doing.worker}"
-        if isinstance(result, WorkerFailure):
-            raise WorkerDiedError(f"{name} {result.summary} while starting:\n{result.details}")
-        if time.monotonic() >= doing.deadline:
-            raise WorkerDiedError(f"{name} did not start within {START_TIMEOUT_S:g} s")
-        raise WorkerDiedError(f"{name} died while starting:\n{_reason(result)}")
+        check_start(f"reward worker {doing.worker}", outcome(call), doing.deadline)
+        self._idle.append(doing.worker)
 
     def _retry_or_fail(self, doing: _Call, result: Any, waiting: deque[_Share], scores: dict[int, Score]) -> None:
         """Queue the responses of a lost worker to be scored one by one; a retried one gets the fault."""
@@ -228,7 +203,7 @@ class RewardWorkers:
             message = f"took longer than {limit_s:g} s and could not be interrupted"
             scores[index] = Score(0.0, is_correct=False, fault=Fault.TIMEOUT, message=message)
         else:
-            message = f"its worker died: {_reason(result)}"[:LONGEST_MESSAGE]
+            message = f"its worker died: {reason_of_end(result)}"[:LONGEST_MESSAGE]
             scores[index] = Score(0.0, is_correct=False, fault=Fault.DIED, message=message)
 
 
@@ -236,18 +211,3 @@ def _shares(num_items: int, num_workers: int) -> list[_Share]:
     """Return an equal share for each worker; the responses to one prompt go to different ones."""
     shares = (_Share(tuple(range(worker, num_items, num_workers))) for worker in range(num_workers))
     return [share for share in shares if share.indices]
-
-
-def _kill(actor: Any) -> None:
-    # Raised where Ray has been stopped or the actor has died already.
-    with suppress(RayError, ValueError):
-        if ray.is_initialized():
-            ray.kill(actor, no_restart=True)
-
-
-def _reason(result: Any) -> str:
-    if isinstance(result, WorkerFailure):
-        return result.details
-    if isinstance(result, OutOfMemoryError):
-        return memory_shortage(str(result), {})
-    return exit_reason(result) if isinstance(result, RayActorError) else " ".join(str(result).split())

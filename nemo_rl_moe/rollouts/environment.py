@@ -25,6 +25,7 @@ from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 KEPT_MASS = "sampling_kept_mass"
+CACHED_TOKENS = "mean_cached_tokens_per_sample"
 """Metric of what top-k and top-p leave to draw from: mean over trajectories of the mean over sampled tokens."""
 
 Decode = Callable[[Sequence[int]], str]
@@ -33,6 +34,7 @@ SubmitRequest = Callable[[GenerationRequest], Awaitable[GeneratedSequence]]
 SubmitItem = Callable[[ScoringItem], Awaitable[Score]]
 
 ROLLOUT_KEY = "env.rollout"
+_TAIL_TOKENS = 16
 _EXPECTED = "the Trajectory that session.finish(score) of its own session makes"
 _RESPONSE, _SCORE = "a response", "a score"
 _ONE_AT_A_TIME = "a session does one thing at a time: await each before the next"
@@ -92,6 +94,7 @@ class Session:
         self._asked_for: str | None = None
         self._overlong = ""
         self._kept_mass: list[float] = []
+        self._num_cached: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -112,6 +115,10 @@ class Session:
     def has_room(self) -> bool:
         """True when another token fits."""
         return self.room > 0
+
+    def ends_in(self, text: str) -> bool:
+        """Return whether the sequence ends in a short text; blanks behind it do not count."""
+        return self.decode(self._sequence.token_ids[-_TAIL_TOKENS:]).rstrip().endswith(text)
 
     async def generate(self) -> Turn:
         """Continue the sequence by a response of the model; its tokens are trained on.
@@ -140,6 +147,8 @@ class Session:
         self._conversation.add_to_turn(token_ids, is_sampled=True)
         if found.kept_mass is not None:
             self._kept_mass += found.kept_mass.tolist()
+        if found.num_cached_tokens is not None:
+            self._num_cached = (self._num_cached or 0) + found.num_cached_tokens
         turn = Turn(token_ids, response_text(token_ids, self.sampling, self.decode), found.is_truncated)
         self.turns.append(turn)
         return turn
@@ -235,6 +244,7 @@ class Session:
         """
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
+        cached = {} if self._num_cached is None else {CACHED_TOKENS: float(self._num_cached)}
         return Trajectory(
             sample_id=self.prompt.sample_id,
             group_id=self.group_id,
@@ -251,7 +261,7 @@ class Session:
             fault_message=score.message,
             overlong=self._overlong,
             rewards=dict(score.rewards),
-            metrics={**(metrics or {}), **kept},
+            metrics={**(metrics or {}), **kept, **cached},
         )
 
     def failed(self, fault: Fault, message: str) -> Trajectory:

@@ -76,10 +76,11 @@ class RolloutLimits:
 
 
 class RolloutWatch:
-    """Watch over the trajectories of one call: a context in which a thread looks at what the main thread does.
+    """Watch over the trajectories of one call: a context in which a thread looks at what their thread does.
 
     Code that blocks the main thread is interrupted by a signal, whose handler raises `TimeIsUp` in it. Other
-    threads get no signals: where rollouts run in one, such code is reported, and ends the process in the end.
+    threads get no signals: where rollouts run in one, such code is reported, and ends the process in the end; after a
+    request to stop at once, as nothing is left to wait for.
 
     Args:
         limits: Limits, and how to report what breaks them.
@@ -96,6 +97,7 @@ class RolloutWatch:
         self._next_notice_s = QUIET_S
         self._main = threading.get_ident()
         self._interrupts = threading.current_thread() is threading.main_thread()
+        self._blocked = "the run's main thread" if self._interrupts else "the thread of all rollouts"
         self._has_ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="rollout watch", daemon=True)
         self._former_handler: Any = None
@@ -181,10 +183,11 @@ class RolloutWatch:
             if self._interrupts:
                 signal.pthread_kill(self._main, INTERRUPTION)
             timeout_s = self._limits.timeout_s
-            too_long_s = max(self._gives_up_for_s(), float("-inf") if timeout_s is None else lasts_s - timeout_s)
+            stops_for_s = self._gives_up_for_s() + (0.0 if self._interrupts else STUBBORN_S)
+            too_long_s = max(stops_for_s, float("-inf") if timeout_s is None else lasts_s - timeout_s)
             if too_long_s > STUBBORN_S:
                 self._limits.end_process(
-                    f"env.rollout: {self._limits.name} keeps the run's main thread for {lasts_s:.0f} s and does not let"
+                    f"env.rollout: {self._limits.name} keeps {self._blocked} for {lasts_s:.0f} s and does not let"
                     f" itself be interrupted ({timer.label}, at {self._place_of(timer)}; {TIMEOUT_KEY}:"
                     f" {'null' if timeout_s is None else f'{timeout_s:g}'}); the run ends"
                 )
@@ -246,7 +249,7 @@ class RolloutWatch:
             own = [] if Path(entry.filename).parent == Path(__file__).parent else [*own, entry]
         stack = "".join(traceback.format_list(own[-_STACK_FRAMES:]))
         return (
-            f"env.rollout: {self._limits.name} has kept the run's main thread for {lasts_s:.0f} s ({timer.label}, at"
+            f"env.rollout: {self._limits.name} has kept {self._blocked} for {lasts_s:.0f} s ({timer.label}, at"
             f" {where(frame)}), and all other trajectories wait meanwhile: await something that does not block, or"
             f" await asyncio.to_thread(...). Its stack:\n{stack.rstrip()}"
         )

@@ -19,9 +19,11 @@ from pathlib import Path
 import psutil
 
 from tests.functional import run_kills
+from tests.functional.drill_accounts import Accounts
 from tests.functional.drill_faults import Drill
 from tests.functional.drill_moments import COMPLETION_LIMIT_S, Moments, last_step, victims_of
-from tests.functional.drill_runs import Kind, Logs, Reference
+from tests.functional.drill_records import Logs, Reference
+from tests.functional.drill_runs import Kind
 from tests.support import drill_reward
 from tests.support.ray_nodes import RayNodes
 
@@ -34,7 +36,7 @@ GOING_ON_LIMIT_S = 400.0
 PAUSE_S = 3.0
 DISK_SIZE = "160m"
 SHARED_MEMORY = Path("/dev/shm")
-INTERRUPTED = re.compile(r"^error: worker rank \d .*? in `(\w+)`", re.MULTILINE)
+INTERRUPTED = re.compile(r"^error: (generation engine )?(?:\w+: )?worker rank \d .*? in `(\w+)`", re.MULTILINE)
 NOT_SAVED = "could not be saved"
 MOST_RETRIES = 3
 CACHE = "torchinductor_"
@@ -115,6 +117,7 @@ class Chain:
         self._moments = Moments(kind, self.logs, reference, chance, self._notes)
         self.command = kind.command(self._disk, inputs, num_steps)
         self._nodes = RayNodes(self._temporary / NODES_FOLDER, kind.num_nodes)
+        self._reference, self._accounts = reference, Accounts(self.logs)
         self.lost_until: int | None = None
         self.routes_lost: set[int] = set()
         self._num_attempts = 0
@@ -164,6 +167,17 @@ class Chain:
                 result.went_on = index + 1 < len(results) or is_complete
         return results
 
+    def faults(self) -> list[str]:
+        """Return what is wrong with the run, which has come to its end: differences from the unharmed one, or accounts
+        that are not right.
+        """
+        if self.kind.repeats:
+            return self._reference.differences(
+                self.logs, lost_until=self.lost_until, routes_lost=frozenset(self.routes_lost)
+            )
+        print(f"groups of queues that came back: {sorted(self._accounts.queued)}", flush=True)
+        return list(self._accounts.faults(self.num_steps, lost_until=self.lost_until))
+
     def _strike_while_it_runs(self, run: run_kills.Run, waiting: deque[Drill], results: list[Result]) -> bool:
         """Strikes until a drill has ended the attempt: then True."""
         while waiting:
@@ -206,6 +220,7 @@ class Chain:
         if self._joins:
             environment["RAY_ADDRESS"] = self._nodes.address()
         self._num_attempts += 1
+        self._accounts.note_restart()
         folder = self.folder / "attempts" / f"{self._num_attempts}"
         with run_kills.running(self.command, folder, environment, self._nodes.process) as run:
             yield run
@@ -244,6 +259,7 @@ class Chain:
         below = "logs/*" if drill.victim == "run folder" else "logs/*/checkpoints"
         for folder in list(self._disk.glob(below)):
             shutil.rmtree(folder, ignore_errors=True)
+        self._accounts.forget()
         if drill.victim == "run folder":
             # A step's record is written before the step is reported; at the end there are no more.
             lost = self.num_steps if drill.phase == "end" else last_step(run) + 1
@@ -267,7 +283,7 @@ class Chain:
         run.wait_until_nothing_runs(END_LIMIT_S)  # the watcher may have something to say
         result.problem = drill.complaint(code, run.errors, joined=self._joins)
         if interrupted := INTERRUPTED.search(run.errors):
-            result.during = interrupted[1]
+            result.during = f"{'engine: ' if interrupted[1] else ''}{interrupted[2]}"
         result.ended = not result.problem
 
     def _look_for_leftovers(self, run: run_kills.Run, result: Result) -> None:

@@ -16,13 +16,13 @@ VITAL = ("worker", "driver", "raylet", "gcs_server")
 ENDED_SUDDENLY = r"error: the run's main process \(pid \d+\) ended before it could say why"
 ENDED_BY_RAY = rf"{ENDED_SUDDENLY}|error: Ray could not be started"
 ENDS_WITH = {
-    "worker": r"error: (\d of \d workers|worker rank \d) ",
+    "worker": r"error: (generation engine \w+: )?(\d of \d workers|worker rank \d) ",
     "driver": ENDED_SUDDENLY,
     "raylet": rf"error: Ray's raylet \(pid |{ENDED_BY_RAY}",
     "gcs_server": rf"error: Ray's gcs_server \(pid |{ENDED_BY_RAY}",
 }
 
-FROZEN = r"error: worker rank \d .* stopped \(SIGSTOP\); it did not answer"
+FROZEN = r"error: (generation engine \w+: )?worker rank \d .* stopped \(SIGSTOP\); it did not answer"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _drills(kind: Kind, with_disk: bool) -> Iterator[Drill]:
         yield Drill(phase, "worker", "freeze")
         for victim in ("worker", "driver", "raylet", "gcs_server"):
             yield Drill(phase, victim, "pause")
-    if kind.has_engine:
+    if kind.uses_vllm:
         for phase in ("generation", "train", "refit", "validation", "saving"):
             yield Drill(phase, "engine", "kill")
         for phase in ("generation", "refit"):

@@ -12,7 +12,8 @@ import psutil
 
 from tests.functional import run_kills
 from tests.functional.drill_faults import Drill
-from tests.functional.drill_runs import VAL_PERIOD, Kind, Logs, Reference
+from tests.functional.drill_records import Logs, Reference
+from tests.functional.drill_runs import VAL_PERIOD, Kind
 
 COMPLETION_LIMIT_S = 900.0
 START_LIMIT_S = 400.0
@@ -115,7 +116,11 @@ class Moments:
         run.wait_for(is_next, START_LIMIT_S, POLL_S)
         pace = (self._logs.last_step_s() or self._reference.step_s) / self._reference.step_s
         start, end = self._reference.window(TIMED_AS.get(phase, phase))
-        if self._kind.scores and phase != "generation":
+        if phase == "scoring" and not self._kind.repeats:  # at any time, beside training
+            reward_functions = victims_of(run, "reward_function", self._notes)
+            run.wait_for(lambda: _are_busy(reward_functions), START_LIMIT_S, POLL_S)
+            return f"after step {last_step(run)}"
+        if self._kind.scores and self._kind.repeats and phase != "generation":
             # Seen, not reckoned: everything after it follows from here.
             scoring_start, scoring_end = self._reference.window("rewards")
             reward_functions = victims_of(run, "reward_function", self._notes)

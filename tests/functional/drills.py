@@ -28,7 +28,8 @@ from tests.functional import run_kills, sft_runs
 from tests.functional.drill_chain import END_LIMIT_S, Chain
 from tests.functional.drill_faults import plan
 from tests.functional.drill_moments import COMPLETION_LIMIT_S
-from tests.functional.drill_runs import KINDS, Kind, Logs, Reference, make_inputs
+from tests.functional.drill_records import Logs, Reference
+from tests.functional.drill_runs import KINDS, Kind, make_inputs
 from tests.support.ray_nodes import RayNodes
 
 STEPS_A_DRILL = 3
@@ -67,7 +68,7 @@ def make_references(options: argparse.Namespace) -> None:
     num_steps = num_steps_of(size)
     kinds = kinds_of(options)[: -(-options.kills // size)]  # a chain that ends early may call for another kind later
     with ThreadPoolExecutor(options.jobs) as pool:
-        made = [pool.submit(reference_of, kind, options.output, num_steps) for kind in kinds]
+        made = [pool.submit(reference_of, kind, options.output, kind.num_steps(num_steps)) for kind in kinds]
         for kind, reference in zip(kinds, made, strict=True):
             reference.result()
             print(f"unharmed run of {kind.name}: there", flush=True)
@@ -81,21 +82,19 @@ def run_chain(options: argparse.Namespace, index: int) -> bool:
     folder.mkdir(parents=True)
     with_disk = os.geteuid() == 0
     size = drills_a_chain(options.kills, len(kinds_of(options)))
-    num_steps = num_steps_of(size)
+    num_steps = kind.num_steps(num_steps_of(size))
     reference = reference_of(kind, options.output, num_steps)
     chance = random.Random(f"{options.seed} {index}")
     chain = Chain(kind, folder, make_inputs(options.output / "inputs"), num_steps, reference, chance)
     drills = plan(kind, options.seed, turn, size, with_disk=with_disk, victims=options.victims)
     with chain.opened(with_disk=with_disk):
         results = chain.run(drills)
-        differences = reference.differences(
-            chain.logs, lost_until=chain.lost_until, routes_lost=frozenset(chain.routes_lost)
-        )
+        faults = chain.faults()
     for result in results:
-        result.equal = not differences
-    if differences:
-        print(f"not equal to the unharmed run: {'; '.join(differences)}", flush=True)
-    is_well = not differences and all(result.is_well for result in results)
+        result.equal = not faults
+    if faults:
+        print(f"not equal to the unharmed run: {'; '.join(faults)}", flush=True)
+    is_well = not faults and all(result.is_well for result in results)
     lines = [
         {"seed": options.seed, "chain": index, "number": number, **asdict(result)}
         for number, result in enumerate(results)
@@ -269,7 +268,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default: 0)")
     parser.add_argument("--jobs", type=int, default=1, help="chains at a time (default: 1)")
     parser.add_argument("--output", type=Path, default=Path("build/drills"), help="folder (default: build/drills)")
-    able = [name for name, kind in KINDS.items() if not kind.has_engine or installed_release() is not None]
+    able = [name for name, kind in KINDS.items() if not kind.uses_vllm or installed_release() is not None]
     shipped = [name for name in able if not KINDS[name].only_if_asked]
     parser.add_argument(
         "--kinds", nargs="+", choices=able, default=shipped, help=f"of runs (default: {' '.join(shipped)})"

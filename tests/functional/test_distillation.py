@@ -112,7 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(folder: Path) -> Path:
     done = command(folder, "run")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "starting 1 workers of the teacher" in done.stdout
+    assert "starting 1 worker of the teacher" in done.stdout
     return folder
 
 

@@ -13,13 +13,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.functional import drill_runs, drills, run_kills
+from tests.functional import drill_records, drill_runs, drills, run_kills
 from tests.functional.drill_faults import menu, plan
 from tests.functional.drill_moments import last_step
 
 NUM_DRILLS = 12
 SEED = 1099
 """Of the first 3000 the one whose dozen has the most different victims, faults and phases."""
+ASYNCHRONOUS_SEED = 851
+"""Of one chain of four kills, of all victims and in four phases."""
 START_LIMIT_S = 400.0
 END_LIMIT_S = 200.0
 COMPLETION_LIMIT_S = 900.0
@@ -41,7 +43,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_dozen_drills_end_as_if_nothing_had_happened(output: Path) -> None:
     # Images would be a sixth unharmed run, for chains that are near to those of grpo.
     all_kinds = drill_runs.KINDS.items()
-    kinds = [name for name, kind in all_kinds if not kind.has_engine and not kind.only_if_asked]
+    kinds = [name for name, kind in all_kinds if not kind.uses_vllm and not kind.only_if_asked]
     kinds.remove("grpo_vision")
     options = ["--kills", str(NUM_DRILLS), "--seed", str(SEED), "--jobs", "2", "--output", str(output)]
     options += ["--kinds", *kinds]
@@ -57,12 +59,28 @@ def test_a_dozen_drills_end_as_if_nothing_had_happened(output: Path) -> None:
 
 
 @long
+def test_an_asynchronous_run_trains_on_each_prompt_once_an_epoch(output: Path) -> None:
+    """Kills of the main process, a scoring worker, and ranks; the engine's are among them."""
+    options = ["--kills", "4", "--seed", str(ASYNCHRONOUS_SEED), "--output", str(output), "--kinds", "grpo_async"]
+    options += ["--victims", "worker", "driver", "reward_function"]
+    assert drills.main(options) == 0
+    results = [each for each in drills.read_results(output / drills.RESULTS) if each["kind"] == "grpo_async"]
+    assert {(each["victim"], each["fault"]) for each in results} == {
+        ("worker", "kill"),
+        ("driver", "kill"),
+        ("reward_function", "kill"),
+    }
+    assert all(each["equal"] for each in results)
+    assert [each["left"] for each in results if each["left"]] == []
+
+
+@long
 def test_a_run_restarts_itself(output: Path, tmp_path: Path) -> None:
     num_steps = drills.num_steps_of(drills.drills_a_chain(NUM_DRILLS, 5))
     kind = drill_runs.KINDS["sft"]
     reference = drills.reference_of(kind, output, num_steps)
     inputs = drill_runs.make_inputs(output / "inputs")
-    logs = drill_runs.Logs(tmp_path)
+    logs = drill_records.Logs(tmp_path)
     command = [*kind.command(tmp_path, inputs, num_steps), "cluster.max_restarts=3"]
     with run_kills.running(command, tmp_path / "run") as run:
         for number in (1, 2):
@@ -118,7 +136,7 @@ def test_the_table_counts() -> None:
 
 
 def test_records_after_those_that_a_deleted_folder_has_taken_must_be_there(tmp_path: Path) -> None:
-    def run(name: str, *folders: Sequence[int], changed: int | None = None) -> drill_runs.Logs:
+    def run(name: str, *folders: Sequence[int], changed: int | None = None) -> drill_records.Logs:
         for number, steps in enumerate(folders, start=1):
             folder = tmp_path / name / "logs" / f"exp_{number:03d}"
             (folder / "checkpoints" / "final").mkdir(parents=True)
@@ -128,9 +146,9 @@ def test_records_after_those_that_a_deleted_folder_has_taken_must_be_there(tmp_p
             (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
             samples = [json.dumps({"step": step, "sample": number}) for step in steps for number in range(2)]
             (folder / "samples.jsonl").write_text("".join(f"{line}\n" for line in samples))
-        return drill_runs.Logs(tmp_path / name)
+        return drill_records.Logs(tmp_path / name)
 
-    reference = drill_runs.Reference(run("reference", range(6)))
+    reference = drill_records.Reference(run("reference", range(6)))
     nothing, two = run("nothing", []), run("two", [4, 5])
     assert reference.differences(nothing, lost_until=5) == []
     assert len(reference.differences(nothing, lost_until=4)) == 2

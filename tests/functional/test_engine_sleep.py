@@ -21,9 +21,11 @@ from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.distributed.cluster import RayCluster
-from nemo_rl_moe.errors import GenerationError
+from nemo_rl_moe.errors import GenerationError, WeightSyncError
 from nemo_rl_moe.generation.refit import refit
+from nemo_rl_moe.generation.vllm.config import PrefixCaching
 from nemo_rl_moe.generation.vllm.engine import Placement, VllmEngine
+from nemo_rl_moe.generation.vllm.images import ImagePrompts
 from nemo_rl_moe.generation.vllm.worker import VllmSettings
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.trajectory import Trajectory, sequences_of
@@ -81,12 +83,14 @@ class Engines:
         log: File of events.
         policy: Has the weights.
         stall_timeout_s: Of the engine.
+        prefix_caching: Of the engine.
     """
 
     cluster: RayCluster
     log: Path
     policy: SendingPolicy = field(default_factory=SendingPolicy)
     stall_timeout_s: float = 60.0
+    prefix_caching: PrefixCaching = "none"
 
     def __post_init__(self) -> None:
         self.log.write_text("")
@@ -108,6 +112,7 @@ class Engines:
                 gpu_memory_utilization=0.5,
                 cpu_cache_gib=1,
                 num_threads=1,
+                prefix_caching=self.prefix_caching,
             ),
             num_engines=1,
             start_timeout_s=120.0,
@@ -263,3 +268,38 @@ def test_steps_without_tokens_are_no_progress(place: tuple[RayCluster, Path], mo
         monkeypatch.setattr(engine, "_require_awake", lambda: None)
         assert len(generated(engine, requests(2))) == 2
         assert engines.warnings == ["vLLM engine 0 made no step for 5 s; engines are started anew"]
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "weights", "num_cached"),
+    [("none", (20, 20, 21, 21), None), ("reset", (20, 20, 21, 21), (0, 5, 0, 5)), ("keep", (20,) * 4, (0, 5, 5, 5))],
+)
+def test_a_prefix_cache_is_reset_at_each_update_or_kept(
+    place: tuple[RayCluster, Path],
+    prefix_caching: PrefixCaching,
+    weights: tuple[int, ...],
+    num_cached: tuple[int, ...] | None,
+) -> None:
+    """Tokens show the weights of the keys and values that they were sampled from."""
+    found = []
+    with Engines(*place, prefix_caching=prefix_caching) as engines:
+        engine: Any = engines.engine
+        for version in (0, 1):
+            refit(engine, SentWeights({"weights": torch.full((4,), float(FIRST_WEIGHTS + version))}, version))
+            found += [generated(engine, requests(1))[0] for _ in range(2)]
+        events = engines.events()
+    assert [int(each.token_ids[0]) for each in found] == list(weights)
+    assert [each.num_cached_tokens for each in found] == (list(num_cached) if num_cached else [None] * 4)
+    assert events.count("reset the prefix cache") == (2 if prefix_caching == "reset" else 0)
+    assert [each.weight_version for each in found] == [0, 0, 1, 1]
+
+
+def test_an_update_fails_where_requests_still_use_the_prefix_cache(place: tuple[RayCluster, Path]) -> None:
+    with Engines(*place, prefix_caching="reset") as engines:
+        engine: Any = engines.engine
+        refit(engine, engines.policy)
+        (actor,) = engine._actors.present
+        ray.get(actor.handle.add.remote({7: requests(1)[0]}))
+        ray.get(actor.handle.__ray_call__.remote(lambda worker: worker._take_added({}, ImagePrompts(None))))
+        with pytest.raises(WeightSyncError, match="its prefix cache cannot be reset: requests still use it"):
+            refit(engine, engines.policy)

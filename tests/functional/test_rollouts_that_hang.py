@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_moe.launch.asynchronous import SCHEDULE_FILE
+from nemo_rl_moe.rollouts.asynchronous.schedule import read_schedule
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from tests.functional import grpo_runs, run_kills, sft_runs
 
@@ -16,7 +18,7 @@ END_LIMIT_S = 120.0
 NUM_STEPS = 5
 
 
-def command(folder: Path, data: Path) -> list[str]:
+def command(folder: Path, data: Path, exemplar: Path = grpo_runs.EXEMPLAR, **more: Any) -> list[str]:
     changes: dict[str, Any] = {
         "env__rollout": "tests.functional.grpo_runs:ask_twice_or_hang",
         "env__rollout_timeout_s": None,
@@ -29,11 +31,11 @@ def command(folder: Path, data: Path) -> list[str]:
         "checkpointing__checkpoint_dir": folder / "checkpoints",
         **sft_runs.only_jsonl(),
     }
-    return grpo_runs.command(grpo_runs.settings(folder, data, **changes))
+    return grpo_runs.command(grpo_runs.settings(folder, data, **changes | more), exemplar)
 
 
-def run_to_the_end(folder: Path, data: Path) -> str:
-    with run_kills.running(command(folder, data), folder) as run:
+def run_to_the_end(folder: Path, words: list[str]) -> str:
+    with run_kills.running(words, folder) as run:
         assert run.wait_for_end(START_LIMIT_S + END_LIMIT_S) == 0, run.printed + run.errors
         return run.printed
 
@@ -43,7 +45,7 @@ def run_to_the_end(folder: Path, data: Path) -> str:
 def test_a_request_to_stop_keeps_all_steps_that_are_done(how: str, tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path / "data", 24)
     unharmed, faulty = tmp_path / "unharmed", tmp_path / "faulty"
-    run_to_the_end(unharmed, data)
+    run_to_the_end(unharmed, command(unharmed, data))
     with run_kills.running(command(faulty, data), faulty) as run:
         run.wait_for_text("step 2/", START_LIMIT_S)
         (faulty / grpo_runs.HANG_FILE).write_text(how)
@@ -62,9 +64,46 @@ def test_a_request_to_stop_keeps_all_steps_that_are_done(how: str, tmp_path: Pat
     )
     assert "Traceback" not in printed
 
-    assert f"step_{last}" in run_to_the_end(faulty, data), "it goes on from there"
+    assert f"step_{last}" in run_to_the_end(faulty, command(faulty, data)), "it goes on from there"
     names = sorted(path.name for path in (unharmed / "checkpoints/final").glob("*.safetensors"))
     assert names
     for name in names:
         expected, found = (folder / "checkpoints/final" / name for folder in (unharmed, faulty))
         assert found.read_bytes() == expected.read_bytes(), "the weights of a run that nothing happened to"
+
+
+def asynchronous(folder: Path, data: Path) -> list[str]:
+    exemplar = grpo_runs.EXEMPLAR.with_name("grpo_tiny_moe_async_separate.yaml")
+    one_worker = {"cluster__cpu_workers_per_node": 1, "cluster__roles__generation__cpu_workers_per_node": 1}
+    return command(folder, data, exemplar, **one_worker, checkpointing__save_period=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["await", "block", "thread"])
+def test_an_asynchronous_run_ends_after_the_same_limit_and_goes_on(how: str, tmp_path: Path) -> None:
+    """Code that blocks the thread of the rollouts cannot be interrupted there: the run ends without its last step."""
+    data = grpo_runs.make_prompts(tmp_path / "data", 24)
+    words = asynchronous(tmp_path, data)
+    with run_kills.running(words, tmp_path) as run:
+        run.wait_for_text("step 2/", START_LIMIT_S)
+        (tmp_path / grpo_runs.HANG_FILE).write_text(how)
+        waited_for = "rollouts: no progress for " if how != "block" else "has kept the thread of all rollouts for "
+        run.wait_for_text(waited_for, START_LIMIT_S)
+        run.process.send_signal(signal.SIGTERM)
+        code = run.wait_for_end(END_LIMIT_S)
+        run.wait_until_nothing_runs(END_LIMIT_S)
+        printed, errors = run.printed, run.errors
+    (tmp_path / grpo_runs.HANG_FILE).unlink()
+    assert "Traceback" not in printed + errors
+    if how == "block":
+        assert code == 1
+        assert "keeps the thread of all rollouts for " in errors
+    else:
+        assert code == 0, errors
+        assert "SIGTERM: rollouts are given up, as no trajectory has gone on for 10 s; waited for " in printed
+    run_folder = sft_runs.only_run_folder(tmp_path)
+    assert 2 <= read_metrics(run_folder / METRICS_FILE_NAME)[-1].step < NUM_STEPS
+    run_to_the_end(tmp_path, words)
+    assert [record.step for record in read_metrics(run_folder / METRICS_FILE_NAME)][-1] == NUM_STEPS
+    positions = [group.position for step in read_schedule(run_folder / SCHEDULE_FILE) for group in step.groups]
+    assert sorted(positions) == list(range(4 * NUM_STEPS)), "each prompt once"

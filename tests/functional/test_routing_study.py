@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.routing_study.grid import Condition, Run
-from examples.routing_study.measures import read_result
+from examples.studies.results import read_result
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from tests.functional import sft_runs
 

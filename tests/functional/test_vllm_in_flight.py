@@ -3,7 +3,6 @@
 """Real vLLM engines whose weights change while they generate, and a run that trains meanwhile."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,12 +16,11 @@ from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationReques
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.launch.asynchronous import SCHEDULE_FILE
-from nemo_rl_moe.rollouts.asynchronous.gate import EngineGate
 from nemo_rl_moe.rollouts.asynchronous.loops import LoopThread
 from nemo_rl_moe.rollouts.asynchronous.schedule import read_schedule
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from tests.functional import grpo_runs, run_kills, sft_runs
-from tests.support.vllm_engines import Trainer, requests, start_engine
+from tests.support.vllm_engines import Trainer, generated_across_an_update, requests, start_engine
 
 pytestmark = [
     pytest.mark.vllm,
@@ -47,32 +45,6 @@ def engine(vllm_cluster: RayCluster, trainer: Trainer) -> Iterator[VllmEngine]:
     engine.shutdown()
 
 
-def generated_across_an_update(engine: VllmEngine, trainer: Trainer) -> list[GeneratedSequence]:
-    """Return the answers to requests that run when new weights come."""
-    thread, gate = LoopThread(), EngineGate(engine)
-    asked = requests(NUM_REQUESTS, LONG)
-    tasks: list[asyncio.Task[GeneratedSequence]] = []
-
-    async def begin() -> None:
-        tasks.extend(asyncio.create_task(gate.generate(request)) for request in asked)
-
-    async def opened() -> list[GeneratedSequence]:
-        gate.open()
-        return list(await asyncio.gather(*tasks))
-
-    try:
-        num_before = engine.num_steps()
-        thread.run(begin())
-        while engine.num_steps() < num_before + ENOUGH_STEPS:
-            time.sleep(0.001)
-        thread.run(gate.close())
-        trainer.move()
-        trainer.refit(engine)
-        return thread.run(opened())
-    finally:
-        thread.close()
-
-
 def test_sequences_go_on_under_new_weights_as_an_engine_that_had_no_others(
     engine: VllmEngine, trainer: Trainer
 ) -> None:
@@ -82,7 +54,7 @@ def test_sequences_go_on_under_new_weights_as_an_engine_that_had_no_others(
     old = Trainer(trainer.folder.with_name("old"))  # the same random weights, moved as often
     while old.version < before:
         old.move()
-    found = generated_across_an_update(engine, trainer)
+    found = generated_across_an_update(engine, trainer, asked, ENOUGH_STEPS)
     versions = [np.asarray(sequence.weight_version) for sequence in found]
     assert any(set(each) == {before, before + 1} for each in versions), "some were broken off"
     for request, sequence, of_tokens in zip(asked, found, versions, strict=True):
@@ -97,7 +69,7 @@ def test_sequences_go_on_under_new_weights_as_an_engine_that_had_no_others(
 def test_routes_of_sequences_that_were_broken_off_are_contiguous(engine: VllmEngine, trainer: Trainer) -> None:
     """A18: a row for each token but the last one, none of them twice."""
     asked = requests(NUM_REQUESTS, LONG)
-    for request, sequence in zip(asked, generated_across_an_update(engine, trainer), strict=True):
+    for request, sequence in zip(asked, generated_across_an_update(engine, trainer, asked, ENOUGH_STEPS), strict=True):
         length = len(request.token_ids) + len(sequence.token_ids)
         assert sequence.routed_experts is not None
         assert sequence.routed_experts.end == length - 1

@@ -12,6 +12,7 @@ import numpy as np
 from nemo_rl_moe.data.prompts import Prompt, PromptLoader
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.rewards.interface import BatchReward, Score, ScoringItem
+from nemo_rl_moe.rollouts.asynchronous.gate import EngineGate
 from nemo_rl_moe.rollouts.asynchronous.group_maker import group_seeds
 from nemo_rl_moe.rollouts.asynchronous.groups import Ticket
 from nemo_rl_moe.rollouts.environment import Environment, Session
@@ -74,7 +75,7 @@ def loader() -> PromptLoader:
 
 
 def make_session_groups(
-    engine: ScriptedEngine,
+    engine: ScriptedEngine | EngineGate,
     reward_function: BatchReward,
     environment: Environment,
     *,

@@ -24,25 +24,30 @@ class NothingLeftError(Exception):
 
 
 class _NoWaiting(selectors.DefaultSelector):
-    def __init__(self) -> None:
+    def __init__(self, longest_s: float, most_turns: int) -> None:
         super().__init__()
         self.now_s, self.num_turns = 0.0, 0
+        self._longest_s, self._most_turns = longest_s, most_turns
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise NothingLeftError("everybody waits, and nothing is left that could happen")
         self.now_s += max(0.0, timeout)
         self.num_turns += 1
-        if self.now_s > LONGEST_S or self.num_turns > MOST_TURNS:
+        if self.now_s > self._longest_s or self.num_turns > self._most_turns:
             raise NothingLeftError(f"it goes on after {self.now_s:g} s and {self.num_turns} turns")
         return super().select(0)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in virtual time, which begins at 0; for one thread alone."""
+    """An event loop in virtual time, which begins at 0; for one thread alone.
 
-    def __init__(self) -> None:
-        self._virtual = _NoWaiting()
+    Args:
+        longest_s, most_turns: Where a script counts as one that never ends.
+    """
+
+    def __init__(self, longest_s: float = LONGEST_S, most_turns: int = MOST_TURNS) -> None:
+        self._virtual = _NoWaiting(longest_s, most_turns)
         super().__init__(self._virtual)
 
     def time(self) -> float:

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real vLLM engines beside a model of transformers that stands for the trainer, and refits between them."""
 
+import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -33,6 +35,8 @@ from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.placement import Placement
 from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
+from nemo_rl_moe.rollouts.asynchronous.gate import EngineGate
+from nemo_rl_moe.rollouts.asynchronous.loops import LoopThread
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck, probe_sequences
 from nemo_rl_moe.weight_sync.transport import TransportSpec, WeightTransport
@@ -98,7 +102,7 @@ class Trainer:
             head_dim=32,
             num_experts=8,
             num_experts_per_tok=2,
-            max_position_embeddings=128,
+            max_position_embeddings=512,
             norm_topk_prob=True,
             tie_word_embeddings=False,
         )
@@ -193,6 +197,33 @@ def generated(engine: VllmEngine, asked: list[GenerationRequest]) -> list[Genera
     found = list(generate_all(engine, asked))
     assert sorted(index for index, _ in found) == list(range(len(asked))), "each once"
     return [sequence for _, sequence in sorted(found, key=lambda pair: pair[0])]
+
+
+def generated_across_an_update(
+    engine: VllmEngine, trainer: Trainer, asked: list[GenerationRequest], num_steps: int
+) -> list[GeneratedSequence]:
+    """Return the answers to requests that have run for so many steps when new weights come."""
+    thread, gate = LoopThread(), EngineGate(engine)
+    tasks: list[asyncio.Task[GeneratedSequence]] = []
+
+    async def begin() -> None:
+        tasks.extend(asyncio.create_task(gate.generate(request)) for request in asked)
+
+    async def opened() -> list[GeneratedSequence]:
+        gate.open()
+        return list(await asyncio.gather(*tasks))
+
+    try:
+        num_before = engine.num_steps()
+        thread.run(begin())
+        while engine.num_steps() < num_before + num_steps:
+            time.sleep(0.001)
+        thread.run(gate.close())
+        trainer.move()
+        trainer.refit(engine)
+        return thread.run(opened())
+    finally:
+        thread.close()
 
 
 def check_of(engine: VllmEngine, trainer: Trainer, **changes: object) -> RefitCheck:

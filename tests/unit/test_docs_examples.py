@@ -332,7 +332,7 @@ def test_environment_that_is_added_scores(tmp_path: Path) -> None:
     for response, is_correct in ((" 66\n", True), ("67", False), ("66 7", False)):
         score = environment.score(ScoringItem("a", "33+33=", response, False, {}))
         assert score == Score(float(is_correct), is_correct)
-    with pytest.raises(ConfigurationError, match=r"env\.pattern\.regex: got '\('"):
+    with pytest.raises(ConfigurationError, match=r"pattern: got '\('"):
         make("(")
 
 

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from examples.routing_study.__main__ import main
+from examples.routing_study.configuration import STUDY_CONFIG, study_of
 from examples.routing_study.grid import DTYPES, METHODS, UPDATES, Condition, Run, hours_left, plan
-from examples.routing_study.intervals import (
+from examples.routing_study.measures import MEASURES, Results
+from examples.routing_study.tables import draw, start_check, tables
+from examples.studies.intervals import (
     geometric,
     interval,
     paired_differences,
@@ -18,9 +21,8 @@ from examples.routing_study.intervals import (
     student_quantile,
     student_share,
 )
-from examples.routing_study.measures import RESULT_FILE, Result, Results, measures_of, read_result, read_results
-from examples.routing_study.session import STUDY_CONFIG, Study, claimed, make_runs
-from examples.routing_study.tables import draw, start_check, tables
+from examples.studies.results import RESULT_FILE, Result, measures_of, read_result, read_results
+from examples.studies.session import claimed, make_runs
 from nemo_rl_moe.config.loading import dump_resolved, load_grpo_config
 from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.errors import ConfigurationError, DataError
@@ -103,10 +105,10 @@ def test_settings_of_the_user_are_those_of_all_runs(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     tiny = str(REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe")
     few = ["policy.init=random", "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=6"]
-    config = Study(tmp_path, tiny, tmp_path, few).config(Run(PLACE, "r3", 3))
+    config = study_of(tmp_path, tiny, tmp_path, few).config(Run(PLACE, "r3", 3))
     assert (config.grpo.seed, config.policy.train_global_batch_size, config.policy.train_micro_batch_size) == (3, 3, 3)
     assert config.policy.megatron_cfg.routing_replay == "rollout"
-    whole = Study(tmp_path, tiny, tmp_path, few[:1]).config(Run(Condition("small", "float32", 1), "none", 0))
+    whole = study_of(tmp_path, tiny, tmp_path, few[:1]).config(Run(Condition("small", "float32", 1), "none", 0))
     assert (whole.policy.train_global_batch_size, whole.policy.train_micro_batch_size) == (128, 64)
 
 
@@ -116,7 +118,7 @@ def test_measures_of_a_run() -> None:
         "train/reward": [(1, 0.1), (2, 0.2), (3, 0.6)],
         "train/gen_kl_error": [(1, 3e-5), (2, 9e-4), (3, 1e-5)],
     }
-    assert measures_of(history) == pytest.approx(
+    assert measures_of(history, MEASURES) == pytest.approx(
         {
             "accuracy at start": 0.4,
             "accuracy": 0.7,
@@ -133,7 +135,7 @@ def result_of(**measures: float) -> Result:
 
 def test_what_is_done_is_not_made_again(tmp_path: Path) -> None:
     done, missing = (Run(PLACE, "none", seed) for seed in (0, 1))
-    study = Study(tmp_path, "unused", tmp_path, [])
+    study = study_of(tmp_path, "unused", tmp_path, [])
     folder = study.runs_folder / done.name
     folder.mkdir(parents=True)
     result_of(accuracy=0.5).write(folder)

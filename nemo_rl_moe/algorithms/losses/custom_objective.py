@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
-from nemo_rl_moe.config.user_code import described, import_function, is_custom
-from nemo_rl_moe.errors import ConfigurationError, one_line
+from nemo_rl_moe.config.user_code import described, error_in_user_code, import_function, is_custom
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rl.objectives import OBJECTIVES, Objective, ObjectiveInputs
 
 KEY = "loss_fn.objective"
@@ -64,9 +64,11 @@ def check_objective(config: PolicyGradientLossConfig) -> None:
     except ConfigurationError:
         raise
     except ValueError as error:
-        raise ConfigurationError(_named(config.objective, one_line(error))) from error
+        raise ConfigurationError(_named(config.objective, error_in_user_code(error))) from error
     except (Exception, SystemExit) as error:
-        raise ConfigurationError(f"{KEY}: {config.objective} raised, on three tokens: {one_line(error)}") from error
+        raise ConfigurationError(
+            f"{KEY}: {config.objective} raised, on three tokens: {error_in_user_code(error)}"
+        ) from error
     if not loss.requires_grad:
         raise ConfigurationError(
             f"{KEY}: {config.objective} returned a loss without a gradient, expected one that depends on logprobs or"

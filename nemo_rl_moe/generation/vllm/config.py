@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nemo_rl_moe.config.schema import GRPOMasterConfig
 
 KEY = "policy.generation.vllm"
+PrefixCaching = Literal["none", "reset", "keep"]
 
 
 class VllmConfig(StrictModel):
@@ -33,6 +34,9 @@ class VllmConfig(StrictModel):
     """Gibibytes of key-value cache of each engine on CPUs."""
     cpu_threads: Processes
     """Threads of each engine on CPUs."""
+    prefix_caching: PrefixCaching
+    """Keys and values of equal beginnings, such as a group's prompt: `none` computes them for each request; `reset`
+    computes them once with each weights; `keep` leaves those of old weights in use after an update."""
     start_timeout_s: Seconds
     """Seconds until the engines are to be ready."""
     stall_timeout_s: Seconds
@@ -76,3 +80,31 @@ def engines_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
             f"{KEY}.expert_parallel: got true, expected false with {KEY}.tensor_parallel_size 1: there is nobody to"
             " divide experts with"
         )
+
+
+def prefix_cache_fits(config: "GRPOMasterConfig") -> Iterator[str]:
+    """Check that nothing needs what a prefix cache leaves out, and that a loss weighs what old weights computed."""
+    chosen, key = section_of(config).prefix_caching, f"{KEY}.prefix_caching"
+    if chosen == "none":
+        return
+    if captures_routes(config):
+        yield (
+            f"{key}: got {chosen!r}, expected 'none' with policy.megatron_cfg.capture_routing or routing_replay"
+            " rollout: tokens from the cache are not computed again, and have no routed experts"
+        )
+    if chosen == "keep" and not config.grpo.rollouts.is_asynchronous:
+        yield (
+            f"{key}: got 'keep', expected 'reset' with grpo.rollouts.mode synchronous: no response continues after an"
+            " update"
+        )
+    if chosen == "keep" and config.loss_fn.importance_sampling_correction == "none":
+        yield (
+            f"{key}: got 'keep', expected 'reset' with loss_fn.importance_sampling_correction none: nothing would weigh"
+            " tokens sampled after keys and values of old weights"
+        )
+
+
+def captures_routes(config: "GRPOMasterConfig") -> bool:
+    """Return whether sequences carry routed experts: on GPUs that forbids graphs, which only a replay is worth."""
+    megatron, on_gpus = config.policy.megatron_cfg, config.cluster.gpus_per_node > 0
+    return megatron.routing_replay == "rollout" or (megatron.capture_routing and not on_gpus)

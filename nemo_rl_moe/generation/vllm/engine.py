@@ -15,10 +15,10 @@ from nemo_rl_moe.errors import GenerationError, ReceiverLostError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.generation.refit import ActorReceivers, refit
 from nemo_rl_moe.generation.vllm.actors import EngineActor, EngineActors
-from nemo_rl_moe.generation.vllm.config import section_of
+from nemo_rl_moe.generation.vllm.config import KEY, captures_routes, section_of
 from nemo_rl_moe.generation.vllm.images import ImageSettings, image_runs
 from nemo_rl_moe.generation.vllm.placement import Placement
-from nemo_rl_moe.generation.vllm.record import captures_routes, number_format
+from nemo_rl_moe.generation.vllm.record import number_format
 from nemo_rl_moe.generation.vllm.serving import Serving
 from nemo_rl_moe.generation.vllm.worker import VllmSettings
 from nemo_rl_moe.models.families import family_of
@@ -237,6 +237,11 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
     gpus_per_engine = chosen.tensor_parallel_size if on_gpus else 0
     placement = Placement(setup.own_cluster or setup.cluster, gpus_per_engine, is_shared=setup.own_cluster is None)
     policy = setup.policy
+    if chosen.prefix_caching == "keep":
+        setup.warn(
+            f"{KEY}.prefix_caching: keep: after an update responses continue on keys and values of older weights, which"
+            " no version of a token says; mismatch metrics include what that changes"
+        )
     return VllmEngine(
         VllmSettings(
             model_files=policy.model_files,
@@ -251,6 +256,7 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
             gpu_memory_utilization=chosen.gpu_memory_utilization,
             cpu_cache_gib=chosen.cpu_cache_gib,
             num_threads=chosen.cpu_threads,
+            prefix_caching=chosen.prefix_caching,
             captures_routes=captures_routes(config),
             image_settings=image_settings(setup.hf_config),
         ),

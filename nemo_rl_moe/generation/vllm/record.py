@@ -5,7 +5,13 @@
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.config.engine import Engine, EngineSize
-from nemo_rl_moe.generation.vllm.config import VllmConfig, engines_have_places, section_of
+from nemo_rl_moe.generation.vllm.config import (
+    VllmConfig,
+    captures_routes,
+    engines_have_places,
+    prefix_cache_fits,
+    section_of,
+)
 
 if TYPE_CHECKING:
     from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -17,12 +23,6 @@ VOCABULARY_MULTIPLE = 64
 
 def number_format(policy: "GeneratingPolicyConfig") -> str:
     return policy.generation.section_of(VllmConfig).dtype or policy.precision
-
-
-def captures_routes(config: "GRPOMasterConfig") -> bool:
-    """Return whether sequences carry routed experts: on GPUs that forbids graphs, which only a replay is worth."""
-    megatron, on_gpus = config.policy.megatron_cfg, config.cluster.gpus_per_node > 0
-    return megatron.routing_replay == "rollout" or (megatron.capture_routing and not on_gpus)
 
 
 def size(config: "GRPOMasterConfig") -> EngineSize:
@@ -63,7 +63,7 @@ ENGINE = Engine(
     title="vLLM",
     make="nemo_rl_moe.generation.vllm.engine:make_vllm_engine",
     config_class=VllmConfig,
-    rules=(engines_have_places,),
+    rules=(engines_have_places, prefix_cache_fits),
     size=size,
     check_installation=check_installation,
     check_model=check_model,

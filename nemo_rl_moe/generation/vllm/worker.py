@@ -25,6 +25,7 @@ from nemo_rl_moe.distributed.stored_rows import RowStore, StoredRows
 from nemo_rl_moe.distributed.worker_process import outlive_requests_to_stop
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, store_routes
 from nemo_rl_moe.generation.vllm import releases
+from nemo_rl_moe.generation.vllm.config import PrefixCaching
 from nemo_rl_moe.generation.vllm.images import ImagePrompts, ImageSettings, as_loader_expects, register
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
@@ -44,6 +45,7 @@ class VllmSettings:
         gpu_memory_utilization: Share of a GPU's memory that weights and key-value cache may take.
         cpu_cache_gib: Gibibytes of the key-value cache on a CPU.
         num_threads: Threads of one engine on a CPU.
+        prefix_caching: Whether equal beginnings share keys and values, and whether those survive new weights.
         captures_routes: Sequences get their routed experts. On GPUs no graphs are captured then.
         image_settings: Of a model of images and text; None: it takes text alone.
     """
@@ -61,6 +63,7 @@ class VllmSettings:
     cpu_cache_gib: int
     num_threads: int
     gpus: tuple[int, ...] = ()
+    prefix_caching: PrefixCaching = "none"
     captures_routes: bool = False
     image_settings: ImageSettings | None = None
 
@@ -131,8 +134,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 enforce_eager=not settings.on_gpus or settings.captures_routes,
                 # What a model's folder says of sampling is not what the run says.
                 generation_config="vllm",
-                # A cached prefix belongs to the weights that computed it.
-                enable_prefix_caching=False,
+                enable_prefix_caching=settings.prefix_caching != "none",
                 disable_log_stats=True,
                 **more,
             )
@@ -197,6 +199,9 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
     ) -> list[GeneratedSequence]:
         """Return the finished outputs; their routed experts lie in Ray's object store."""
         found = [sequence_of(output, version) for output in outputs]
+        if self._settings.prefix_caching != "none":
+            pairs = zip(found, outputs, strict=True)
+            found = [replace(sequence, num_cached_tokens=output.num_cached_tokens or 0) for sequence, output in pairs]
         # Of a sequence that was broken off at once no pass has seen anything.
         begun = [number for number, sequence in enumerate(found) if len(sequence.token_ids)]
         if not self._settings.captures_routes or not begun:
@@ -237,6 +242,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         self._engine.collective_rpc(_set_prompt_temperature, args=(temperature,))
         for number, (tokens, of_sequence) in enumerate(zip(sequences, inputs, strict=True)):
             # One token more than is asked for: an engine always draws one.
+            # With `prompt_logprobs` vLLM reads no prefix cache.
             sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
             self._engine.add_request(str(number), prompts.prompt(tokens, of_sequence), sampling)
         found: dict[int, Any] = {}
@@ -266,6 +272,8 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             problems = self._engine.collective_rpc(_receive, args=(spec, first_receiver, self._settings.image_settings))
             # An image's embeddings belong to the tower that computed them; the scheduler would take them for current.
             self._engine.reset_encoder_cache()
+            if self._settings.prefix_caching == "reset" and not self._engine.reset_prefix_cache():
+                return "its prefix cache cannot be reset: requests still use it"
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return next((problem for problem in problems if problem is not None), None)

@@ -53,9 +53,9 @@ class Bounds:
         """Return whether a group of one version is too old to be trained on at another."""
         return version - since > self.max_staleness
 
-    def is_due(self, since: int, version: int) -> bool:
-        """Return whether a group is too old for the training step after the one at this version."""
-        return self.is_stale(since, version + self.updates_per_step)
+    def steps_left(self, since: int, version: int) -> int:
+        """Return after how many further steps a group is too old, if it is not trained on at this version."""
+        return (self.max_staleness - version + since) // self.updates_per_step
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from nemo_rl_moe.generation.interface import (
     GenerationRequest,
     PausingEngine,
 )
+from nemo_rl_moe.rollouts.asynchronous.activity import EngineActivity
 
 
 class EngineGate:
@@ -20,10 +21,11 @@ class EngineGate:
 
     Args:
         engine: A `PausingEngine` breaks off what runs when the gate is closed; of another one, all of it ends before.
+        activity: Notes what the engine does.
     """
 
-    def __init__(self, engine: GenerationEngine):
-        self._engine = engine
+    def __init__(self, engine: GenerationEngine, activity: EngineActivity | None = None):
+        self._engine, self._activity = engine, activity or EngineActivity()
         self._is_open, self._is_idle = asyncio.Event(), asyncio.Event()
         self._is_open.set()
         self._is_idle.set()
@@ -42,23 +44,27 @@ class EngineGate:
     async def close(self) -> None:
         """Hold further requests back, and wait until the engine has none."""
         self._is_open.clear()
+        self._activity.paused()
         if isinstance(self._engine, PausingEngine):
             await self._engine.pause()
         await self._is_idle.wait()
 
     def open(self) -> None:
         """Let requests through again."""
+        self._activity.resumed()
         self._is_open.set()
 
     async def _ask(self, request: GenerationRequest) -> GeneratedSequence:
         while not self._is_open.is_set():
             await self._is_open.wait()
         self._num_running += 1
+        self._activity.request_began()
         self._is_idle.clear()
         try:
             return await self._engine.generate(request)
         finally:
             self._num_running -= 1
+            self._activity.request_ended()
             if not self._num_running:
                 self._is_idle.set()
 

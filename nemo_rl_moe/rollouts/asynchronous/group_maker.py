@@ -10,6 +10,7 @@ import numpy as np
 from nemo_rl_moe.data.prompts import Prompt, prompt_inputs
 from nemo_rl_moe.generation.interface import GeneratedSequence, SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rollouts.asynchronous.activity import EngineActivity
 from nemo_rl_moe.rollouts.asynchronous.gate import EngineGate
 from nemo_rl_moe.rollouts.asynchronous.groups import Ticket
 from nemo_rl_moe.rollouts.limits import RolloutWatch
@@ -46,9 +47,11 @@ class GroupMaker:
         seed: As `grpo.seed`.
         groups_per_step: Groups of a training step.
         num_generations: Trajectories of a group.
+        activity: Notes what the engine does; None: a new one.
 
     Attributes:
         num_tokens: Tokens sampled for each group, by position and attempt, restarts included.
+        activity: What the engines do.
     """
 
     def __init__(
@@ -59,10 +62,12 @@ class GroupMaker:
         seed: int,
         groups_per_step: int,
         num_generations: int,
+        activity: EngineActivity | None = None,
     ):
         self._worker, self._sampling = worker, sampling
         self._seed, self._groups_per_step, self._num_generations = seed, groups_per_step, num_generations
-        self._gate = EngineGate(worker.engine)
+        self.activity = activity or EngineActivity()
+        self._gate = EngineGate(worker.engine, self.activity)
         self._watch: RolloutWatch | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
@@ -82,6 +87,7 @@ class GroupMaker:
         changed = asyncio.Event()
         started = self._start(self._running_pool(), ticket, changed)
         self._changes.add(changed)
+        self.activity.group_began()
         try:
             while not self._have_ended(started):
                 await changed.wait()
@@ -89,6 +95,7 @@ class GroupMaker:
             return [each.trajectory for each in started]
         finally:
             self._changes.remove(changed)
+            self.activity.group_ended()
             await self._pool.leave(started)
 
     async def pause(self) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Protocol, TypeVar
 from nemo_rl_moe.rollouts.pool import cancel_all
 
 Result = TypeVar("Result")
+CLOSING_LIMIT_S = 20.0
+"""Seconds for the end of a loop; cancelled groups, trajectories and other tasks take less, one after another."""
 
 
 class RunCoroutine(Protocol):
@@ -28,8 +30,8 @@ class RolloutLoop(Protocol):
         """Run a coroutine to its end, and return its result."""
         ...
 
-    def close(self) -> None:
-        """End the loop; its source is stopped before."""
+    def close(self, last: Coroutine[Any, Any, object] | None = None) -> bool:
+        """Run a last coroutine and end the loop, with what still runs in it; return False where code blocks it."""
         ...
 
 
@@ -60,12 +62,24 @@ class LoopThread:
         except BaseException as error:
             self._ended.set_exception(error)
 
-    def close(self) -> None:
-        """End the loop and its thread, with what still runs in it; its source is stopped before."""
-        self.run(cancel_all())
+    def close(self, last: Coroutine[Any, Any, object] | None = None) -> bool:
+        """Run a last coroutine and end the loop, with what still runs in it.
+
+        Returns:
+            False where code blocks the thread for `CLOSING_LIMIT_S`: it is left behind, and ends with the process.
+        """
+        ending = asyncio.run_coroutine_threadsafe(_finished(last), self._loop)
+        either: list[Future[Any]] = [ending, self._ended]
+        wait(either, timeout=CLOSING_LIMIT_S, return_when=FIRST_COMPLETED)
+        if not ending.done():
+            if self._ended.done():
+                self._ended.result()
+            return False
+        ending.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        return True
 
 
 class CallersLoop:
@@ -81,10 +95,17 @@ class CallersLoop:
         """Run the loop until a coroutine has ended, and return its result."""
         return self._loop.run_until_complete(coroutine)
 
-    def close(self) -> None:
-        """End the loop, with what still runs in it; its source is stopped before."""
-        self.run(cancel_all())
+    def close(self, last: Coroutine[Any, Any, object] | None = None) -> bool:
+        """Run a last coroutine and end the loop, with what still runs in it; code that blocks it is interrupted."""
+        self.run(_finished(last))
         self._loop.close()
+        return True
+
+
+async def _finished(last: Coroutine[Any, Any, object] | None) -> None:
+    if last is not None:
+        await last
+    await cancel_all()
 
 
 async def in_loop(function: Callable[[], Result]) -> Result:

@@ -68,15 +68,14 @@ class ScheduledStep:
         return ScheduledStep(batch.version, tuple(groups))
 
 
-def append_step(path: Path, step: ScheduledStep) -> None:
-    """Append a step to a schedule's file, as one line of JSON."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(step)) + "\n")
+def line_of(step: ScheduledStep, number: int) -> str:
+    """Return a step as the line of a schedule's file, with the number of the step in the run."""
+    return json.dumps({"step": number} | asdict(step))
 
 
 def read_schedule(path: Path) -> list[ScheduledStep]:
-    """Read the steps of a schedule's file. A run that went on from a checkpoint wrote its last steps twice: the later
-    ones count.
+    """Read the steps of a schedule's file. One of an earlier release may have steps twice, of a run that went on from a
+    checkpoint: the later ones count.
 
     Raises:
         DataError: A line is not a step.

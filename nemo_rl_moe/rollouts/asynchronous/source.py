@@ -11,6 +11,12 @@ from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.stored_rows import Fetch
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.asynchronous.accounts import TrajectoryBatch, batch_metrics
+from nemo_rl_moe.rollouts.asynchronous.activity import (
+    EngineActivity,
+    RecentSteps,
+    TrainerActivity,
+    idle_shares,
+)
 from nemo_rl_moe.rollouts.asynchronous.dispatcher import Dispatcher
 from nemo_rl_moe.rollouts.asynchronous.groups import Cancellation
 from nemo_rl_moe.rollouts.asynchronous.loops import RunCoroutine, in_loop
@@ -19,6 +25,7 @@ from nemo_rl_moe.rollouts.asynchronous.saved_queue import write_queue
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups, SourceState
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.runs.folder.time_line import StepActivity, TimeLine
 
 
 def prompts_of_epochs(rounds: PromptRounds, num_epochs: int) -> Iterator[Prompt]:
@@ -51,6 +58,8 @@ class AsynchronousSource:
             for.
         observe: Called with each batch; returns metrics.
         fetch: Fetches routed experts by their handles, for checkpoints.
+        engines: What the engines do; None: nobody says.
+        record: Gets the time line of each step.
     """
 
     def __init__(
@@ -65,12 +74,17 @@ class AsynchronousSource:
         runs_when_asked: bool = False,
         observe: Callable[[TrajectoryBatch], Mapping[str, float]] = lambda batch: {},
         fetch: Fetch = list,
+        engines: EngineActivity | None = None,
+        record: Callable[[TimeLine], object] = lambda time_line: None,
     ):
         self._dispatcher, self._run, self._observe = dispatcher, run, observe
         self._pause, self._resume, self._fetch = pause, resume, fetch
         self._steps_per_epoch, self._num_generations = steps_per_epoch, num_generations
         self._runs_when_asked, self._arrived_version = runs_when_asked, 0
         self._pause_s = 0.0
+        self._engines, self._record = engines or EngineActivity(), record
+        self._trainer, self._recent_steps, self._has_begun = TrainerActivity(self._engines.clock), RecentSteps(), False
+        self._is_observed = engines is not None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -93,6 +107,7 @@ class AsynchronousSource:
         Raises:
             RolloutsGivenUpError: The source was stopped, or its last prompts were given up.
         """
+        self._trainer.wait()
         with clock.phase("generation"):
             if self._runs_when_asked:
                 self._run(in_loop(self._go_on))
@@ -100,6 +115,7 @@ class AsynchronousSource:
         if batch is None:
             raise RolloutsGivenUpError("rollouts were stopped, or their last prompts failed")
         metrics = batch_metrics(batch) | {"rollouts/pause_s": self._pause_s} | dict(self._observe(batch))
+        metrics |= self._end_of_waiting()
         trained = list(chain.from_iterable(found.group for found in batch.groups))
         return RolloutGroups(
             trained,
@@ -114,23 +130,32 @@ class AsynchronousSource:
     def update_pending(self, step: int) -> None:
         """Prepare for the weights of so many steps: the engine comes to rest."""
         began_s = time.perf_counter()
+        self._trainer.update()
         self._run(self._prepare(self._version(step)))
         self._pause_s = time.perf_counter() - began_s
 
     def updated(self, step: int) -> None:
         """Go on with the weights of so many steps, which the engine has."""
         self._arrived_version = self._version(step)
+        if not self._has_begun:
+            self._take_activity()  # what is before the first weights belongs to no step
+            self._has_begun = True
         if not self._runs_when_asked:
             self._run(in_loop(self._go_on))
+        self._trainer.train()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let the engine answer others inside: groups that run wait."""
+        self._trainer.validate()
         self._run(_awaited(self._pause))
+        self._run(in_loop(self._engines.validation_began))
         try:
             yield
         finally:
+            self._run(in_loop(self._engines.validation_ended))
             self._run(in_loop(self._resume))
+            self._trainer.train()
 
     def stop(self) -> tuple[Cancellation, ...]:
         """Cancel all groups, and return the cancellations that no batch had."""
@@ -153,6 +178,18 @@ class AsynchronousSource:
     def _version(self, step: int) -> int:
         """Return the optimizer steps of so many steps, skipped ones included: admission counts groups by them."""
         return step * self._dispatcher.bounds.updates_per_step
+
+    def _end_of_waiting(self) -> dict[str, float]:
+        """Return the metrics of who waited since the step before, and record its time line."""
+        self._trainer.train()
+        found = self._take_activity()
+        if not self._is_observed:
+            return {}
+        self._record(self._recent_steps.add(found))
+        return idle_shares(found)
+
+    def _take_activity(self) -> StepActivity:
+        return StepActivity(self._trainer.take(), self._run(in_loop(self._engines.take)))
 
     async def _prepare(self, version: int) -> None:
         await self._dispatcher.update_pending(version)

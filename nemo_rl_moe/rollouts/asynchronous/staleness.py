@@ -3,11 +3,12 @@
 """Policies of staleness: which finished groups make the next training step, and which are too old.
 
 A policy only orders groups. The rules hold for all policies, custom ones included: a group that is too old is never
-trained on, and with `on_stale: wait` no group is overtaken so often that it gets too old. One number decides on both:
-the age of a group since its admission.
+trained on, and with `on_stale: wait` no group is overtaken so often that it gets too old: groups of one age get too old
+at the same time, and the steps before that must have room for all of them. One number decides on both: the age of a
+group since its admission.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_rl_moe.config.schema_rollouts import OnStale
@@ -121,19 +122,38 @@ class StalenessPolicy:
         Raises:
             ConfigurationError: A custom policy chose what it cannot.
         """
-        due = [group for group in groups if self._is_due(group, version)][: self.bounds.groups_per_step]
-        if not all(group.is_ready for group in due):
-            return []
-        others = tuple(group for group in groups if group not in due)
-        view = QueueView(others, self.bounds.groups_per_step - len(due), version)
-        chosen = list(self.choose(view)) if view.num_needed else []
-        self._check(chosen, view)
-        if len(chosen) < view.num_needed:
-            return []
-        return sorted([*(group.position for group in due), *chosen])
+        chosen: list[int] = []
+        for candidates, num_needed in self._claims(groups, version):
+            left = tuple(group for group in candidates if group.position not in chosen)
+            view = QueueView(left, num_needed - len(chosen), version)
+            found = self._chosen(view)
+            if len(found) < view.num_needed:
+                return []
+            chosen += found
+        return sorted(chosen)
 
-    def _is_due(self, group: LiveGroup, version: int) -> bool:
-        return self.on_stale == "wait" and self.bounds.is_due(group.admitted_version, version)
+    def _claims(self, groups: Sequence[LiveGroup], version: int) -> Iterator[tuple[Sequence[LiveGroup], int]]:
+        """Yield groups, and how many of them this step needs at least: those that get too old first, at last all.
+
+        Of groups that are too old after `n` further steps, those steps take `n * groups_per_step`, and this one the
+        rest.
+        """
+        size = self.bounds.groups_per_step
+        if self.on_stale == "wait":
+            steps_left = {group.position: self.bounds.steps_left(group.admitted_version, version) for group in groups}
+            for num_steps in sorted(set(steps_left.values())):
+                urgent = [group for group in groups if steps_left[group.position] <= num_steps]
+                yield urgent, min(size, len(urgent) - num_steps * size)
+        yield groups, size
+
+    def _chosen(self, view: QueueView) -> Sequence[int]:
+        if view.num_needed <= 0:
+            return []
+        if self.on_stale == "wait" and view.num_needed == len(view.groups):  # nothing to choose
+            return [group.position for group in view.ready]
+        found = list(self.choose(view))
+        self._check(found, view)
+        return found
 
     def _check(self, chosen: Sequence[int], view: QueueView) -> None:
         ready = {group.position for group in view.ready}

@@ -5,6 +5,7 @@
 It takes patience to distinguish a long idle expert from chance, and none for one that loses a whole share at once."""
 
 from collections import deque
+from math import isfinite
 from statistics import median, stdev
 
 import numpy as np
@@ -36,11 +37,14 @@ class RunningLevel:
         return median(self._values) if len(self._values) >= LEAST_VALUES else float("nan")
 
     def leaves(self, value: float, *, upwards: bool) -> bool:
-        """Return True for a value beyond the median by six spreads and by the least distance, in one direction.
+        """Return True for a value beyond the median by six spreads and by the least distance, in one direction. Values
+        that are not finite leave nothing and are part of no level.
 
         The spread is the standard deviation of the level, more by a factor of 1 + 5 / n for its n values: it is
         uncertain itself. With five values a drop must be twelve of them.
         """
+        if not isfinite(value):
+            return False
         if len(self._values) >= LEAST_VALUES:
             spread = stdev(self._values) * (1 + LEAST_VALUES / len(self._values))
             distance = (value - self.median) * (1 if upwards else -1)

@@ -12,7 +12,9 @@ UNBOUNDED_LAG = "train/by_lag/max_unbounded_lag"
 EFFECTIVE_SAMPLES = "train/by_lag/effective_samples"
 STEP_S, WAIT_S = "timing/step/seconds", "timing/generation/seconds"
 """Length of a step, and the time of it that training waits for rollouts."""
-METRICS = (UNBOUNDED_LAG, EFFECTIVE_SAMPLES, STEP_S, WAIT_S)
+TRAINER_IDLE, ENGINES_IDLE = "train/rollouts/idle_share/trainer", "train/rollouts/idle_share/engines"
+"""The same as a share of the step, and the share in which no engine generates; 0.2.0 and before had neither."""
+METRICS = (UNBOUNDED_LAG, EFFECTIVE_SAMPLES, STEP_S, WAIT_S, TRAINER_IDLE, ENGINES_IDLE)
 """Keys that `StalenessSignal` reads."""
 
 
@@ -22,16 +24,20 @@ class OverlapBalance:
 
     Attributes:
         waiting: Share of the time that training waits for rollouts.
+        idle: Share of the time that no engine generates.
         effective_samples: Of the importance ratios of the trained tokens; 1: none lost.
     """
 
     waiting: float
+    idle: float
     effective_samples: float
 
     @property
     def most_speedup(self) -> float:
-        """Return the most that overlap can have gained: engines that generated all the time, then training alone."""
-        return 2 - self.waiting
+        """Return the most that overlap can have gained: one after the other, generation and training take as long as
+        both worked. 1: nothing overlaps.
+        """
+        return max(1.0, 2 - self.waiting - self.idle)
 
     @property
     def pays(self) -> bool:
@@ -43,7 +49,8 @@ def overlap_balance(metrics: Mapping[str, float]) -> OverlapBalance | None:
     """Return the balance of a step; None of one without older tokens."""
     if EFFECTIVE_SAMPLES not in metrics or STEP_S not in metrics:
         return None
-    return OverlapBalance(metrics.get(WAIT_S, 0.0) / metrics[STEP_S], metrics[EFFECTIVE_SAMPLES])
+    waiting = metrics.get(TRAINER_IDLE, metrics.get(WAIT_S, 0.0) / metrics[STEP_S])
+    return OverlapBalance(waiting, metrics.get(ENGINES_IDLE, 0.0), metrics[EFFECTIVE_SAMPLES])
 
 
 class StalenessSignal:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
     from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
     from nemo_rl_moe.runs.folder.by_lag import LagTable
+    from nemo_rl_moe.runs.folder.time_line import TimeLine
 
 Artifact = TypeVar("Artifact")
 StepArtifacts = Mapping[str, Any]
@@ -29,3 +30,4 @@ EXPERT_LOAD: "ArtifactKey[ExpertLoad]" = ArtifactKey("expert_load")
 ROUTING: "ArtifactKey[RoutingReport]" = ArtifactKey("routing")
 EXPERTS_BY_ADVANTAGE: "ArtifactKey[AdvantageScores]" = ArtifactKey("experts_by_advantage")
 BY_LAG: "ArtifactKey[LagTable]" = ArtifactKey("by_lag")
+TIME_LINE: "ArtifactKey[TimeLine]" = ArtifactKey("time_line")

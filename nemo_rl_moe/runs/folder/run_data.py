@@ -22,6 +22,7 @@ from nemo_rl_moe.runs.folder.folder import CONFIG_FILE_NAME, newest_run_folders
 from nemo_rl_moe.runs.folder.line_tail import LineTail, by_step
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_history
 from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, AnomaliesTail, RoutingHistory, read_routing
+from nemo_rl_moe.runs.folder.time_line import TimeLineHistory, read_time_line
 from nemo_rl_moe.shapes import Float, Int
 
 EFFECTIVE_MOE_FILE_NAME = "effective_moe_configuration.json"
@@ -55,6 +56,7 @@ class RunData:
     notes: list[str] = field(default_factory=list)
     routing: RoutingHistory | None = None
     advantages: AdvantageHistory | None = None
+    time_line: TimeLineHistory | None = None
     anomalies: dict[int, list[RoutingAnomaly]] = field(default_factory=dict)
     failures: dict[int, list[FailedResponses]] = field(default_factory=dict)
     label: str | None = None
@@ -121,6 +123,7 @@ def read_run(folder: Path) -> RunData:
         expert_load=expert_load,
         routing=routing,
         advantages=_table(read_advantages, folder, notes),
+        time_line=_table(read_time_line, folder, notes),
         anomalies=anomalies,
         failures=failures,
         notes=[*notes, *described.notes],

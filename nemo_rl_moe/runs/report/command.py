@@ -41,6 +41,7 @@ _SCRIPTS = (
     "words",
     "plots",
     "charts",
+    "time_line",
     "slider",
     "heatmap",
     "history",

@@ -17,10 +17,13 @@ def overlap_facts(run: RunData) -> list[tuple[str, str]]:
     if not balances:
         return []
     mean = OverlapBalance(
-        fmean(balance.waiting for balance in balances), fmean(balance.effective_samples for balance in balances)
+        fmean(balance.waiting for balance in balances),
+        fmean(balance.idle for balance in balances),
+        fmean(balance.effective_samples for balance in balances),
     )
     return [
         ("training waits for rollouts", f"{mean.waiting:.0%} of the time"),
+        ("engines idle", f"{mean.idle:.0%}"),
         ("speedup by overlap", f"at most {mean.most_speedup:.2f}"),
         ("effective samples", f"{mean.effective_samples:.0%}"),
         ("overlap", "pays" if mean.pays else "costs more than it gains"),

@@ -24,6 +24,7 @@ from nemo_rl_moe.runs.report.load_view import load_view, modality_view
 from nemo_rl_moe.runs.report.overlap import overlap_facts
 from nemo_rl_moe.runs.report.routing_view import advantage_view, layer_tables, routing_view
 from nemo_rl_moe.runs.report.run_findings import episodes_of, findings_of, thresholds_of
+from nemo_rl_moe.runs.report.time_line_view import time_line_view
 
 MOST_IMAGES = 48
 """Images of a page, however many runs it is about."""
@@ -112,6 +113,7 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
         "charts": charts,
         "routing_sections": [SECTIONS[name].heading for name in ("routing", "mismatch")],
         "modality_section": SECTIONS["modalities"].heading,
+        "staleness_section": SECTIONS["staleness"].heading,
         "keys": keys,
         "configuration": configuration_rows(runs),
     }
@@ -134,6 +136,8 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
                 of_run["routing"] = routing_view(run.routing, pool, detail)
             if run.advantages:
                 of_run["advantages"] = advantage_view(run.advantages, pool, detail)
+            if run.time_line:
+                of_run["time_line"] = time_line_view(run.time_line, pool)
             if run.expert_load:
                 of_run["modalities"] = modality_view(run.expert_load, run.topk, pool, detail)
                 of_run["load"] = load_view(run.expert_load, run.topk, run.expert_parallel_size, pool, detail)
@@ -192,6 +196,7 @@ def _described(run: RunData, name: str) -> dict[str, Any]:
         "routing": None,
         "advantages": None,
         "modalities": None,
+        "time_line": None,
         "layer_tables": layer_tables(run.metrics),
         "latest": [
             {"label": label, "value": f"{run.metrics[key].values[-1]:.4g}"}

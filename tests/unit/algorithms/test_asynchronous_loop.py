@@ -68,7 +68,7 @@ class Run:
         if plan is None:
             self._train(make_source(self.config, worker, loader, SAMPLING), validate)
             return
-        with running_source(self.config, plan, worker, loader, SAMPLING, self.folder, state, print) as source:
+        with running_source(self.config, plan, worker, loader, SAMPLING, self.folder, state, print, print) as source:
             self._train(source, validate)
 
     def _train(self, source: RolloutSource, validate: Validator) -> None:

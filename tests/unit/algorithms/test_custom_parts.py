@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimators and objectives of the user's own."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.errors import ConfigurationError
+from tests.support import custom_parts
 from tests.support.custom_parts import NAME
 from tests.support.estimators import advantages_of_rewards
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
@@ -83,6 +86,20 @@ def test_an_objective_that_cannot_be_used_is_one_line(name: str, problem: str) -
     (line,) = error.value.problems
     assert line.startswith(f"{OBJECTIVE}: {name}")
     assert problem in line
+
+
+@pytest.mark.parametrize("name", ["raising", "raising_below"])
+def test_an_error_has_the_line_of_the_users_file(name: str) -> None:
+    """Also where the file calls a library that raises."""
+    source = inspect.getsource(custom_parts).splitlines()
+    number = 1 + next(index for index, line in enumerate(source) if f"# {name}" in line)
+    reference = f"{NAME}:{name}"
+    for check in (
+        lambda: check_estimator(config_with(reference)),
+        lambda: check_objective(config_of(objective=reference)),
+    ):
+        with pytest.raises(ConfigurationError, match=rf" \(custom_parts\.py:{number}\)$"):
+            check()
 
 
 def test_what_can_be_used_passes() -> None:

@@ -60,6 +60,13 @@ BROKEN = [
         f" and {LAG} 2: old weights sampled the tokens, and nothing would weigh them; truncated does",
     ),
     (
+        (*AHEAD, f"{LAG}=0", f"{ROLLOUTS}.replay_schedule=old.jsonl", "loss_fn.force_on_policy_ratio=always"),
+        "old_tokens_are_corrected",
+        "loss_fn.force_on_policy_ratio: got always, expected another with loss_fn.importance_sampling_correction none"
+        f" and {ROLLOUTS}.replay_schedule: old weights sampled the tokens, and nothing would weigh them; truncated"
+        " does",
+    ),
+    (
         (*AHEAD, "loss_fn.objective=reinforce"),
         "old_tokens_are_corrected",
         "loss_fn.objective: got reinforce, expected another with loss_fn.importance_sampling_correction none and"
@@ -109,6 +116,27 @@ BROKEN = [
         "engine_has_what_it_needs",
         f"{VLLM}.expert_parallel: got true, expected false with {VLLM}.tensor_parallel_size 1: there is nobody to"
         " divide experts with",
+    ),
+    (
+        (*AHEAD, f"{VLLM}.prefix_caching=reset", "policy.megatron_cfg.capture_routing=true"),
+        "engine_has_what_it_needs",
+        f"{VLLM}.prefix_caching: got 'reset', expected 'none' with policy.megatron_cfg.capture_routing or"
+        " routing_replay rollout: tokens from the cache are not computed again, and have no routed experts",
+    ),
+    (
+        (
+            *("policy.generation.backend=vllm", f"{VLLM}.prefix_caching=keep"),
+            *("policy.megatron_cfg.capture_routing=false", "loss_fn.importance_sampling_correction=truncated"),
+        ),
+        "engine_has_what_it_needs",
+        f"{VLLM}.prefix_caching: got 'keep', expected 'reset' with {ROLLOUTS}.mode synchronous: no response continues"
+        " after an update",
+    ),
+    (
+        (*AHEAD, f"{VLLM}.prefix_caching=keep", "policy.megatron_cfg.capture_routing=false"),
+        "engine_has_what_it_needs",
+        f"{VLLM}.prefix_caching: got 'keep', expected 'reset' with loss_fn.importance_sampling_correction none:"
+        " nothing would weigh tokens sampled after keys and values of old weights",
     ),
     (
         (*ON_GPUS, "+cluster.roles.generation={gpus_per_node: 2}", f"{VLLM}.tensor_parallel_size=4"),
@@ -328,12 +356,23 @@ BROKEN = [
     (
         ("env.reasoning_gym=null",),
         "environment_has_its_section",
-        "env.reasoning_gym: null, but env.name is reasoning_gym, which reads that section",
+        "env.reasoning_gym: got null, expected a section such as {task: basic_arithmetic, parameters: {},"
+        " partial_credit: false} with env.name reasoning_gym",
     ),
     (
         ("env.name=callable",),
         "environment_has_its_section",
-        "env.callable: null, but env.name is callable, which reads that section",
+        'env.callable: got null, expected a section such as {function: "my_module:score"} with env.name callable',
+    ),
+    (
+        ("env.tools=[calculator]", "env.rollout=my_module:ask"),
+        "tools_have_a_conversation",
+        "env.tools: got calculator, expected [] with env.rollout my_module:ask, which drives trajectories",
+    ),
+    (
+        ("env.tools=[calculator]", "data.tools=[{type: function, function: {name: add}}]"),
+        "tools_have_a_conversation",
+        "data.tools: got 1, expected [] with env.tools calculator: the chat template gets the definitions of those",
     ),
     (
         (*NO_TASK, "data.train.path=null", "data.train.num_items=5"),

@@ -37,3 +37,8 @@ def test_removed_and_given_again() -> None:
 def test_override_acts_before_interpolation() -> None:
     config = load_config("sft_tiny_moe.yaml", ["policy.model_name=a/b"], check_paths=False)
     assert config.policy.tokenizer.name == "a/b"
+
+
+def test_an_algorithm_is_named_in_the_file() -> None:
+    _, problems = apply_overrides({"grpo": {"seed": 1}}, ["algorithm=my_module:ALGORITHM"], ["grpo.seed"])
+    assert problems == ["algorithm: is read from the file alone, which `nemo-rl-moe run --config FILE` starts"]

@@ -144,6 +144,12 @@ def test_an_end_token_of_another_kind() -> None:
 
 
 DEPENDS = THINKING.replace("{{- content }}", "{{- content }}{{- '!' if 'qx7' in content else '' }}")
+WITHOUT_DEVELOPERS = THINKING.replace(
+    "    {%- else %}\n        {{- '<|start|>' + m.role", "{%- elif m.role == 'user' %}{{- '<|start|>' + m.role"
+)
+QUESTIONS_END_ALONE = NEWLINE_BETWEEN_TURNS.replace("'<|end|>'", "'.'").replace(
+    "m.content + '\\n' }}", "m.content + '<|end|>' }}"
+)
 TWICE = NEWLINE_BETWEEN_TURNS.replace("m.content + '<|end|>'", "m.content + m.content + '<|end|>'")
 
 
@@ -152,6 +158,12 @@ TWICE = NEWLINE_BETWEEN_TURNS.replace("m.content + '<|end|>'", "m.content + m.co
     [
         (DEPENDS, USER, "what the chat template puts behind a turn depends on the turn's text"),
         (TWICE, USER, "the chat template does not show the text of a turn once"),
+        (
+            WITHOUT_DEVELOPERS,
+            {**USER, "role": "developer"},
+            "messages[0] is of role developer, and the chat template leaves it out; set policy.tokenizer.chat_template",
+        ),
+        (QUESTIONS_END_ALONE, USER, f"{OTHER_END}, which are '<|end|>'"),
         (None, USER, "the tokenizer has no chat template; set policy.tokenizer.chat_template"),
         (THINKING, {**USER, "role": "assistant"}, "messages[0].role is 'assistant', expected tool, user, system, "),
         (
@@ -170,3 +182,18 @@ def test_what_cannot_be_continued(template: str | None, new: Message, problem: s
 def test_a_malformed_message() -> None:
     with pytest.raises(RecordError, match=r"^messages\[0\]\.role is 'tol', expected .* did you mean"):
         extended(CHATML, "a<|im_end|>", {"role": "tol", "content": "r"})
+
+
+@pytest.mark.parametrize("name", ["corrected Mistral", "published Mistral without blanks"])
+def test_a_template_that_counts_turns_but_not_those_that_call(name: str) -> None:
+    """As a text, the call counts as a turn: the next question would stand in the wrong place."""
+    family = ALL[name]
+    conversation = Conversation(family, random.Random(0), None)
+    continuation, before, ids = Continuation(family.tokenizer), conversation.messages, family.encode(conversation.text)
+    for role in ("tool", "user", "tool"):
+        piece = conversation.advance(role)
+        assert piece is not None
+        sampled = family.encode(piece)
+        found = continuation.extend(SampledTurn(before, sampled, family.end_ids), conversation.new)
+        ids, before = [*ids, *sampled, *found.token_ids], list(found.messages)
+        assert ids == family.encode(conversation.text)

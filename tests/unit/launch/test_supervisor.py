@@ -141,8 +141,9 @@ def test_no_restart_after_a_request(start: Start, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_request_while_it_waits_to_start_again(start: Start, tmp_path: Path) -> None:
     process = start("note(os.getpid(), 'run'); sys.exit(1)", max_restarts=30)
-    wait_for_family(tmp_path, runs=6)  # the wait is seconds long then
-    time.sleep(0.2)
+    pids = wait_for_family(tmp_path, runs=6)  # the wait is seconds long then
+    while any(map(is_running, pids)):
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     assert end_of(process, tmp_path)[0] == 130
 

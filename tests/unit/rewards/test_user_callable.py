@@ -30,6 +30,9 @@ class Judge:
     def strict(item):
         return 0.0
 judge = Judge()
+class Near:
+    def __init__(self, tolerance):
+        pass
 """
 
 
@@ -102,6 +105,10 @@ def test_objects_and_members_that_can_be_called(module, item_of):
         ("my_rewards:", "got 'my_rewards:', expected package.module:function"),
         ("my-rewards:score", "got 'my-rewards:score', expected package.module:function"),
         ("my_rewards:scor", "my_rewards:scor: my_rewards has no scor; did you mean score?"),
+        (
+            "my_rewards:Near",
+            "my_rewards:Near is a class, expected a function; env.name: my_rewards:Near makes a reward",
+        ),
         ("my_rewards:NUMBER", "my_rewards:NUMBER is 3 (int), expected a function"),
         ("my_rewards:later", "my_rewards:later is a coroutine or a generator, expected a function that returns"),
         ("my_rewards:two", "my_rewards:two(item, other) cannot be called with one ScoringItem: missing a required"),

@@ -211,7 +211,7 @@ def test_a_template_that_refuses_a_message_costs_its_trajectory_alone() -> None:
 
     found = run(scripted_session(family, ASKED, ["a<|end|>"]), function)
     assert found.fault is Fault.ERROR
-    assert found.fault_message == "NoExtension: the chat template refuses the conversation: none"
+    assert found.fault_message == "Refusal: the chat template refuses the conversation: none"
 
 
 def test_a_message_before_the_first_response() -> None:

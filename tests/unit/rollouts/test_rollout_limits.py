@@ -238,6 +238,26 @@ def test_code_that_does_not_let_itself_be_interrupted_ends_the_process() -> None
     )
 
 
+def test_a_request_to_stop_waits_for_no_code_in_a_thread_where_nothing_interrupts_it() -> None:
+    """Of asynchronous rollouts: the process ends `STOP_GRACE_S` after the request."""
+
+    async def blocks(session: Session, clock: MovedClock) -> Trajectory:
+        rollouts.stop = "SIGTERM"
+        deadline = time.monotonic() + 60
+        while not rollouts.ends and time.monotonic() < deadline:
+            time.sleep(1.0)  # the watcher has to see the request before the clock moves
+            if clock.seconds + STOP_GRACE_S + 1 < STUBBORN_S:
+                clock.move(STOP_GRACE_S + 1)
+        rollouts.stop = None
+        return await two_turns(session)
+
+    rollouts = Rollouts(blocks, timeout_s=None)
+    thread = threading.Thread(target=lambda: rollouts.run(num_prompts=1))
+    thread.start()
+    thread.join()
+    assert "tools:use_tools keeps the thread of all rollouts for " in rollouts.ends[0]
+
+
 @pytest.mark.full
 def test_who_is_waited_for_is_reported_again_and_again_but_ever_less_often() -> None:
     async def waits(session: Session, clock: MovedClock) -> Trajectory:

@@ -55,6 +55,9 @@ async function buildReport() {
   if (runs.some((run) => run.advantages !== null)) {
     sections.add(mismatch);
   }
+  if (runs.some((run) => run.time_line !== null)) {
+    sections.add(report.staleness_section);
+  }
   if (runs.some((run) => run.modalities !== null)) {
     sections.add(report.modality_section);
   }
@@ -68,6 +71,9 @@ async function buildReport() {
       if (section === report.modality_section) {
         addModalities(grid, runs, addCharts);
         return;
+      }
+      if (section === report.staleness_section) {
+        addTimeLines(grid, runs);
       }
       addCharts();
       if (section === routing) {

@@ -7,7 +7,9 @@
 - `wake_up` with a tag that does not sleep does nothing. The scheduler goes on when no tag sleeps any more.
 - `step` of a paused scheduler returns an empty list at once, and the requests stay unfinished.
 
-Weights are one number, that of the first tensor that was loaded; each token is that number. What happens is appended to
+Weights are one number, that of the first tensor that was loaded; each token is that number. With prefix caching it is
+the number that the weights had when they first saw the prompt, until the cache is reset, which fails while requests are
+unfinished. What happens is appended to
 the file that the environment variable `VLLM_STAND_IN_LOG` names, a line each.
 """
 
@@ -127,16 +129,19 @@ class Executor:
 class LLMEngine:
     """An engine whose core is in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, caches_prefixes: bool) -> None:
         self.model_executor = Executor()
         self._is_paused = False
         self._unfinished: dict[str, tuple[int, int]] = {}
+        self._caches_prefixes = caches_prefixes
+        self._cached: dict[tuple[int, ...], int] = {}
+        self._prompts: dict[str, tuple[int, ...]] = {}
         log("start")
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
         """Return an engine without weights, awake."""
-        return cls()
+        return cls(caches_prefixes=engine_args.arguments["enable_prefix_caching"])
 
     def collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
         """Call all workers, as the executor does."""
@@ -145,6 +150,7 @@ class LLMEngine:
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
         """Queue a request, also of a paused scheduler."""
         self._unfinished[request_id] = (0, params.max_tokens)
+        self._prompts[request_id] = tuple(prompt["prompt_token_ids"])
 
     def has_unfinished_requests(self) -> bool:
         """Return True while some are not answered."""
@@ -163,7 +169,24 @@ class LLMEngine:
         self._unfinished = {name: state for name, state in self._unfinished.items() if name not in finished}
         if finished:
             log(f"answer {len(finished)} with {weights}")
-        return [output_of(name, weights, length) for name, length in finished.items()]
+        return [self._output_of(name, weights, length) for name, length in finished.items()]
+
+    def _output_of(self, name: str, weights: int, length: int) -> Any:
+        """Return a finished request, whose prompt is cached from now on."""
+        prompt = self._prompts.pop(name)
+        cached_by = self._cached.get(prompt)
+        if self._caches_prefixes:
+            self._cached.setdefault(prompt, weights)
+        num_cached = 0 if cached_by is None else len(prompt)
+        return output_of(name, weights if cached_by is None else cached_by, length, num_cached)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all prompts; return False, and forget none, while requests are unfinished."""
+        if self._unfinished:
+            return False
+        self._cached.clear()
+        log("reset the prefix cache")
+        return True
 
     def sleep(self, level: int = 1) -> None:
         """Pauses the scheduler, ends what is unfinished, gives memory back."""
@@ -185,12 +208,17 @@ class LLMEngine:
         """Nothing is kept."""
 
 
-def output_of(request_id: str, token: int, length: int) -> Any:
+def output_of(request_id: str, token: int, length: int, num_cached: int) -> Any:
     """Return a finished request: as many times the same token."""
     completion = SimpleNamespace(
         token_ids=[token] * length,
         logprobs=[{token: SimpleNamespace(logprob=0.0)}] * length,
         finish_reason="length",
     )
-    prompt_logprobs = None
-    return SimpleNamespace(request_id=request_id, outputs=[completion], finished=True, prompt_logprobs=prompt_logprobs)
+    return SimpleNamespace(
+        request_id=request_id,
+        outputs=[completion],
+        finished=True,
+        prompt_logprobs=None,
+        num_cached_tokens=num_cached,
+    )

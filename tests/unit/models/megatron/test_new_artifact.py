@@ -40,7 +40,7 @@ NAME = "tokens_of_updates"
 
 
 class TokensOfUpdates(StepObserver):
-    """Tokens that run forward in each update of a step."""
+    """Tokens of this rank in each update of a step."""
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
         self._tokens: list[int] = []
@@ -51,7 +51,8 @@ class TokensOfUpdates(StepObserver):
     @contextmanager
     def training_forward(self, forward: TrainingForward) -> Iterator[None]:
         yield
-        self._tokens[-1] += int(forward.microbatch.batch.lengths.sum())
+        if forward.chunk == 0:  # with interleaved stages a microbatch runs through several
+            self._tokens[-1] += int(forward.microbatch.batch.lengths.sum())
 
     def end_step(self) -> StepObservations:
         return StepObservations({"tokens_of_last_update": self._tokens[-1]}, {NAME: np.array(self._tokens)})

@@ -149,7 +149,6 @@ def test_values_are_the_product_with_the_head_and_they_fit(expected: tuple[Colle
         (2, layout(pp=2, vpp=2) | PACKED | CHUNKED),
         pytest.param(2, layout(tp=2) | PACKED | CHUNKED, marks=pytest.mark.slow),
         pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
-        pytest.param(2, {"tensor_model_parallel_size": 2, "sequence_parallel": False}, marks=pytest.mark.slow),
         pytest.param(2, layout(ep=2) | ZERO_1 | OVERLAP, marks=pytest.mark.full),
     ],
 )

@@ -14,8 +14,10 @@ from nemo_rl_moe.algorithms.grpo_batch import make_source
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.asynchronous.accounts import TrajectoryBatch
+from nemo_rl_moe.rollouts.asynchronous.activity import EngineActivity
 from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
 from nemo_rl_moe.rollouts.asynchronous.dispatcher import Dispatcher
+from nemo_rl_moe.rollouts.asynchronous.gate import EngineGate
 from nemo_rl_moe.rollouts.asynchronous.group_maker import group_seeds
 from nemo_rl_moe.rollouts.asynchronous.groups import Ticket
 from nemo_rl_moe.rollouts.asynchronous.loops import LoopThread, RunCoroutine
@@ -27,6 +29,15 @@ from nemo_rl_moe.rollouts.environment import Environment, SingleTurn
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.runs.folder.time_line import (
+    FOR_TRAINING,
+    GENERATING,
+    OF_VALIDATION,
+    PAUSED,
+    WAITING,
+    TimeLine,
+    seconds_of,
+)
 from tests.support.grpo_fakes import SAMPLING, FakeRewardFunction, make_worker, prompts, small_config
 from tests.support.scripted_engine import ScriptedEngine, TwoTurns, loader, make_session_groups
 from tests.support.trajectories import assert_same_trajectories, only_sequence
@@ -41,11 +52,12 @@ def asynchronous(
     engine: ScriptedEngine,
     environment: Environment | None = None,
     lag: int = 0,
+    gate: EngineGate | None = None,
     state: QueueState[Prompt, list[Trajectory]] | None = None,
     **options: Any,
 ) -> AsynchronousSource:
     make_group = make_session_groups(
-        engine, FakeRewardFunction(), environment or SingleTurn(), seed=11, groups_per_step=2, num_generations=3
+        gate or engine, FakeRewardFunction(), environment or SingleTurn(), seed=11, groups_per_step=2, num_generations=3
     )
     policy = make_policy("policy", "in_order", Bounds(2, lag), "wait")
     dispatcher = Dispatcher(make_group, feed_of_epochs(loader(), NUM_EPOCHS, 2), policy, state=state)
@@ -175,3 +187,41 @@ def test_a_thread_generates_while_the_main_thread_does_something_else() -> None:
             source.updated(step + 1)
     finally:
         thread.close()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_each_step_says_who_waited(lag: int) -> None:
+    """Training takes a second of virtual time, and the longest response six tenths; there is a validation between."""
+    with virtual_loop() as loop:
+        engine, activity, lines = ScriptedEngine(token_s=0.1), EngineActivity(loop.time), list[TimeLine]()
+        gate = EngineGate(engine, activity)
+        options = {"pause": gate.close, "resume": gate.open, "engines": activity, "record": lines.append}
+        loop.run_until_complete(asyncio.sleep(7.0))  # before the first weights
+        run = loop.run_until_complete
+        source = asynchronous(run, engine, lag=lag, gate=gate, **options)
+        shares = []
+        for step in range(3):
+            found = train(run, source, engine, step).metrics
+            shares.append((found["rollouts/idle_share/trainer"], found["rollouts/idle_share/engines"]))
+            if step == 1:
+                with source.paused():
+                    loop.run_until_complete(asyncio.sleep(50.0))
+        source.stop()
+    steps = lines[-1].steps
+    assert [len(line.steps) for line in lines] == [1, 2, 3]
+    assert [seconds_of(step.engines, OF_VALIDATION) for step in steps] == [0.0, 0.0, 50.0]
+    generating, waiting = (
+        [seconds_of(getattr(step, who), state) for step in steps]
+        for who, state in (("engines", GENERATING), ("trainer", WAITING))
+    )
+    assert steps[0].seconds == generating[0] == waiting[0] < 1.0
+    if lag == 0:  # in turns: training waits whenever engines generate
+        assert generating[:2] == pytest.approx(waiting[:2])
+        assert steps[1].seconds == pytest.approx(1 + waiting[1])
+        assert shares[1] == pytest.approx((waiting[1] / (1 + waiting[1]), 1 / (1 + waiting[1])))
+        assert waiting[2] == 0.0, "the running requests ended before the validation"
+        assert shares[2] == pytest.approx((0.0, 1 / (1 + generating[2])))
+    else:  # generation hides behind training
+        assert waiting[1:] == [0.0, 0.0]
+        assert [share for share, _ in shares] == [pytest.approx(1.0), 0.0, 0.0]
+        assert all(seconds_of(step.engines, FOR_TRAINING) + seconds_of(step.engines, PAUSED) > 0 for step in steps[1:])

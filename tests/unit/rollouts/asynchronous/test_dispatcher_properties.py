@@ -137,6 +137,35 @@ def test_a_run_that_goes_on_loses_and_repeats_nothing(
     run_virtually(body())
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(["windowed", "ready_first"]),
+    st.integers(2, 3),
+    st.integers(2, 4),
+    st.integers(1, 2),
+    st.lists(st.sampled_from([0.5, 1.0, 4.5, 9.0]), min_size=24, max_size=24),
+)
+def test_with_wait_nothing_that_is_overtaken_gets_too_old(
+    policy: str, groups_per_step: int, max_staleness: int, updates_per_step: int, seconds: list[float]
+) -> None:
+    """Many groups of one age run long, and younger ones are finished."""
+
+    async def body() -> None:
+        run = ScriptedRun(
+            dict(enumerate(seconds)),
+            groups_per_step=groups_per_step,
+            max_staleness=max_staleness,
+            updates_per_step=updates_per_step,
+            policy=policy,
+            num_prompts=24,
+        )
+        run.dispatcher.start()
+        await run.train()
+        assert (run.positions, run.cancelled) == ([*range(24)], [])
+
+    run_virtually(body())
+
+
 @settings(deadline=None, max_examples=40)
 @given(scripts(), TIMES)
 def test_in_order_does_not_depend_on_time(script: dict[str, Any], step_s: float) -> None:

@@ -3,8 +3,11 @@
 """Groups of a rollout worker, made one at a time: the synchronous ones, and their limits, errors and ends."""
 
 import asyncio
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +15,11 @@ import pytest
 from nemo_rl_moe.algorithms.grpo_batch import make_source
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.generation.interface import GenerationEngine
-from nemo_rl_moe.launch.asynchronous import plan_rollouts, running_source, state_at
+from nemo_rl_moe.launch.asynchronous import SCHEDULE_FILE, plan_rollouts, running_source, state_at
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
+from nemo_rl_moe.rollouts.asynchronous import loops
+from nemo_rl_moe.rollouts.asynchronous.schedule import read_schedule
 from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource
 from nemo_rl_moe.rollouts.environment import Environment, RolloutFunction, Session, SingleTurn
 from nemo_rl_moe.rollouts.limits import STOP_GRACE_S, RolloutLimits, RolloutsGivenUpError
@@ -51,16 +56,28 @@ def worker_of(engine: Any, environment: Environment, limits: RolloutLimits | Non
 
 @contextmanager
 def source_of(
-    worker: RolloutWorker, tmp_path: Any, *overrides: str, warn: Callable[[str], None] = lambda text: None
+    worker: RolloutWorker,
+    tmp_path: Any,
+    *overrides: str,
+    warn: Callable[[str], None] = lambda text: None,
+    step: int = 0,
 ) -> Iterator[AsynchronousSource]:
     backend = () if worker.engine.shares_weights else WITH_COPY
     config = small_config("grpo.max_num_epochs=2", "grpo.rollouts.mode=asynchronous", *backend, *overrides)
     plan = plan_rollouts(config)
     assert plan is not None
     with running_source(
-        config, plan, worker, loader(), SAMPLING, tmp_path, state_at(config, LoopState(), None, loader()), warn
+        config,
+        plan,
+        worker,
+        loader(),
+        SAMPLING,
+        tmp_path,
+        state_at(config, LoopState(step, step), None, loader()),
+        warn,
+        lambda text: None,
     ) as source:
-        source.updated(0)
+        source.updated(step)
         yield source
 
 
@@ -189,3 +206,44 @@ def test_a_prompt_that_is_given_up_is_reported_and_its_tokens_are_counted(tmp_pa
     assert wasted, "tokens of a group that was cancelled"
     assert all(found["rollouts/wasted_tokens"] == found["rollouts/wasted_tokens/deadline"] for found in wasted)
     assert sum(found.get("rollouts/num_cancelled/deadline", 0) for found in metrics) >= 2
+
+
+def test_the_schedule_survives_the_deletion_of_its_folder_and_a_torn_line(tmp_path: Path) -> None:
+    folder, path, warnings = tmp_path / "run", tmp_path / "run" / SCHEDULE_FILE, list[str]()
+    folder.mkdir()
+    worker = worker_of(FakeEngine(), SingleTurn())
+    with source_of(worker, folder, "grpo.rollouts.max_staleness=0", warn=warnings.append) as source:
+        source.next(0, PhaseClock())
+        shutil.rmtree(folder)
+        source.update_pending(1)
+        source.updated(1)
+        source.next(1, PhaseClock())
+        assert warnings == [f"{path} was removed; it is begun anew, and lacks the lines before"]
+        source.update_pending(2)
+        source.updated(2)
+        source.next(2, PhaseClock())
+    assert [step.version for step in read_schedule(path)] == [1, 2]
+    path.write_text(path.read_text() + '{"step": 4, "vers')  # a kill, after the checkpoint of step 2
+    with source_of(worker, folder, "grpo.rollouts.max_staleness=0", step=2) as source:
+        source.next(2, PhaseClock())
+    assert [step.version for step in read_schedule(path)] == [1, 2]
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_code_that_blocks_the_loop_is_left_behind_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is complete ends, although a group that no step needs blocks the thread of all."""
+    monkeypatch.setattr(loops, "CLOSING_LIMIT_S", 1.0)
+    blocks, is_released, warnings = threading.Event(), threading.Event(), list[str]()
+
+    async def blocks_later(session: Session) -> Trajectory:
+        await session.generate()
+        if int(session.prompt.sample_id.split(":")[1]) > 2:
+            blocks.set()
+            is_released.wait()
+        return session.finish(await session.score())
+
+    worker = worker_of(ScriptedEngine(token_s=0.0), RolloutFunction(blocks_later, "here:blocks_later"))
+    with source_of(worker, tmp_path, warn=warnings.append):
+        assert blocks.wait(60)
+    is_released.set()
+    assert warnings == ["env.rollout: code that blocks the thread of all rollouts is left behind at the end of the run"]

@@ -52,7 +52,7 @@ def test_a23_the_mean_length_consumed_is_that_generated(policy: str, partial: st
 
 def overtakes_the_due(patch: pytest.MonkeyPatch) -> None:
     """Take whatever is ready, and never wait for what gets too old."""
-    patch.setattr(StalenessPolicy, "_is_due", lambda self, group, version: False)
+    patch.setattr(StalenessPolicy, "_claims", lambda self, groups, version: [(groups, self.bounds.groups_per_step)])
 
 
 def forgets_the_prompts_of_long_groups(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
 from nemo_rl_moe.rollouts.asynchronous.schedule import (
     ReplayedFeed,
     ScheduledStep,
-    append_step,
+    line_of,
     read_schedule,
     replay_policy,
 )
@@ -93,8 +93,8 @@ def test_a_repeated_run_goes_on_from_a_checkpoint() -> None:
 def test_a_file_keeps_a_schedule(tmp_path: Path) -> None:
     steps = [ScheduledStep.of(batch) for batch in recorded([1.0, 3.0] * 6).batches]
     path = tmp_path / "schedule.jsonl"
-    for step in [*steps, *steps[2:]]:  # the run went on from a checkpoint after step 2
-        append_step(path, step)
+    # The run went on from a checkpoint after step 2.
+    path.write_text("".join(f"{line_of(step, step.version + 1)}\n" for step in [*steps, *steps[2:]]))
     assert len(path.read_text().splitlines()) == 6
     assert read_schedule(path) == steps
 
@@ -102,8 +102,7 @@ def test_a_file_keeps_a_schedule(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["{", "{}", '{"version": 0, "groups": [{"position": 1}]}', "[]"])
 def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "schedule.jsonl"
-    append_step(path, ScheduledStep(0, ()))
-    path.write_text(path.read_text() + line + "\n")
+    path.write_text(f"{line_of(ScheduledStep(0, ()), 1)}\n{line}\n")
     with pytest.raises(DataError, match=r"schedule.jsonl:2: not a step of a schedule"):
         read_schedule(path)
 

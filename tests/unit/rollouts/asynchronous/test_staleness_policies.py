@@ -46,6 +46,16 @@ def test_with_wait_no_group_is_overtaken_once_too_often(name: str) -> None:
     assert policy(name, "wait").select(done, 5) == [1, 2]
 
 
+@pytest.mark.parametrize("name", ["windowed", "ready_first"])
+def test_with_wait_later_steps_have_room_for_what_gets_too_old_together(name: str) -> None:
+    """Groups 0 to 2 get too old after one further step, which trains on two: this step needs one of them."""
+    young = [group(3, 4, 0), group(4, 4, 1)]
+    assert policy(name, "wait").select([group(0, 3), group(1, 3), group(2, 3), *young], 4) == []
+    assert policy(name, "wait").select([group(0, 3), group(1, 3), group(2, 3, 2), *young], 4) == [2, 3]
+    assert policy(name, "wait").select([group(0, 3), group(1, 3), *young], 4) == [3, 4]
+    assert policy(name, "drop").select([group(0, 3), group(1, 3), group(2, 3), *young], 4) == [3, 4]
+
+
 def test_what_is_too_old_runs_or_waits_in_the_queue() -> None:
     assert policy("windowed").stale(LIVE, 5) == []
     assert policy("windowed").stale(LIVE, 6) == [1, 2]

@@ -44,3 +44,9 @@ def test_noise_does_not_leave_its_level() -> None:
     generator = np.random.default_rng(1)
     values = 0.9 + 0.01 * generator.standard_normal(20000)
     assert left(values.tolist()) == []
+
+
+def test_values_that_are_not_finite_are_no_part_of_the_level() -> None:
+    steady = [0.95, 0.951, 0.949, 0.95, 0.952]
+    for odd in (math.nan, math.inf, -math.inf):
+        assert left([odd, *steady, odd, 0.9, odd]) == [7]

@@ -6,7 +6,9 @@ import pytest
 
 from nemo_rl_moe.routing.findings.staleness_signal import (
     EFFECTIVE_SAMPLES,
+    ENGINES_IDLE,
     STEP_S,
+    TRAINER_IDLE,
     UNBOUNDED_LAG,
     WAIT_S,
     overlap_balance,
@@ -53,6 +55,21 @@ def test_overlap_gains_at_most_the_time_that_training_does_not_wait(
     assert balance is not None
     assert balance.most_speedup == pytest.approx(2 - waiting)
     assert balance.pays == pays
+
+
+def test_shares_of_one_window_are_compared() -> None:
+    """The phases of a step leave out what is before it, which the share of the engines contains."""
+    balance = overlap_balance({**step(0.1, 1.0), TRAINER_IDLE: 0.4, ENGINES_IDLE: 0.2})
+    assert balance is not None
+    assert (balance.waiting, balance.most_speedup) == (0.4, pytest.approx(1.4))
+
+
+@pytest.mark.parametrize(("idle", "speedup"), [(0.0, 1.75), (0.35, 1.4), (0.75, 1.0), (0.9, 1.0)])
+def test_engines_that_idle_gain_nothing(idle: float, speedup: float) -> None:
+    """Three quarters of the time train, and one minus the idle share generates: in turns both would take the sum."""
+    balance = overlap_balance({**step(0.25, 1.0), ENGINES_IDLE: idle})
+    assert balance is not None
+    assert balance.most_speedup == pytest.approx(speedup)
 
 
 def test_lag_that_costs_more_than_overlap_gains_is_found_after_a_while() -> None:

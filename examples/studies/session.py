@@ -1,23 +1,22 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One process's part of a study: Ray and vLLM's engines once, and then run after run in them."""
+"""One process's part of a study: Ray once, and then run after run in it."""
 
 import fcntl
 import os
+import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic
 
 import psutil
 
-from examples.routing_study.engines import SHELF
-from examples.routing_study.grid import Run
-from examples.routing_study.measures import Result, measures_of, read_result
+from examples.studies.results import Measures, Result, RunT, measures_of, read_result
 from nemo_rl_moe.atomic_writes import delete
-from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.distributed.local_ray import LocalRay
 from nemo_rl_moe.distributed.run_process import StopSignals
@@ -25,56 +24,34 @@ from nemo_rl_moe.errors import TrainingDivergedError
 from nemo_rl_moe.launch.start import RunLaunch, launch_run
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_history
 
-STUDY_CONFIG = Path(__file__).with_name("study.yaml")
 CONSOLE_FILE = "console.txt"
 PLACES = 2
 """CPUs of Ray that a run and the engines reserve; it counts them, and binds nobody to any."""
 
 
 @dataclass(frozen=True)
-class Study:
+class Study(Generic[RunT]):
     """Parts that all runs share.
 
     Attributes:
         output: Folder of the study.
-        model_name: Folder of the model that they begin with.
-        data: Folder of the demo's sums.
-        overrides: Further settings of all runs, over everything else.
+        config: Returns the configuration of a run; raises `ConfigurationError`.
+        measures: What is measured of a run.
     """
 
     output: Path
-    model_name: str
-    data: Path
-    overrides: Sequence[str]
+    config: Callable[[RunT], GRPOMasterConfig]
+    measures: Measures
 
     @property
     def runs_folder(self) -> Path:
         """Holds a folder for each run."""
         return self.output / "runs"
 
-    def config(self, run: Run) -> GRPOMasterConfig:
-        """Return the configuration of a run.
-
-        Raises:
-            ConfigurationError: Something is wrong with it.
-        """
-        common = [
-            f"policy.model_name={self.model_name}",
-            f"data.train.path={self.data / 'grpo.jsonl'}",
-            f"data.validation.path={self.data / 'validation_prompts.jsonl'}",
-            f"logger.log_dir={self.runs_folder / run.name}",
-        ]
-        # How many responses there are is the user's choice; batches of one fit any.
-        ones = ["policy.train_global_batch_size=1", "policy.train_micro_batch_size=1"]
-        base = load_grpo_config(STUDY_CONFIG, [*common, *self.overrides, *ones])
-        responses = base.grpo.num_prompts_per_step * base.grpo.num_generations_per_prompt
-        own = run.overrides(responses, base.policy.logprob_batch_size)
-        return load_grpo_config(STUDY_CONFIG, [*common, *own, *self.overrides])
-
 
 @contextmanager
 def running_ray(job: int) -> Iterator[None]:
-    """Ray on one core, and the engines that runs start in it; ended whatever happens.
+    """Ray on one core, ended whatever happens.
 
     A worker has as many threads as its process has cores: one core makes the order of all sums, and so every number of
     a run, the same on machines of any size.
@@ -90,7 +67,6 @@ def running_ray(job: int) -> Iterator[None]:
         _keep_on_core(job)
         yield
     finally:
-        SHELF.close()
         ray.shutdown()
 
 
@@ -103,9 +79,14 @@ def _keep_on_core(number: int) -> None:
             process.cpu_affinity([cores[number % len(cores)]])
 
 
+def median_seconds(results: Iterable[Result], guess: float) -> float:
+    """Return the seconds of a run: the first one of a session takes longer and says little, hence the median."""
+    return statistics.median([result.seconds for result in results] or [guess])
+
+
 @contextmanager
-def claimed(study: Study, run: Run) -> Iterator[bool]:
-    """Claim to a run, which no other process has then; False where another one has it."""
+def claimed(study: Study[RunT], run: RunT) -> Iterator[bool]:
+    """Claim a run, which no other process has then; yield False where another one has it."""
     folder = study.output / "locks"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / run.name).open("w") as file:
@@ -118,7 +99,7 @@ def claimed(study: Study, run: Run) -> Iterator[bool]:
 
 
 def make_runs(
-    study: Study, runs: Sequence[Run], stop_signals: StopSignals, report_error: Callable[[Run, Result], None]
+    study: Study[RunT], runs: Sequence[RunT], stop_signals: StopSignals, report: Callable[[RunT, Result], None]
 ) -> None:
     """Make those runs that are neither done nor another process's, one after the other.
 
@@ -139,11 +120,11 @@ def make_runs(
             result = make_run(study, run, stop_signals)
             if result is None:
                 return
-            report_error(run, result)
+            report(run, result)
 
 
-def make_run(study: Study, run: Run, stop_signals: StopSignals) -> Result | None:
-    """Make one run from its beginning, and says in its folder that it is done; None where it was asked to stop."""
+def make_run(study: Study[RunT], run: RunT, stop_signals: StopSignals) -> Result | None:
+    """Make one run from its beginning, and say in its folder that it is done; None where it was asked to stop."""
     folder = study.runs_folder / run.name
     delete(folder)
     config = study.config(run)
@@ -158,7 +139,7 @@ def make_run(study: Study, run: Run, stop_signals: StopSignals) -> Result | None
     if stop_signals.reason() is not None:
         return None
     (metrics,) = folder.glob(f"*/{METRICS_FILE_NAME}")
-    measures = {} if diverged is not None else measures_of(read_history(metrics))
+    measures = {} if diverged is not None else measures_of(read_history(metrics), study.measures)
     result = Result(time.monotonic() - started, measures, diverged)
     result.write(folder)
     return result

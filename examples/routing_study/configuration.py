@@ -1,0 +1,40 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations of the routing study's runs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from examples.routing_study.grid import Run
+from examples.routing_study.measures import MEASURES
+from examples.studies.session import Study
+from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+
+STUDY_CONFIG = Path(__file__).with_name("study.yaml")
+
+
+def study_of(output: Path, model_name: str, data: Path, overrides: Sequence[str]) -> Study[Run]:
+    """Return the study of a folder.
+
+    Args:
+        model_name: Folder of the model that runs begin with.
+        data: Folder of the demo's sums.
+        overrides: Further settings of all runs, over everything else.
+    """
+
+    def config(run: Run) -> GRPOMasterConfig:
+        common = [
+            f"policy.model_name={model_name}",
+            f"data.train.path={data / 'grpo.jsonl'}",
+            f"data.validation.path={data / 'validation_prompts.jsonl'}",
+            f"logger.log_dir={output / 'runs' / run.name}",
+        ]
+        # How many responses there are is the user's choice; batches of one fit any.
+        ones = ["policy.train_global_batch_size=1", "policy.train_micro_batch_size=1"]
+        base = load_grpo_config(STUDY_CONFIG, [*common, *overrides, *ones])
+        responses = base.grpo.num_prompts_per_step * base.grpo.num_generations_per_prompt
+        own = run.overrides(responses, base.policy.logprob_batch_size)
+        return load_grpo_config(STUDY_CONFIG, [*common, *own, *overrides])
+
+    return Study(output, config, MEASURES)

@@ -1,0 +1,71 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations and schedules of the staleness study's runs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from examples.staleness_study.grid import Run
+from examples.staleness_study.measures import MEASURES
+from examples.studies.session import Study
+from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.data.loader import epoch_order
+from nemo_rl_moe.data.sources import count_lines
+from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledGroup, ScheduledStep
+
+STUDY_CONFIG = Path(__file__).with_name("study.yaml")
+
+
+def study_of(output: Path, model_name: str, data: Path, overrides: Sequence[str]) -> Study[Run]:
+    """Return the study of a folder.
+
+    Args:
+        model_name: Folder of the model that runs begin with.
+        data: Folder of the demo's sums.
+        overrides: Further settings of all runs, over everything else.
+    """
+    prompts = data / "grpo.jsonl"
+
+    def config(run: Run) -> GRPOMasterConfig:
+        schedule = output / "schedules" / f"lag{run.lag}-s{run.seed:02d}.jsonl"
+        common = [
+            f"policy.model_name={model_name}",
+            f"data.train.path={prompts}",
+            f"data.validation.path={data / 'validation_prompts.jsonl'}",
+            f"logger.log_dir={output / 'runs' / run.name}",
+        ]
+        found = load_grpo_config(STUDY_CONFIG, [*common, *run.overrides(str(schedule)), *overrides])
+        write_schedule(schedule, scheduled_steps(prompts, found, run.lag))
+        return found
+
+    return Study(output, config, MEASURES)
+
+
+def scheduled_steps(prompts: Path, config: GRPOMasterConfig, lag: int) -> list[ScheduledStep]:
+    """Return the steps of one epoch in the order of a synchronous run, whose groups are sampled so many steps earlier.
+
+    Args:
+        prompts: JSONL of which each line is a prompt.
+    """
+    size, updates = config.grpo.num_prompts_per_step, config.updates_per_step
+    count = count_lines(prompts)
+    order = epoch_order(count, config.grpo.seed, 0, shuffle=config.data.shuffle)
+    steps = []
+    for step in range(min(count // size, config.grpo.max_num_steps or count)):
+        sampled = max(0, step - lag) * updates
+        positions = range(step * size, (step + 1) * size)
+        groups = [ScheduledGroup(at, f"{prompts}:{order[at] + 1}", 0, sampled, sampled) for at in positions]
+        steps.append(ScheduledStep(step * updates, tuple(groups)))
+    return steps
+
+
+def write_schedule(path: Path, steps: Sequence[ScheduledStep]) -> None:
+    """Write a schedule's file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=path.parent, suffix=".incomplete", delete=False) as file:
+        file.writelines(json.dumps(asdict(step)) + "\n" for step in steps)  # several jobs write the same one
+    Path(file.name).replace(path)

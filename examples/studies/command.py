@@ -1,0 +1,155 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a study's command: its options, its errors, and runs in one process or several.
+
+Nothing here imports torch before `OMP_NUM_THREADS` is set.
+"""
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from examples.studies.results import Result, RunT
+    from examples.studies.session import Study
+
+Value = TypeVar("Value", str, int)
+SETTINGS_FILE = "study.json"
+"""Settings that all runs of a folder share."""
+
+
+def exit_code_of(command: Callable[[], int]) -> int:
+    """Run a command; return its exit code: 2 for wrong input, 1 for a run that failed, 130 when interrupted."""
+    # Before torch is imported, here and in the runs' processes: threads that wait by spinning would take the core.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from nemo_rl_moe.errors import (
+        GenerationError,
+        RoutingAnomalyError,
+        UserError,
+        WeightSyncError,
+        WorkerDiedError,
+        report_error,
+    )
+
+    try:
+        return command()
+    except UserError as error:
+        for problem in error.problems:
+            report_error(problem)
+        return error.exit_code
+    except (WorkerDiedError, WeightSyncError, GenerationError, RoutingAnomalyError) as error:
+        report_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def some_of(allowed: Iterable[Value]) -> Callable[[str], list[Value]]:
+    """Return the parser of a comma-separated choice, in the order of what is allowed."""
+    by_text = {str(value): value for value in allowed}
+
+    def parse(text: str) -> list[Value]:
+        chosen = text.split(",")
+        if wrong := [word for word in chosen if word not in by_text]:
+            raise argparse.ArgumentTypeError(f"got {', '.join(wrong)}, expected some of {','.join(by_text)}")
+        return [value for word, value in by_text.items() if word in chosen]
+
+    return parse
+
+
+def count(text: str) -> int:
+    """Parse a number of runs, seeds or jobs."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
+    return int(text)
+
+
+def check_settings(path: Path, wanted: dict[str, object]) -> None:
+    """Write down what all runs of the folder share, or compare it with what is there.
+
+    Raises:
+        ConfigurationError: The folder holds runs of other settings.
+    """
+    from nemo_rl_moe.atomic_writes import write_whole
+    from nemo_rl_moe.errors import ConfigurationError
+
+    if not path.exists():
+        write_whole(path, json.dumps(wanted, indent=1) + "\n")
+        return
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for key, value in wanted.items():
+        if found[key] != value:
+            raise ConfigurationError(
+                f"--output {path.parent}: its runs have the {key} {found[key]}, got {value}; expected the same, or"
+                " another folder"
+            )
+
+
+def run_jobs(module: str, words: Sequence[str], number_of_jobs: int) -> int:
+    """Start several processes, each of which takes runs that no other one has; return the worst exit code."""
+    from nemo_rl_moe.distributed.run_process import signal_when_parent_ends
+
+    command = [sys.executable, "-m", module, *words, "--jobs", "1", "--job"]
+    jobs = [
+        subprocess.Popen([*command, str(number)], preexec_fn=lambda: signal_when_parent_ends(signal.SIGTERM))
+        for number in range(number_of_jobs)
+    ]
+
+    def pass_on(number: int, frame: object) -> None:
+        for job in jobs:
+            job.terminate()
+
+    former = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        return max(job.wait() for job in jobs)
+    except KeyboardInterrupt:
+        return max(job.wait() for job in jobs)  # the terminal has reported them too
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def run_session(
+    study: "Study[RunT]", pending: "Sequence[RunT]", num_runs: int, job: int | None, seconds_per_run: float
+) -> int:
+    """Make the runs that are missing, one after the other, and report each; return the exit code.
+
+    Args:
+        num_runs: All runs, those that are done included.
+        job: Number of this process among several; None: there is one.
+        seconds_per_run: Guess until the first run is done.
+    """
+    from examples.studies.results import read_results
+    from examples.studies.session import make_runs, median_seconds, running_ray
+    from nemo_rl_moe.distributed.run_process import StopSignals
+
+    for run in pending:
+        study.config(run)  # so that what is wrong with one is reported before the first
+    began = time.monotonic()
+
+    def report(run: "RunT", result: "Result") -> None:
+        done = read_results(study.runs_folder, pending)
+        num_left = len(pending) - len(done)
+        hours = num_left * median_seconds(done.values(), seconds_per_run) / 3600
+        outcome = "diverged" if result.diverged else f"accuracy {result.measures.get('accuracy', math.nan):.3f}"
+        so_far = (time.monotonic() - began) / 60
+        print(
+            f"[{num_runs - num_left}/{num_runs}] {run.name}  {outcome}  {result.seconds:.0f} s"
+            f"  ({so_far:.0f} min so far, {hours:.1f} h left for one job)",
+            flush=True,
+        )
+
+    with StopSignals() as stop_signals, running_ray(os.getpid() if job is None else job):
+        make_runs(study, pending, stop_signals, report)
+    if (reason := stop_signals.reason()) is not None:
+        print(f"stopped ({reason}); the same command goes on", flush=True)
+        return 128 + signal.Signals[reason]
+    return 0

@@ -1,0 +1,88 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tools of a run: checked before anything starts, shown to the model in its prompts, and run in their workers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig
+from nemo_rl_moe.data.continuation import Continuation
+from nemo_rl_moe.data.template_inputs import run_wide_inputs
+from nemo_rl_moe.rollouts.environment import Environment
+from nemo_rl_moe.rollouts.tool_environment import ToolConversation
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
+from nemo_rl_moe.tools.definitions import Tools, load_tools
+from nemo_rl_moe.tools.detection import format_of, require_continuable
+from nemo_rl_moe.tools.formats.interface import ToolFormat
+from nemo_rl_moe.tools.worker_pool import ToolWorkers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class PreparedTools:
+    """Tools that the model may call, and the format in which it does."""
+
+    tools: Tools
+    tool_format: ToolFormat
+
+    def environment(self, config: EnvironmentConfig, workers: ToolWorkers, warn: Callable[[str], None]) -> Environment:
+        """Return the environment in which the model calls them."""
+        return ToolConversation(self.tools, self.tool_format, workers.call, config.tool_limits, config.max_turns, warn)
+
+
+def prepare_tools(
+    config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: Sequence[int]
+) -> PreparedTools | None:
+    """Check the tools of a run; None: it has none.
+
+    Args:
+        stop_token_ids: Tokens that end a response.
+
+    Raises:
+        ConfigurationError: A tool cannot be used, or the chat template cannot show calls and results.
+    """
+    env = config.env
+    if not env.tools:
+        return None
+    tools = load_tools(env.tools, env.tool_parameters)
+    run_wide = run_wide_inputs([], config.data.chat_template_kwargs)
+    tool_format = format_of(tokenizer, env.tool_format, run_wide)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    require_continuable(continuation_of(config, tokenizer), tool_format, encode, stop_token_ids)
+    return PreparedTools(tools, tool_format)
+
+
+def data_with_tools(config: GRPOMasterConfig) -> PromptDataConfig:
+    """Return the `data` section, with the definitions of the tools that the environment has."""
+    if not config.env.tools:
+        return config.data
+    tools = load_tools(config.env.tools, config.env.tool_parameters)
+    return config.data.model_copy(update={"tools": [dict(tool.definition) for tool in tools.values()]})
+
+
+def continuation_of(config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase") -> Continuation:
+    """Return what renders messages that are appended to a conversation."""
+    data = data_with_tools(config)
+    return Continuation(tokenizer, run_wide_inputs(data.tools, data.chat_template_kwargs))
+
+
+@contextmanager
+def running_tool_workers(config: EnvironmentConfig, console: ConsoleLogger) -> Iterator[ToolWorkers]:
+    """Start the tool workers, and stop them whatever happens."""
+    limits = config.tool_limits
+    with console.phase(f"starting the tool workers ({', '.join(config.tools)})"):
+        workers = ToolWorkers(
+            config.tools,
+            config.tool_parameters,
+            num_workers=limits.num_workers,
+            memory_mb=limits.memory_mb,
+            most_characters=limits.max_result_characters,
+        )
+    with workers:
+        yield workers

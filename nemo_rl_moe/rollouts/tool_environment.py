@@ -1,0 +1,151 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The environment of a run with tools: the model calls them until it answers."""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nemo_rl_moe.config.schema_grpo import ToolLimitsConfig
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
+from nemo_rl_moe.data.turn_glue import NoExtension
+from nemo_rl_moe.errors import one_line
+from nemo_rl_moe.rewards.interface import Fault
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.tools.arguments import ArgumentError, checked_arguments
+from nemo_rl_moe.tools.definitions import Tools
+from nemo_rl_moe.tools.formats.interface import THINK_START, MalformedCall, ParsedCall, ToolCall, ToolFormat
+from nemo_rl_moe.tools.results import ToolResult, cut, error_text
+
+CallTool = Callable[[str, Mapping[str, object], float], Awaitable[ToolResult]]
+"""From the name of a tool, checked arguments and a limit in seconds to the result."""
+CALLS, WRONG_CALLS, FAILED_CALLS = "tools/calls", "tools/wrong_calls", "tools/failed_calls"
+RESULTS_CUT, SECONDS = "tools/cut_results", "tools/seconds"
+METRICS = (CALLS, WRONG_CALLS, FAILED_CALLS, RESULTS_CUT, SECONDS)
+NO_TOOL = "unknown"
+"""Name of the tool in the answer to a call that names none of the run's."""
+
+
+@dataclass
+class _Calls:
+    """Calls of a trajectory so far, counted for its metrics."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return them by the names of `METRICS`."""
+        return {name: float(self.counts[name]) for name in METRICS} | {SECONDS: self.seconds}
+
+
+class ToolConversation:
+    """A conversation in which the model calls tools, and answers when it calls none.
+
+    The calls of a turn are made one after the other, in their order. One that is malformed, unknown or late gets an
+    answer that says so, and the conversation goes on.
+
+    Args:
+        tools: Tools of the run.
+        tool_format: Format in which the model writes calls.
+        call: Calls a tool.
+        limits: Limits of calls.
+        max_turns: Most responses of the model; calls in the last one are not made.
+        warn: Receives a line at the first failure of each kind.
+    """
+
+    def __init__(
+        self,
+        tools: Tools,
+        tool_format: ToolFormat,
+        call: CallTool,
+        limits: ToolLimitsConfig,
+        max_turns: int,
+        warn: Callable[[str], None],
+    ):
+        self._tools, self._format, self._call = tools, tool_format, call
+        self._limits, self._max_turns = limits, max_turns
+        self._warn, self._reported = warn, set[Fault]()
+        self._schemas = {name: tool.definition["function"]["parameters"]["properties"] for name, tool in tools.items()}
+
+    async def rollout(self, session: Session) -> Trajectory:
+        """Make one trajectory; the reward function scores its last response."""
+        made = _Calls()
+        while session.has_room:
+            begins_in_thinking = session.ends_in(THINK_START)
+            turn = await session.generate()
+            if turn.is_truncated or len(session.turns) == self._max_turns:
+                break
+            calls = self._format.calls(turn.text, self._schemas, begins_in_thinking=begins_in_thinking)
+            if not calls:
+                break
+            answers = await self._answers(calls, made)
+            try:
+                session.append_messages(answers)
+            except NoExtension as error:
+                return session.failed(Fault.ERROR, one_line(error))
+        return session.finish(await session.score(), made.metrics)
+
+    async def _answers(self, calls: Sequence[ParsedCall], made: _Calls) -> list[dict[str, object]]:
+        """Make the calls of a turn, and return the messages that answer them."""
+        seconds_before = made.seconds
+        messages: list[dict[str, object]] = []
+        for call in calls:
+            # What the model wrote in place of a name may hold the text of a control token.
+            messages.append(
+                {
+                    "role": "tool",
+                    "name": call.name if isinstance(call, ToolCall) and call.name in self._tools else NO_TOOL,
+                    "tool_call_id": f"call{made.counts[CALLS] % 100_000:05}",  # some templates want nine characters
+                    "content": await self._answer(call, made, made.seconds - seconds_before),
+                }
+            )
+            made.counts[CALLS] += 1
+        return messages
+
+    async def _answer(self, call: ParsedCall, made: _Calls, turn_s: float) -> str:
+        """Make a call, and return the text for the model.
+
+        Args:
+            turn_s: Seconds that the calls before it in this turn have taken.
+        """
+        try:
+            name, arguments = self._checked(call)
+        except ArgumentError as error:
+            made.counts[WRONG_CALLS] += 1
+            return cut(error_text(str(error)), self._limits.max_result_characters)[0]
+        left_s = self._limits.turn_timeout_s - turn_s
+        if left_s <= 0:
+            made.counts[FAILED_CALLS] += 1
+            return error_text(f"not called: the calls of this turn have taken {self._limits.turn_timeout_s:g} s")
+        result = await self._call(name, arguments, min(self._limits.call_timeout_s, left_s))
+        made.seconds += result.seconds
+        made.counts[RESULTS_CUT] += result.is_cut
+        if result.fault is not None:
+            made.counts[FAILED_CALLS] += 1
+            self._report_first_of_its_kind(name, result.fault, result.text)
+        return result.text
+
+    def _report_first_of_its_kind(self, name: str, fault: Fault, text: str) -> None:
+        if fault not in self._reported:
+            self._reported.add(fault)
+            self._warn(
+                f"a call of the tool {name} failed, and the model reads {text.splitlines()[0]!r}; further ones are"
+                f" counted as {FAILED_CALLS}"
+            )
+
+    def _checked(self, call: ParsedCall) -> tuple[str, dict[str, object]]:
+        """Return name and arguments of a call that can be made.
+
+        Raises:
+            ArgumentError: It cannot be; the message tells the model how to call.
+        """
+        if isinstance(call, MalformedCall):
+            raise ArgumentError(f"this call cannot be read: {call.problem}; expected the form {self._format.example}")
+        tool = self._tools.get(call.name)
+        if tool is None:
+            usages = ", ".join(each.usage for each in self._tools.values())
+            hint = did_you_mean(nearest(call.name, self._tools))
+            raise ArgumentError(f"there is no tool {shortened(call.name)!r}{hint}; expected one of {usages}")
+        return call.name, checked_arguments(call.arguments, tool.parameters, tool.usage)

@@ -1,0 +1,83 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Plot of the last steps of asynchronous rollouts: what trainer and engines did, and whom they waited for."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from nemo_rl_moe.runs.folder.time_line import (
+    ENGINE_STATES,
+    GENERATING,
+    TRAINER_STATES,
+    WAITING,
+    Interval,
+    TimeLine,
+    binned,
+    seconds_of,
+)
+from nemo_rl_moe.runs.loggers.plots import LEFT, TOP, add_title, as_png, axes_at, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TIME_LINE_KEY = "plots/time_line"
+_WIDTH, _HEIGHT, _LEGEND = 1000, 150, 84
+_BINS_OF_A_STEP = 1000
+TRAINER_COLORS = ("#2166ac", "#e6ab02", "#b3b3b3", "#7a5195")
+ENGINE_COLORS = ("#1b7837", "#d6604d", "#b3b3b3", "#92c5de", "#7a5195")
+
+
+def time_line_plots(step: int, time_line: TimeLine) -> dict[str, bytes]:
+    """Return the plot as a PNG file, by the key under which it is logged; none of steps without length."""
+    if all(found.seconds <= 0 for found in time_line.steps):
+        return {}
+    return {TIME_LINE_KEY: as_png(draw_time_line(step, time_line))}
+
+
+def draw_time_line(step: int, time_line: TimeLine) -> "Figure":
+    """Draw the states of trainer and engines over the seconds of the last steps."""
+    figure = new_figure((LEFT + _WIDTH + 40, TOP + _HEIGHT + 56 + _LEGEND))
+    axes = axes_at(figure, LEFT, TOP + 10, _WIDTH, _HEIGHT)
+    steps, start_s = time_line.steps, time_line.steps[0].start_s
+    for found in steps:
+        _draw_row(axes, 1.0, found.trainer, TRAINER_COLORS, start_s)
+        _draw_row(axes, 0.0, found.engines, ENGINE_COLORS, start_s)
+        axes.axvline(found.start_s - start_s, color="0.3", linewidth=1)
+    total_s = sum(found.seconds for found in steps)
+    axes.set_xlim(0, total_s)
+    axes.set_ylim(-0.5, 1.5)
+    axes.set_yticks([0.0, 1.0], labels=["engines", "trainer"])
+    axes.set_xlabel(f"seconds; a line: training gets the rollouts of a step, the last one of step {step}")
+    _add_legend(axes)
+    waiting = sum(seconds_of(found.trainer, WAITING) for found in steps) / total_s
+    generating = sum(seconds_of(found.engines, GENERATING) for found in steps) / total_s
+    summary = f"training waits for rollouts {waiting:.0%} of the time; engines generate {generating:.0%} of it"
+    add_title(figure, f"Time line of the {len(steps)} steps up to step {step}", summary)
+    return figure
+
+
+def _draw_row(axes: "Axes", y: float, intervals: Sequence[Interval], colors: Sequence[str], start_s: float) -> None:
+    """Draw a step, in bins that are narrower than a pixel: engines may have thousands of intervals."""
+    states = binned(intervals, _BINS_OF_A_STEP)
+    width = (intervals[-1].end_s - intervals[0].start_s) / _BINS_OF_A_STEP
+    at = intervals[0].start_s - start_s
+    for state, bins in groupby(states.tolist()):
+        length = len(list(bins)) * width
+        axes.barh(y, length, 0.8, left=at, color=colors[state], linewidth=0)
+        at += length
+
+
+def _add_legend(axes: "Axes") -> None:
+    from matplotlib.patches import Patch
+
+    trainer = [Patch(color=color, label=f"trainer: {name}") for name, color in _named(TRAINER_STATES, TRAINER_COLORS)]
+    engines = [Patch(color=color, label=f"engines: {name}") for name, color in _named(ENGINE_STATES, ENGINE_COLORS)]
+    first = axes.legend(handles=trainer, loc="upper left", bbox_to_anchor=(0, -0.32), ncols=5, frameon=False)
+    axes.add_artist(first)
+    axes.legend(handles=engines, loc="upper left", bbox_to_anchor=(0, -0.52), ncols=5, frameon=False)
+
+
+def _named(names: Sequence[str], colors: Sequence[str]) -> list[tuple[str, str]]:
+    return list(zip(names, colors, strict=True))

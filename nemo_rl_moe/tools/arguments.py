@@ -1,0 +1,85 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of tools, and the check of what a model gives for them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
+
+
+class ArgumentError(ValueError):
+    """Arguments with which a tool cannot be called; the message tells the model how."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a tool.
+
+    Attributes:
+        kind: Its type in the words of JSON, such as `integer`.
+        type: Of its annotation; converts where that loses nothing, such as "3" to 3.
+        default: As JSON; None: the model has to give it.
+    """
+
+    name: str
+    kind: str
+    type: "TypeAdapter[Any]"
+    default: str | None
+
+    @property
+    def usage(self) -> str:
+        """Return name, type and default, such as `num_results: integer = 3`."""
+        return f"{self.name}: {self.kind}" + ("" if self.default is None else f" = {self.default}")
+
+
+def checked_arguments(arguments: Mapping[str, object], parameters: Sequence[Parameter], usage: str) -> dict[str, Any]:
+    """Check named arguments, and convert them to the types of the parameters.
+
+    Args:
+        usage: How the tool is called, for messages.
+
+    Raises:
+        ArgumentError: One is missing, unknown or of another type.
+    """
+    names = [parameter.name for parameter in parameters]
+    for name in arguments:
+        if name not in names:
+            raise ArgumentError(
+                f"there is no argument {shortened(name)!r}{did_you_mean(nearest(name, names))}; expected {usage}"
+            )
+    checked = {}
+    for parameter in parameters:
+        if parameter.name in arguments:
+            checked[parameter.name] = _converted(arguments[parameter.name], parameter, usage)
+        elif parameter.default is None:
+            raise ArgumentError(f"the argument {parameter.name} is missing; expected {usage}")
+    return checked
+
+
+def kind_in_words(schema: Mapping[str, Any]) -> str:
+    """Return the type of a JSON schema in words, such as `array of integer or null`."""
+    if "enum" in schema:
+        text = " or ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
+    elif "anyOf" in schema:
+        text = " or ".join(kind_in_words(each) for each in schema["anyOf"])
+    else:
+        kinds = schema.get("type", "any value")
+        text = " or ".join(kinds) if isinstance(kinds, list) else str(kinds)
+        if kinds == "array" and schema.get("items"):
+            text += f" of {kind_in_words(schema['items'])}"
+    return f"{text} or null" if schema.get("nullable") else text
+
+
+def _converted(value: object, parameter: Parameter, usage: str) -> Any:
+    try:
+        return parameter.type.validate_python(value)
+    except (ValidationError, ValueError, RecursionError) as error:
+        got = shortened(json.dumps(value, ensure_ascii=False, default=str))
+        raise ArgumentError(
+            f"the argument {parameter.name} is {got}, expected {parameter.kind}; expected {usage}"
+        ) from error

@@ -1,0 +1,102 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A tool that computes arithmetic expressions exactly."""
+
+import ast
+import operator
+from collections.abc import Callable
+from fractions import Fraction
+
+MOST_CHARACTERS = 1_000
+MOST_DIGITS = 300
+"""Digits of a number's numerator or denominator."""
+SIGNIFICANT_DIGITS = 12
+"""Digits of a result that is no integer."""
+
+_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_EXPECTED = "expected numbers with + - * / // % ** and parentheses, such as (12 + 7) * 3"
+
+
+class _ExpressionError(ValueError):
+    """An expression without a value; the message tells the model why."""
+
+
+def calculator(expression: str) -> str:
+    """Compute an arithmetic expression.
+
+    Args:
+        expression: Numbers with + - * / // % ** and parentheses, such as (12 + 7) * 3.
+    """
+    try:
+        return _as_text(_value_of_text(expression))
+    except _ExpressionError as error:
+        return f"error: {error}"
+
+
+def _value_of_text(expression: str) -> Fraction:
+    if len(expression) > MOST_CHARACTERS:
+        raise _ExpressionError(f"the expression has {len(expression):,} characters, at most {MOST_CHARACTERS:,}")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+        return _value(tree.body, expression.strip())
+    except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
+        if isinstance(error, _ExpressionError):
+            raise
+        raise _ExpressionError(f"cannot read {expression.strip()!r}; {_EXPECTED}") from error
+
+
+def _value(node: ast.expr, expression: str) -> Fraction:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return _number(node.value, ast.get_source_segment(expression, node) or "")
+    if isinstance(node, ast.UnaryOp) and (sign := _UNARY.get(type(node.op))):
+        return sign(_value(node.operand, expression))
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left, expression), _value(node.right, expression)
+        if isinstance(node.op, ast.Pow):
+            return _power(left, right)
+        if compute := _BINARY.get(type(node.op)):
+            if right == 0 and not isinstance(node.op, ast.Add | ast.Sub | ast.Mult):
+                raise _ExpressionError("division by zero")
+            return _limited(Fraction(compute(left, right)))
+    part = ast.get_source_segment(expression, node)
+    raise _ExpressionError(f"cannot compute {part!r}; {_EXPECTED}")
+
+
+def _number(rounded: int | float, text: str) -> Fraction:
+    """Return a number exactly as it is written: 0.1 is a tenth."""
+    if isinstance(rounded, float) and not (rounded == 0 or 1e-300 < rounded < 1e300):
+        raise _ExpressionError(f"the number {text} is out of range")
+    if rounded == 0:
+        return Fraction(0)  # 1e-999999999 would take all memory
+    return _limited(Fraction(text.replace("_", "")))
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1:
+        raise _ExpressionError("an exponent must be an integer")
+    if base == 0 and exponent < 0:
+        raise _ExpressionError("division by zero")
+    digits = max(len(str(abs(base.numerator))), len(str(base.denominator)))
+    if abs(exponent) * (digits - 1) > MOST_DIGITS or abs(exponent) > 10 * MOST_DIGITS:
+        raise _ExpressionError(f"the result has more than {MOST_DIGITS} digits")
+    return _limited(base ** int(exponent))
+
+
+def _limited(value: Fraction) -> Fraction:
+    if max(abs(value.numerator), value.denominator) >= 10**MOST_DIGITS:
+        raise _ExpressionError(f"the result has more than {MOST_DIGITS} digits")
+    return value
+
+
+def _as_text(value: Fraction) -> str:
+    if value.denominator == 1:
+        return str(value.numerator)
+    return f"{float(value):.{SIGNIFICANT_DIGITS}g}"

@@ -1,0 +1,187 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tools of a run: typed Python functions, and their definitions as chat templates take them."""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.config.user_code import described, import_attribute, is_custom
+from nemo_rl_moe.errors import ConfigurationError, one_line
+from nemo_rl_moe.tools.arguments import Parameter, kind_in_words
+from nemo_rl_moe.tools.ready import READY_TOOLS
+
+TOOLS_KEY, PARAMETERS_KEY = "env.tools", "env.tool_parameters"
+_TYPES = "str, int, float, bool, Literal, list, dict and X | None"
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+        name: Of the function, by which the model calls it.
+        function: Called with named arguments, those of the model and those of the run.
+        definition: In the standard form, for the chat template.
+        parameters: What the model gives, in their order.
+        settings: What the run gives: keyword-only parameters, hidden from the model.
+    """
+
+    name: str
+    function: Callable[..., object]
+    definition: Mapping[str, Any]
+    parameters: Sequence[Parameter]
+    settings: Mapping[str, object]
+
+    @property
+    def usage(self) -> str:
+        """Return how it is called, such as `search(query: string, num_results: integer = 3)`."""
+        return f"{self.name}({', '.join(parameter.usage for parameter in self.parameters)})"
+
+
+Tools = Mapping[str, Tool]
+"""Tools of a run by their names. What the model writes is only looked up here."""
+
+
+def load_tools(references: Sequence[str], settings: Mapping[str, Mapping[str, object]]) -> Tools:
+    """Import the tools that a configuration names.
+
+    Args:
+        references: Names of ready tools, or `package.module:function`.
+        settings: Values of keyword-only parameters by the name of the tool.
+
+    Raises:
+        ConfigurationError: A function is missing, or its parameters cannot be told to a model; or a setting is wrong.
+    """
+    tools: dict[str, Tool] = {}
+    for reference in references:
+        function = _imported(reference)
+        name = _name(reference, function)
+        if name in tools:
+            raise ConfigurationError(f"{TOOLS_KEY}: got {reference!r}, expected one tool of the name {name}")
+        tools[name] = _tool(reference, name, function, settings.get(name, {}))
+    for name in settings:
+        if name not in tools:
+            hint = did_you_mean(nearest(name, tools))
+            raise ConfigurationError(f"{PARAMETERS_KEY}: got {name!r}, expected a tool of {TOOLS_KEY}{hint}")
+    return tools
+
+
+def _imported(reference: str) -> Callable[..., object]:
+    """Import a function, or find a ready one."""
+    if is_custom(reference):
+        found = import_attribute(TOOLS_KEY, reference)
+        if not inspect.isfunction(found) or inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
+            raise ConfigurationError(
+                f"{TOOLS_KEY}: {reference} is {described(found)}, expected a function (def) that returns its result"
+            )
+        function: Callable[..., object] = found
+        return function
+    if reference not in READY_TOOLS:
+        hint = did_you_mean(nearest(reference, READY_TOOLS))
+        expected = f"package.module:function, or one of {', '.join(READY_TOOLS)}"
+        raise ConfigurationError(f"{TOOLS_KEY}: got {reference!r}, expected {expected}{hint}")
+    ready = READY_TOOLS[reference]
+    if problem := ready.problem():
+        raise ConfigurationError(f"{TOOLS_KEY}: got {reference!r}, which cannot run on this machine: {problem}")
+    return ready.function
+
+
+def _tool(reference: str, name: str, function: Callable[..., object], settings: Mapping[str, object]) -> Tool:
+    """Return the tool that a function is, with the run's settings.
+
+    Raises:
+        ConfigurationError: A parameter cannot be told to a model, or a setting is missing, unknown or of another type.
+    """
+    signature, hints = inspect.signature(function), _hints(reference, function)
+    shown: list[inspect.Parameter] = []
+    hidden: dict[str, inspect.Parameter] = {}
+    for parameter in signature.parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigurationError(
+                f"{TOOLS_KEY}: {reference}{signature}: {parameter} has no name for the model, expected named parameters"
+            )
+        if parameter.kind == parameter.KEYWORD_ONLY:
+            hidden[parameter.name] = parameter
+        else:
+            shown.append(parameter)
+    definition = _definition(reference, function, shown, hints)
+    properties = definition["function"]["parameters"]["properties"]
+    return Tool(
+        name,
+        function,
+        definition,
+        [
+            Parameter(
+                parameter.name,
+                kind_in_words(properties[parameter.name]),
+                TypeAdapter(hints[parameter.name]),
+                None if parameter.default is parameter.empty else json.dumps(parameter.default, default=str),
+            )
+            for parameter in shown
+        ],
+        _checked_settings(name, hidden, hints, settings),
+    )
+
+
+def _name(reference: str, function: Callable[..., object]) -> str:
+    name = function.__name__
+    if not name.isidentifier():
+        raise ConfigurationError(f"{TOOLS_KEY}: {reference} is named {name}, expected a function (def) with a name")
+    return name
+
+
+def _hints(reference: str, function: Callable[..., object]) -> dict[str, Any]:
+    try:
+        return get_type_hints(function)
+    except Exception as error:  # an annotation may name anything
+        raise ConfigurationError(f"{TOOLS_KEY}: {reference}: its types cannot be read: {one_line(error)}") from error
+
+
+def _definition(
+    reference: str, function: Callable[..., object], shown: Sequence[inspect.Parameter], hints: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Make the definition for chat templates of what the model sees of a function."""
+    from transformers.utils import chat_template_utils as transformers_tools
+
+    def view() -> None: ...
+
+    view.__name__, view.__doc__ = function.__name__, function.__doc__
+    view.__annotations__ = {each.name: hints[each.name] for each in shown if each.name in hints}
+    view.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    try:
+        definition: dict[str, Any] = transformers_tools.get_json_schema(view)
+    except (transformers_tools.DocstringParsingException, transformers_tools.TypeHintParsingException) as error:
+        raise ConfigurationError(
+            f"{TOOLS_KEY}: {reference}: {one_line(error).partition(': ')[2]}; expected a docstring with Args: that"
+            f" describes each parameter, and types among {_TYPES}"
+        ) from error
+    return definition
+
+
+def _checked_settings(
+    name: str, hidden: Mapping[str, inspect.Parameter], hints: Mapping[str, Any], settings: Mapping[str, object]
+) -> dict[str, object]:
+    """Check the run's values of keyword-only parameters."""
+    key = f"{PARAMETERS_KEY}.{name}"
+    for each in settings:
+        if each not in hidden:
+            expected = " or ".join(hidden) or "nothing: it has no keyword-only parameter"
+            raise ConfigurationError(f"{key}: got {each!r}, expected {expected}{did_you_mean(nearest(each, hidden))}")
+    checked: dict[str, object] = {}
+    for each, parameter in hidden.items():
+        if each not in settings:
+            if parameter.default is parameter.empty:
+                raise ConfigurationError(f"{key}.{each}: is missing, and {name} has no default for it")
+            continue
+        try:
+            checked[each] = TypeAdapter(hints.get(each, Any)).validate_python(settings[each])
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"]
+            raise ConfigurationError(f"{key}.{each}: got {described(settings[each])}: {problem}") from error
+    return checked

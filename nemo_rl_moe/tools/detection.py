@@ -1,0 +1,132 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The format of calls that a chat template writes, found by rendering known calls and parsing them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.config.user_code import described, import_attribute, is_custom
+from nemo_rl_moe.data.chat_template import TextRenderer, text_renderer_for
+from nemo_rl_moe.data.continuation import Continuation, SampledTurn
+from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.template_inputs import TemplateInputs
+from nemo_rl_moe.data.turn_glue import NoExtension
+from nemo_rl_moe.data.turn_spans import RenderError
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.tools.formats.interface import THINK_START, ToolCall, ToolFormat
+from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT_KEY = "env.tool_format"
+_EXPECTED = f"one of {', '.join(TOOL_FORMATS)}, or package.module:FORMAT"
+_RESULT = "result-qx7"
+_CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
+_KNOWN = ToolCall("probe_tool", {"text": "two words", "count": 3})
+_PROPERTIES = {"text": {"type": "string", "description": "a"}, "count": {"type": "integer", "description": "b"}}
+_DEFINITION: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _KNOWN.name,
+        "description": "c",
+        "parameters": {"type": "object", "properties": _PROPERTIES, "required": ["text", "count"]},
+    },
+}
+
+
+def format_of(tokenizer: "PreTrainedTokenizerBase", name: str | None, run_wide: TemplateInputs) -> ToolFormat:
+    """Return the format in which a model writes calls.
+
+    Args:
+        name: Of the format; None: the one that the chat template writes.
+        run_wide: The run's names for the chat template.
+
+    Raises:
+        ConfigurationError: There is no such format, or the chat template writes none of those that are known.
+        DataError: The chat template cannot be used.
+    """
+    named = None if name is None else _named(name)
+    if not tokenizer.chat_template:
+        raise ConfigurationError(
+            "env.tools: the tokenizer has no chat template that could show them; set policy.tokenizer.chat_template"
+        )
+    if named is not None:
+        return named
+    rendered = _rendered_call(text_renderer_for(tokenizer, TemplateInputs(kwargs=run_wide.kwargs)))
+    schemas = {_KNOWN.name: _PROPERTIES}
+    for tool_format in TOOL_FORMATS.values():
+        if tool_format.calls(rendered, schemas) == [_KNOWN]:
+            return tool_format
+    raise ConfigurationError(
+        f"{FORMAT_KEY}: null, and the chat template writes calls in no known format: {rendered[:200]!r}; expected"
+        f" {_EXPECTED}"
+    )
+
+
+def require_continuable(
+    continuation: Continuation, tool_format: ToolFormat, encode: Callable[[str], Sequence[int]], stops: Sequence[int]
+) -> None:
+    """Check that results can follow a turn of calls.
+
+    Args:
+        stops: Tokens that end a turn.
+
+    Raises:
+        ConfigurationError: The chat template would change what is there.
+    """
+    question: Message = {"role": "user", "content": "a"}
+    written = list(encode(tool_format.example))
+    ends = [[]] if written[-1] in stops else [[stop] for stop in stops] or [[]]
+    problem: NoExtension | None = None
+    for end in ends:
+        try:
+            continuation.extend(SampledTurn((question,), [*written, *end], stops), [_result_of("tool")])
+        except NoExtension as error:
+            problem = problem or error
+        else:
+            return
+    raise ConfigurationError(
+        f"env.tools: no result of a tool can follow a call: {problem}; expected a policy.tokenizer.chat_template that"
+        " only appends, and the token that ends a call in policy.generation.stop_token_ids"
+    )
+
+
+def _result_of(name: str) -> Message:
+    return {"role": "tool", "tool_call_id": _CALL_ID, "name": name, "content": _RESULT}
+
+
+def _named(name: str) -> ToolFormat:
+    if not is_custom(name):
+        if name not in TOOL_FORMATS:
+            hint = did_you_mean(nearest(name, TOOL_FORMATS))
+            raise ConfigurationError(f"{FORMAT_KEY}: got {name!r}, expected {_EXPECTED}{hint}")
+        return TOOL_FORMATS[name]
+    found = import_attribute(FORMAT_KEY, name, form="package.module:FORMAT")
+    if not isinstance(found, ToolFormat):
+        raise ConfigurationError(f"{FORMAT_KEY}: {name} is {described(found)}, expected a ToolFormat")
+    return found
+
+
+def _rendered_call(render: TextRenderer) -> str:
+    """Return what the chat template writes for a turn of the known call."""
+    question: Message = {"role": "user", "content": "a"}
+    call = {"id": _CALL_ID, "type": "function", "function": {"name": _KNOWN.name, "arguments": dict(_KNOWN.arguments)}}
+    turns: Sequence[Message] = (
+        question,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        _result_of(_KNOWN.name),
+    )
+    inputs = TemplateInputs(tools=(_DEFINITION,))
+    try:
+        prompt, whole = render([question], inputs), render(turns, inputs)
+    except RenderError as error:
+        raise ConfigurationError(
+            f"env.tools: the chat template shows no calls or no results of tools: {error}"
+        ) from error
+    # Where the generation prompt opens a think block, the turn does not begin with all of it.
+    if prompt.rstrip().endswith(THINK_START):
+        prompt = prompt.rpartition(THINK_START)[0]
+    common = next((place for place, (a, b) in enumerate(zip(prompt, whole)) if a != b), len(prompt))  # noqa: B905
+    return whole[common:].partition(_RESULT)[0]

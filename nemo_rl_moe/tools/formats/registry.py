@@ -1,0 +1,28 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Formats by name; the names are those that vLLM's parsers have, where it has one."""
+
+from nemo_rl_moe.tools.formats.harmony import HARMONY
+from nemo_rl_moe.tools.formats.json_formats import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    FUNCTION_CALLS,
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    MISTRAL_ARGS,
+)
+from nemo_rl_moe.tools.formats.tagged_formats import GLM45, QWEN3_CODER
+
+TOOL_FORMATS = {
+    "hermes": HERMES,
+    "qwen3_coder": QWEN3_CODER,
+    "glm45": GLM45,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
+    "mistral": MISTRAL,
+    "mistral_args": MISTRAL_ARGS,
+    "llama3_json": LLAMA3_JSON,
+    "function_calls": FUNCTION_CALLS,
+    "harmony": HARMONY,
+}

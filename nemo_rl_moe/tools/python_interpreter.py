@@ -1,0 +1,99 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A tool that runs Python code in a process of its own: no network, and limits of time, memory and output.
+
+The code runs as the user of the run, in an empty folder: it can read what this user can read. On machines with
+secrets, use a container around the run.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import IO
+
+from nemo_rl_moe.tools import confined_process
+
+MOST_BYTES = 20_000
+"""Bytes of output that are kept."""
+_OUTPUT_GRACE_S = 5.0
+_START_S = 60.0
+
+
+def python(code: str, *, timeout_s: float = 5.0, memory_mb: int = 512) -> str:
+    """Run a Python program and return what it prints, errors included. Nothing is kept between two calls.
+
+    Args:
+        code: The program. Print what you want to see.
+        timeout_s: Seconds after which it is ended.
+        memory_mb: Most megabytes of memory.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "program.py"
+        program.write_text(code, "utf-8", "replace")
+        process = subprocess.Popen(
+            [sys.executable, "-I", confined_process.__file__, str(int(timeout_s) + 1), str(memory_mb), str(program)],
+            cwd=folder,
+            env={
+                "PATH": os.defpath,
+                "HOME": folder,
+                "TMPDIR": folder,
+                "PYTHONIOENCODING": "utf-8",
+                "LC_ALL": "C.UTF-8",
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        output = _Output(process.stdout)
+        try:
+            exit_code: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        text = output.text().replace(f'File "{program}"', "File program.py")
+    return _answer(text, exit_code, timeout_s)
+
+
+def problem_with_isolation() -> str:
+    """Return why programs cannot be confined on this machine; empty where they can."""
+    answer = python("print('confined')", timeout_s=_START_S)
+    return "" if answer == "confined\n" else answer.splitlines()[-2:][0]
+
+
+class _Output:
+    """First bytes of what a process prints; the rest is read and dropped."""
+
+    def __init__(self, stream: IO[bytes]):
+        self._stream, self._kept, self._is_cut = stream, b"", False
+        self._thread = Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def text(self) -> str:
+        """Return it, once the process has ended."""
+        self._thread.join(_OUTPUT_GRACE_S)
+        text = self._kept.decode("utf-8", "replace")
+        return f"{text}\n[output cut at {MOST_BYTES:,} bytes]" if self._is_cut else text
+
+    def _read(self) -> None:
+        with suppress(OSError, ValueError), self._stream:
+            while block := self._stream.read1(1 << 16):  # type: ignore[attr-defined]
+                room = MOST_BYTES - len(self._kept)
+                self._kept += block[:room]
+                self._is_cut |= len(block) > room
+
+
+def _answer(text: str, exit_code: int | None, timeout_s: float) -> str:
+    if exit_code == 0:
+        return text or "(no output; use print)"
+    reason = f"exit code {exit_code}" if exit_code else f"the program was ended after {timeout_s:g} s"
+    return f"{text}\nerror: {reason}".lstrip("\n")

@@ -1,0 +1,29 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tools that come with the package, by the names that a configuration gives them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nemo_rl_moe.tools.calculator import calculator
+from nemo_rl_moe.tools.local_search import search
+from nemo_rl_moe.tools.python_interpreter import problem_with_isolation, python
+
+
+@dataclass(frozen=True)
+class ReadyTool:
+    """A tool of the package.
+
+    Attributes:
+        problem: Returns why it cannot run on this machine; empty: it can.
+    """
+
+    function: Callable[..., object]
+    problem: Callable[[], str] = lambda: ""
+
+
+READY_TOOLS = {
+    "calculator": ReadyTool(calculator),
+    "python": ReadyTool(python, problem_with_isolation),
+    "search": ReadyTool(search),
+}

@@ -1,0 +1,105 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The process that runs tools: without the secrets of the run's environment, within limits of time and memory."""
+
+import faulthandler
+import os
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
+from nemo_rl_moe.errors import one_line
+from nemo_rl_moe.masking import is_secret
+from nemo_rl_moe.rewards.interface import Fault
+from nemo_rl_moe.tools.definitions import load_tools
+from nemo_rl_moe.tools.results import ToolResult, as_text, cut, error_text
+
+INTERRUPTION_S = 1.0
+"""Seconds after the alarm at which the process of a tool that has not stopped is ended."""
+_STDERR = 2
+
+
+class ToolWorker:  # pragma: no cover  (runs in other processes)
+    """The tools of a run, in a process that calls one at a time.
+
+    Args:
+        memory_mb: Megabytes that the process may take beyond what it has at its start.
+        most_characters: Longest result.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        references: Sequence[str],
+        settings: Mapping[str, Mapping[str, object]],
+        memory_mb: int,
+        most_characters: int,
+    ):
+        forget_secrets()
+        self._tools = load_tools(references, settings)
+        self._most_characters = most_characters
+        limit_memory(memory_mb)
+
+    def call(self, name: str, arguments: Mapping[str, object], limit_s: float) -> ToolResult:
+        """Call a tool.
+
+        Code that no alarm interrupts, such as a loop in C, costs this process its life, which the driver sees.
+        """
+        tool = self._tools[name]
+        try:
+            # Kept by a thread that needs no interpreter.
+            faulthandler.dump_traceback_later(limit_s + INTERRUPTION_S, exit=True, file=_STDERR)
+            return call_within(
+                limit_s, lambda: as_text(tool.function(**arguments, **tool.settings)), self._most_characters
+            )
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def call_within(limit_s: float, call: Callable[[], str], most_characters: int) -> ToolResult:
+    """Return the result of a call, or the error in its place; only on a process's main thread.
+
+    Args:
+        limit_s: Seconds that it may take. Code that never returns to the interpreter is not interrupted.
+    """
+    started_at = time.monotonic()
+    try:
+        with interrupted_after(limit_s):
+            text, fault = _text_or_error(call)
+    except TimeIsUp:
+        return timed_out(limit_s)
+    text, is_cut = cut(text, most_characters)
+    return ToolResult(text, fault, is_cut, time.monotonic() - started_at)
+
+
+def timed_out(limit_s: float) -> ToolResult:
+    """Return the answer to a call that took too long."""
+    return ToolResult(error_text(f"the tool gave no result within {limit_s:g} s"), Fault.TIMEOUT, seconds=limit_s)
+
+
+def forget_secrets() -> None:
+    """Remove variables that name secrets from this process's environment, and so from its children's."""
+    for name in [name for name in os.environ if is_secret(name)]:
+        del os.environ[name]
+
+
+def limit_memory(megabytes: int) -> None:
+    """Limit the memory that this process may take beyond what it has."""
+    status = Path("/proc/self/status").read_text()
+    used = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:"))
+    limit = (used << 10) + (megabytes << 20)
+    # Not the address space, of which Ray maps far more than it uses.
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def _text_or_error(call: Callable[[], str]) -> tuple[str, Fault | None]:
+    try:
+        return call(), None
+    except TimeIsUp:
+        raise
+    except BaseException as error:  # SystemExit too: it would end the worker
+        return error_text(one_line(error)), Fault.ERROR

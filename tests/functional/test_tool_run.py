@@ -1,0 +1,97 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose model calls tools, some of which never return."""
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
+from nemo_rl_moe.runs.folder.samples import SAMPLES_FILE_NAME
+from nemo_rl_moe.tools.formats.interface import ParsedCall, Schemas, ToolCall, ToolFormat
+from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
+from tests.functional import grpo_runs, run_kills, sft_runs
+
+pytestmark = pytest.mark.shared_ray
+START_LIMIT_S, END_LIMIT_S = 240.0, 120.0
+CHILD = "started-by-a-tool"
+
+
+def read_calls(text: str, schemas: Schemas) -> list[ParsedCall]:
+    """Return two calls for any text: an untrained model writes none. One text in eight has a tool that hangs."""
+    second = ToolCall("block", {"seconds": 10_000.0}) if len(text.encode()) % 8 == 0 else ToolCall("add", {"a": "x"})
+    return [ToolCall("add", {"a": 40, "b": 2}), second]
+
+
+HANGING = ToolFormat(
+    lambda text, schemas: [ToolCall("start_child", {"option": CHILD}), ToolCall("block", {"seconds": 10_000.0})],
+    TOOL_FORMATS["hermes"].example,
+)
+ANY_TEXT = ToolFormat(read_calls, TOOL_FORMATS["hermes"].example)
+
+
+def test_a_run_goes_on_whatever_tools_do(tmp_path: Path) -> None:
+    data = grpo_runs.make_prompts(tmp_path / "data", 12)
+    tools = {
+        "policy__model_name": sft_runs.REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe_tools",
+        "policy__max_total_sequence_length": 2000,
+        "policy__generation__max_new_tokens": 16,
+        "policy__generation__stop_token_ids": list(range(0, 250, 8)),
+        "env__tools": ["tests.support.tool_functions:add", "tests.support.tool_functions:block"],
+        "env__tool_format": f"{__name__}:ANY_TEXT",
+        "env__tool_limits": {"num_workers": 2, "call_timeout_s": 1.0},
+        "env__max_turns": 2,
+        "env__name": "callable",
+        "env__callable": {"function": "tests.functional.grpo_runs:share_of_digits"},
+        "env__answer_after": None,
+        "env__score_truncated": True,
+        "grpo__max_num_steps": 2,
+        "data__validation": None,
+    }
+    done = grpo_runs.run_here(grpo_runs.settings(tmp_path, data, **tools, **sft_runs.only_jsonl()), tmp_path)
+    assert done.returncode == 0, done.stderr
+    run_folder = sft_runs.only_run_folder(tmp_path)
+    steps = [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
+    assert len(steps) == 2
+    lines = (run_folder / SAMPLES_FILE_NAME).read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    called = [sample for sample in samples if sample["num_turns"] == 2]
+    assert called
+    for sample in called:
+        assert "<tool_response>42</tool_response>" in sample["response"]
+        assert ("expected integer" in sample["response"]) != ("no result within 1 s" in sample["response"])
+    for metrics in steps:
+        assert math.isfinite(metrics["train/loss"])
+        assert metrics["train/env/num_errors"] == 0
+        assert metrics["train/tools/calls"] == 2 * (metrics["train/mean_turns_per_sample"] - 1)
+        # Training sees the tokens of all turns as generation saw them, with results in between.
+        assert abs(metrics["train/token_mult_prob_error"] - 1) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_of_a_run_that_is_ended_while_tools_run(number: signal.Signals, tmp_path: Path) -> None:
+    data = grpo_runs.make_prompts(tmp_path / "data", 12)
+    tools = {
+        "policy__model_name": sft_runs.REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe_tools",
+        "policy__max_total_sequence_length": 2000,
+        "env__tools": ["tests.support.tool_functions:start_child", "tests.support.tool_functions:block"],
+        "env__tool_format": f"{__name__}:HANGING",
+        "env__tool_limits": {"num_workers": 2, "call_timeout_s": 10_000.0, "turn_timeout_s": 20_000.0},
+        "policy__generation__max_new_tokens": 16,
+        "policy__generation__stop_token_ids": list(range(0, 250, 8)),
+        "env__score_truncated": True,
+        "data__validation": None,
+    }
+    settings = grpo_runs.settings(tmp_path, data, **tools, **sft_runs.only_jsonl())
+    with run_kills.running(grpo_runs.command(settings), tmp_path) as run:
+        run.wait_for_text("rollouts: no progress for ", START_LIMIT_S)
+        children = [process for process in run.family() if CHILD in process.cmdline()]
+        assert children
+        run.process.send_signal(number)
+        run.wait_for_end(END_LIMIT_S)
+        run.wait_until_nothing_runs(END_LIMIT_S)
+    assert not [process for process in children if process.is_running()]

@@ -1,0 +1,163 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tools in their processes: whatever one call does, it costs that call alone, and nothing of it stays."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.distributed.node_tools import usable_cores
+from nemo_rl_moe.errors import WorkerDiedError
+from nemo_rl_moe.rewards.interface import Fault
+from nemo_rl_moe.tools.results import ToolResult
+from nemo_rl_moe.tools.worker_pool import ToolWorkers
+from tests.support.clusters import cluster_config
+
+NAMES = ("add", "look_up", "say", "fail", "sleep", "block", "die", "fill", "variable", "start_child")
+REFERENCES = [f"tests.support.tool_functions:{name}" for name in NAMES]
+SETTINGS = {"look_up": {"dictionary": "words.txt"}}
+LIMIT_S = 60.0
+"""Of calls that end by themselves."""
+SHORT_S = 1.0
+"""Of calls that do not."""
+MOST_CHARACTERS = 100
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[RayCluster]:
+    """A Ray whose every place is reserved for policy workers, in an environment with a secret."""
+    os.environ["MY_API_KEY"] = "hunter2"
+    running = RayCluster(cluster_config(1, 0, usable_cores()))
+    yield running
+    running.shutdown()
+    del os.environ["MY_API_KEY"]
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[ToolWorkers]:
+    with started(2) as running:
+        yield running
+
+
+def started(num_workers: int) -> ToolWorkers:
+    return ToolWorkers(REFERENCES, SETTINGS, num_workers=num_workers, memory_mb=200, most_characters=MOST_CHARACTERS)
+
+
+def results(workers: ToolWorkers, *calls: tuple[str, dict[str, Any], float]) -> list[ToolResult]:
+    """Return the results of calls that run at the same time."""
+
+    async def run() -> list[ToolResult]:
+        return await asyncio.gather(*(workers.call(*call) for call in calls))
+
+    return asyncio.run(run())
+
+
+def process_ids(workers: ToolWorkers) -> list[int]:
+    return [ray.get(actor.place.remote()).process.pid for actor in workers._actors.values()]
+
+
+def test_results_are_texts(workers: ToolWorkers) -> None:
+    assert results(
+        workers,
+        ("add", {"a": 1, "b": 2}, LIMIT_S),
+        ("look_up", {"word": "é"}, LIMIT_S),
+        ("say", {"text": "a\ud800"}, LIMIT_S),
+        *(("add", {"a": number}, LIMIT_S) for number in range(10)),
+    ) == [
+        ToolResult("3"),
+        ToolResult('{"word": "é", "language": "en", "dictionary": "words.txt", "limit": 3}'),
+        ToolResult("a?"),
+        *(ToolResult(str(number + 1)) for number in range(10)),
+    ]
+
+
+def test_a_long_result_is_cut_and_says_so(workers: ToolWorkers) -> None:
+    exact, over = results(
+        workers, ("say", {"text": "x" * MOST_CHARACTERS}, LIMIT_S), ("say", {"text": "x" * 10_000}, LIMIT_S)
+    )
+    assert exact == ToolResult("x" * MOST_CHARACTERS)
+    assert over == ToolResult(f"{'x' * 100}\n[cut: the first 100 of 10,000 characters]", is_cut=True)
+
+
+def test_a_call_that_fails_costs_itself_alone(workers: ToolWorkers) -> None:
+    before = process_ids(workers)
+    raised, filled, added = results(
+        workers,
+        ("fail", {"text": "no such\nword"}, LIMIT_S),
+        ("fill", {"megabytes": 5_000}, LIMIT_S),
+        ("add", {"a": 1}, 60),
+    )
+    assert raised == ToolResult("error: RuntimeError: no such", Fault.ERROR)
+    assert filled == ToolResult("error: MemoryError", Fault.ERROR)
+    assert added == ToolResult("2")
+    assert process_ids(workers) == before
+
+
+def test_a_call_that_takes_too_long_is_ended_and_others_go_on(workers: ToolWorkers) -> None:
+    slept, blocked, added, again = results(
+        workers,
+        ("sleep", {"seconds": 10_000.0}, SHORT_S),
+        ("block", {"seconds": 10_000.0}, SHORT_S),
+        ("add", {"a": 1}, LIMIT_S),
+        ("add", {"a": 2}, LIMIT_S),
+    )
+    late = ToolResult("error: the tool gave no result within 1 s", Fault.TIMEOUT)
+    assert [slept, blocked, added, again] == [late, late, ToolResult("2"), ToolResult("3")]
+
+
+def test_a_process_that_ends_is_replaced(workers: ToolWorkers) -> None:
+    died, added = results(workers, ("die", {"code": 3}, LIMIT_S), ("add", {"a": 1}, LIMIT_S))
+    assert died.fault is Fault.DIED
+    assert died.text.startswith("error: the process of the tool ended: ")
+    assert "\n" not in died.text
+    assert added == ToolResult("2")
+    assert results(workers, *[("add", {"a": 1}, LIMIT_S)] * 4) == [ToolResult("2")] * 4
+
+
+def test_secrets_of_the_environment_are_hidden(workers: ToolWorkers) -> None:
+    found = results(workers, *[("variable", {"name": "MY_API_KEY"}, LIMIT_S)] * 2, ("variable", {"name": "HOME"}, 60))
+    assert [result.text for result in found] == ["not set", "not set", os.environ.get("HOME", "not set")]
+
+
+def test_nothing_is_left_behind() -> None:
+    with started(1) as workers:
+        (worker,) = process_ids(workers)
+        (child,) = results(workers, ("start_child", {"option": "x"}, LIMIT_S))
+        processes = [psutil.Process(worker), psutil.Process(int(child.text))]
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert not alive
+
+
+def test_calls_that_run_while_all_is_stopped_end() -> None:
+    workers = started(1)
+
+    async def run() -> None:
+        call = asyncio.ensure_future(workers.call("sleep", {"seconds": 10_000.0}, 10_000.0))
+        waiting = asyncio.ensure_future(workers.call("add", {"a": 1}, LIMIT_S))
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(workers.shutdown)
+        with pytest.raises(WorkerDiedError, match="the tool workers have been stopped"):
+            await call
+        with pytest.raises((WorkerDiedError, asyncio.CancelledError)):
+            await waiting
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_is_killed_from_outside_is_replaced() -> None:
+    with started(1) as workers:
+        os.kill(process_ids(workers)[0], signal.SIGKILL)
+        results(workers, ("add", {"a": 1}, LIMIT_S))
+        assert results(workers, ("add", {"a": 1}, LIMIT_S)) == [ToolResult("2")]
+
+
+def test_tools_that_cannot_be_loaded_end_the_start() -> None:
+    with pytest.raises(WorkerDiedError, match=r"tool_parameters\.look_up\.dictionary: is missing"):
+        ToolWorkers(REFERENCES, {}, num_workers=1, memory_mb=200, most_characters=100)

@@ -1,0 +1,41 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Results of tools as texts, and what a tool's process forgets."""
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl_moe.tools.results import as_text, cut
+from nemo_rl_moe.tools.worker import forget_secrets
+
+
+def test_texts_stay_and_the_rest_is_json() -> None:
+    assert as_text("a\nb") == "a\nb"
+    assert as_text({"é": [1, None, True]}) == '{"é": [1, null, true]}'
+    assert as_text(3.5) == "3.5"
+    assert as_text({1}) == '"{1}"'
+    assert as_text("\ud800") == "?"
+
+
+@given(st.text(), st.integers(1, 20))
+def test_a_cut_text_says_so(text: str, most: int) -> None:
+    shown, is_cut = cut(text, most)
+    assert is_cut == (len(text) > most)
+    assert shown == text if not is_cut else shown.startswith(text[:most]) and f"{len(text)} characters]" in shown
+
+
+def test_secrets_are_forgotten_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "DB_PASSWORD", "HARMLESS", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "x")
+    before = set(os.environ)
+    kept = dict(os.environ)
+    try:
+        forget_secrets()
+        left = set(os.environ)
+    finally:
+        os.environ.update(kept)
+    assert {"HF_TOKEN", "WANDB_API_KEY", "DB_PASSWORD"} <= before - left
+    assert {"HARMLESS", "TOKENIZERS_PARALLELISM", "PATH"} <= left

@@ -1,0 +1,267 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Formats of calls: what a chat template writes is read back, and whatever else a model writes is no error."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl_moe.data.chat_template import text_renderer_for
+from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
+from nemo_rl_moe.data.turn_spans import RenderError
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.tools.detection import format_of
+from nemo_rl_moe.tools.formats.interface import MalformedCall, ToolCall, ToolFormat
+from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
+from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.call_templates import CALL_TEMPLATES
+from tests.support.conversations import ALL
+
+SCHEMA = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "share": {"type": "number"},
+    "is_on": {"type": "boolean"},
+    "places": {"type": "array", "items": {"type": "integer"}},
+    "options": {"type": "object"},
+    "note": {"type": "string", "nullable": True},
+}
+SCHEMAS = {"look_up": SCHEMA, "add": SCHEMA}
+DEFINITIONS = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": {"type": "object"}}}
+    for name in SCHEMAS
+]
+FORMAT_OF_FAMILY = {
+    "Qwen2.5, Qwen2-MoE": "hermes",
+    "Qwen3, Qwen3-MoE": "hermes",
+    "tiny_qwen3_moe_tools": "hermes",
+    "Llama 3.1": "llama3_json",
+    "Mistral, Mixtral": "mistral",
+    "corrected Mistral": "mistral",
+    "published Mistral without blanks": "mistral",
+    "corrected DeepSeek-V3": "deepseek_v3",
+    "corrected DeepSeek-R1": "deepseek_v3",
+    "published DeepSeek-R1": "deepseek_v3",
+    "gpt-oss": "harmony",
+    "OLMoE": "function_calls",
+}
+TOKENIZERS: dict[str, tuple[str, PreTrainedTokenizerBase]] = {
+    **{name: (name.partition(",")[0], make_byte_tokenizer(template)) for name, template in CALL_TEMPLATES.items()},
+    **{name: (found, ALL[name].tokenizer) for name, found in FORMAT_OF_FAMILY.items()},
+}
+MARKS = (
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "<function=add>", "</function>", "<parameter=text>"),
+    *("</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "look_up"),
+    *("<function_calls>", "</function_calls>", '{"name": "add", "arguments": {', "}", "[", "]", '"', ";", "```", "\n"),
+    *("<|start|>", "<|channel|>", " to=functions.add", "<|message|>", "<|call|>", "<|end|>", "<|python_tag|>"),
+    *(f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")),
+)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(
+    ['"', "\\", "null", "3", "a\nb", "  ", "é \U0001f600", "{}", "</p>", "[x]"]
+)
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": TEXT,
+        "count": st.integers(-(10**20), 10**20),
+        "share": st.floats(allow_nan=False, allow_infinity=False),
+        "is_on": st.booleans(),
+        "places": st.lists(st.integers(), max_size=3),
+        "options": st.dictionaries(TEXT, st.integers() | TEXT | st.none(), max_size=2),
+    },
+)
+CALLS = st.lists(st.builds(ToolCall, st.sampled_from(list(SCHEMAS)), ARGUMENTS), min_size=1, max_size=3)
+
+
+def shown(tokenizer: PreTrainedTokenizerBase, calls: Sequence[ToolCall]) -> str:
+    """Return what a chat template writes for a turn of calls, and the glue behind it."""
+    render = text_renderer_for(tokenizer)
+    made = [
+        {
+            "id": f"abcdefgh{index}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": dict(call.arguments)},
+        }
+        for index, call in enumerate(calls)
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": "qx7"}  # type: ignore[index]
+        for call in made
+    ]
+    question = {"role": "user", "content": "q"}
+    inputs = TemplateInputs(tools=tuple(DEFINITIONS))
+    before = render([question], inputs).rstrip().removesuffix("<think>")
+    whole = render([question, {"role": "assistant", "content": "", "tool_calls": made}, *results], inputs)
+    assert whole.startswith(before)
+    return whole[len(before) :].partition("qx7")[0]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_format_is_found_by_the_chat_template(name: str) -> None:
+    expected, tokenizer = TOKENIZERS[name]
+    assert format_of(tokenizer, None, NO_INPUTS) is TOOL_FORMATS[expected]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(calls=CALLS)
+def test_calls_that_a_chat_template_writes_are_read_in_their_order(name: str, calls: list[ToolCall]) -> None:
+    expected, tokenizer = TOKENIZERS[name]
+    try:
+        text = shown(tokenizer, calls)
+    except RenderError:  # one call a turn
+        calls = calls[:1]
+        text = shown(tokenizer, calls)
+    if expected == "harmony":  # of several calls the family's template shows the first
+        calls = calls[:1]
+    assert TOOL_FORMATS[expected].calls(text, SCHEMAS) == calls
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@settings(max_examples=150, deadline=None)
+@given(text=st.lists(st.sampled_from(MARKS) | TEXT, max_size=12).map("".join), begins_in_thinking=st.booleans())
+@example(text="[" * 100_000, begins_in_thinking=False)
+@example(text="<tool_call>" + "[" * 100_000, begins_in_thinking=False)
+@example(
+    text='<tool_call>{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", begins_in_thinking=False
+)
+def test_no_text_is_an_error(name: str, text: str, begins_in_thinking: bool) -> None:
+    for call in TOOL_FORMATS[name].calls(text, SCHEMAS, begins_in_thinking=begins_in_thinking):
+        if isinstance(call, MalformedCall):
+            assert call.problem
+            assert len(call.problem) < 400
+        else:
+            json.dumps(call.arguments)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_the_example_that_malformed_calls_are_answered_with_is_well_formed(name: str) -> None:
+    tool_format = TOOL_FORMATS[name]
+    assert tool_format.calls(tool_format.example, {}) == [ToolCall("tool", {"argument": "value"})]
+
+
+THOUGHT = "<think>\nI could write {0} here.\n</think>\n\n"
+
+
+@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name not in ("harmony", "llama3_json")])
+def test_what_is_thought_is_no_call(name: str) -> None:
+    tool_format = TOOL_FORMATS[name]
+    call = tool_format.example
+    thought = THOUGHT.replace("{0}", call)
+    assert tool_format.calls(thought, {}) == []
+    assert tool_format.calls(thought + "Done.", {}) == []
+    assert len(tool_format.calls(thought + call, {})) == 1
+    assert tool_format.calls(thought.partition("</think>")[0], {}) == []
+    opened = thought.removeprefix("<think>\n")
+    assert tool_format.calls(opened, {}, begins_in_thinking=True) == []
+    assert len(tool_format.calls(opened + call, {}, begins_in_thinking=True)) == 1
+    assert tool_format.calls(opened.partition("</think>")[0], {}, begins_in_thinking=True) == []
+
+
+def test_harmony_reads_recipients_alone() -> None:
+    analysis = '<|channel|>analysis<|message|>I call to=functions.add {"a": 1}<|end|><|start|>assistant'
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"count": 1}'
+    final = '<|channel|>final<|message|>{"name": "add", "arguments": {}}'
+    harmony = TOOL_FORMATS["harmony"]
+    assert harmony.calls(analysis + final, SCHEMAS) == []
+    assert harmony.calls(analysis + call, SCHEMAS) == [ToolCall("add", {"count": 1})]
+    (other,) = harmony.calls(call.replace("functions.add", "browser.search"), SCHEMAS)
+    assert other == MalformedCall("there is no recipient 'browser.search', expected functions. and the name of a tool")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', "invalid JSON: Expecting ',' delim"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'the call has no "name", the name of a tool'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "the arguments are no object"),
+        ("hermes", '<tool_call>["add"]</tool_call>', "expected an object with name and arguments"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}', "expected </tool_call> before the end of the turn"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number of JSON"),
+        ("hermes", "<tool_call>add(1)</tool_call>", "invalid JSON: Expecting value at 'add(1)"),
+        ("qwen3_coder", '<tool_call>{"name": "add"}</tool_call>', "expected <function=NAME> with the name of a tool"),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function></tool_call>", "expected </function>"),
+        ("glm45", "<tool_call><arg_key>a</arg_key></tool_call>", "expected the name of a tool behind <tool_call>"),
+        ("glm45", "<tool_call>add\n<arg_key>a</arg_key></tool_call>", "expected </tool_call> before '<arg_key>"),
+        ("mistral", '[TOOL_CALLS] {"name": "add"}', "expected a list of objects"),
+        ("mistral_args", '[TOOL_CALLS] [{"name": "add"}]', "expected the name of a tool and [ARGS]"),
+        ("llama3_json", '{"name": "add", "parameters": {"a" 1}}', "invalid JSON: Expecting ':' delimiter"),
+        ("function_calls", "<function_calls>add(a=1)</function_calls>", "invalid JSON"),
+        ("harmony", "<|channel|>commentary to=functions.add<|message|>a=1", "invalid JSON"),
+    ],
+)
+def test_a_malformed_call_says_what_is_wrong(name: str, text: str, problem: str) -> None:
+    (call,) = TOOL_FORMATS[name].calls(text, SCHEMAS)
+    assert isinstance(call, MalformedCall)
+    assert problem in call.problem
+
+
+def test_calls_around_a_malformed_one_are_read() -> None:
+    good = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    kinds = [type(call) for call in TOOL_FORMATS["hermes"].calls(f"{good}<tool_call>x</tool_call>{good}", {})]
+    assert kinds == [ToolCall, MalformedCall, ToolCall]
+    kinds = [type(call) for call in TOOL_FORMATS["hermes"].calls(f"<tool_call>x{good}", {})]
+    assert kinds == [MalformedCall, ToolCall]
+
+
+def test_a_mark_within_an_argument_is_a_text() -> None:
+    call = ToolCall("add", {"text": "</tool_call><tool_call><think>"})
+    text = f"<tool_call>{json.dumps({'name': 'add', 'arguments': call.arguments})}</tool_call> done"
+    assert TOOL_FORMATS["hermes"].calls(text, {}) == [call]
+
+
+def test_an_answer_in_json_is_no_call() -> None:
+    assert TOOL_FORMATS["llama3_json"].calls('{"answer": 3}', {}) == []
+    assert TOOL_FORMATS["llama3_json"].calls('{"name": "Bob", "age": 3}', {}) == []
+    assert TOOL_FORMATS["llama3_json"].calls("{x", {}) == []
+
+
+OWN = ToolFormat(lambda text, schemas: [], "CALL")
+NO_FORMAT = 3
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("hermess", "env.tool_format: got 'hermess', expected one of hermes, qwen3_coder"),
+        (f"{__name__}:NO_FORMAT", "is 3 (int), expected a ToolFormat"),
+        (f"{__name__}:NONE", "has no NONE"),
+    ],
+)
+def test_a_format_that_is_none_is_refused(named: str, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        format_of(ALL["OLMoE"].tokenizer, named, NO_INPUTS)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_format_can_be_named() -> None:
+    assert format_of(ALL["THINKING"].tokenizer, "hermes", NO_INPUTS) is TOOL_FORMATS["hermes"]
+    assert format_of(ALL["THINKING"].tokenizer, f"{__name__}:OWN", NO_INPUTS) is OWN
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("THINKING", "env.tool_format: null, and the chat template writes calls in no known format: '<call>{"),
+        ("NEWLINE_BETWEEN_TURNS", "env.tools: the chat template shows no calls or no results of tools"),
+        ("tiny_qwen3_moe", "env.tools: the chat template shows no calls or no results of tools"),
+    ],
+)
+def test_a_chat_template_without_a_known_format_is_refused(family: str, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        format_of(ALL[family].tokenizer, None, NO_INPUTS)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_tools_need_a_chat_template() -> None:
+    tokenizer: Any = make_byte_tokenizer("")
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigurationError, match="the tokenizer has no chat template that could show them"):
+        format_of(tokenizer, "hermes", NO_INPUTS)
