@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_shard
+from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_shard, with_empty_rows
 from nemo_rl_moe.models.megatron.model import releases as corrections
 from nemo_rl_moe.models.megatron.model import transformer_config
 from nemo_rl_moe.models.megatron.model.releases import (
@@ -449,3 +449,26 @@ def test_auxiliary_gradients_do_not_grow_with_the_number_of_microbatches() -> No
     assert four_times == pytest.approx(once, rel=1e-6)
     unscaled = run_ranks(train_repeated, 1, policy, 4, False)[0]
     assert abs(unscaled / once - 1) > 0.05
+
+
+# Microbatches of padding alone
+
+
+def train_with_an_empty_row(cure: str | None, settings: RunSettings, num_empty: int) -> tuple[float, float]:
+    """Return gradient norm and load balancing loss of four sequences and some empty rows, each a microbatch."""
+    with without(cure), parallel_job(settings.policy):
+        trainer = build_trainer(settings)
+        batch = tiny_batch(100).select(range(4))
+        filled = with_empty_rows(batch, num_empty)
+        result = trainer.train([make_shard(filled, [[row] for row in range(len(filled))], batch)], sft_loss)
+        return result.grad_norm, result.moe_metrics["load_balancing_loss"]
+
+
+def test_the_load_balancing_loss_of_padding_alone_is_zero() -> None:
+    settings = RunSettings(tiny_policy(1, layer_spec="local", moe_router_load_balancing_type="aux_loss"))
+    ((_, of_four),) = run_ranks(train_with_an_empty_row, 1, None, settings, 0)
+    ((norm, of_five),) = run_ranks(train_with_an_empty_row, 1, None, settings, 1)
+    assert np.isfinite(norm)
+    assert of_five * 5 == pytest.approx(of_four * 4, rel=1e-6)
+    ((_, without_cure),) = run_ranks(train_with_an_empty_row, 1, "loss_of_padding", settings, 1)
+    assert not np.isfinite(without_cure)

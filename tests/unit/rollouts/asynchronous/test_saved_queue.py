@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The queue in a checkpoint's folder: every field of a trajectory comes back, and damage is found."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.distributed.stored_rows import IN_PLACE, StoredRows, fetch_rows
@@ -17,8 +19,8 @@ from nemo_rl_moe.errors import CheckpointError, DamagedCheckpointError
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.asynchronous.groups import Finished, Ticket
 from nemo_rl_moe.rollouts.asynchronous.prompts import OpenPrompt, QueueState
-from nemo_rl_moe.rollouts.asynchronous.saved_queue import FOLDER, TENSOR_FILE, read_queue, write_queue
-from nemo_rl_moe.rollouts.trajectory import Trajectory, sequences_of
+from nemo_rl_moe.rollouts.asynchronous.saved_queue import FOLDER, JSON_FILE, TENSOR_FILE, read_queue, write_queue
+from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory, sequences_of
 from tests.support.grpo_fakes import prompts, trajectory
 from tests.support.trajectories import assert_same_trajectories, tokens_of, with_tokens
 
@@ -50,11 +52,14 @@ def rows(count: int, value: int) -> StoredRows:
     return StoredRows.of(np.full((count, 2, 1), value, dtype=np.int16))
 
 
-def some_state() -> State:
+def some_state(further: TokenSequence | None = None) -> State:
+    """A queue of two finished groups; `further` is a second sequence of the first trajectory."""
     first, second, third = prompts(3)
     ticket = Ticket(second, 1, 3, 2, attempt=1, num_faults=1, lost_s=0.5)
     routes = rows(2, 7).followed_by(rows(4, 8))
-    group = [some_trajectory(1, routes), some_trajectory(2, rows(5, 9))]
+    begun = some_trajectory(1, routes)
+    begun = begun if further is None else with_tokens(begun, *begun.sequences, further)
+    group = [begun, some_trajectory(2, rows(5, 9))]
     without_routes = Finished(Ticket(third, 2, 3, 3), [some_trajectory(3)], 4, 0)
     opened = OpenPrompt(0, first.sample_id, 2, 1)
     return QueueState(5, 3, (opened,), (), (Finished(ticket, group, 4, 1), without_routes))
@@ -77,6 +82,38 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         [9, 9, 9, 9, 9, -1],
     ]
     assert sequences_of(found.queue[1].group)[0].routed_experts is None
+
+
+def test_sequences_of_a_trajectory_come_back_in_their_order(tmp_path: Path) -> None:
+    further = tokens_of((10, 11, 5, 6, 1, 9), (7,), routed_experts=rows(6, 4))
+    state = some_state(further)
+    write_queue(tmp_path, state, list)
+    found = read_queue(tmp_path, iter(prompts(5)), IN_PLACE)
+    assert found is not None
+    for ours, theirs in zip(found.queue, state.queue, strict=True):
+        assert_same_trajectories(ours.group, theirs.group)
+    routes = [each.routed_experts for each in sequences_of(found.queue[0].group)]
+    assert fetch_rows(routes, 6, -1, list, (2, 1), "int16")[:, 0, 0, 0].tolist() == [7, 4, 9]
+
+
+def test_a_queue_of_the_format_before_is_read(tmp_path: Path) -> None:
+    """Each trajectory was one sequence, whose sizes stood beside its other fields."""
+    state = some_state()
+    write_queue(tmp_path, state, list)
+    path = tmp_path / FOLDER / JSON_FILE
+    queue = json.loads(path.read_text())
+    assert queue["format_version"] == 2
+    queue["format_version"] = 1
+    for group in queue["groups"]:
+        for each in group["trajectories"]:
+            (only,) = each.pop("sequences")
+            each |= only
+    path.write_text(json.dumps(queue))
+    write_inventory(tmp_path / FOLDER)
+    found = read_queue(tmp_path, iter(prompts(5)), IN_PLACE)
+    assert found is not None
+    for ours, theirs in zip(found.queue, state.queue, strict=True):
+        assert_same_trajectories(ours.group, theirs.group)
 
 
 def test_numbers_of_environments_come_back(tmp_path: Path) -> None:
