@@ -169,6 +169,7 @@ def test_sums_are_not_logged() -> None:
 
 @pytest.mark.parametrize(("correction", "bounds"), [("none", False), ("truncated", True), ("icepop", True)])
 def test_only_a_loss_without_a_bound_reports_the_lag_that_nothing_bounds(correction: str, bounds: bool) -> None:
+    """A20: what the alert about it reads."""
     inputs = random_inputs(0)
     series = series_of(with_lags(inputs, random_lags(inputs, 0)), importance_sampling_correction=correction)
     assert ("by_lag/max_unbounded_lag" not in series) == bounds

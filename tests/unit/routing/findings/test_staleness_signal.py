@@ -19,7 +19,7 @@ LIMITS = Thresholds(None, None, None, sustained_steps=3, unbounded_lag=3)
 
 
 def test_an_unclipped_loss_with_a_lag_of_three_is_found_at_once() -> None:
-    """tinker-cookbook#822: with a lag of 3 an unclipped loss diverges and a clipped one does not."""
+    """A20, tinker-cookbook#822: with a lag of 3 an unclipped loss diverges and a clipped one does not."""
     tracker = FindingTracker(LIMITS, None)
     assert tracker.observe(1, {UNBOUNDED_LAG: 2.0}) == []
     (found,) = tracker.observe(2, {UNBOUNDED_LAG: 3.0})
