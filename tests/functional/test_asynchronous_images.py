@@ -25,6 +25,7 @@ def trained(folder: Path, shapes: Path, num_steps: int) -> str:
         "policy__megatron_cfg__optimizer__lr": 1e-3,
         "policy__generation__backend": "megatron_separate",
         "grpo__max_num_steps": num_steps,
+        "grpo__max_num_epochs": 1,
         "grpo__rollouts__mode": "asynchronous",
         "grpo__rollouts__order": "ready_first",
         "loss_fn__importance_sampling_correction": "truncated",
