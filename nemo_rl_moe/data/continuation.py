@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ANSWERING_ROLES = ("tool", "user", "system", "developer")
 """Roles of messages that may follow a sampled turn: the model alone writes the assistant's."""
+_THINKING, _END_OF_THINKING = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -112,14 +113,19 @@ class Continuation:
 
     def _extension(self, turn: SampledTurn, new: Sequence[Message], keep_rewritten: bool) -> Extension:
         prompted = self._render(turn.before, turn.inputs) if turn.text_before is None else turn.text_before
-        shown = self._as_text(turn, new)
+        as_text = self._as_text(turn, prompted)
+        shown = self._or_refused([*turn.before, as_text, *new], turn.inputs)
         ends = {self._text_of(token_id): token_id for token_id in turn.stop_token_ids}
         problem: NoExtension | None = None
         for form, stand_in in enumerate(stand_ins(new)):
             try:
                 glue = self._glue.find(form, stand_in, new, turn.inputs, ends)
                 ids = self._ids(glue, turn)
-                own, text = self._whole(stand_in, glue.text, shown, turn, new)
+                own, text = (
+                    (as_text, shown)
+                    if shown is not None and shown.endswith(glue.text)
+                    else self._as_stand_in(stand_in, turn, new)
+                )
                 if not keep_rewritten:
                     self._require_unchanged(text, prompted, shown, turn)
                 if not text.endswith(glue.text):
@@ -139,12 +145,8 @@ class Continuation:
         except RenderError as error:
             raise Refusal(str(error)) from None
 
-    def _whole(
-        self, stand_in: StandIn, behind: str, shown: str | None, turn: SampledTurn, new: Sequence[Message]
-    ) -> tuple[Message, str]:
-        """Return the turn as a message, a text where the same follows it, and the rendering of all messages."""
-        if shown is not None and shown.endswith(behind):
-            return self._own(turn), shown
+    def _as_stand_in(self, stand_in: StandIn, turn: SampledTurn, new: Sequence[Message]) -> tuple[Message, str]:
+        """Return a stand-in for the turn, and the rendering of the conversation with it."""
         own = stand_in("a")
         return own, self._render([*turn.before, own, *new], turn.inputs)
 
@@ -169,15 +171,18 @@ class Continuation:
         except RenderError as error:
             raise NoExtension(str(error)) from None
 
-    def _as_text(self, turn: SampledTurn, new: Sequence[Message]) -> str | None:
-        """Render with the sampled text as the turn's content; None: the template refuses calls that are text."""
+    def _as_text(self, turn: SampledTurn, prompted: str) -> Message:
+        """Return the turn as a message whose content is what was sampled, with the start of its thinking."""
+        text = self._sampled_text(turn)
+        is_opened = prompted.rstrip().endswith(_THINKING) and _END_OF_THINKING in text
+        return {"role": "assistant", "content": prompted[prompted.rindex(_THINKING) :] + text if is_opened else text}
+
+    def _or_refused(self, messages: Sequence[Message], inputs: TemplateInputs) -> str | None:
+        """Render messages; None: the template refuses calls that are text."""
         try:
-            return self._render([*turn.before, self._own(turn), *new], turn.inputs)
+            return self._render(messages, inputs)
         except NoExtension:
             return None
-
-    def _own(self, turn: SampledTurn) -> Message:
-        return {"role": "assistant", "content": self._sampled_text(turn)}
 
     def _require_unchanged(self, text: str, prompted: str, shown: str | None, turn: SampledTurn) -> None:
         """Check that the template still renders the conversation so far, and the sampled turn, as they are."""

@@ -78,6 +78,27 @@ PROMPT_OPENS_THINKING = """\
 {%- if add_generation_prompt and not ns.is_tool %}{{- '<Assistant><think>\\n' }}{%- endif %}
 """
 
+# As Nemotron 3's: the generation prompt opens a think block, an answer whose content has no `<think>` gets an empty one
+# unless it has the end of one, and thinking is kept behind the last question only.
+OPENS_AND_KEEPS_THINKING = """\
+{%- set ns = namespace(last_question=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last_question = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- set content = m.content %}
+        {%- if '<think>' not in content and '</think>' not in content %}
+            {%- set content = '<think></think>' + content %}
+        {%- elif loop.index0 < ns.last_question %}
+            {%- set content = '<think></think>' + content.split('</think>')[-1] %}
+        {%- endif %}
+        {{- '<|start|>assistant\\n' + content | trim + '<|end|>\\n' }}
+    {%- else %}
+        {{- '<|start|>' + m.role + '\\n' + m.content + '<|end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant\\n<think>\\n' }}{%- endif %}
+"""
+
 # As OLMoE's: a newline stands behind an answer only where another turn follows, so not before the generation prompt.
 NEWLINE_BETWEEN_TURNS = """\
 {{- '<s>' }}

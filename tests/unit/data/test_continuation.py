@@ -12,7 +12,7 @@ from nemo_rl_moe.data.continuation import Continuation, Extension, NoExtension, 
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.template_inputs import TemplateInputs
 from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.chat_templates import NEWLINE_BETWEEN_TURNS, THINKING
+from tests.support.chat_templates import NEWLINE_BETWEEN_TURNS, OPENS_AND_KEEPS_THINKING, THINKING
 from tests.support.conversations import ALL, TOOL, Conversation, Family, Message
 
 STANDS_BEFORE = "the chat template renders what stands before the turn in another way once it follows"
@@ -120,6 +120,23 @@ def test_thinking_that_the_template_would_leave_out() -> None:
     assert text_behind(family, sampled, USER, keep_rewritten=True) == behind
     # Behind a result the thinking stays.
     assert text_behind(family, sampled, {"role": "tool", "content": "r"}).startswith("\n<|start|>user\n<result>r<")
+
+
+@pytest.mark.parametrize("end", ["", "<|end|>"])
+def test_thinking_that_the_generation_prompt_opens(end: str) -> None:
+    family = Family(make_byte_tokenizer(OPENS_AND_KEEPS_THINKING), ("<|end|>",))
+    result = {"role": "tool", "content": "r"}
+    sampled = "r\n</think>\ncall"
+    behind = "\n<|start|>tool\nr<|end|>\n<|start|>assistant\n<think>\n"
+    assert text_behind(family, f"{sampled}{end}", result) == f"{'' if end else '<|end|>'}{behind}"
+    first = extended(family, f"{sampled}{end}", result)
+    assert first.messages[1]["content"] == f"<think>\n{sampled}"
+    assert first.text == f"<|start|>user\nq<|end|>\n<|start|>assistant\n<think>\n{sampled}<|end|>{behind}"
+    with pytest.raises(NoExtension, match=f"^{STANDS_BEFORE}$"):
+        extended(family, f"{sampled}{end}", USER)
+    # Thoughts without an end.
+    with pytest.raises(NoExtension, match=f"^{STANDS_BEFORE}$"):
+        extended(family, "r", result)
 
 
 def test_thinking_of_a_turn_before_the_sampled_one() -> None:
