@@ -136,7 +136,7 @@ def test_thinking_that_the_generation_prompt_opens(end: str) -> None:
         extended(family, f"{sampled}{end}", USER)
     # Thoughts without an end.
     with pytest.raises(NoExtension, match=f"^{STANDS_BEFORE}$"):
-        extended(family, "r", result)
+        extended(family, "r", USER)
 
 
 def test_thinking_of_a_turn_before_the_sampled_one() -> None:
