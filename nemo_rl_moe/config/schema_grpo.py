@@ -388,6 +388,10 @@ class EnvironmentConfig(StrictModel):
     """Read when there are `tools`."""
     max_turns: PositiveInt
     """Most responses of a trajectory with `tools`; calls in the last one are not made."""
+    rewritten_turns: Literal["begin_anew", "keep"]
+    """What `session.append_message` does where the chat template now renders earlier turns in another way, such as
+    without their thinking. begin_anew: a new training sequence begins with a fresh rendering, as the model is used
+    later; keep: the sequence goes on with all tokens that are there."""
 
     @property
     def is_custom(self) -> bool:

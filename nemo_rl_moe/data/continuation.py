@@ -7,15 +7,25 @@ follows them is found by rendering the conversation with a stand-in for the samp
 is the glue, the new messages and the next generation prompt.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.data.chat_template import text_renderer_for
-from nemo_rl_moe.data.control_tokens import ControlTokens
+from nemo_rl_moe.data.control_tokens import ControlTokens, content_spans
 from nemo_rl_moe.data.messages import Message, parse_messages
+from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
-from nemo_rl_moe.data.turn_glue import Glue, GlueFinder, NoExtension, Refusal, StandIn, stand_ins, with_calls
+from nemo_rl_moe.data.turn_glue import (
+    Glue,
+    GlueFinder,
+    NoExtension,
+    Refusal,
+    StandIn,
+    marked_and_shown,
+    stand_ins,
+    with_calls,
+)
 from nemo_rl_moe.data.turn_spans import RenderError, Span
 
 if TYPE_CHECKING:
@@ -23,6 +33,7 @@ if TYPE_CHECKING:
 
 ANSWERING_ROLES = ("tool", "user", "system", "developer")
 """Roles of messages that may follow a sampled turn: the model alone writes the assistant's."""
+_NO_TEMPLATE = "the tokenizer has no chat template; set policy.tokenizer.chat_template"
 _THINKING, _END_OF_THINKING = "<think>", "</think>"
 
 
@@ -61,11 +72,13 @@ class Extension:
         messages: The conversation up to there, for the next turn's `before`. Turns of calls that the template takes in
             their own form alone are stand-ins.
         text: Their rendering, for the next turn's `text_before`.
+        begins_anew: `token_ids` are the whole conversation, rendered afresh, and follow nothing.
     """
 
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...]
     text: str
+    begins_anew: bool = False
 
 
 class Continuation:
@@ -76,42 +89,107 @@ class Continuation:
 
     Args:
         run_wide: Tools and names for the chat template where a conversation has none of its own.
+        keep_rewritten: Continue also where the chat template would now render earlier turns in another way, such as
+            without their thinking: those stay as they are.
 
     Raises:
         DataError: The tokenizer's chat template cannot be used.
         ConfigurationError: The run gives the chat template a name that it does not read.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS):
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        run_wide: TemplateInputs = NO_INPUTS,
+        *,
+        keep_rewritten: bool = False,
+    ):
+        self._tokenizer, self._keep_rewritten = tokenizer, keep_rewritten
         self._render_text = text_renderer_for(tokenizer, run_wide) if tokenizer.chat_template else None
         self._controls = ControlTokens(tokenizer) if tokenizer.chat_template else None
         self._glue = GlueFinder(self._render, self._controls)
 
-    def extend(
-        self, turn: SampledTurn, messages: Sequence[Mapping[str, object]], *, keep_rewritten: bool = False
-    ) -> Extension:
+    def extend(self, turn: SampledTurn, messages: Sequence[Mapping[str, object]]) -> Extension:
         """Append messages and the next generation prompt to a sampled turn.
 
         Args:
             messages: What answers the turn, of roles tool, user, system or developer.
-            keep_rewritten: Continue also where the chat template would now render earlier turns in another way, such
-                as without their thinking: those stay as they are.
 
         Raises:
-            RecordError: A message is malformed.
+            RecordError: A message is malformed, or the template does not show it.
             NoExtension: The chat template does not merely append, or where the turn ends cannot be told.
         """
-        new = _checked(messages)
+        new = self._checked(messages)
         try:
-            return self._extension(turn, new, keep_rewritten)
+            return self._extension(turn, new)
         except Refusal:
             before = with_calls(turn.before)
             if before == turn.before:
                 raise
-            return self._extension(replace(turn, before=before, text_before=None), new, keep_rewritten)
+            return self._extension(replace(turn, before=before, text_before=None), new)
 
-    def _extension(self, turn: SampledTurn, new: Sequence[Message], keep_rewritten: bool) -> Extension:
+    def begin_anew(
+        self, turn: SampledTurn, messages: Sequence[Mapping[str, object]], num_prompt_messages: int
+    ) -> Extension:
+        """Render a conversation with a sampled turn and what answers it afresh, with the next generation prompt.
+
+        Args:
+            messages: As for `extend`, which has checked that the template shows them.
+            num_prompt_messages: First messages of the conversation, whose texts are tokenized as those of any prompt.
+
+        Raises:
+            RecordError: A message is malformed.
+            NoExtension: The template would not show what was sampled.
+        """
+        new = self._checked(messages)
+        if any("tool_calls" in message for message in turn.before[num_prompt_messages:]):
+            raise NoExtension("the chat template takes a turn of calls in a form of its own alone")
+        before = [*turn.before, self._shown_again(turn, new)]
+        if any(isinstance(message["content"], list) for message in before):
+            raise NoExtension("the conversation has images")
+
+        def render(messages: Sequence[Message]) -> str:
+            return self._render(messages, turn.inputs)
+
+        marked_and_shown(lambda marked: render([*before, *marked]), new)
+        whole = [*before, *new]
+        text = render(whole)
+        return Extension(
+            tuple(self._encode(text, self._plain(render, whole, num_prompt_messages, text))),
+            tuple(whole),
+            text,
+            begins_anew=True,
+        )
+
+    def _shown_again(self, turn: SampledTurn, new: Sequence[Message]) -> Message:
+        """Return the turn as a message, without a header that the template writes before any text."""
+        prompted = self._render(turn.before, turn.inputs) if turn.text_before is None else turn.text_before
+        own = self._as_text(turn, prompted)
+        header = self._glue.header(new, turn.inputs)
+        if not header.replace(_THINKING, "").replace(_END_OF_THINKING, "").strip():
+            return own
+        # As in gpt-oss, the model writes the header itself, behind thinking that the template drops.
+        _, found, text = own["content"].rpartition(header)
+        if not found:
+            raise NoExtension(f"the chat template writes {header!r} before a text, which the turn has not")
+        return {**own, "content": text}
+
+    def _plain(
+        self, render: Callable[[Sequence[Message]], str], whole: Sequence[Message], first: int, text: str
+    ) -> list[Span]:
+        """Return where contents of the environment's messages with control tokens stand."""
+        controls = self._require_controls()
+        chosen = [
+            index
+            for index, message in enumerate(whole)
+            if index >= first and message["role"] != "assistant" and controls.first_in(message["content"])
+        ]
+        try:
+            return content_spans(render, whole, chosen, text)
+        except RenderError as error:
+            raise NoExtension(str(error)) from None
+
+    def _extension(self, turn: SampledTurn, new: Sequence[Message]) -> Extension:
         prompted = self._render(turn.before, turn.inputs) if turn.text_before is None else turn.text_before
         as_text = self._as_text(turn, prompted)
         shown = self._or_refused([*turn.before, as_text, *new], turn.inputs)
@@ -126,7 +204,7 @@ class Continuation:
                     if shown is not None and shown.endswith(glue.text)
                     else self._as_stand_in(stand_in, turn, new)
                 )
-                if not keep_rewritten:
+                if not self._keep_rewritten:
                     self._require_unchanged(text, prompted, shown, turn)
                 if not text.endswith(glue.text):
                     raise NoExtension("what the chat template puts behind a turn depends on what stands before it")
@@ -137,9 +215,24 @@ class Continuation:
         assert problem is not None
         raise problem
 
+    def _checked(self, messages: Sequence[Mapping[str, object]]) -> list[Message]:
+        """Parse messages that answer a turn, and reject those that may not."""
+        parsed = parse_messages(list(messages), "messages")
+        for index, message in enumerate(parsed):
+            if message["role"] not in ANSWERING_ROLES:
+                raise RecordError(
+                    f"messages[{index}].role is {message['role']!r}, expected {', '.join(ANSWERING_ROLES)}: the model"
+                    " alone writes the assistant's turns"
+                )
+            if not isinstance(message["content"], str):
+                raise RecordError(f"messages[{index}].content has images, expected text")
+        if self._controls is not None:
+            self._controls.require_none_in_names(parsed)
+        return parsed
+
     def _render(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
         if self._render_text is None:
-            raise NoExtension("the tokenizer has no chat template; set policy.tokenizer.chat_template")
+            raise NoExtension(_NO_TEMPLATE)
         try:
             return self._render_text(messages, inputs)
         except RenderError as error:
@@ -165,11 +258,15 @@ class Continuation:
         return ids[1:] if sampled == glue.end else ids
 
     def _encode(self, text: str, plain: Sequence[Span]) -> list[int]:
-        assert self._controls is not None, "there is no text without a chat template"
         try:
-            return self._controls.encode(text, plain)
+            return self._require_controls().encode(text, plain)
         except RenderError as error:
             raise NoExtension(str(error)) from None
+
+    def _require_controls(self) -> ControlTokens:
+        if self._controls is None:
+            raise NoExtension(_NO_TEMPLATE)
+        return self._controls
 
     def _as_text(self, turn: SampledTurn, prompted: str) -> Message:
         """Return the turn as a message whose content is what was sampled, with the start of its thinking."""
@@ -205,20 +302,6 @@ class Continuation:
 
     def _text_of(self, token_id: int) -> str:
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
-
-
-def _checked(messages: Sequence[Mapping[str, object]]) -> list[Message]:
-    """Parse the messages, and reject those that may not follow a sampled turn."""
-    parsed = parse_messages(list(messages), "messages")
-    for index, message in enumerate(parsed):
-        if message["role"] not in ANSWERING_ROLES:
-            raise NoExtension(
-                f"messages[{index}].role is {message['role']!r}, expected {', '.join(ANSWERING_ROLES)}: the model alone"
-                " writes the assistant's turns"
-            )
-        if not isinstance(message["content"], str):
-            raise NoExtension(f"messages[{index}].content has images, expected text")
-    return parsed
 
 
 def _without_blanks(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_moe.data.chat_template import template_setup
 from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.turn_spans import RenderError, Span
 
 if TYPE_CHECKING:
@@ -42,6 +43,17 @@ class ControlTokens:
         """Return the text of the first control token in a text; None: there is none."""
         found = self._texts.search(text)
         return found[0] if found is not None else None
+
+    def require_none_in_names(self, messages: Sequence[Message]) -> None:
+        """Reject control tokens in what messages have beside role and content, such as the name of a tool.
+
+        Raises:
+            RecordError: There is one.
+        """
+        for index, message in enumerate(messages):
+            for key, value in message.items():
+                if key not in ("role", "content") and isinstance(value, str) and self.first_in(value) is not None:
+                    raise RecordError(f"messages[{index}].{key} has the text of a control token: {value!r}")
 
     def encode(self, text: str, plain: Sequence[Span] = ()) -> list[int]:
         """Tokenize a text.

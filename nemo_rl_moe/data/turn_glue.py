@@ -20,6 +20,7 @@ StandIn = Callable[[str], Message]
 Render = Callable[[Sequence[Message], TemplateInputs], str]
 """Renders messages with the generation prompt; raises `Refusal`."""
 _MARKS = ("stand-in-qx7", "another-zk94")
+CONTENT_MARK = "content-hj58"
 _QUESTION: Message = {"role": "user", "content": "q"}
 _CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
 
@@ -87,15 +88,17 @@ class GlueFinder:
         place = next(tail.index(text) for text, token_id in ends.items() if token_id == end)
         return Glue(tail[place:], end, self._plain(behind, new, tail, place))
 
+    def header(self, new: Sequence[Message], inputs: TemplateInputs) -> str:
+        """Return what stands between the generation prompt and the text of a turn that messages follow."""
+        text = self._render([_QUESTION, {"role": "assistant", "content": _MARKS[0]}, *new], inputs)
+        prompted, head = self._render([_QUESTION], inputs), text.partition(_MARKS[0])[0]
+        return head[len(prompted) :] if head.startswith(prompted) else ""
+
     def _plain(
         self, behind: Callable[[Sequence[Message]], str], new: Sequence[Message], tail: str, place: int
     ) -> tuple[Span, ...]:
         """Return where contents with control tokens stand behind the turn's end."""
         assert self._controls is not None, "there is no glue without a chat template"
-        for index, message in enumerate(new):
-            for key, value in message.items():
-                if key not in ("role", "content") and isinstance(value, str) and self._controls.first_in(value):
-                    raise NoExtension(f"messages[{index}].{key} has the text of a control token: {value!r}")
         chosen = [index for index, message in enumerate(new) if self._controls.first_in(message["content"])]
         try:
             spans = content_spans(behind, new, chosen, tail)
@@ -104,17 +107,26 @@ class GlueFinder:
         return tuple((start - place, end - place) for start, end in spans)
 
 
-def _end_of_turn(behind: Callable[[Sequence[Message]], str], new: Sequence[Message], ends: Mapping[str, int]) -> int:
-    """Return the token that ends a turn before messages of some roles, all of which the template has to show."""
-    marked = [{**message, "content": f"{_MARKS[1]}-{index}-"} for index, message in enumerate(new)]
-    tail = behind(marked)
+def marked_and_shown(render: Callable[[Sequence[Message]], str], new: Sequence[Message]) -> str:
+    """Render messages with marks for contents.
+
+    Raises:
+        NoExtension: One of them is left out.
+    """
+    marked = [{**message, "content": f"{CONTENT_MARK}-{index}-"} for index, message in enumerate(new)]
+    text = render(marked)
     for index, message in enumerate(marked):
-        if message["content"] not in tail:
+        if message["content"] not in text:
             raise NoExtension(
                 f"messages[{index}] is of role {message['role']}, and the chat template leaves it out; set"
                 " policy.tokenizer.chat_template to a template that shows it"
             )
-    before = tail.partition(_MARKS[1])[0]
+    return text
+
+
+def _end_of_turn(behind: Callable[[Sequence[Message]], str], new: Sequence[Message], ends: Mapping[str, int]) -> int:
+    """Return the token that ends a turn before messages of some roles, all of which the template has to show."""
+    before = marked_and_shown(behind, new).partition(CONTENT_MARK)[0]
     places = [(before.index(text), -len(text), token_id) for text, token_id in ends.items() if text and text in before]
     if not places:
         raise NoExtension(

@@ -69,7 +69,8 @@ def data_with_tools(config: GRPOMasterConfig) -> PromptDataConfig:
 def continuation_of(config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase") -> Continuation:
     """Return what renders messages that are appended to a conversation."""
     data = data_with_tools(config)
-    return Continuation(tokenizer, run_wide_inputs(data.tools, data.chat_template_kwargs))
+    inputs = run_wide_inputs(data.tools, data.chat_template_kwargs)
+    return Continuation(tokenizer, inputs, keep_rewritten=config.env.rewritten_turns == "keep")
 
 
 @contextmanager

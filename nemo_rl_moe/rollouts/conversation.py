@@ -5,7 +5,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nemo_rl_moe.data.continuation import Continuation, Extension, SampledTurn
+from nemo_rl_moe.data.continuation import Continuation, Extension, NoExtension, SampledTurn
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompts import Prompt
 
@@ -16,13 +16,12 @@ class Answer:
 
     Attributes:
         messages: All of them, earlier ones included.
-        num_replaced: Last tokens of the sequence that the tokens of the extension replace: those of earlier messages
-            behind this turn, with their generation prompt.
+        replaced: Extension of the earlier ones, whose place this one's takes; None: there are none.
     """
 
     messages: tuple[Message, ...]
     extension: Extension
-    num_replaced: int
+    replaced: Extension | None
 
 
 class Conversation:
@@ -47,6 +46,7 @@ class Conversation:
     ):
         self._stop_token_ids, self._inputs = stop_token_ids, prompt.inputs
         self._decode, self._continuation = decode, continuation
+        self._num_prompt_messages = len(prompt.messages)
         self._earlier: list[Message] = list(prompt.messages)
         self._before: tuple[Message, ...] = prompt.messages
         self._text_before: str | None = None
@@ -75,9 +75,11 @@ class Conversation:
     def answer(self, messages: Sequence[Mapping[str, object]]) -> Answer:
         """Return messages behind the last turn, together with those that were added there before.
 
+        Where the template would change what is there, the conversation begins anew.
+
         Raises:
             RuntimeError: The model has not answered yet, or there is no chat template.
-            NoExtension: No tokens are known to continue the conversation.
+            NoExtension: No tokens are known that show the conversation.
             RecordError: A message is malformed.
         """
         if self._continuation is None:
@@ -87,9 +89,22 @@ class Conversation:
         earlier = self._answer
         new = [*(earlier.messages if earlier is not None else ()), *messages]
         turn = SampledTurn(self._before, self._turn, self._stop_token_ids, self._inputs, self._text_before)
-        extension = self._continuation.extend(turn, new)
-        num_replaced = len(earlier.extension.token_ids) if earlier is not None else 0
-        return Answer(extension.messages[len(self._before) + 1 :], extension, num_replaced)
+        try:
+            extension = self._continuation.extend(turn, new)
+        except NoExtension as reason:
+            extension = self._begin_anew(self._continuation, turn, new, str(reason))
+        num_new = len(new)
+        return Answer(extension.messages[-num_new:], extension, earlier.extension if earlier is not None else None)
+
+    def _begin_anew(
+        self, continuation: Continuation, turn: SampledTurn, new: Sequence[Mapping[str, object]], reason: str
+    ) -> Extension:
+        try:
+            return continuation.begin_anew(turn, new, self._num_prompt_messages)
+        except NoExtension as error:
+            if str(error) == reason:
+                raise
+            raise NoExtension(f"{reason}; it cannot be rendered afresh either: {error}") from None
 
     def accept(self, answer: Answer) -> None:
         """Take messages in, whose tokens stand in the sequence now."""

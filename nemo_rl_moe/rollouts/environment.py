@@ -21,7 +21,7 @@ from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem, checked_score
 from nemo_rl_moe.rollouts.conversation import Conversation
-from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence
+from nemo_rl_moe.rollouts.growing_sequence import GrowingSequences
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 KEPT_MASS = "sampling_kept_mass"
@@ -89,7 +89,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.turns: list[Turn] = []
-        self._sequence = GrowingSequence(self.prompt.token_ids)
+        self._sequences = GrowingSequences(self.prompt.token_ids)
         self._conversation = Conversation(self.prompt, self.sampling.stop_token_ids, self.decode, self.continuation)
         self._asked_for: str | None = None
         self._overlong = ""
@@ -98,8 +98,8 @@ class Session:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far."""
-        return len(self._sequence)
+        """Tokens so far of the sequence that grows."""
+        return len(self._sequences.last)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -135,7 +135,7 @@ class Session:
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
         request = GenerationRequest(
-            token_ids=tuple(self._sequence.token_ids),
+            token_ids=tuple(self._sequences.last.token_ids),
             seed=_seed_of_turn(self.seed, len(self.turns)),
             sampling=sampling,
             model_inputs=dict(self.model_inputs),
@@ -143,7 +143,7 @@ class Session:
         with self._asking(_RESPONSE):
             found = await self.submit_request(request)
         token_ids = tuple(found.token_ids.tolist())
-        self._sequence.add_sampled(found)
+        self._sequences.last.add_sampled(found)
         self._conversation.add_to_turn(token_ids, is_sampled=True)
         if found.kept_mass is not None:
             self._kept_mass += found.kept_mass.tolist()
@@ -162,8 +162,8 @@ class Session:
             RuntimeError: A response is still waited for, behind which they would stand.
         """
         self._require_no_response_pending("tokens were")
-        if len(token_ids) and self._fit(len(token_ids)):
-            self._sequence.add_given(token_ids)
+        if len(token_ids) and self._fit(len(token_ids), self.num_tokens):
+            self._sequences.last.add_given(token_ids)
             self._conversation.add_to_turn(token_ids, is_sampled=False)
 
     def append_text(self, text: str) -> None:
@@ -173,15 +173,16 @@ class Session:
     def append_message(self, message: Mapping[str, object]) -> None:
         """Add a message behind a response, such as the result of a tool, and the next generation prompt.
 
-        The chat template renders it; sampled tokens stay as they are. Its tokens are not trained on, and where they do
-        not fit none is added, as with `append`.
+        The chat template renders it; sampled tokens stay as they are. Where the template would change them, another
+        sequence begins with a fresh rendering of the conversation. Tokens of messages are not trained on, and where
+        they do not fit none is added, as with `append`.
 
         Args:
             message: With `role` (tool, user, system or developer), `content`, and further keys for the template.
 
         Raises:
             RuntimeError: A response is still waited for, or none was asked for yet, or there is no chat template.
-            NoExtension: The chat template would change what is there.
+            NoExtension: The chat template cannot show the conversation.
             RecordError: The message is malformed.
         """
         self.append_messages([message])
@@ -190,20 +191,21 @@ class Session:
         """Add messages behind a response, such as the results of several tools; see `append_message`."""
         self._require_no_response_pending("a message was")
         answer = self._conversation.answer(messages)
-        if self._fit(len(answer.extension.token_ids) - answer.num_replaced):
-            self._sequence.remove_given(answer.num_replaced)
-            self._sequence.add_given(answer.extension.token_ids)
+        size_before = self._sequences.size_before(answer.extension, answer.replaced)
+        if self._fit(len(answer.extension.token_ids), size_before):
+            self._sequences.extend(answer.extension, answer.replaced)
             self._conversation.accept(answer)
 
     def _require_no_response_pending(self, what: str) -> None:
         if self._asked_for == _RESPONSE:
             raise RuntimeError(f"{what} added while {_RESPONSE} was still waited for; {_ONE_AT_A_TIME}")
 
-    def _fit(self, size: int) -> bool:
+    def _fit(self, size: int, size_before: int) -> bool:
         """Return whether so many tokens of the environment fit; where not, the trajectory is full from then on."""
-        if size > self.max_tokens - self.num_tokens and not self._overlong:
+        if size_before + size > self.max_tokens and not self._overlong:
+            where = f"behind {size_before:,} of" if size_before else "into a sequence of"
             self._overlong = (
-                f"{size:,} tokens of the environment do not fit behind {self.num_tokens:,} of at most"
+                f"{size:,} tokens of the environment do not fit {where} at most"
                 f" {self.max_tokens:,} (policy.max_total_sequence_length)"
             )
         return not self._overlong
@@ -248,21 +250,26 @@ class Session:
         return Trajectory(
             sample_id=self.prompt.sample_id,
             group_id=self.group_id,
-            sequences=(self._sequence.finished(self.model_inputs),),
+            sequences=self._sequences.finished(self.model_inputs),
             reward=score.reward,
             is_correct=score.is_correct,
             finish_reason="length" if self._overlong or (self.turns and self.turns[-1].is_truncated) else "stop",
             num_turns=len(self.turns),
             prompt_text=self.prompt.text,
-            response_text=self.decode(self._sequence.token_ids[len(self.prompt.token_ids) :])
-            if len(self.turns) > 1
-            else "".join(turn.text for turn in self.turns),
+            response_text=self._response_text(),
             fault=score.fault,
             fault_message=score.message,
             overlong=self._overlong,
             rewards=dict(score.rewards),
             metrics={**(metrics or {}), **kept, **cached},
         )
+
+    def _response_text(self) -> str:
+        """Return what follows the prompt; later sequences stand there as a whole."""
+        if len(self.turns) < 2:
+            return "".join(turn.text for turn in self.turns)
+        first, *later = (sequence.token_ids.tolist() for sequence in self._sequences.finished({}))
+        return "\n\n".join(map(self.decode, [first[len(self.prompt.token_ids) :], *later]))
 
     def failed(self, fault: Fault, message: str) -> Trajectory:
         """Return the trajectory as it is now, with the reason why it has no score.

@@ -1,11 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The token sequence of a trajectory while it grows."""
+"""The token sequences of a trajectory while they grow."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from nemo_rl_moe.data.continuation import Extension
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.generation.interface import GeneratedSequence
@@ -70,3 +71,47 @@ class GrowingSequence:
             routed_experts=self.routed_experts,
             model_inputs=dict(model_inputs),
         )
+
+
+class GrowingSequences:
+    """The sequences of a trajectory, of which the last one grows.
+
+    Args:
+        token_ids: What the first one begins with.
+    """
+
+    def __init__(self, token_ids: Sequence[int]):
+        self._sequences = [GrowingSequence(token_ids)]
+
+    @property
+    def last(self) -> GrowingSequence:
+        """The sequence that grows."""
+        return self._sequences[-1]
+
+    def size_before(self, extension: Extension, replaced: Extension | None) -> int:
+        """Return the number of tokens before those of an extension, in their sequence.
+
+        Args:
+            replaced: The extension whose place it takes, behind the same turn.
+        """
+        if extension.begins_anew:
+            return 0
+        if replaced is None:
+            return len(self.last)
+        return len(self._sequences[-2]) if replaced.begins_anew else len(self.last) - len(replaced.token_ids)
+
+    def extend(self, extension: Extension, replaced: Extension | None) -> None:
+        """Add the tokens of an extension: to the last sequence, or as the beginning of another."""
+        if replaced is not None and replaced.begins_anew:
+            self._sequences.pop()
+        elif replaced is not None:
+            self.last.remove_given(len(replaced.token_ids))
+        if extension.begins_anew:
+            self._sequences.append(GrowingSequence(extension.token_ids))
+        else:
+            self.last.add_given(extension.token_ids)
+
+    def finished(self, model_inputs: Mapping[str, ModelInput]) -> tuple[TokenSequence, ...]:
+        """Return the sequences as they are now, without a later one in which nothing was sampled."""
+        first, *later = (sequence.finished(model_inputs) for sequence in self._sequences)
+        return (first, *(sequence for sequence in later if sequence.num_sampled_tokens))

@@ -26,17 +26,21 @@ def scripted_session(
     continuation: Continuation | None = None,
     max_tokens: int = 10_000,
     reward: float = 0.0,
+    requests: list[list[int]] | None = None,
 ) -> Session:
     """Return a session whose responses are given, as texts or tokens, each with its end token.
 
     Args:
         continuation: None: one of the family's tokenizer.
         reward: Of every response that is scored.
+        requests: Gets the tokens before each response.
     """
     script: Iterator[str | Sequence[int]] = iter(responses)
 
     async def generate(request: GenerationRequest) -> GeneratedSequence:
         response = next(script)
+        if requests is not None:
+            requests.append(list(request.token_ids))
         ids = family.encode(response) if isinstance(response, str) else list(response)
         return GeneratedSequence(np.array(ids), np.full(len(ids), LOGPROB), False, WEIGHT_VERSION)
 

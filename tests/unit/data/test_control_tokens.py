@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 
 from nemo_rl_moe.data.continuation import Continuation, NoExtension, SampledTurn
 from nemo_rl_moe.data.control_tokens import ControlTokens
+from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.turn_spans import RenderError
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.chat_templates import THINKING
@@ -136,7 +137,7 @@ def test_a_token_without_other_tokens_for_its_text() -> None:
 
 def test_a_name_with_the_text_of_a_control_token() -> None:
     turn = SampledTurn(ASKED, CHATML.encode("a<|im_end|>"), CHATML.end_ids)
-    with pytest.raises(NoExtension, match=r"^messages\[0\]\.name has the text of a control token: 'a<\|im_end\|>'$"):
+    with pytest.raises(RecordError, match=r"^messages\[0\]\.name has the text of a control token: 'a<\|im_end\|>'$"):
         Continuation(CHATML.tokenizer).extend(turn, [{"role": "tool", "content": "r", "name": "a<|im_end|>"}])
 
 

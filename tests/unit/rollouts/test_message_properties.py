@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from nemo_rl_moe.data.continuation import Continuation, NoExtension
 from nemo_rl_moe.data.template_inputs import TemplateInputs
 from nemo_rl_moe.rewards.interface import Score
-from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence
+from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED
 from tests.support.conversations import ALL, TOOL, Conversation
 from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, scripted_session
-from tests.support.trajectories import only_sequence
 
 
 @cache
@@ -33,7 +32,7 @@ def cases(draw: st.DrawFn) -> tuple[str, bool, list[str], int]:
     return name, tools, draw(st.lists(roles, min_size=1, max_size=5)), draw(st.integers(0, 2**32))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases())
 def test_a_session_is_a_fresh_rendering_as_long_as_the_template_only_appends(
     case: tuple[str, bool, list[str], int],
@@ -42,35 +41,48 @@ def test_a_session_is_a_fresh_rendering_as_long_as_the_template_only_appends(
     family, definitions = ALL[name], [TOOL] if tools else None
     conversation = Conversation(family, random.Random(seed), definitions)
     responses: list[str] = []
+    requests: list[list[int]] = []
     session = scripted_session(
         family,
         conversation.messages,
         responses,
         inputs=TemplateInputs((TOOL,) if tools else None),
         continuation=continuation_of(name),
+        requests=requests,
     )
 
-    def so_far() -> TokenSequence:
-        return only_sequence(session.finish(Score(0.0, is_correct=False)))
-
-    async def converse() -> None:
+    async def converse() -> list[str]:
+        """Return the responses, as many as one sequence has."""
         for role in roles:
-            before = so_far()
             piece = conversation.advance(role)
             responses.append(piece or f"3{family.ends[0]}")
-            sampled = list((await session.generate()).token_ids)
+            await session.generate()
             try:
                 session.append_messages(conversation.new)
             except NoExtension:
-                assert piece is None
-                return
-            assert piece is not None
-            found, ids = so_far(), [*before.token_ids, *sampled]
-            assert found.token_ids.tolist() == family.encode(conversation.text)
-            assert found.token_ids[: len(ids)].tolist() == ids
-            rest = len(found.token_ids) - len(ids)
-            assert found.loss_mask.tolist() == [*before.loss_mask, *[True] * len(sampled), *[False] * rest]
-            assert (found.weight_versions == np.where(found.loss_mask, WEIGHT_VERSION, NOT_SAMPLED)).all()
-            assert (found.logprobs == np.where(found.loss_mask, LOGPROB, 0)).all()
+                assert piece is None, "what only appends is continued"
+                return responses
+            if piece is None:
+                responses.append("a")
+                await session.generate()
+                fresh = family.encode(family.render(session.messages[:-1], definitions))
+                assert requests[-1] == fresh, "another sequence begins with a fresh rendering"
+                return responses[:-1]
+            assert session.num_tokens == len(family.encode(conversation.text))
+        responses.append("a")
+        await session.generate()
+        assert requests[-1] == family.encode(conversation.text)
+        return responses
 
-    asyncio.run(converse())
+    in_first = asyncio.run(converse())
+    first, *later = session.finish(Score(0.0, is_correct=False)).sequences
+    assert len(later) == len(responses) - len(in_first)
+    # What was there stays: each request begins with the one before and its response.
+    for before, response, request in zip(requests, in_first, requests[1 : len(in_first)], strict=False):
+        sampled = family.encode(response)
+        assert request[: len(before) + len(sampled)] == [*before, *sampled]
+    for sequence, sampled_texts in zip((first, *later), (in_first, responses[len(in_first) :]), strict=False):
+        sampled_ids = [token_id for text in sampled_texts for token_id in family.encode(text)]
+        assert sequence.token_ids[sequence.loss_mask].tolist() == sampled_ids, "each token is trained on once"
+        assert (sequence.weight_versions == np.where(sequence.loss_mask, WEIGHT_VERSION, NOT_SAMPLED)).all()
+        assert (sequence.logprobs == np.where(sequence.loss_mask, LOGPROB, 0)).all()
