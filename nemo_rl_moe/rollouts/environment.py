@@ -118,7 +118,7 @@ class Session:
 
     def ends_in(self, text: str) -> bool:
         """Return whether the sequence ends in a short text; blanks behind it do not count."""
-        return self.decode(self._sequence.token_ids[-_TAIL_TOKENS:]).rstrip().endswith(text)
+        return self.decode(self._sequences.last.token_ids[-_TAIL_TOKENS:]).rstrip().endswith(text)
 
     async def generate(self) -> Turn:
         """Continue the sequence by a response of the model; its tokens are trained on.

@@ -202,13 +202,6 @@ def test_an_end_token_that_the_template_replaces() -> None:
     ("family", "prompt", "responses", "messages", "problem"),
     [
         (
-            FAMILY,
-            [{"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "image"}]}],
-            [THOUGHT],
-            [USER],
-            "; it cannot be rendered afresh either: the conversation has images",
-        ),
-        (
             GPT_OSS,
             ASKED,
             ["<|channel|>commentary to=functions.add<|message|>{}<|call|>", "<|channel|>final<|message|>b<|return|>"],
@@ -220,8 +213,8 @@ def test_an_end_token_that_the_template_replaces() -> None:
             ASKED,
             ["no header<|return|>"],
             [USER],
-            "; it cannot be rendered afresh either: the chat template writes '<|channel|>final<|message|>' before a text,"
-            " which the turn has not",
+            "; it cannot be rendered afresh either: the chat template writes '<|channel|>final<|message|>' before a"
+            " text, which the turn has not",
         ),
     ],
 )
