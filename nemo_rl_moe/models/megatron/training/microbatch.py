@@ -169,6 +169,8 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
     is_padding = torch.ones(1, columns, dtype=torch.bool)
     starts = [0, *accumulate(segments)][:-1]
     for row, (start, length) in enumerate(zip(starts, batch.counted_lengths.tolist(), strict=True)):
+        if not length:
+            continue  # a filler is padding
         end = start + length
         input_ids[0, start:end] = batch.input_ids[row, :length]
         labels[0, start : end - 1] = batch.input_ids[row, 1:length]
