@@ -125,7 +125,6 @@ def conversation(question: Question, chance: Random, definition: object) -> dict
     return {"messages": [*messages, answer], "tools": [definition]}
 
 
-
 def write_data(folder: Path, parameters: Parameters) -> None:
     """Write the files, the manifest last; each file appears whole or not at all."""
     sets = draw_questions(parameters)

@@ -98,6 +98,11 @@ def tools_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
             f"data.tools: got {len(config.data.tools)}, expected [] with env.tools {named}: the chat template gets the"
             " definitions of those"
         )
+    if config.env.tool_call_cost and config.env.reward_weights is not None:
+        yield (
+            f"env.tool_call_cost: got {config.env.tool_call_cost:g}, expected 0 with env.reward_weights: the reward is the"
+            " weighted sum of the named rewards alone"
+        )
 
 
 def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
