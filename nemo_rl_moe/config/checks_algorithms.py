@@ -100,8 +100,8 @@ def tools_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
         )
     if config.env.tool_call_cost and config.env.reward_weights is not None:
         yield (
-            f"env.tool_call_cost: got {config.env.tool_call_cost:g}, expected 0 with env.reward_weights: the reward is the"
-            " weighted sum of the named rewards alone"
+            f"env.tool_call_cost: got {config.env.tool_call_cost:g}, expected 0 with env.reward_weights: the reward is"
+            " the weighted sum of the named rewards alone"
         )
 
 

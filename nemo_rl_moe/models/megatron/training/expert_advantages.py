@@ -76,14 +76,13 @@ class ExpertAdvantageRecorder(StepObserver):
         if not len(trained):
             return StepObservations()
         advantages, groups, _ = facts.index_select(1, trained)
+        layers = self._counter.layers
         metrics: dict[str, float] = {}
         of_both = advantage_scores(counts.index_select(0, trained), advantages, groups)
         for of_shares, scores in enumerate(of_both):
-            metrics |= advantage_metrics(
-                scores, self._counter.layers, per_layer=self._per_layer, of_shares=bool(of_shares)
-            )
+            metrics |= advantage_metrics(scores, layers, per_layer=self._per_layer, of_shares=bool(of_shares))
         # Of numbers of tokens every expert has a preference where long responses are good ones.
-        found = AdvantageScores(tuple(self._counter.layers), scores.cpu())
+        found = AdvantageScores(tuple(layers), scores.cpu())
         return StepObservations(metrics, {EXPERTS_BY_ADVANTAGE.name: found})
 
     def _of_whole_batch(self) -> list[Tensor]:

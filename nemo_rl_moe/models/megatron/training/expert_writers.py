@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that tokens go to by who wrote them, counted in training forward passes of conversations with an environment."""
+"""Experts that tokens go to by who wrote them, in training forward passes of conversations with an environment."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
