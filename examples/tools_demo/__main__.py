@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seeds", type=_seeds, default=[0], help="comma-separated (default: 0)")
-    methods = ",".join(METHODS)
+    names = ",".join(METHODS)
     parser.add_argument(
-        "--methods", type=_methods, default=["tool", "no_tool"], help=f"of {methods}; coin is no default"
+        "--methods", type=_methods, default=["tool", "no_tool"], help=f"of {names} (default: tool,no_tool)"
     )
     parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help="made if missing (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="default: %(default)s")

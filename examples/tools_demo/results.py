@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What runs of the demo with a tool have come to: answers and calls to hard and to easy questions, at each validation."""
+"""What runs of the demo with a tool have come to: answers and calls, to hard and to easy questions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class Run:
 
 
 Validation = Mapping[str, float]
-"""Shares of responses by `MEASURES`: those that are right, and of questions of a kind those that are, or that called."""
+"""Shares of responses by `MEASURES`: all that are right, and of questions of a kind those that are, or that called."""
 
 
 def validations(run_folder: Path) -> dict[int, Validation]:
