@@ -375,6 +375,11 @@ BROKEN = [
         "data.tools: got 1, expected [] with env.tools calculator: the chat template gets the definitions of those",
     ),
     (
+        ("env.tools=[calculator]", "env.tool_call_cost=0.5", "env.reward_weights={a: 1}", *CALLABLE),
+        "tools_have_a_conversation",
+        "env.tool_call_cost: got 0.5, expected 0 with env.reward_weights: the reward is the weighted sum of the named",
+    ),
+    (
         (*NO_TASK, "data.train.path=null", "data.train.num_items=5"),
         "prompts_have_a_source",
         "data.train.path: null draws prompts from a reasoning_gym task, but env.name is math; name a file or a dataset",
