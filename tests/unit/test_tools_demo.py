@@ -12,7 +12,7 @@ import pytest
 from examples.tools_demo.data import Question, conversation, draw_question, needs_tool
 from examples.tools_demo.data import main as make_data
 from examples.tools_demo.results import Run, table, validations
-from nemo_rl_moe.data.chat_template import load_tokenizer
+from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.tools.calculator import calculator
 from nemo_rl_moe.tools.definitions import load_tools

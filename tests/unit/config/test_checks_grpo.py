@@ -377,7 +377,8 @@ BROKEN = [
     (
         ("env.tools=[calculator]", "env.tool_call_cost=0.5", "env.reward_weights={a: 1}", *CALLABLE),
         "tools_have_a_conversation",
-        "env.tool_call_cost: got 0.5, expected 0 with env.reward_weights: the reward is the weighted sum of the named",
+        "env.tool_call_cost: got 0.5, expected 0 with env.reward_weights: the reward is the weighted sum of the named"
+        " rewards alone",
     ),
     (
         (*NO_TASK, "data.train.path=null", "data.train.num_items=5"),
