@@ -21,6 +21,7 @@ WRITER_KEY = "plots/experts_by_writer"
 _WIDTH, _GAP, _LEAST_HEIGHT, _MOST_HEIGHT, _HEIGHT_OF_LAYER = 360, 50, 140, 480, 44
 _LABELS = ("in the prompt", "in the model's calls", "in the tools' results", "in the model's answers")
 _MOST_CELLS_WITH_TEXT, _MOST_LABELS = 80, 12
+_DARK = 0.5
 
 
 def writer_plots(step: int, load: WriterLoad) -> dict[str, bytes]:
@@ -32,39 +33,41 @@ def writer_plots(step: int, load: WriterLoad) -> dict[str, bytes]:
 
 def draw_writers(title: str, load: WriterLoad) -> "Figure":
     """Plot each expert's load over its fair share, of each writer's tokens."""
-    num_layers, topk_load = len(load.layers), load.counts.sum(-1)
+    num_layers, loads = len(load.layers), load.counts.sum(-1)
     height = min(max(_HEIGHT_OF_LAYER * num_layers, _LEAST_HEIGHT), _MOST_HEIGHT)
     figure = new_figure((LEFT + 2 * _WIDTH + _GAP + 40, TOP + 2 * (height + BOTTOM) + 36))
     for writer in range(len(WRITERS)):
         row, column = divmod(writer, 2)
         axes = axes_at(figure, LEFT + column * (_WIDTH + _GAP), TOP + 24 + row * (height + BOTTOM), _WIDTH, height)
-        share = topk_load[writer].sum() / topk_load.sum()
+        share = loads[writer].sum() / loads.sum()
         axes.set_title(f"{_LABELS[writer]} ({share:.0%} of the tokens)", fontsize=11, loc="left")
         _draw_load(axes, load, writer)
         if column == 0:
             axes.set_ylabel("layer")
         if row == 1:
-            axes.set_xlabel("expert (colour: load over its fair share; blue below, red above)")
+            axes.set_xlabel("expert")
     add_title(figure, title, _summary(load))
     return figure
 
 
 def _draw_load(axes: "Axes", load: WriterLoad, writer: int) -> None:
     counts: Int[np.ndarray, "layers experts"] = load.counts[writer]
-    axes.imshow(cell_colors(counts), aspect="auto", interpolation="nearest")
+    colors = cell_colors(counts)
+    axes.imshow(colors, aspect="auto", interpolation="nearest")
     every = max(1, -(-len(load.layers) // _MOST_LABELS))
     axes.set_yticks(range(0, len(load.layers), every), labels=[str(layer) for layer in load.layers[::every]])
     axes.locator_params(axis="x", integer=True)
     if counts.size <= _MOST_CELLS_WITH_TEXT and counts.any():
         for (row, expert), value in np.ndenumerate(utilization(counts)):
-            axes.text(expert, row, f"{value:.1f}", ha="center", va="center", fontsize=8)
+            color = "white" if colors[row, expert].mean() < _DARK else "black"
+            axes.text(expert, row, f"{value:.1f}", ha="center", va="center", fontsize=8, color=color)
 
 
 def _summary(load: WriterLoad) -> str:
-    """Return the divergences in words."""
-    parts = []
+    """Return the scale and the divergences in words."""
+    parts = ["load over fair share: blue below, red above"]
     for name, words in (("results_from_own", "results from own tokens"), ("calls_from_answers", "calls from answers")):
         of_layers = divergences(load.counts)[name]
         if not np.isnan(of_layers).any():
-            parts.append(f"{words}: {of_layers.mean():.2f} on average, at most {of_layers.max():.2f}")
-    return f"divergence in bits (0: the same experts, 1: none in common): {';  '.join(parts)}" if parts else ""
+            parts.append(f"{words}: {of_layers.mean():.2f} bits")
+    return ";  ".join(parts)
