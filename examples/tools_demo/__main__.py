@@ -74,7 +74,8 @@ def _run(options: argparse.Namespace) -> int:
     output: Path = options.output
     output.mkdir(parents=True, exist_ok=True)
     check_settings(output / SETTINGS_FILE, {"overrides": options.overrides, "data": str(options.data)})
-    _call("-m", "examples.tools_demo.data", "--output", str(options.data))
+    if not (options.data / "manifest.json").is_file():  # the last file of them
+        _call("-m", "examples.tools_demo.data", "--output", str(options.data))
     for seed in options.seeds:
         _fine_tune(output, options.data, seed, options.overrides)
         for method in options.methods:
