@@ -121,24 +121,20 @@ def _train(command: str, folder: Path, data: Path, files: tuple[str, str], overr
 
 
 def _call(*words: str) -> None:
-    """Run a Python program, whose output is the user's.
-
-    Raises:
-        WorkerDiedError: It failed.
-    """
-    from nemo_rl_moe.errors import WorkerDiedError
-
+    """Run a Python program, whose output is the user's; where it fails, this one ends with its exit code."""
     shown = shlex.join(words[1:]).replace("nemo_rl_moe.cli", "nemo-rl-moe", 1)
     print(f"[tools-demo] {shown}", flush=True)
     code = subprocess.run([sys.executable, *words], check=False).returncode
-    if code != 0:
-        raise WorkerDiedError(f"{shown} ended with exit code {code}")
+    if code:
+        print(f"[tools-demo] it ended with exit code {code}; the same command goes on from there", file=sys.stderr)
+        sys.exit(code if code > 0 else 128 - code)
 
 
 def _report(output: Path) -> None:
     """Print the table of all runs that are done, and draw the pictures."""
     from examples.tools_demo.pictures import draw_learning, draw_routing
     from nemo_rl_moe.atomic_writes import write_whole
+    from nemo_rl_moe.runs.folder.writer_load import FOLDER_NAME as WRITER_TABLE
     from nemo_rl_moe.runs.loggers.plots import as_png
 
     folders = {
@@ -154,9 +150,10 @@ def _report(output: Path) -> None:
     write_whole(output / "table.md", f"{text}\n")
     write_whole(output / "learning.png", as_png(draw_learning(results)))
     pictures = [output / "learning.png"]
-    if with_tool := [run for run in logs if run.method == "tool"]:
+    with_writers = [log for log in logs.values() if (log / WRITER_TABLE).exists()]
+    if with_writers:
         pictures.append(output / "experts_by_writer.png")
-        write_whole(pictures[-1], as_png(draw_routing(logs[with_tool[0]])))
+        write_whole(pictures[-1], as_png(draw_routing(with_writers[0])))
     print(f"pictures: {', '.join(map(str, pictures))}")
 
 
