@@ -73,6 +73,8 @@ def _methods(text: str) -> list[str]:
 def _run(options: argparse.Namespace) -> int:
     output: Path = options.output
     output.mkdir(parents=True, exist_ok=True)
+    if not any(output.glob(f"sft-*/{FINAL}")):
+        (output / SETTINGS_FILE).unlink(missing_ok=True)  # nothing was made with them
     check_settings(output / SETTINGS_FILE, {"overrides": options.overrides, "data": str(options.data)})
     if not (options.data / "manifest.json").is_file():  # the last file of them
         _call("-m", "examples.tools_demo.data", "--output", str(options.data))
@@ -126,7 +128,6 @@ def _call(*words: str) -> None:
     print(f"[tools-demo] {shown}", flush=True)
     code = subprocess.run([sys.executable, *words], check=False).returncode
     if code:
-        print(f"[tools-demo] it ended with exit code {code}; the same command goes on from there", file=sys.stderr)
         sys.exit(code if code > 0 else 128 - code)
 
 

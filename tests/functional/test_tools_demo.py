@@ -36,8 +36,11 @@ def test_it_trains_a_model_that_calls_and_a_control_and_reports(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY_ROOT)
-    data = ["--output", str(tmp_path / "data"), "--num-train", "2000"]
-    assert make_data(data) == 0
+    assert make_data(["--output", str(tmp_path / "data"), "--num-train", "2000"]) == 0
+    # A mistake at the start is told, and leaves nothing behind that the next start would mind.
+    with pytest.raises(SystemExit, match="^2$"):
+        main(["--output", str(tmp_path / "demo"), "--data", str(tmp_path / "data"), "sft.max_num_step=1"])
+    assert "did you mean sft.max_num_steps?" in capfd.readouterr().err
     words = ["--seeds", "1", "--output", str(tmp_path / "demo"), "--data", str(tmp_path / "data"), *FEW]
     assert main(words) == 0
     printed = capfd.readouterr().out
