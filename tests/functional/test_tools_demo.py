@@ -38,7 +38,7 @@ def test_it_trains_a_model_that_calls_and_a_control_and_reports(
     monkeypatch.chdir(REPOSITORY_ROOT)
     assert make_data(["--output", str(tmp_path / "data"), "--num-train", "2000"]) == 0
     # A mistake at the start is told, and leaves nothing behind that the next start would mind.
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         main(["--output", str(tmp_path / "demo"), "--data", str(tmp_path / "data"), "sft.max_num_step=1"])
     assert "did you mean sft.max_num_steps?" in capfd.readouterr().err
     words = ["--seeds", "1", "--output", str(tmp_path / "demo"), "--data", str(tmp_path / "data"), *FEW]
