@@ -3,9 +3,11 @@
 """What runs of the demo with a tool have come to: answers and calls, to hard and to easy questions."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +18,8 @@ from nemo_rl_moe.runs.folder.samples import SAMPLES_FILE_NAME
 
 METHODS = {"tool": "with the calculator", "no_tool": "control: without it", "coin": "control: a coin as reward"}
 """Kinds of runs, and what they are in words."""
-MEASURES = ("right", "hard right", "easy right", "hard called", "easy called")
+MEASURES = ("right", "hard right", "easy right", "hard called", "hard asked whole", "easy called")
+_EXPRESSION = re.compile(r'"expression": "([^"]*)"')
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Run:
 
 
 Validation = Mapping[str, float]
-"""Shares of responses by `MEASURES`: all that are right, and of questions of a kind those that are, or that called."""
+"""Shares of responses by `MEASURES`: all that are right, and of questions of a kind those that are, that called, or
+whose first call asked the whole question."""
 
 
 def validations(run_folder: Path) -> dict[int, Validation]:
@@ -42,14 +46,13 @@ def validations(run_folder: Path) -> dict[int, Validation]:
         DataError: There is none, or the file is damaged.
     """
     path = run_folder / SAMPLES_FILE_NAME
-    found: dict[int, list[tuple[bool, bool, bool]]] = {}
+    found: dict[int, list[tuple[bool, ...]]] = {}
     try:
         with path.open(encoding="utf-8") as lines:
             for line in lines:
                 sample = json.loads(line)
                 if sample["split"] == "val":
-                    facts = needs_tool(sample["prompt"]), sample["is_correct"], sample.get("num_turns", 1) > 1
-                    found.setdefault(sample["step"], []).append(facts)
+                    found.setdefault(sample["step"], []).append(_facts(sample))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: no samples of a run of this demo: {error}") from None
     if not found:
@@ -57,21 +60,30 @@ def validations(run_folder: Path) -> dict[int, Validation]:
     return {step: _shares(np.array(facts)) for step, facts in sorted(found.items())}
 
 
+def _facts(sample: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return whether a response's question is hard, and whether it is right, called, and asked the whole question."""
+    called = sample.get("num_turns", 1) > 1
+    asked = _EXPRESSION.search(sample["response"])
+    whole = called and asked is not None and f"{asked[1]}=" == sample["prompt"]
+    return needs_tool(sample["prompt"]), sample["is_correct"], called, whole
+
+
 def _shares(facts: np.ndarray) -> Validation:
-    is_hard, is_right, called = facts.T
+    is_hard, is_right, called, whole = facts.T
     kinds = {"hard": is_hard, "easy": ~is_hard}
     return {
         "right": float(is_right.mean()),
         **{f"{name} right": float(is_right[kind].mean()) for name, kind in kinds.items() if kind.any()},
         **{f"{name} called": float(called[kind].mean()) for name, kind in kinds.items() if kind.any()},
+        **({"hard asked whole": float(whole[is_hard].mean())} if is_hard.any() else {}),
     }
 
 
 def table(results: Mapping[Run, Mapping[int, Validation]]) -> str:
     """Return a Markdown table of the first and the last validation of each run, with means over seeds."""
     lines = [
-        "| run | seed | right | hard ones right | easy ones right | calls at hard ones | calls at easy ones |",
-        "|---|---|---|---|---|---|---|",
+        "| run | seed | right | hard ones right | easy ones right | calls at hard ones | of the whole question | calls at easy ones |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for method, words in METHODS.items():
         of_method = {run: found for run, found in results.items() if run.method == method}
@@ -93,5 +105,7 @@ def _means(runs: Sequence[Mapping[int, Validation]]) -> list[str]:
     cells = []
     for measure in MEASURES:
         found = interval([of_run[max(of_run)][measure] for of_run in runs if measure in of_run[max(of_run)]])
-        cells.append("-" if found is None else f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f})")
+        cells.append(
+            "-" if found is None else f"{found.mean:.2f} ({max(found.low, 0):.2f} to {min(found.high, 1):.2f})"
+        )
     return cells

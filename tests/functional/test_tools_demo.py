@@ -50,7 +50,7 @@ def test_it_trains_a_model_that_calls_and_a_control_and_reports(
         ["| control: without it", "1"],
     ]
     # Without the tool there are no calls.
-    assert rows[-1].endswith("| 0.00 to 0.00 | 0.00 to 0.00 |")
+    assert rows[-1].endswith("| 0.00 to 0.00 | 0.00 to 0.00 | 0.00 to 0.00 |")
     with_tool, without = (next((tmp_path / "demo" / name / "logs").glob("exp_*")) for name in ("tool-1", "no_tool-1"))
     # After some steps the model writes calls, and some of them are well formed.
     steps = [record.metrics for record in read_metrics(with_tool / METRICS_FILE_NAME) if record.step]

@@ -83,7 +83,10 @@ def write_samples(folder: Path, steps: dict[int, list[tuple[str, bool, int]]]) -
     for step, samples in steps.items():
         for prompt, is_correct, num_turns in samples:
             turns = {"num_turns": num_turns} if num_turns > 1 else {}
-            lines.append({"step": step, "split": "val", "prompt": prompt, "is_correct": is_correct, **turns})
+            asked = prompt[:-1] if num_turns == 2 else "1+1"
+            response = f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{asked}"}}}}</tool_call>'
+            sample = {"step": step, "split": "val", "prompt": prompt, "response": response, "is_correct": is_correct}
+            lines.append(sample | turns)
     (folder / "samples.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder
 
@@ -100,13 +103,15 @@ def test_shares_are_of_each_kind_of_question_and_the_table_has_intervals_over_se
         "easy right": 1.0,
         "hard called": 0.25,
         "easy called": 1.0,
+        "hard asked whole": 0.0,
     }
     lines = table(runs).splitlines()
     assert lines[2] == (
-        "| with the calculator | 0 | 0.40 to 1.00 | 0.25 to 1.00 | 1.00 to 1.00 | 0.25 to 1.00 | 1.00 to 0.00 |"
+        "| with the calculator | 0 | 0.40 to 1.00 | 0.25 to 1.00 | 1.00 to 1.00 | 0.25 to 1.00 | 0.00 to 1.00 |"
+        " 1.00 to 0.00 |"
     )
-    # Student's t of one degree of freedom: 0.75 +- 12.7 * 0.354 / sqrt(2)
-    assert lines[4].split(" | ")[2:4] == ["0.80 (-1.74 to 3.34)", "0.75 (-2.43 to 3.93)"]
+    # Of two seeds that differ so much, Student's t leaves everything open.
+    assert lines[4].split(" | ")[2:5] == ["0.80 (0.00 to 1.00)", "0.75 (0.00 to 1.00)", "1.00 (1.00 to 1.00)"]
 
 
 @pytest.mark.parametrize("content", ["", "no JSON\n", '{"split": "val"}\n'])
