@@ -82,7 +82,8 @@ def _shares(facts: np.ndarray) -> Validation:
 def table(results: Mapping[Run, Mapping[int, Validation]]) -> str:
     """Return a Markdown table of the first and the last validation of each run, with means over seeds."""
     lines = [
-        "| run | seed | right | hard ones right | easy ones right | calls at hard ones | of the whole question | calls at easy ones |",
+        "| run | seed | right | hard ones right | easy ones right | calls at hard ones | of the whole question |"
+        " calls at easy ones |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for method, words in METHODS.items():
