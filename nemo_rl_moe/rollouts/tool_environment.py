@@ -52,7 +52,7 @@ class ToolConversation:
         call: Calls a tool.
         limits: Limits of calls.
         max_turns: Most responses of the model; calls in the last one are not made.
-        call_cost: What each answered call takes from the reward.
+        call_cost: What each call takes from the reward; those of the last turn, which are not made, nothing.
         warn: Receives a line at the first failure of each kind.
     """
 
