@@ -267,7 +267,7 @@ def _prompt_tokenizer(
     def tokenize(records: Sequence[PromptRecord]) -> list[Prompt | BadLine]:
         rendered = images.check(records, render(records))
         texts = [item[0].text for item in rendered if not isinstance(item, str)]
-        encoded = iter(encode_each(encode, texts))
+        encoded = iter(encode_each(encode, texts, len))
         return [
             BadLine(record.sample_id, item)
             if isinstance(item, str)
