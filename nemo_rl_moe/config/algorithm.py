@@ -15,7 +15,7 @@ from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterC
 from nemo_rl_moe.config.schema_policy import RoleModelConfig
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.config.user_code import described, import_attribute
+from nemo_rl_moe.config.user_code import described, import_attribute, with_colon
 from nemo_rl_moe.errors import ConfigurationError
 
 ALGORITHM_KEY = "algorithm"
@@ -182,7 +182,7 @@ def find_algorithm(name: str) -> Algorithm:
     if ":" not in name:
         raise ConfigurationError(
             f"{ALGORITHM_KEY}: got {name!r}, expected {', '.join(BUILT_IN)}, or package.module:ALGORITHM"
-            f"{did_you_mean(nearest(name, BUILT_IN))}"
+            f"{did_you_mean(with_colon(name) or nearest(name, BUILT_IN))}"
         )
     found = import_attribute(ALGORITHM_KEY, name, form="package.module:ALGORITHM")
     if not isinstance(found, Algorithm):

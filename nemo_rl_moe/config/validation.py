@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from nemo_rl_moe.config.renamed_keys import new_key
 from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, NameIn, RenamedValue
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_or_allowed, shortened
+from nemo_rl_moe.config.user_code import with_colon
 from nemo_rl_moe.masking import masked
 
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -215,9 +216,17 @@ def _problem(
         return place, f"{name}: got {value!r}, which is now called {renamed.new}"
     if isinstance(value, Mapping) and len(location) > len(place) and (entry := _entry_types(field.annotation)):
         return _problem_of_entry(place, location[len(place) :], value, entry)
-    suggestion = nearest(value, choices(field)) if isinstance(value, str) else None
+    suggestion = _suggestion(field, value)
     allowed = expected_instead_of(field, value)
     return place, f"{name}: got {got(value, name)}, expected {allowed}{did_you_mean(suggestion)}"
+
+
+def _suggestion(field: FieldInfo, value: Any) -> str | None:
+    """Return the nearest name, or a reference to the user's own code with a colon in place of its last dot."""
+    texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+    if "package.module:" in expected(field) and (own := [name for text in texts if (name := with_colon(text))]):
+        return own[0]
+    return nearest(value, choices(field)) if isinstance(value, str) else None
 
 
 def _entry_types(annotation: Any) -> tuple[Any, Any] | None:

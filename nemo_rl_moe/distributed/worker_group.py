@@ -347,6 +347,7 @@ class WorkerGroup(Generic[Worker]):
         died += [rank for rank, failure in failures.items() if isinstance(failure, RayActorError)]
         rank = died[0] if died else next(iter(failures))
         failure = failures[rank]
+        headline = failure.headline if isinstance(failure, WorkerFailure) else ""
         if isinstance(failure, WorkerFailure):
             what, details = failure.summary, failure.details
         elif isinstance(failure, OutOfMemoryError):
@@ -359,7 +360,8 @@ class WorkerGroup(Generic[Worker]):
         also = f"\nAfter it failed: {', '.join(f'rank {other}' for other in others)}." if others else ""
         for frozen, why in self._held(unanswered).items():
             also += f"\nDid not answer: {self._name(frozen)}: {why}."
-        self._stop_and_raise(f"worker {self._name(rank)} {what} {doing}:\n{details}{also}")
+        details = f":\n{details}" if details else "."
+        self._stop_and_raise(f"{headline}worker {self._name(rank)} {what} {doing}{details}{also}")
 
     def _fail_for_time(self, timeout_s: float, ranks: Sequence[int]) -> NoReturn:
         """Stop all workers and raise an error with the ranks that did not start and their stacks."""
@@ -406,7 +408,8 @@ class WorkerGroup(Generic[Worker]):
     def _stop_and_raise(self, message: str) -> NoReturn:
         self.shutdown()
         self._ended = "the workers have been stopped after one of them failed"
-        raise WorkerDiedError(f"{message}\nAll {self.world_size} workers have been stopped.")
+        stopped = "The worker has" if self.world_size == 1 else f"All {self.world_size} workers have"
+        raise WorkerDiedError(f"{message}\n{stopped} been stopped.")
 
     def _name(self, rank: int) -> str:
         place = self._places.get(rank)

@@ -45,7 +45,7 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.image_rules import ImageRule
 from nemo_rl_moe.rewards.registry import make_reward_function
 from nemo_rl_moe.rewards.worker_pool import RewardWorkers
-from nemo_rl_moe.rollouts.environment import Environment, make_environment
+from nemo_rl_moe.rollouts.environment import Environment, make_environment, name_of_environment
 from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.limits import RolloutLimits
 from nemo_rl_moe.rollouts.source import RolloutSource
@@ -260,6 +260,7 @@ def start_rollouts(
             score_truncated=config.env.score_truncated,
             on_failure=config.env.on_failure,
             warn=run.console.warn,
+            environment=name_of_environment(config.env),
         ).observe,
         config.env.reward_weights,
         RolloutLimits(config.env.rollout_timeout_s, config.env.rollout, run.stop_reason, notices.message, notices.warn),

@@ -7,17 +7,18 @@ from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Protocol
 
 import numpy as np
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
-from nemo_rl_moe.config.user_code import described, import_attribute
+from nemo_rl_moe.config.user_code import described, error_in_user_code, import_attribute
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.errors import ConfigurationError, one_line
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem, checked_score
 from nemo_rl_moe.rollouts.conversation import Conversation
@@ -243,8 +244,12 @@ class Session:
         Args:
             score: What it is worth.
             metrics: Further numbers, logged as means over trajectories.
+
+        Raises:
+            TypeError: A metric is not a number.
         """
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
+        own = _checked_metrics(metrics or {})
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
         cached = {} if self._num_cached is None else {CACHED_TOKENS: float(self._num_cached)}
         return Trajectory(
@@ -261,7 +266,7 @@ class Session:
             fault_message=score.message,
             overlong=self._overlong,
             rewards=dict(score.rewards),
-            metrics={**(metrics or {}), **kept, **cached},
+            metrics={**own, **kept, **cached},
         )
 
     def _response_text(self) -> str:
@@ -279,6 +284,18 @@ class Session:
             message: What went wrong, in one line.
         """
         return self.finish(Score(0.0, is_correct=False, fault=fault, message=message))
+
+
+def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a user's own as plain numbers: of a list, a mean over all trajectories would pass for one.
+
+    Raises:
+        TypeError: One is not a number.
+    """
+    for name, value in metrics.items():
+        if not (isinstance(value, Real | np.bool_) or (hasattr(value, "item") and np.shape(value) == ())):
+            raise TypeError(f"session.finish: the metric {name!r} is {described(value)}, expected a number")
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def response_text(token_ids: TokenIds, sampling: SamplingParameters, decode: Decode) -> str:
@@ -324,7 +341,7 @@ class RolloutFunction:
         try:
             return self._checked(await self._function(session), session)
         except (Exception, CancelledError) as error:  # a tool's own cancellation; of the run's, nobody reads this
-            return session.failed(Fault.ERROR, one_line(error))
+            return session.failed(Fault.ERROR, error_in_user_code(error))
 
     def _checked(self, found: object, session: Session) -> Trajectory:
         """Check what a user's function has returned: its type is not known before."""
@@ -354,6 +371,16 @@ def make_environment(config: EnvironmentConfig) -> Environment:
             " takes a Session and returns its Trajectory"
         )
     return RolloutFunction(function, config.rollout)
+
+
+def name_of_environment(config: EnvironmentConfig) -> str:
+    """Return what scores responses, for messages: code of the user's own by key and value."""
+    own = {ROLLOUT_KEY: config.rollout}
+    if config.callable is not None and config.name == "callable":
+        own["env.callable.function"] = config.callable.function
+    elif config.is_custom:
+        own["env.name"] = config.name
+    return " with ".join(f"{key}: {value}" for key, value in own.items() if value is not None) or "the environment"
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:
