@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -286,7 +286,7 @@ class Session:
         return self.finish(Score(0.0, is_correct=False, fault=fault, message=message))
 
 
-def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of a user's own as plain numbers: of a list, a mean over all trajectories would pass for one.
 
     Raises:

@@ -70,8 +70,9 @@ class FaultWatch:
             return
         self._reported.add(fault)
         self._warn(
-            f"{self._environment} failed to score a response, {_CONSEQUENCES[self._on_failure]}: {_described(trajectory)};"
-            f" further ones are counted as {METRIC_NAMES[fault]} (env.on_failure: {self._on_failure})"
+            f"{self._environment} failed to score a response, {_CONSEQUENCES[self._on_failure]}:"
+            f" {_described(trajectory)}; further ones are counted as {METRIC_NAMES[fault]}"
+            f" (env.on_failure: {self._on_failure})"
         )
 
     def _report_first_overlong(self, trajectories: Sequence[Trajectory]) -> None:

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of a loss function; one of the user's own is named in its errors, and what it returns is checked."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from nemo_rl_moe.config.user_code import described, named_in_errors
@@ -43,11 +45,10 @@ def _problem(outputs: object) -> str | None:
         return f"{described(outputs)}, expected a LossOutputs"
     if not _is_scalar(outputs.loss):
         return f"a loss {_of_kind(outputs.loss)}, expected a tensor of shape []"
-    for name, metric in outputs.metrics.items():
+    metrics: Mapping[str, object] = outputs.metrics
+    for name, metric in metrics.items():
         if not (isinstance(metric, tuple) and len(metric) == 2 and isinstance(metric[1], Reduction)):
-            return (
-                f"the metric {name!r} as {described(metric)}, expected a pair of a tensor of shape [] and a Reduction"
-            )
+            return f"the metric {name!r} as {described(metric)}, expected a tensor of shape [] with its Reduction"
         if not _is_scalar(metric[0]):
             return f"the metric {name!r} {_of_kind(metric[0])}, expected a tensor of shape []"
     return None
