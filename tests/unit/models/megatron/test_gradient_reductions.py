@@ -35,7 +35,9 @@ def train_and_count(settings: RunSettings) -> list[Step]:
     with parallel_job(settings.policy):
         trainer = build_trainer(settings)
         groups = [
-            group for chunk in trainer.chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+            group
+            for chunk in trainer.ddp_chunks
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
         ]
         counts: Counter[int] = Counter()
         for number, group in enumerate(groups):
