@@ -100,8 +100,8 @@ def tools_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
             yield f"{key}.tools: got {named}, expected [] with {key}.rollout {env.rollout}, which drives trajectories"
         if config.data.tools:
             yield (
-                f"data.tools: got {len(config.data.tools)}, expected [] with {key}.tools {named}: the chat template gets"
-                " the definitions of those"
+                f"data.tools: got {len(config.data.tools)}, expected [] with {key}.tools {named}: the chat template"
+                " gets the definitions of those"
             )
 
 
@@ -170,13 +170,14 @@ def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]
         if weights is None:
             continue
         if not weights:
-            yield f"{key}: got no name, expected a weight for each reward, such as {{accuracy: 1.0, format: 0.5}}, or null"
+            example = "{accuracy: 1.0, format: 0.5}"
+            yield f"{key}: got no name, expected a weight for each reward, such as {example}, or null"
         elif not any(weights.values()):
             yield f"{key}: all weights are 0, so that nothing would be trained"
         if not env.is_custom and env.rollout is None:
             yield (
-                f"{key}: got {', '.join(weights)}, expected null with {section}.name {env.name}, which gives one reward;"
-                " callable gives several"
+                f"{key}: got {', '.join(weights)}, expected null with {section}.name {env.name}, which gives one"
+                " reward; callable gives several"
             )
 
 

@@ -27,9 +27,8 @@ def environments_have_their_data(config: GRPOMasterConfig) -> Iterator[str]:
     for name in mixture:
         if name not in sets:
             yield (
-                f"{DATA_KEY}.{name}: missing; expected a section such as {{train: {{path: prompts.jsonl}}}}, as"
-                f" {', '.join(sets)} {'has' if len(sets) == 1 else 'have'} data of {'its' if len(sets) == 1 else 'their'}"
-                " own"
+                f"{DATA_KEY}.{name}: missing; expected a section such as {{train: {{path: prompts.jsonl}}}}, as there is"
+                f" one for {', '.join(sets)}"
             )
 
 
@@ -65,8 +64,8 @@ def failures_are_treated_alike(config: GRPOMasterConfig) -> Iterator[str]:
     for name, each in config.env.mixture.items():
         if each.on_failure != config.env.on_failure:
             yield (
-                f"{KEY}.{name}.on_failure: got {each.on_failure}, expected {config.env.on_failure}, as env.on_failure: it"
-                " holds for all environments of a run"
+                f"{KEY}.{name}.on_failure: got {each.on_failure}, expected {config.env.on_failure}, as env.on_failure:"
+                " it holds for all environments of a run"
             )
 
 
