@@ -84,7 +84,7 @@ def estimator_inputs(
     """Collect what an estimator sees of trajectories, group after group, with these rewards."""
     size = config.grpo.num_generations_per_prompt
     failures, is_scored = failure_rule(config), scored_responses(trajectories, size)
-    weights = config.env.reward_weights or {}
+    weights = config.env.shared_reward_weights or {}
     mask = loss_masks(trajectories)
     return EstimatorInputs(
         rewards=failures.filled(rewards, is_scored),

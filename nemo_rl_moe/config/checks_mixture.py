@@ -27,8 +27,8 @@ def environments_have_their_data(config: GRPOMasterConfig) -> Iterator[str]:
     for name in mixture:
         if name not in sets:
             yield (
-                f"{DATA_KEY}.{name}: missing; expected a section such as {{train: {{path: prompts.jsonl}}}}, as there is"
-                f" one for {', '.join(sets)}"
+                f"{DATA_KEY}.{name}: missing; expected a section such as {{train: {{path: prompts.jsonl}}}}, as there"
+                f" is one for {', '.join(sets)}"
             )
 
 

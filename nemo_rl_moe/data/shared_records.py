@@ -24,7 +24,12 @@ class SharedRecords:
 
     key: str
     names: Sequence[str]
+    _found: set[str] = field(default_factory=set)
     _reported: set[str] = field(default_factory=set)
+
+    def lack(self, name: str) -> bool:
+        """Return whether the data were read without a record of an environment, and without a line that may be one."""
+        return name not in self._found and not self._reported
 
     def parser(
         self, name: str, parse: Callable[[object, str], PromptRecord]
@@ -38,6 +43,7 @@ class SharedRecords:
         def parse_own(record: object, sample_id: str) -> PromptRecord | None:
             found = value_at(record, self.key, KEY) if isinstance(record, Mapping) else name
             if found == name:
+                self._found.add(name)
                 return parse(record, sample_id)
             if found not in self.names:
                 hint = did_you_mean(nearest(found, self.names)) if isinstance(found, str) else ""

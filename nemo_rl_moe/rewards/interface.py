@@ -19,6 +19,7 @@ class ScoringItem:
         prompt: As text, without what a chat template adds.
         is_truncated: The response was truncated at the length limit before its end.
         record: Whatever the data say of the prompt (`answer`, `metadata`, ...).
+        environment: Name in `env.mixture`; empty where a run has one environment.
     """
 
     sample_id: str
@@ -26,6 +27,7 @@ class ScoringItem:
     response: str
     is_truncated: bool
     record: Mapping[str, Any]
+    environment: str = ""
 
 
 class Fault(Enum):

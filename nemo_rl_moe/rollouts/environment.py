@@ -223,7 +223,10 @@ class Session:
             raise RuntimeError("a score was asked for before the first response; await session.generate() before")
         last = self.turns[-1]
         text = last.text if response is None else response
-        item = ScoringItem(self.prompt.sample_id, self.prompt.text, text, last.is_truncated, self.prompt.record)
+        prompt = self.prompt
+        item = ScoringItem(
+            prompt.sample_id, prompt.text, text, last.is_truncated, prompt.record, environment=prompt.environment
+        )
         with self._asking(_SCORE):
             return await self.submit_item(item)
 
@@ -262,6 +265,7 @@ class Session:
             overlong=self._overlong,
             rewards=dict(score.rewards),
             metrics={**(metrics or {}), **kept, **cached},
+            environment=self.prompt.environment,
         )
 
     def _response_text(self) -> str:

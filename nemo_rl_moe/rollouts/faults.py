@@ -29,6 +29,7 @@ class FaultWatch:
         score_truncated: Responses that were cut are scored too.
         on_failure: As `env.on_failure`.
         warn: Receives a line at the first failure of each kind, and where all of a generation failed.
+        name: Name of the environment, of several; empty: the only one.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class FaultWatch:
         score_truncated: bool,
         on_failure: OnFailure,
         warn: Callable[[str], None],
+        name: str = "",
     ):
         self._max_failed, self._score_truncated, self._warn = max_failed, score_truncated, warn
         self._on_failure: OnFailure = on_failure
+        self._environment = f"the environment {name}" if name else "the environment"
         self._reported: set[Fault] = set()
         self._has_reported_overlong = False
         self._failed_in_a_row = 0
@@ -84,7 +87,7 @@ class FaultWatch:
     def _end_if_one_too_many(self, failed: Sequence[Trajectory], num_responses: int) -> None:
         times = f", {self._failed_in_a_row} times in a row" if self._failed_in_a_row > 1 else ""
         problem = (
-            f"the environment scored no response of a step or validation{times}: {len(failed)} of {num_responses}"
+            f"{self._environment} scored no response of a step or validation{times}: {len(failed)} of {num_responses}"
             f" failed, the first with {_described(failed[0])}"
         )
         if self._max_failed is not None and self._failed_in_a_row >= self._max_failed:

@@ -81,6 +81,7 @@ class Trajectory:
         rewards: Several rewards by name, of which `reward` is the weighted sum; empty where there is one number, and
             where the environment gave none.
         metrics: Further numbers of the environment, logged as means over trajectories.
+        environment: Name in `env.mixture`; empty where a run has one environment.
     """
 
     sample_id: str
@@ -98,6 +99,7 @@ class Trajectory:
     overlong: str = ""
     rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    environment: str = ""
 
     @property
     def is_truncated(self) -> bool:
@@ -147,6 +149,14 @@ def rows_of(trajectories: Sequence[Trajectory]) -> list[range]:
 def trajectory_of_each_sequence(trajectories: Sequence[Trajectory]) -> list[int]:
     """Return the index of the trajectory of each row in their batch."""
     return [index for index, trajectory in enumerate(trajectories) for _ in trajectory.sequences]
+
+
+def environments_in(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+    """Return the trajectories of each environment, in their order."""
+    found: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        found.setdefault(trajectory.environment, []).append(trajectory)
+    return found
 
 
 def group_rewards(trajectories: Sequence[Trajectory], num_generations: int) -> Float[Tensor, "groups generations"]:
@@ -219,8 +229,11 @@ def _reward_metrics(counted: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     rewards = np.array([trajectory.reward for trajectory in counted])
     metrics = {"reward": float(rewards.mean()), "reward_std": _sample_deviation(rewards)}
+    of_environments = environments_in(counted)
     for name in dict.fromkeys(name for trajectory in counted for name in trajectory.rewards):
-        named = np.array([trajectory.rewards.get(name, 0.0) for trajectory in counted])
+        # Environments may give different rewards: those that do not know one have no part in its mean.
+        givers = [own for own in of_environments.values() if any(name in trajectory.rewards for trajectory in own)]
+        named = np.array([trajectory.rewards.get(name, 0.0) for own in givers for trajectory in own])
         metrics[f"rewards/{name}/mean"] = float(named.mean())
         metrics[f"rewards/{name}/std"] = _sample_deviation(named)
     return metrics

@@ -66,6 +66,7 @@ class _Trajectory(BaseModel):
     overlong: str
     rewards: dict[str, Number]
     metrics: dict[str, Number]
+    environment: str = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -239,6 +240,7 @@ def _trajectory(trajectory: Trajectory, routes: Iterator[Shaped[np.ndarray, "row
         overlong=trajectory.overlong,
         rewards=dict(trajectory.rewards),
         metrics=dict(trajectory.metrics),
+        environment=trajectory.environment,
     )
 
 
