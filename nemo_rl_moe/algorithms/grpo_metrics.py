@@ -38,8 +38,8 @@ def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, flo
     `frac_zero_std_groups` is of groups that have something to train on. `env/num_groups_left_out`: groups of the step
     that have nothing, as the environment failed. With more than one round of dynamic sampling:
     `dynamic_sampling/num_gen_batches`, `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean of the
-    trajectories that are trained on. Of several environments also the metrics of each, `env/NAME/...`, with `share`, its
-    share of the step's responses.
+    trajectories that are trained on. Of several environments also the metrics of each, `env/NAME/...`, with `share`,
+    its share of the step's responses.
     """
     return _metrics_of(groups, failures) | environment_metrics(groups, failures)
 
