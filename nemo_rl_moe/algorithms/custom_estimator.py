@@ -107,4 +107,6 @@ def _tried_inputs(config: GRPOMasterConfig) -> EstimatorInputs:
         group_ids=tuple(f"group:{number}" for number in range(shape[0])),
         num_tokens=torch.full(shape, _TRIED_TOKENS),
         token_mask=torch.ones(*shape, _TRIED_TOKENS, dtype=torch.bool),
+        token_turns=torch.zeros(*shape, _TRIED_TOKENS, dtype=torch.long),
+        turn_rewards=torch.zeros(*shape, 1, dtype=torch.float64),
     )

@@ -7,7 +7,7 @@ from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -19,10 +19,17 @@ from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
-from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem, checked_score
+from nemo_rl_moe.rewards.interface import (
+    LARGEST_REWARD,
+    Fault,
+    Score,
+    ScoringItem,
+    checked_score,
+    with_turn_rewards,
+)
 from nemo_rl_moe.rollouts.conversation import Conversation
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequences
-from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.rollouts.trajectory import FinishReason, Trajectory
 
 KEPT_MASS = "sampling_kept_mass"
 CACHED_TOKENS = "mean_cached_tokens_per_sample"
@@ -93,6 +100,7 @@ class Session:
         self._conversation = Conversation(self.prompt, self.sampling.stop_token_ids, self.decode, self.continuation)
         self._asked_for: str | None = None
         self._overlong = ""
+        self._turn_rewards: dict[int, float] = {}
         self._kept_mass: list[float] = []
         self._num_cached: int | None = None
 
@@ -230,6 +238,22 @@ class Session:
         with self._asking(_SCORE):
             return await self.submit_item(item)
 
+    def reward(self, amount: float) -> None:
+        """Give a reward for the last response; several add up. The trajectory's reward is their sum and its score.
+
+        Raises:
+            RuntimeError: There is no response yet.
+            ValueError: It is no number, or too large.
+        """
+        if not self.turns:
+            raise RuntimeError("a reward was given before the first response; await session.generate() before")
+        if not -LARGEST_REWARD <= amount <= LARGEST_REWARD:
+            raise ValueError(
+                f"a turn's reward is {amount}, expected a number from {-LARGEST_REWARD:,.0f} to {LARGEST_REWARD:,.0f}"
+            )
+        place = len(self.turns) - 1
+        self._turn_rewards[place] = self._turn_rewards.get(place, 0.0) + float(amount)
+
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
         if self._asked_for is not None:
@@ -240,14 +264,23 @@ class Session:
         finally:
             self._asked_for = None
 
-    def finish(self, score: Score, metrics: Mapping[str, float] | None = None) -> Trajectory:
+    def finish(
+        self,
+        score: Score,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        truncated_by: Literal["turns", "time"] | None = None,
+    ) -> Trajectory:
         """Return the trajectory as it is now.
 
         Args:
-            score: What it is worth.
+            score: What it is worth, beside the rewards of its turns.
             metrics: Further numbers, logged as means over trajectories.
+            truncated_by: Limit at which it was truncated, beside those on tokens, which are known; None: none.
         """
+        turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in range(len(self.turns))]
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
+        score = with_turn_rewards(score, turn_rewards if self._turn_rewards else [])
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
         cached = {} if self._num_cached is None else {CACHED_TOKENS: float(self._num_cached)}
         return Trajectory(
@@ -256,7 +289,7 @@ class Session:
             sequences=self._sequences.finished(self.model_inputs),
             reward=score.reward,
             is_correct=score.is_correct,
-            finish_reason="length" if self._overlong or (self.turns and self.turns[-1].is_truncated) else "stop",
+            finish_reason=self._finish_reason(truncated_by),
             num_turns=len(self.turns),
             prompt_text=self.prompt.text,
             response_text=self._response_text(),
@@ -266,7 +299,14 @@ class Session:
             rewards=dict(score.rewards),
             metrics={**(metrics or {}), **kept, **cached},
             environment=self.prompt.environment,
+            turn_lengths=tuple(len(turn.token_ids) for turn in self.turns),
+            turn_rewards=tuple(turn_rewards) if self._turn_rewards and score.fault is None else (),
         )
+
+    def _finish_reason(self, truncated_by: Literal["turns", "time"] | None) -> FinishReason:
+        if truncated_by != "time" and (self._overlong or (self.turns and self.turns[-1].is_truncated)):
+            return "length"
+        return truncated_by or "stop"
 
     def _response_text(self) -> str:
         """Return what follows the prompt; later sequences stand there as a whole."""
@@ -275,14 +315,15 @@ class Session:
         first, *later = (sequence.token_ids.tolist() for sequence in self._sequences.finished({}))
         return "\n\n".join(map(self.decode, [first[len(self.prompt.token_ids) :], *later]))
 
-    def failed(self, fault: Fault, message: str) -> Trajectory:
+    def failed(self, fault: Fault, message: str, *, truncated_by: Literal["time"] | None = None) -> Trajectory:
         """Return the trajectory as it is now, with the reason why it has no score.
 
         Args:
             fault: Kind of the failure.
             message: What went wrong, in one line.
+            truncated_by: Limit at which it was truncated, beside those on tokens; None: none.
         """
-        return self.finish(Score(0.0, is_correct=False, fault=fault, message=message))
+        return self.finish(Score(0.0, is_correct=False, fault=fault, message=message), truncated_by=truncated_by)
 
 
 def response_text(token_ids: TokenIds, sampling: SamplingParameters, decode: Decode) -> str:
