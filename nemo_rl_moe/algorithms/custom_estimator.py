@@ -104,7 +104,7 @@ def _tried_inputs(config: GRPOMasterConfig) -> EstimatorInputs:
     shape = (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt)
     rewards = torch.zeros(shape, dtype=torch.float64)
     rewards[0], rewards[1:, 0] = 1.0, 1.0
-    weights = config.env.reward_weights or {}
+    weights = config.env.shared_reward_weights or {}
     return EstimatorInputs(
         rewards=rewards,
         takes_part=torch.ones(shape, dtype=torch.bool),
@@ -114,4 +114,6 @@ def _tried_inputs(config: GRPOMasterConfig) -> EstimatorInputs:
         group_ids=tuple(f"group:{number}" for number in range(shape[0])),
         num_tokens=torch.full(shape, _TRIED_TOKENS),
         token_mask=torch.ones(*shape, _TRIED_TOKENS, dtype=torch.bool),
+        token_turns=torch.zeros(*shape, _TRIED_TOKENS, dtype=torch.long),
+        turn_rewards=torch.zeros(*shape, 1, dtype=torch.float64),
     )

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -20,10 +20,17 @@ from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
-from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem, checked_score
+from nemo_rl_moe.rewards.interface import (
+    LARGEST_REWARD,
+    Fault,
+    Score,
+    ScoringItem,
+    checked_score,
+    with_turn_rewards,
+)
 from nemo_rl_moe.rollouts.conversation import Conversation
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequences
-from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.rollouts.trajectory import FinishReason, Trajectory
 
 KEPT_MASS = "sampling_kept_mass"
 CACHED_TOKENS = "mean_cached_tokens_per_sample"
@@ -94,6 +101,7 @@ class Session:
         self._conversation = Conversation(self.prompt, self.sampling.stop_token_ids, self.decode, self.continuation)
         self._asked_for: str | None = None
         self._overlong = ""
+        self._turn_rewards: dict[int, float] = {}
         self._kept_mass: list[float] = []
         self._num_cached: int | None = None
 
@@ -224,9 +232,28 @@ class Session:
             raise RuntimeError("a score was asked for before the first response; await session.generate() before")
         last = self.turns[-1]
         text = last.text if response is None else response
-        item = ScoringItem(self.prompt.sample_id, self.prompt.text, text, last.is_truncated, self.prompt.record)
+        prompt = self.prompt
+        item = ScoringItem(
+            prompt.sample_id, prompt.text, text, last.is_truncated, prompt.record, environment=prompt.environment
+        )
         with self._asking(_SCORE):
             return await self.submit_item(item)
+
+    def reward(self, amount: float) -> None:
+        """Give a reward for the last response; several add up. The trajectory's reward is their sum and its score.
+
+        Raises:
+            RuntimeError: There is no response yet.
+            ValueError: It is no number, or too large.
+        """
+        if not self.turns:
+            raise RuntimeError("a reward was given before the first response; await session.generate() before")
+        if not -LARGEST_REWARD <= amount <= LARGEST_REWARD:
+            raise ValueError(
+                f"a turn's reward is {amount}, expected a number from {-LARGEST_REWARD:,.0f} to {LARGEST_REWARD:,.0f}"
+            )
+        place = len(self.turns) - 1
+        self._turn_rewards[place] = self._turn_rewards.get(place, 0.0) + float(amount)
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
@@ -238,18 +265,27 @@ class Session:
         finally:
             self._asked_for = None
 
-    def finish(self, score: Score, metrics: Mapping[str, float] | None = None) -> Trajectory:
+    def finish(
+        self,
+        score: Score,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        truncated_by: Literal["turns", "time"] | None = None,
+    ) -> Trajectory:
         """Return the trajectory as it is now.
 
         Args:
-            score: What it is worth.
+            score: What it is worth, beside the rewards of its turns.
             metrics: Further numbers, logged as means over trajectories.
+            truncated_by: Limit at which it was truncated, beside those on tokens, which are known; None: none.
 
         Raises:
             TypeError: A metric is not a number.
         """
+        turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in range(len(self.turns))]
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
         own = _checked_metrics(metrics or {})
+        score = with_turn_rewards(score, turn_rewards if self._turn_rewards else [])
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
         cached = {} if self._num_cached is None else {CACHED_TOKENS: float(self._num_cached)}
         return Trajectory(
@@ -258,7 +294,7 @@ class Session:
             sequences=self._sequences.finished(self.model_inputs),
             reward=score.reward,
             is_correct=score.is_correct,
-            finish_reason="length" if self._overlong or (self.turns and self.turns[-1].is_truncated) else "stop",
+            finish_reason=self._finish_reason(truncated_by),
             num_turns=len(self.turns),
             prompt_text=self.prompt.text,
             response_text=self._response_text(),
@@ -267,7 +303,15 @@ class Session:
             overlong=self._overlong,
             rewards=dict(score.rewards),
             metrics={**own, **kept, **cached},
+            environment=self.prompt.environment,
+            turn_lengths=tuple(len(turn.token_ids) for turn in self.turns),
+            turn_rewards=tuple(turn_rewards) if self._turn_rewards and score.fault is None else (),
         )
+
+    def _finish_reason(self, truncated_by: Literal["turns", "time"] | None) -> FinishReason:
+        if truncated_by != "time" and (self._overlong or (self.turns and self.turns[-1].is_truncated)):
+            return "length"
+        return truncated_by or "stop"
 
     def _response_text(self) -> str:
         """Return what follows the prompt; later sequences stand there as a whole."""
@@ -276,14 +320,15 @@ class Session:
         first, *later = (sequence.token_ids.tolist() for sequence in self._sequences.finished({}))
         return "\n\n".join(map(self.decode, [first[len(self.prompt.token_ids) :], *later]))
 
-    def failed(self, fault: Fault, message: str) -> Trajectory:
+    def failed(self, fault: Fault, message: str, *, truncated_by: Literal["time"] | None = None) -> Trajectory:
         """Return the trajectory as it is now, with the reason why it has no score.
 
         Args:
             fault: Kind of the failure.
             message: What went wrong, in one line.
+            truncated_by: Limit at which it was truncated, beside those on tokens; None: none.
         """
-        return self.finish(Score(0.0, is_correct=False, fault=fault, message=message))
+        return self.finish(Score(0.0, is_correct=False, fault=fault, message=message), truncated_by=truncated_by)
 
 
 def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -373,14 +418,17 @@ def make_environment(config: EnvironmentConfig) -> Environment:
     return RolloutFunction(function, config.rollout)
 
 
-def name_of_environment(config: EnvironmentConfig) -> str:
-    """Return what scores responses, for messages: code of the user's own by key and value."""
+def name_of_environment(config: EnvironmentConfig, name: str = "") -> str:
+    """Return what scores responses, for messages: code of the user's own by key and value, or by its name."""
     own = {ROLLOUT_KEY: config.rollout}
     if config.callable is not None and config.name == "callable":
         own["env.callable.function"] = config.callable.function
     elif config.is_custom:
         own["env.name"] = config.name
-    return " with ".join(f"{key}: {value}" for key, value in own.items() if value is not None) or "the environment"
+    return (
+        " with ".join(f"{key}: {value}" for key, value in own.items() if value is not None)
+        or f"the environment {name}".strip()
+    )
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:
