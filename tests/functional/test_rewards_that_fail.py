@@ -156,8 +156,8 @@ def test_some_failures_are_reported_at_once_and_counted(tmp_path: Path, data: Pa
     reported = [line for line in done.stdout.splitlines() if "failed to score" in line]
     assert len(reported) == 1
     assert reported[0].startswith(
-        f"warning: env.callable.function: {__name__}:fails_at_times failed to score a response, which is not trained on:"
-        " ValueError: even (test_rewards_that_fail.py:"
+        f"warning: env.callable.function: {__name__}:fails_at_times failed to score a response, which is not trained"
+        " on: ValueError: even (test_rewards_that_fail.py:"
     )
     assert "warning: the learning rate is still warming up when the run ends: 2 of the 20 steps" in done.stdout
     assert "warning: data.validation is null: there is no validation; without effect: grpo.val_period" in done.stdout

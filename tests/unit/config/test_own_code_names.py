@@ -25,9 +25,8 @@ from nemo_rl_moe.errors import ConfigurationError, one_line
 def test_a_dot_for_a_colon_has_the_right_name_as_suggestion(key: str, value: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         load_grpo_config("grpo_tiny_moe.yaml", [f"{key}={value}"], check_paths=False)
-    assert [line for line in error.value.problems if line.startswith(f"{key}: got ")][0].endswith(
-        "package.module:name; did you mean parts:rank_advantage?"
-    )
+    line = next(problem for problem in error.value.problems if problem.startswith(f"{key}: got "))
+    assert line.endswith("package.module:name; did you mean parts:rank_advantage?")
 
 
 def test_a_reference_that_is_imported_has_it_too() -> None:
