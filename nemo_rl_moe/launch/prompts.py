@@ -87,7 +87,8 @@ def read_held_out_prompts(
                 raise
             lacking.append(name)
     if lacking and not found:
-        raise DataError(f"data.validation.path: {config.data.validation} has no record of {', '.join(lacking)}")
+        path = "" if config.data.validation is None else config.data.validation.path
+        raise DataError(f"data.validation.path: {path} has no record of {', '.join(lacking)}")
     if lacking:
         console.warn(f"data.validation.path: no record is of {', '.join(lacking)}, which is not validated")
     return found[THE_ONLY_ONE] if THE_ONLY_ONE in found else interleaved(found)

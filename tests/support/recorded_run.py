@@ -148,6 +148,8 @@ def _without_ray(cluster_config: Any) -> Iterator[None]:
         patch.object(early_start, "RayCluster", lambda config: cluster),
         patch.object(model_workers, "WorkerGroup", lambda *args, **options: RecordedWorkers()),
         patch.object(environments, "RewardWorkers", lambda config: EndingRewardFunction()),
-        patch.object(grpo, "FaultWatch", lambda *args, **options: SimpleNamespace(observe=lambda trajectories: None)),
+        patch.object(
+            environments, "FaultWatch", lambda *args, **options: SimpleNamespace(observe=lambda trajectories: None)
+        ),
     ):
         yield
