@@ -5,6 +5,7 @@
 from collections.abc import Iterator
 from math import gcd
 
+from nemo_rl_moe.config.checks_libraries import LIBRARY_RULES
 from nemo_rl_moe.config.checks_rollouts import ROLLOUT_RULES
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
@@ -79,7 +80,7 @@ def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
     }
     if (example := examples.get(name)) is not None and getattr(config.env, name) is None:
         yield f"env.{name}: got null, expected a section such as {example} with env.name {name}"
-    if config.env.parameters and not is_custom(name):
+    if config.env.parameters and not is_custom(name) and not config.env.scores_trajectories:
         yield (
             f"env.parameters: got {', '.join(map(str, config.env.parameters))}, expected {{}} with env.name {name}:"
             " they are the arguments of an environment of your own"
@@ -103,7 +104,7 @@ def tools_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
 def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that prompts come from a path, or from a task that samples them."""
     for name, source in (("train", config.data.train), ("validation", config.data.validation)):
-        if source is None or source.path is not None:
+        if source is None or source.path is not None or config.env.scores_trajectories:
             continue
         if config.env.name != "reasoning_gym":
             yield (
@@ -118,6 +119,8 @@ def sampled_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that sampled prompts of training and validation have different seeds."""
     train, validation = config.data.train, config.data.validation
     if validation is None or train.path is not None or validation.path is not None:
+        return
+    if config.env.scores_trajectories and train.split != validation.split:
         return
     if train.seed == validation.seed:
         yield (
@@ -155,7 +158,7 @@ def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]
         yield f"{key}: got no name, expected a weight for each reward, such as {{accuracy: 1.0, format: 0.5}}, or null"
     elif not any(weights.values()):
         yield f"{key}: all weights are 0, so that nothing would be trained"
-    if not config.env.is_custom and config.env.rollout is None:
+    if not config.env.is_custom and config.env.driven_by is None:
         yield (
             f"{key}: got {', '.join(weights)}, expected null with env.name {config.env.name}, which gives one reward;"
             " callable gives several"
@@ -268,6 +271,7 @@ GRPO_RULES = (
     engine_has_what_it_needs,
     weights_can_travel,
     *ROLLOUT_RULES,
+    *LIBRARY_RULES,
 )
 
 

@@ -341,12 +341,14 @@ class ToolLimitsConfig(StrictModel):
 class EnvironmentConfig(StrictModel):
     """Scoring of responses."""
 
-    name: Literal["math", "exact", "reasoning_gym", "callable"] | CustomCode
+    name: Literal["math", "exact", "reasoning_gym", "callable", "verifiers"] | CustomCode
     """math: math-verify against the record's answer; exact: the same text as the record's answer; reasoning_gym: the
-    task's verifier; callable: a function; otherwise `package.module:name`, a class or function that makes an
+    task's verifier; callable: a function; verifiers: an environment of that library, which drives trajectories and scores
+    them, with its own prompts; otherwise `package.module:name`, a class or function that makes an
     environment of your own."""
     parameters: dict[str, Any]
-    """Named arguments of an environment of your own; {}: none."""
+    """Named arguments of an environment of your own; of verifiers `id`, the environment's name, and the arguments of its
+    `load_environment`; {}: none."""
     num_workers: Processes
     """Processes that score."""
     timeout_s: Seconds
@@ -394,6 +396,16 @@ class EnvironmentConfig(StrictModel):
     later; keep: the sequence goes on with all tokens that are there."""
 
     @property
+    def driven_by(self) -> str | None:
+        """Return the code of the user's or of a library that drives trajectories; None: none does."""
+        return self.rollout or (f"{self.name} {self.parameters['id']}" if self.scores_trajectories else None)
+
+    @property
+    def scores_trajectories(self) -> bool:
+        """Return whether an environment of a library makes trajectories with their scores; no reward function does."""
+        return self.name == "verifiers"
+
+    @property
     def is_custom(self) -> bool:
         """Return whether custom code scores: it may read a whole record, and give several rewards by name."""
         return self.name == "callable" or is_custom(self.name)
@@ -404,11 +416,13 @@ class PromptSourceConfig(StrictModel):
 
     path: Text | None
     """A `.jsonl` file, a `.txt` file of one prompt a line (for rewards without an answer), or a name or folder that
-    `datasets.load_dataset` takes; null: sampled from `env.reasoning_gym`. A prompt that stands there several times is
+    `datasets.load_dataset` takes; null: sampled from `env.reasoning_gym`, or the data of an
+    environment of verifiers. A prompt that stands there several times is
     taken once: `grpo.max_num_epochs` repeats all of them. Held-out prompts that are training prompts too are left out,
     unless both paths are the same."""
     split: Text
-    """The split to take of a dataset; a `.jsonl` file has none and ignores it."""
+    """The split to take of a dataset; a `.jsonl` file has none and ignores it. Of an environment of verifiers, train is
+    its data to train on, and any other its data to evaluate with."""
     num_items: PositiveInt | None
     """Number of prompts to draw when `path` is null; otherwise the most to read, repeats not counted,
     null: all."""

@@ -31,6 +31,7 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.registry import EngineSetup, make_engine
 from nemo_rl_moe.launch.asynchronous import RolloutPlan, plan_rollouts, running_source, state_at
+from nemo_rl_moe.launch.libraries import NoRewardFunction, library_environment
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, images_of_data
 from nemo_rl_moe.launch.tools import (
@@ -43,7 +44,9 @@ from nemo_rl_moe.launch.tools import (
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.image_rules import ImageRule
+from nemo_rl_moe.rewards.interface import BatchReward
 from nemo_rl_moe.rewards.registry import make_reward_function
+from nemo_rl_moe.rewards.verifiers_library import load_verifiers
 from nemo_rl_moe.rewards.worker_pool import RewardWorkers
 from nemo_rl_moe.rollouts.environment import Environment, make_environment
 from nemo_rl_moe.rollouts.faults import FaultWatch
@@ -152,7 +155,11 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     Raises:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
     """
-    make_reward_function(config.env)  # so that what is wrong with it is reported before a worker starts
+    # So that what is wrong with it is reported before a worker starts.
+    if config.env.scores_trajectories:
+        load_verifiers(config.env.parameters)
+    else:
+        make_reward_function(config.env)
     check_estimator(config)
     check_objective(config.loss_fn)
     environment = make_environment(config.env)
@@ -163,6 +170,8 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
     tools = prepare_tools(config, model.tokenizer, sampling.stop_token_ids)
     training = read_prompts(config, config.data.train, model.tokenizer, run.console, image_rule=model.image_rule)
+    if config.env.scores_trajectories:
+        environment = library_environment(config, model.tokenizer, sampling.stop_token_ids, training)
     held_out: Sequence[Prompt] = ()
     if config.data.validation is not None:
         is_overfitting = is_same_file(config.data.train, config.data.validation)
@@ -241,7 +250,9 @@ def start_rollouts(
     config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", prepared: PreparedRollouts
 ) -> RolloutWorker:
     """Start the workers of rewards and tools, and the generation engine, for the rest of the run."""
-    reward_function = run.use(running_reward_workers(config, run.console))
+    reward_function: BatchReward = NoRewardFunction()
+    if not config.env.scores_trajectories:
+        reward_function = run.use(running_reward_workers(config, run.console))
     tokenizer = prepared.model.tokenizer
     notices = Notices(run.console.message, run.console.warn)
     environment = prepared.environment
@@ -262,7 +273,9 @@ def start_rollouts(
             warn=run.console.warn,
         ).observe,
         config.env.reward_weights,
-        RolloutLimits(config.env.rollout_timeout_s, config.env.rollout, run.stop_reason, notices.message, notices.warn),
+        RolloutLimits(
+            config.env.rollout_timeout_s, config.env.driven_by, run.stop_reason, notices.message, notices.warn
+        ),
         num_attempts=2 if config.env.on_failure == "retry" else 1,
         continuation=continuation_of(config, tokenizer),
     )
@@ -326,7 +339,8 @@ def read_prompts(
         DataError: A file is missing, a line cannot be used, or no prompt is left.
     """
     longest = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
-    what = f"reading {source.path}" if source.path else f"sampling {source.num_items} prompts"
+    drawn = f"sampling {source.num_items} prompts" if source.num_items is not None else "reading prompts"
+    what = f"reading {source.path}" if source.path else drawn
     with console.phase(what), load_limit(config.data.load_timeout_s, source.path or "sampled prompts"):
         images = images_of_data(config.data, source.path, tokenizer, image_rule)
         prompts = load_prompts(
