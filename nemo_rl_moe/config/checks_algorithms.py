@@ -89,14 +89,15 @@ def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
 
 def tools_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that nothing else drives the conversation in which tools are called, or defines them."""
-    if not config.env.tools:
+    env = config.env
+    if not env.has_tools:
         return
-    named = ", ".join(config.env.tools)
+    key, named = ("env.tools", ", ".join(env.tools)) if env.tools else ("env.mcp_servers", ", ".join(env.mcp_servers))
     if config.env.rollout is not None:
-        yield f"env.tools: got {named}, expected [] with env.rollout {config.env.rollout}, which drives trajectories"
+        yield f"{key}: got {named}, expected none with env.rollout {config.env.rollout}, which drives trajectories"
     if config.data.tools:
         yield (
-            f"data.tools: got {len(config.data.tools)}, expected [] with env.tools {named}: the chat template gets the"
+            f"data.tools: got {len(config.data.tools)}, expected [] with {key} {named}: the chat template gets the"
             " definitions of those"
         )
 

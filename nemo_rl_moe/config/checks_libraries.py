@@ -21,6 +21,8 @@ def verifiers_drives_trajectories(config: "GRPOMasterConfig") -> Iterator[str]:
         yield f"env.rollout: got {env.rollout}, expected null {with_it}, whose environment drives trajectories"
     if env.tools:
         yield f"env.tools: got {', '.join(env.tools)}, expected [] {with_it}, whose environment has its own"
+    if env.mcp_servers:
+        yield f"env.mcp_servers: got {', '.join(env.mcp_servers)}, expected {{}} {with_it}, which has its own tools"
     if env.reward_weights is not None:
         yield f"env.reward_weights: got {', '.join(env.reward_weights)}, expected null {with_it}: its rubric has weights"
     if env.answer_after is not None:

@@ -338,6 +338,17 @@ class ToolLimitsConfig(StrictModel):
     """Megabytes that the tools of a process may take."""
 
 
+class McpServerConfig(StrictModel):
+    """A server of the Model Context Protocol, which speaks through its standard input and output."""
+
+    command: Text
+    """The program: on the path, or its file."""
+    args: list[str] = []
+    """Its arguments."""
+    env: dict[str, str] = {}
+    """Variables of its environment beside PATH, HOME and the like: it sees no others of the run's."""
+
+
 class EnvironmentConfig(StrictModel):
     """Scoring of responses."""
 
@@ -347,8 +358,8 @@ class EnvironmentConfig(StrictModel):
     them, with its own prompts; otherwise `package.module:name`, a class or function that makes an
     environment of your own."""
     parameters: dict[str, Any]
-    """Named arguments of an environment of your own; of verifiers `id`, the environment's name, and the arguments of its
-    `load_environment`; {}: none."""
+    """Named arguments of an environment of your own; of verifiers `id`, the environment's name, and the arguments of
+    its `load_environment`; {}: none."""
     num_workers: Processes
     """Processes that score."""
     timeout_s: Seconds
@@ -380,6 +391,9 @@ class EnvironmentConfig(StrictModel):
     tools: list[Text]
     """Tools that the model may call, until it answers without a call: `package.module:function`, typed and with a
     docstring, or calculator, python, search; []: none."""
+    mcp_servers: dict[Text, McpServerConfig]
+    """MCP servers by names of your choice, whose tools the model may call too; each process that runs tools starts its
+    own; {}: none."""
     tool_parameters: dict[str, dict[str, Any]]
     """Values of keyword-only parameters of tools, by the name of the tool: the model does not see them; {}: none."""
     tool_format: Text | None
@@ -387,13 +401,18 @@ class EnvironmentConfig(StrictModel):
     mistral_args, llama3_json, function_calls, harmony, or `package.module:FORMAT`; null: the one that the chat template
     writes."""
     tool_limits: ToolLimitsConfig
-    """Read when there are `tools`."""
+    """Read when there are `tools` or `mcp_servers`."""
     max_turns: PositiveInt
     """Most responses of a trajectory with `tools`; calls in the last one are not made."""
     rewritten_turns: Literal["begin_anew", "keep"]
     """What `session.append_message` does where the chat template now renders earlier turns in another way, such as
     without their thinking. begin_anew: a new training sequence begins with a fresh rendering, as the model is used
     later; keep: the sequence goes on with all tokens that are there."""
+
+    @property
+    def has_tools(self) -> bool:
+        """Return whether the model may call tools of the run."""
+        return bool(self.tools or self.mcp_servers)
 
     @property
     def driven_by(self) -> str | None:

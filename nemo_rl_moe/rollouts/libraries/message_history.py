@@ -4,6 +4,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from nemo_rl_moe.data.messages import Message, content_text
 from nemo_rl_moe.rollouts.environment import Session, Turn
@@ -81,8 +82,6 @@ def _known_call(call: object) -> tuple[str, str]:
     function = call.get("function", call) if isinstance(call, Mapping) else {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError):
             arguments = json.loads(arguments)
-        except ValueError:
-            pass
     return str(function.get("name")), json.dumps(arguments, sort_keys=True, default=str)

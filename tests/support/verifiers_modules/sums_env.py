@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of the verifiers library for its tests: sums in one turn, with a tool, and with questions asked again."""
+"""Environments of the verifiers library for its tests: sums in one turn, with a tool, and asked again."""
 
 import time
 from typing import Any

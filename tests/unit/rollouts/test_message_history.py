@@ -28,7 +28,9 @@ def said(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def play(histories: Sequence[Sequence[Message]], *responses: str, max_tokens: int = 10_000) -> tuple[Session, list[str]]:
+def play(
+    histories: Sequence[Sequence[Message]], *responses: str, max_tokens: int = 10_000
+) -> tuple[Session, list[str]]:
     """Send histories, and note each response as it came."""
     session = scripted_session(QWEN, [QUESTION], [ended(each) for each in responses], max_tokens=max_tokens)
     history = MessageHistory(session)
@@ -104,5 +106,3 @@ def test_what_does_not_fit_ends_the_trajectory_as_one_that_was_cut(second: list[
     found = finished(session)
     assert (found.finish_reason, found.num_sequences) == ("length", 1)
     assert "do not fit" in found.overlong
-
-

@@ -5,8 +5,7 @@
 import asyncio
 import json
 import signal
-import sys
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def play(parameters: dict[str, Any], *responses: str, max_tokens: int = 10_000) 
         continuation=Continuation(QWEN.tokenizer),
         max_tokens=max_tokens,
     )
-    session.prompt.record = record.record  # type: ignore[misc]
+    session.prompt = replace(session.prompt, record=record.record)
     tool_format = format_of(QWEN.tokenizer, None, NO_INPUTS) if record.inputs.tools else None
     environment = verifiers_library.load_verifiers(config.parameters)
     rollout = VerifiersRollout(environment, tool_format, score_truncated=False)
@@ -113,7 +112,9 @@ def test_a_reward_function_that_raises_counts_as_the_library_counts_it() -> None
 def test_what_does_not_fit_ends_as_one_that_was_cut() -> None:
     session, _ = play({"kind": "tool"}, called(a=40, b=2), "ANSWER")
     prompt = len(session.prompt.token_ids)
-    _, found = play({"kind": "tool"}, called(a=40, b=2), "ANSWER", max_tokens=prompt + len(session.turns[0].token_ids) + 3)
+    _, found = play(
+        {"kind": "tool"}, called(a=40, b=2), "ANSWER", max_tokens=prompt + len(session.turns[0].token_ids) + 3
+    )
     assert (found.finish_reason, found.num_turns, found.reward, found.fault) == ("length", 1, 0.0, None)
 
 
@@ -127,7 +128,10 @@ def test_the_runs_signals_are_still_its_own() -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"id": "sums_envv"}, r"env.parameters.id: got 'sums_envv', but there is no module sums_envv.*there are:.*sums_env"),
+        (
+            {"id": "sums_envv"},
+            r"env.parameters.id: got 'sums_envv', but there is no module sums_envv.*there are:.*sums_env",
+        ),
         ({"id": "json"}, "the module json has no function load_environment"),
         ({"id": "sums-env", "reward": "none"}, r"sums-env cannot be made with reward: ValueError: no reward none"),
         ({"id": "sums-env", "colour": 1}, "sums-env cannot be made with colour: TypeError"),
