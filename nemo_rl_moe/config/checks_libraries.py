@@ -24,7 +24,8 @@ def verifiers_drives_trajectories(config: "GRPOMasterConfig") -> Iterator[str]:
     if env.mcp_servers:
         yield f"env.mcp_servers: got {', '.join(env.mcp_servers)}, expected {{}} {with_it}, which has its own tools"
     if env.reward_weights is not None:
-        yield f"env.reward_weights: got {', '.join(env.reward_weights)}, expected null {with_it}: its rubric has weights"
+        weights = ", ".join(env.reward_weights)
+        yield f"env.reward_weights: got {weights}, expected null {with_it}, whose rubric has its own"
     if env.answer_after is not None:
         yield f"env.answer_after: got {env.answer_after!r}, expected null {with_it}: its rubric reads whole responses"
     if data.tools:

@@ -343,9 +343,9 @@ class McpServerConfig(StrictModel):
 
     command: Text
     """The program: on the path, or its file."""
-    args: list[str] = []
+    args: list[str] = Field(default_factory=list)
     """Its arguments."""
-    env: dict[str, str] = {}
+    env: dict[str, str] = Field(default_factory=dict)
     """Variables of its environment beside PATH, HOME and the like: it sees no others of the run's."""
 
 
@@ -354,9 +354,9 @@ class EnvironmentConfig(StrictModel):
 
     name: Literal["math", "exact", "reasoning_gym", "callable", "verifiers"] | CustomCode
     """math: math-verify against the record's answer; exact: the same text as the record's answer; reasoning_gym: the
-    task's verifier; callable: a function; verifiers: an environment of that library, which drives trajectories and scores
-    them, with its own prompts; otherwise `package.module:name`, a class or function that makes an
-    environment of your own."""
+    task's verifier; callable: a function; verifiers: an environment of that library, with its own prompts, which drives
+    trajectories and scores them; otherwise `package.module:name`, a class or function that makes an environment of your
+    own."""
     parameters: dict[str, Any]
     """Named arguments of an environment of your own; of verifiers `id`, the environment's name, and the arguments of
     its `load_environment`; {}: none."""

@@ -367,7 +367,7 @@ BROKEN = [
     (
         ("env.tools=[calculator]", "env.rollout=my_module:ask"),
         "tools_have_a_conversation",
-        "env.tools: got calculator, expected [] with env.rollout my_module:ask, which drives trajectories",
+        "env.tools: got calculator, expected none with env.rollout my_module:ask, which drives trajectories",
     ),
     (
         ("env.tools=[calculator]", "data.tools=[{type: function, function: {name: add}}]"),
