@@ -77,10 +77,14 @@ def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
     examples = {
         "reasoning_gym": "{task: basic_arithmetic, parameters: {}, partial_credit: false}",
         "callable": '{function: "my_module:score"}',
+        "openenv": (
+            '{app: "my_env.server.app:app", url: null, num_servers: 1, sessions_per_server: 1, action_key: message,'
+            " observation_key: echoed_message}"
+        ),
     }
     if (example := examples.get(name)) is not None and getattr(config.env, name) is None:
         yield f"env.{name}: got null, expected a section such as {example} with env.name {name}"
-    if config.env.parameters and not is_custom(name) and not config.env.scores_trajectories:
+    if config.env.parameters and not is_custom(name) and not config.env.has_own_prompts:
         yield (
             f"env.parameters: got {', '.join(map(str, config.env.parameters))}, expected {{}} with env.name {name}:"
             " they are the arguments of an environment of your own"
@@ -105,7 +109,7 @@ def tools_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
 def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that prompts come from a path, or from a task that samples them."""
     for name, source in (("train", config.data.train), ("validation", config.data.validation)):
-        if source is None or source.path is not None or config.env.scores_trajectories:
+        if source is None or source.path is not None or config.env.has_own_prompts:
             continue
         if config.env.name != "reasoning_gym":
             yield (
@@ -121,7 +125,7 @@ def sampled_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
     train, validation = config.data.train, config.data.validation
     if validation is None or train.path is not None or validation.path is not None:
         return
-    if config.env.scores_trajectories and train.split != validation.split:
+    if config.env.has_own_prompts and train.split != validation.split:
         return
     if train.seed == validation.seed:
         yield (

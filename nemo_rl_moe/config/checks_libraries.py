@@ -37,8 +37,25 @@ def verifiers_drives_trajectories(config: "GRPOMasterConfig") -> Iterator[str]:
             yield f"data.{key}.path: got {source.path}, expected null {with_it}, whose environment has its own data"
 
 
+def openenv_drives_trajectories(config: "GRPOMasterConfig") -> Iterator[str]:
+    """Check that an OpenEnv environment has a server, and that nothing else does what it does."""
+    env, with_it = config.env, "with env.name openenv"
+    if env.name != "openenv" or env.openenv is None:
+        return
+    if (env.openenv.app is None) == (env.openenv.url is None):
+        both = "null, and so is" if env.openenv.app is None else f"{env.openenv.app}, and there is"
+        yield f"env.openenv.app: got {both} env.openenv.url, expected one of them"
+    if env.rollout is not None:
+        yield f"env.rollout: got {env.rollout}, expected null {with_it}, whose server drives trajectories"
+    if env.has_tools:
+        named = ", ".join([*env.tools, *env.mcp_servers])
+        yield f"env.tools and env.mcp_servers: got {named}, expected none {with_it}, whose actions are responses"
+    if env.reward_weights is not None:
+        yield f"env.reward_weights: got {', '.join(env.reward_weights)}, expected null {with_it}: it gives one reward"
+
+
 def _got(value: object) -> str:
     return "is missing" if value is None else f"got {value!r}"
 
 
-LIBRARY_RULES = (verifiers_drives_trajectories,)
+LIBRARY_RULES = (verifiers_drives_trajectories, openenv_drives_trajectories)

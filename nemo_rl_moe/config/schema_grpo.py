@@ -349,13 +349,32 @@ class McpServerConfig(StrictModel):
     """Variables of its environment beside PATH, HOME and the like: it sees no others of the run's."""
 
 
+class OpenEnvConfig(StrictModel):
+    """Servers of an OpenEnv environment."""
+
+    app: Text | None
+    """`package.module:app`, an app that `openenv.core.create_app` makes; the run serves it on the loopback interface.
+    null: `url`."""
+    url: Text | None
+    """Address of a server that runs already; null: `app`."""
+    num_servers: Processes
+    """Processes that serve `app`; a `url` is one server."""
+    sessions_per_server: PositiveInt
+    """Episodes that a server takes at a time, its `max_concurrent_envs`; other trajectories wait."""
+    action_key: Text
+    """Field of an action that takes the model's response."""
+    observation_key: Text
+    """Field of an observation that the model reads."""
+
+
 class EnvironmentConfig(StrictModel):
     """Scoring of responses."""
 
-    name: Literal["math", "exact", "reasoning_gym", "callable", "verifiers"] | CustomCode
+    name: Literal["math", "exact", "reasoning_gym", "callable", "verifiers", "openenv"] | CustomCode
     """math: math-verify against the record's answer; exact: the same text as the record's answer; reasoning_gym: the
     task's verifier; callable: a function; verifiers: an environment of that library, with its own prompts, which drives
-    trajectories and scores them; otherwise `package.module:name`, a class or function that makes an environment of your
+    trajectories and scores them; openenv: servers of an OpenEnv environment, which do the same for the data's prompts;
+    otherwise `package.module:name`, a class or function that makes an environment of your
     own."""
     parameters: dict[str, Any]
     """Named arguments of an environment of your own; of verifiers `id`, the environment's name, and the arguments of
@@ -378,6 +397,8 @@ class EnvironmentConfig(StrictModel):
     """Read when `name` is reasoning_gym."""
     callable: CallableConfig | None
     """Read when `name` is callable."""
+    openenv: OpenEnvConfig | None
+    """Read when `name` is openenv."""
     reward_weights: dict[RewardName, RewardWeight] | None
     """Weights of several rewards by their names, of which the weighted sum is trained on and each is logged; 0: logged
     alone. Every response has to get each of them. null: a response gets one number."""
@@ -417,11 +438,16 @@ class EnvironmentConfig(StrictModel):
     @property
     def driven_by(self) -> str | None:
         """Return the code of the user's or of a library that drives trajectories; None: none does."""
-        return self.rollout or (f"{self.name} {self.parameters['id']}" if self.scores_trajectories else None)
+        return self.rollout or (self.name if self.scores_trajectories else None)
 
     @property
     def scores_trajectories(self) -> bool:
         """Return whether an environment of a library makes trajectories with their scores; no reward function does."""
+        return self.name in ("verifiers", "openenv")
+
+    @property
+    def has_own_prompts(self) -> bool:
+        """Return whether prompts are the environment's own data."""
         return self.name == "verifiers"
 
     @property

@@ -239,7 +239,7 @@ def _sampled(
     source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig | None
 ) -> tuple[LineSource[PromptRecord], int]:
     """Sample prompts from the task, and count the repeats among the samples; or take those of the environment."""
-    if env is not None and env.scores_trajectories:
+    if env is not None and env.has_own_prompts:
         return verifiers_prompts(source, env), 0
     if env is None or env.reasoning_gym is None or source.num_items is None:
         raise ConfigurationError(

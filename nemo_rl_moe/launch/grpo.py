@@ -31,7 +31,7 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.registry import EngineSetup, make_engine
 from nemo_rl_moe.launch.asynchronous import RolloutPlan, plan_rollouts, running_source, state_at
-from nemo_rl_moe.launch.libraries import NoRewardFunction, library_environment
+from nemo_rl_moe.launch.libraries import NoRewardFunction, check_library, library_environment, running_openenv
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, images_of_data
 from nemo_rl_moe.launch.tools import (
@@ -46,7 +46,6 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.image_rules import ImageRule
 from nemo_rl_moe.rewards.interface import BatchReward
 from nemo_rl_moe.rewards.registry import make_reward_function
-from nemo_rl_moe.rewards.verifiers_library import load_verifiers
 from nemo_rl_moe.rewards.worker_pool import RewardWorkers
 from nemo_rl_moe.rollouts.environment import Environment, make_environment
 from nemo_rl_moe.rollouts.faults import FaultWatch
@@ -157,7 +156,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     """
     # So that what is wrong with it is reported before a worker starts.
     if config.env.scores_trajectories:
-        load_verifiers(config.env.parameters)
+        check_library(config.env)
     else:
         make_reward_function(config.env)
     check_estimator(config)
@@ -170,7 +169,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
     tools = prepare_tools(config, model.tokenizer, sampling.stop_token_ids)
     training = read_prompts(config, config.data.train, model.tokenizer, run.console, image_rule=model.image_rule)
-    if config.env.scores_trajectories:
+    if config.env.has_own_prompts:
         environment = library_environment(config, model.tokenizer, sampling.stop_token_ids, training)
     held_out: Sequence[Prompt] = ()
     if config.data.validation is not None:
@@ -256,6 +255,8 @@ def start_rollouts(
     tokenizer = prepared.model.tokenizer
     notices = Notices(run.console.message, run.console.warn)
     environment = prepared.environment
+    if config.env.openenv is not None and config.env.scores_trajectories:
+        environment = run.use(running_openenv(config.env, run.console))
     if prepared.tools is not None:
         workers = run.use(running_tool_workers(config.env, run.console))
         environment = prepared.tools.environment(config.env, workers, notices.warn)

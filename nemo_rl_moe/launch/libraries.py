@@ -2,18 +2,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments of other libraries: checked before anything starts."""
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.tools import continuation_of
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rewards.verifiers_library import load_verifiers
 from nemo_rl_moe.rollouts.environment import Environment, RolloutFunction
+from nemo_rl_moe.rollouts.libraries.openenv_environment import OpenEnvRollout
+from nemo_rl_moe.rollouts.libraries.openenv_servers import OpenEnvServer
 from nemo_rl_moe.rollouts.libraries.verifiers_environment import VerifiersRollout
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.tools.detection import format_of, require_continuable
 from nemo_rl_moe.tools.formats.interface import ToolFormat
 
@@ -27,6 +34,35 @@ class NoRewardFunction:
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         """Refuse to score."""
         raise NotImplementedError("the environment scores its trajectories itself")
+
+
+def check_library(env: EnvironmentConfig) -> None:
+    """Check that the library of an environment is there, and the environment too where that starts nothing.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    if env.has_own_prompts:
+        load_verifiers(env.parameters)
+    elif importlib.util.find_spec("openenv") is None:
+        raise ConfigurationError("env.name: openenv cannot be imported; pip install 'nemo-rl-moe[openenv]'")
+
+
+@contextmanager
+def running_openenv(env: EnvironmentConfig, console: ConsoleLogger) -> Iterator[Environment]:
+    """Start the servers of an OpenEnv environment, and stop them whatever happens."""
+    assert env.openenv is not None  # a rule of the configuration
+    app = env.openenv.app
+    servers = [] if app is None else [OpenEnvServer(app) for _ in range(env.openenv.num_servers)]
+    with ExitStack() as stack:
+        if servers:
+            with console.phase(f"starting the servers of the environment ({app})"):
+                for server in servers:
+                    stack.callback(server.stop)
+                    server.start()
+                for server in servers:
+                    server.wait()
+        yield RolloutFunction(OpenEnvRollout(servers, env), str(env.driven_by))
 
 
 def library_environment(

@@ -50,6 +50,7 @@ def env_config() -> Callable[..., EnvironmentConfig]:
             "score_truncated": False,
             "reasoning_gym": None,
             "callable": None,
+            "openenv": None,
             "reward_weights": None,
             "parameters": {},
             "rollout": None,
