@@ -26,12 +26,12 @@ from tests.support.trajectories import only_sequence, sampled_ids
 QWEN = ALL["Qwen2.5, Qwen2-MoE"]
 APP = "tests.support.openenv_app:app"
 LIMIT_S = 120.0
-without_library = "without openenv-core: pip install openenv-core in an environment of its own"
+WITHOUT = "without openenv-core: make test-libraries"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[OpenEnvServer]:
-    pytest.importorskip("openenv", reason=without_library)
+    pytest.importorskip("openenv", reason=WITHOUT)
     running = OpenEnvServer(APP)
     running.start()
     running.wait()
@@ -130,7 +130,7 @@ def test_it_listens_on_the_loopback_interface_alone(server: OpenEnvServer) -> No
 
 
 def test_a_server_ends_with_the_process_that_started_it() -> None:
-    pytest.importorskip("openenv", reason=without_library)
+    pytest.importorskip("openenv", reason=WITHOUT)
     code = (
         "from nemo_rl_moe.rollouts.libraries.openenv_servers import OpenEnvServer\n"
         f"server = OpenEnvServer({APP!r})\n"
