@@ -252,7 +252,7 @@ $(TRL_STAMP): $(STAMP)
 # An environment that sees the packages of .venv behind its own: $(call MAKE_BESIDE,FOLDER,PACKAGES).
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 define MAKE_BESIDE
-	@echo "[install] $(2), for the tests of environments from other libraries"
+	@echo '[install] $(2), for the tests of environments from other libraries'
 	@rm -rf $(1)
 	@$(VENV)/bin/python -m venv $(1)
 	@$(VENV)/bin/python -c '$(PURELIB)' > "$$($(1)/bin/python -c '$(PURELIB)')/behind.pth"
