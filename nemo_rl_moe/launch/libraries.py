@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
-from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.tools import continuation_of
@@ -65,32 +64,35 @@ def running_openenv(env: EnvironmentConfig, console: ConsoleLogger) -> Iterator[
         yield RolloutFunction(OpenEnvRollout(servers, env), str(env.driven_by))
 
 
-def library_environment(
-    config: GRPOMasterConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    stop_token_ids: Sequence[int],
-    prompts: Sequence[Prompt],
+def library_driver(
+    config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: Sequence[int], name: str
 ) -> Environment:
-    """Return the environment of the library that a configuration names.
+    """Return the driver of an environment that is the library's own object.
 
     Args:
-        prompts: Those to train on; their tools are the environment's.
+        name: Of the environment in the run.
 
     Raises:
         ConfigurationError: There is no such environment, or the chat template cannot show calls of its tools.
     """
-    env = config.env
+    env = config.env.environments[name]
+    environment = load_verifiers(env.parameters)
     tool_format = None
-    if any(prompt.inputs.tools for prompt in prompts):
-        tool_format = _tool_format(config, tokenizer, stop_token_ids)
-    rollout = VerifiersRollout(load_verifiers(env.parameters), tool_format, score_truncated=env.score_truncated)
-    return RolloutFunction(rollout, str(env.driven_by))
+    try:
+        tool_format = _tool_format(config, tokenizer, stop_token_ids, name)
+    except ConfigurationError:  # rows of its data may have tools too, which the template then does not show
+        if environment.tool_defs:
+            raise
+    return RolloutFunction(
+        VerifiersRollout(environment, tool_format, score_truncated=env.score_truncated), str(env.driven_by)
+    )
 
 
 def _tool_format(
-    config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: Sequence[int]
+    config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: Sequence[int], name: str
 ) -> ToolFormat:
-    tool_format = format_of(tokenizer, config.env.tool_format, run_wide_inputs([], config.data.chat_template_kwargs))
+    kwargs = config.data.chat_template_kwargs
+    tool_format = format_of(tokenizer, config.env.environments[name].tool_format, run_wide_inputs([], kwargs))
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    require_continuable(continuation_of(config, tokenizer), tool_format, encode, stop_token_ids)
+    require_continuable(continuation_of(config, tokenizer, name), tool_format, encode, stop_token_ids)
     return tool_format

@@ -241,7 +241,7 @@ def test_there_are_commands_and_code_to_test() -> None:
     }
     # None is missed for standing in a form that `commands` does not know.
     assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)
-    assert len(PYTHON_BLOCKS) == 19
+    assert len(PYTHON_BLOCKS) == 20
 
 
 def write_demo_run() -> None:
@@ -353,6 +353,16 @@ def test_a_second_question(tmp_path: Path) -> None:
         ("user", "You said 361. Are you sure?"),
         ("assistant", "Yes."),
     ]
+
+
+def test_a_second_try(tmp_path: Path) -> None:
+    rollout = run_block(PYTHON_BLOCKS[MODULES["second_try"]], tmp_path)["second_try"]
+    assert callable(rollout)
+    for score, turn_rewards in ((1.0, ()), (0.0, (-0.2, 0.0))):
+        question = [{"role": "user", "content": "12*30+1="}]
+        session = scripted_session(ALL["Qwen2.5, Qwen2-MoE"], question, ["360<|im_end|>"] * 2, reward=score)
+        found = asyncio.run(rollout(session))
+        assert (found.turn_rewards, found.reward) == (turn_rewards, score + sum(turn_rewards))
 
 
 def test_a_calculator(tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ def main(app: str, port: int) -> None:  # pragma: no cover  (runs in another pro
 
 
 def _end_with_the_run() -> None:  # pragma: no cover
-    sys.stdin.buffer.read()  # the run holds the other end, whatever ends it
+    # The run holds the other end, whatever ends it. Not `sys.stdin`, whose lock a process may not hold at its end.
+    while os.read(0, 1):
+        pass
     os._exit(ENDED)
 
 
