@@ -114,7 +114,7 @@ def grpo_best_metric(config: GRPOMasterConfig) -> str:
 def _says_right_or_wrong(env: EnvironmentConfig) -> bool:
     partial_credit = env.reasoning_gym is not None and env.reasoning_gym.partial_credit
     says_it = env.name in ("math", "exact") or (env.name == "reasoning_gym" and not partial_credit)
-    return says_it and env.rollout is None
+    return says_it and env.driven_by is None
 
 
 def places_of_engines(config: GRPOMasterConfig) -> Mapping[str, str]:

@@ -5,6 +5,7 @@
 from collections.abc import Iterator
 from math import gcd
 
+from nemo_rl_moe.config.checks_libraries import LIBRARY_RULES
 from nemo_rl_moe.config.checks_mixture import MIXTURE_RULES
 from nemo_rl_moe.config.checks_rollouts import ROLLOUT_RULES
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
@@ -78,12 +79,16 @@ def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
     examples = {
         "reasoning_gym": "{task: basic_arithmetic, parameters: {}, partial_credit: false}",
         "callable": '{function: "my_module:score"}',
+        "openenv": (
+            '{app: "my_env.server.app:app", url: null, num_servers: 1, sessions_per_server: 1, action_key: message,'
+            " observation_key: echoed_message}"
+        ),
     }
     for key, env in _environments(config):
         name = env.name
         if (example := examples.get(name)) is not None and getattr(env, name) is None:
             yield f"{key}.{name}: got null, expected a section such as {example} with {key}.name {name}"
-        if env.parameters and not is_custom(name):
+        if env.parameters and not is_custom(name) and not env.has_own_prompts:
             yield (
                 f"{key}.parameters: got {', '.join(map(str, env.parameters))}, expected {{}} with {key}.name {name}:"
                 " they are the arguments of an environment of your own"
@@ -93,14 +98,16 @@ def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
 def tools_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that nothing else drives the conversation in which tools are called, or defines them."""
     for key, env in _environments(config):
-        if not env.tools:
+        if not env.has_tools:
             continue
-        named = ", ".join(env.tools)
+        which, named = ("tools", ", ".join(env.tools)) if env.tools else ("mcp_servers", ", ".join(env.mcp_servers))
         if env.rollout is not None:
-            yield f"{key}.tools: got {named}, expected [] with {key}.rollout {env.rollout}, which drives trajectories"
+            yield (
+                f"{key}.{which}: got {named}, expected none with {key}.rollout {env.rollout}, which drives trajectories"
+            )
         if config.data.tools:
             yield (
-                f"data.tools: got {len(config.data.tools)}, expected [] with {key}.tools {named}: the chat template"
+                f"data.tools: got {len(config.data.tools)}, expected [] with {key}.{which} {named}: the chat template"
                 " gets the definitions of those"
             )
 
@@ -113,7 +120,7 @@ def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
         name = key.removeprefix("data").removeprefix(".environments.")
         env = config.env.environments.get(name, config.env)
         for kind, source in (("train", data.train), ("validation", data.validation)):
-            if source is None or source.path is not None:
+            if source is None or source.path is not None or env.has_own_prompts:
                 continue
             if env.name != "reasoning_gym":
                 yield (
@@ -129,6 +136,9 @@ def sampled_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
     for key, data in config.data.sources():
         train, validation = data.train, data.validation
         if validation is None or train.path is not None or validation.path is not None:
+            continue
+        name = key.removeprefix("data").removeprefix(".environments.")
+        if config.env.environments.get(name, config.env).has_own_prompts and train.split != validation.split:
             continue
         if train.seed == validation.seed:
             yield (
@@ -174,7 +184,7 @@ def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]
             yield f"{key}: got no name, expected a weight for each reward, such as {example}, or null"
         elif not any(weights.values()):
             yield f"{key}: all weights are 0, so that nothing would be trained"
-        if not env.is_custom and env.rollout is None:
+        if not env.is_custom and env.driven_by is None:
             yield (
                 f"{key}: got {', '.join(weights)}, expected null with {section}.name {env.name}, which gives one"
                 " reward; callable gives several"
@@ -288,6 +298,7 @@ GRPO_RULES = (
     engine_has_what_it_needs,
     weights_can_travel,
     *ROLLOUT_RULES,
+    *LIBRARY_RULES,
 )
 
 

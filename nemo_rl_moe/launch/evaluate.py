@@ -79,7 +79,7 @@ def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | N
     ) as progress:
         answer_in_chunks(config, worker.engine)
         if all(
-            env.rollout is None for env in config.env.environments.values()
+            env.driven_by is None for env in config.env.environments.values()
         ):  # of several turns, how many there will be is not known
             worker = replace(worker, report_progress=lambda done: progress(done / number))
         failures = failure_rule(config)

@@ -242,7 +242,7 @@ def start_rollouts(
         name: start_environment(config, run, name, each, tokenizer, notices)
         for name, each in prepared.environments.items()
     }
-    driven = [env.rollout for env in config.env.environments.values() if env.rollout is not None]
+    driven = [env.driven_by for env in config.env.environments.values() if env.driven_by is not None]
     only = started.get(THE_ONLY_ONE)
     return RolloutWorker(
         start_engine(config, run, policy, prepared.model),

@@ -4,7 +4,7 @@
 
 import inspect
 from asyncio import CancelledError
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -29,7 +29,7 @@ from nemo_rl_moe.rewards.interface import (
     with_turn_rewards,
 )
 from nemo_rl_moe.rollouts.conversation import Conversation
-from nemo_rl_moe.rollouts.growing_sequence import GrowingSequences
+from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
 from nemo_rl_moe.rollouts.trajectory import FinishReason, Trajectory
 
 KEPT_MASS = "sampling_kept_mass"
@@ -40,12 +40,17 @@ Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
 SubmitRequest = Callable[[GenerationRequest], Awaitable[GeneratedSequence]]
 SubmitItem = Callable[[ScoringItem], Awaitable[Score]]
+WaitAside = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 
 ROLLOUT_KEY = "env.rollout"
 _TAIL_TOKENS = 16
 _EXPECTED = "the Trajectory that session.finish(score) of its own session makes"
 _RESPONSE, _SCORE = "a response", "a score"
 _ONE_AT_A_TIME = "a session does one thing at a time: await each before the next"
+
+
+async def _awaited(what: Coroutine[Any, Any, None]) -> None:
+    await what
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,13 @@ class Turn:
         token_ids: Its sampled tokens, the end token included where there is one.
         text: The same as text, without the end token.
         is_truncated: It was truncated at a limit on its tokens.
+        logprobs: Log-probability of each of its tokens, in nats.
     """
 
     token_ids: TokenIds
     text: str
     is_truncated: bool
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass
@@ -80,6 +87,7 @@ class Session:
         reward_weights: Of each named reward; None where a score is one number.
         model_inputs: Further inputs of the model; an environment may add some between turns.
         continuation: Renders messages that are appended; None: there is no chat template.
+        wait_aside: Awaits something for which other trajectories are not kept waiting, such as a free process.
     """
 
     prompt: Prompt
@@ -94,11 +102,20 @@ class Session:
     reward_weights: Mapping[str, float] | None = None
     model_inputs: dict[str, ModelInput] = field(default_factory=dict)
     continuation: Continuation | None = None
+    wait_aside: WaitAside = _awaited
 
     def __post_init__(self) -> None:
         self.turns: list[Turn] = []
         self._sequences = GrowingSequences(self.prompt.token_ids)
-        self._conversation = Conversation(self.prompt, self.sampling.stop_token_ids, self.decode, self.continuation)
+        prompt = self.prompt
+        self._conversation = Conversation(
+            prompt.messages,
+            prompt.inputs,
+            len(prompt.messages),
+            self.sampling.stop_token_ids,
+            self.decode,
+            self.continuation,
+        )
         self._asked_for: str | None = None
         self._overlong = ""
         self._turn_rewards: dict[int, float] = {}
@@ -140,11 +157,47 @@ class Session:
         if not room:
             why = self._overlong or f"at {self.max_tokens} tokens"
             raise ValueError(f"{self.prompt.sample_id}: the trajectory is full, {why}")
+        turn = await self.continue_sequence(self._sequences.last, room)
+        self._conversation.add_to_turn(turn.token_ids, is_sampled=True)
+        return turn
+
+    def begin_sequence(self, token_ids: Sequence[int]) -> GrowingSequence:
+        """Begin another sequence of the trajectory, with tokens that are not trained on; for `continue_sequence`.
+
+        The prompt's own sequence is no part of the trajectory where nothing of it was sampled and others were.
+        """
+        return self._sequences.begin(token_ids)
+
+    def begin_conversation(self, messages: Sequence[Mapping[str, object]]) -> None:
+        """Begin another sequence with a conversation of its own, such as a history that its environment has rewritten.
+
+        Its tokens are not trained on; where they do not fit, the trajectory is full, as with `append`.
+
+        Raises:
+            RuntimeError: A response is still waited for, or there is no chat template.
+            NoExtension: The chat template cannot show the conversation.
+            RecordError: A message is malformed.
+        """
+        self._require_no_response_pending("a conversation was")
+        conversation, extension = self._conversation.another(messages)
+        if self._fit(len(extension.token_ids), 0):
+            self.begin_sequence(extension.token_ids)
+            self._conversation = conversation
+
+    async def continue_sequence(self, sequence: GrowingSequence, room: int) -> Turn:
+        """Continue any sequence of the trajectory by a response of the model; its tokens are trained on.
+
+        Args:
+            room: Most tokens of the response, where it is below the run's.
+
+        Raises:
+            RuntimeError: An earlier response or score is still waited for.
+        """
         sampling = self.sampling
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
         request = GenerationRequest(
-            token_ids=tuple(self._sequences.last.token_ids),
+            token_ids=tuple(sequence.token_ids),
             seed=_seed_of_turn(self.seed, len(self.turns)),
             sampling=sampling,
             model_inputs=dict(self.model_inputs),
@@ -152,13 +205,13 @@ class Session:
         with self._asking(_RESPONSE):
             found = await self.submit_request(request)
         token_ids = tuple(found.token_ids.tolist())
-        self._sequences.last.add_sampled(found)
-        self._conversation.add_to_turn(token_ids, is_sampled=True)
+        sequence.add_sampled(found)
         if found.kept_mass is not None:
             self._kept_mass += found.kept_mass.tolist()
         if found.num_cached_tokens is not None:
             self._num_cached = (self._num_cached or 0) + found.num_cached_tokens
-        turn = Turn(token_ids, response_text(token_ids, self.sampling, self.decode), found.is_truncated)
+        text = response_text(token_ids, self.sampling, self.decode)
+        turn = Turn(token_ids, text, found.is_truncated, tuple(found.logprobs.tolist()))
         self.turns.append(turn)
         return turn
 
@@ -218,6 +271,10 @@ class Session:
                 f" {self.max_tokens:,} (policy.max_total_sequence_length)"
             )
         return not self._overlong
+
+    def cut_short(self, reason: str) -> None:
+        """Have the trajectory end as one that was cut, as its environment's tokens did not fit."""
+        self._overlong = self._overlong or reason
 
     async def score(self, response: str | None = None) -> Score:
         """Ask the reward function that the configuration names.
@@ -317,8 +374,8 @@ class Session:
         """Return what follows the prompt; later sequences stand there as a whole."""
         if len(self.turns) < 2:
             return "".join(turn.text for turn in self.turns)
-        first, *later = (sequence.token_ids.tolist() for sequence in self._sequences.finished({}))
-        return "\n\n".join(map(self.decode, [first[len(self.prompt.token_ids) :], *later]))
+        first, *later = self._sequences.kept
+        return "\n\n".join(map(self.decode, [first.token_ids[first.num_first :], *(each.token_ids for each in later)]))
 
     def failed(self, fault: Fault, message: str, *, truncated_by: Literal["time"] | None = None) -> Trajectory:
         """Return the trajectory as it is now, with the reason why it has no score.

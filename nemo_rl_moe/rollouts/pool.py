@@ -168,6 +168,7 @@ class TrajectoryPool:
             reward_weights=settings.reward_weights,
             model_inputs=dict(inputs),
             continuation=settings.continuation,
+            wait_aside=lambda process: started.wait_for("a process", process),
         )
         coroutine = worker.environment.rollout(session)
         timer = TrajectoryTimer(label, coroutine, self._time, settings.timeout_s)
@@ -216,7 +217,9 @@ class TrajectoryPool:
 
     def _keep_limits(self) -> None:
         """End trajectories that take too long."""
-        if self._engine_in_lockstep is None and any(each.waits_for for each in self._started):
+        if self._engine_in_lockstep is None and any(
+            each.waits_for in ("generation", "rewards") for each in self._started
+        ):
             self._watch.note_progress()  # an engine or a reward function that hangs has limits of its own
         self._watch.check_request_to_stop()
         for each in self._started:

@@ -45,6 +45,8 @@ def environment(name: str = "callable", num_workers: int = 1, **changes: object)
         "num_workers": num_workers,
         "timeout_s": TIMEOUT_S,
         "rollout_timeout_s": 600.0,
+        "mcp_servers": {},
+        "openenv": None,
         "tools": [],
         "tool_parameters": {},
         "tool_format": None,

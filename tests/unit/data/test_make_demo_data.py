@@ -212,6 +212,8 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
             "timeout_s": 60.0,
             "on_failure": "leave_out",
             "rollout_timeout_s": 600.0,
+            "mcp_servers": {},
+            "openenv": None,
             "tools": [],
             "tool_parameters": {},
             "tool_format": None,

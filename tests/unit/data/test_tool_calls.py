@@ -236,6 +236,8 @@ def prompts_of(path, tokenizer, **data):
             "timeout_s": 60.0,
             "on_failure": "leave_out",
             "rollout_timeout_s": 600.0,
+            "mcp_servers": {},
+            "openenv": None,
             "tools": [],
             "tool_parameters": {},
             "tool_format": None,

@@ -34,6 +34,7 @@ def env_config() -> Callable[..., EnvironmentConfig]:
             "on_failure": "leave_out",
             "rollout_timeout_s": 600.0,
             "tools": [],
+            "mcp_servers": {},
             "tool_parameters": {},
             "tool_format": None,
             "tool_limits": {
@@ -49,6 +50,7 @@ def env_config() -> Callable[..., EnvironmentConfig]:
             "score_truncated": False,
             "reasoning_gym": None,
             "callable": None,
+            "openenv": None,
             "reward_weights": None,
             "parameters": {},
             "rollout": None,
