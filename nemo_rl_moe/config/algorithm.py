@@ -110,7 +110,7 @@ def grpo_best_metric(config: GRPOMasterConfig) -> str:
     env = config.env
     partial_credit = env.reasoning_gym is not None and env.reasoning_gym.partial_credit
     says_right_or_wrong = env.name in ("math", "exact") or (env.name == "reasoning_gym" and not partial_credit)
-    return "val:accuracy" if says_right_or_wrong and env.rollout is None else "val:reward"
+    return "val:accuracy" if says_right_or_wrong and env.driven_by is None else "val:reward"
 
 
 def places_of_engines(config: GRPOMasterConfig) -> Mapping[str, str]:

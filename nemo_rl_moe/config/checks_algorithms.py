@@ -100,6 +100,24 @@ def tools_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
         )
 
 
+def agents_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that nothing else drives the trajectories of an agent, or defines the tools of its requests."""
+    env = config.env
+    if not env.has_agent:
+        return
+    if env.agent is not None and env.agent_command:
+        yield f"env.agent_command: got {' '.join(env.agent_command)}, expected [] with env.agent {env.agent}"
+    key, named = ("env.agent", env.agent) if env.agent is not None else ("env.agent_command", env.driven_by)
+    if env.rollout is not None:
+        yield f"{key}: got {named}, expected none with env.rollout {env.rollout}, which drives trajectories"
+    if env.tools:
+        yield f"env.tools: got {', '.join(env.tools)}, expected [] with {key} {named}, which runs its own tools"
+    if config.data.tools:
+        yield f"data.tools: got {len(config.data.tools)}, expected [] with {key} {named}, whose requests define tools"
+    if config.data.image_key is not None:
+        yield f"data.image_key: got {config.data.image_key}, expected null with {key} {named}: requests take text alone"
+
+
 def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that prompts come from a path, or from a task that samples them."""
     for name, source in (("train", config.data.train), ("validation", config.data.validation)):
@@ -155,7 +173,7 @@ def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]
         yield f"{key}: got no name, expected a weight for each reward, such as {{accuracy: 1.0, format: 0.5}}, or null"
     elif not any(weights.values()):
         yield f"{key}: all weights are 0, so that nothing would be trained"
-    if not config.env.is_custom and config.env.rollout is None:
+    if not config.env.is_custom and config.env.driven_by is None:
         yield (
             f"{key}: got {', '.join(weights)}, expected null with env.name {config.env.name}, which gives one reward;"
             " callable gives several"
@@ -257,6 +275,7 @@ GRPO_RULES = (
     divergence_in_the_reward_has_a_meaning,
     environment_has_its_section,
     tools_have_a_conversation,
+    agents_have_a_conversation,
     prompts_have_a_source,
     ranks_may_have_different_numbers_of_tokens,
     template_has_a_place_for_the_prompt,

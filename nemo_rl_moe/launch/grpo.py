@@ -262,7 +262,9 @@ def start_rollouts(
             warn=run.console.warn,
         ).observe,
         config.env.reward_weights,
-        RolloutLimits(config.env.rollout_timeout_s, config.env.rollout, run.stop_reason, notices.message, notices.warn),
+        RolloutLimits(
+            config.env.rollout_timeout_s, config.env.driven_by, run.stop_reason, notices.message, notices.warn
+        ),
         num_attempts=2 if config.env.on_failure == "retry" else 1,
         continuation=continuation_of(config, tokenizer),
     )
