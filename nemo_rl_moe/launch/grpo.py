@@ -30,6 +30,7 @@ from nemo_rl_moe.distributed.object_store import fetch_objects
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.registry import EngineSetup, make_engine
+from nemo_rl_moe.launch.agents import PreparedAgent, prepare_agent, running_agents
 from nemo_rl_moe.launch.asynchronous import RolloutPlan, plan_rollouts, running_source, state_at
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, images_of_data
@@ -67,8 +68,9 @@ class PreparedRollouts:
     """Parts that rollouts are made from: prompts, environment, engine, sampling; checked before anything is started.
 
     Attributes:
-        environment: Drives trajectories where there are no tools.
+        environment: Drives trajectories where there are no tools and no agent.
         tools: Tools that the model may call; None: none.
+        agent: Program that asks the model; None: none.
         sampling: How training responses are sampled.
         held_out: The prompts to validate with; empty: no validation.
     """
@@ -76,6 +78,7 @@ class PreparedRollouts:
     model: PreparedModel
     environment: Environment
     tools: PreparedTools | None
+    agent: PreparedAgent | None
     sampling: SamplingParameters
     training: PromptDataset
     held_out: Sequence[Prompt]
@@ -162,6 +165,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     engine.check_model(config, model.hf_config)
     sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
     tools = prepare_tools(config, model.tokenizer, sampling.stop_token_ids)
+    agent = prepare_agent(config, model.tokenizer, sampling)
     training = read_prompts(config, config.data.train, model.tokenizer, run.console, image_rule=model.image_rule)
     held_out: Sequence[Prompt] = ()
     if config.data.validation is not None:
@@ -172,7 +176,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
         held_out = read_prompts(
             config, config.data.validation, model.tokenizer, run.console, left_out, image_rule=model.image_rule
         )
-    return PreparedRollouts(model, environment, tools, sampling, training, held_out)
+    return PreparedRollouts(model, environment, tools, agent, sampling, training, held_out)
 
 
 def start_engine(
@@ -248,6 +252,8 @@ def start_rollouts(
     if prepared.tools is not None:
         workers = run.use(running_tool_workers(config.env, run.console))
         environment = prepared.tools.environment(config.env, workers, notices.warn)
+    if prepared.agent is not None:
+        environment = run.use(running_agents(prepared.agent, config, run.console))
     return RolloutWorker(
         start_engine(config, run, policy, prepared.model),
         reward_function,

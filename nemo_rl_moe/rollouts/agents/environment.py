@@ -28,7 +28,6 @@ from nemo_rl_moe.tools.formats.interface import THINK_START, ToolFormat
 CALLS, MALFORMED_CALLS, REFUSED = "agent/tool_calls", "agent/malformed_calls", "agent/refused_requests"
 METRICS = (CALLS, MALFORMED_CALLS, REFUSED)
 _TAIL_TOKENS = 16
-_ENDED = "the trajectory has ended"
 
 
 @dataclass
@@ -84,15 +83,23 @@ class AgentEnvironment:
         events: asyncio.Queue[_Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
+        is_over = False
+
+        def take(event: _Event) -> None:
+            if not is_over:
+                events.put_nowait(event)
+            elif isinstance(event, _Asked):
+                _refuse(event, _has_ended())
+
         def note(event: _Event) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            loop.call_soon_threadsafe(take, event)
 
         def ask(body: object) -> "Future[dict[str, Any]]":
             asked = _Asked(body)
             try:
                 note(asked)
             except RuntimeError:  # the loop has been closed
-                asked.reply.set_exception(RequestError(_ENDED, status=404, code="session_not_found"))
+                _refuse(asked, _has_ended())
             return asked.reply
 
         with self._server.session(ask) as base_url:
@@ -110,10 +117,9 @@ class AgentEnvironment:
                         break
                     await talk.answer(event)
             finally:
+                is_over = True
                 while not events.empty():
-                    left = events.get_nowait()
-                    if isinstance(left, _Asked):
-                        _refuse(left, RequestError(_ENDED, status=404, code="session_not_found"))
+                    take(events.get_nowait())
         return await self._finished(session, event, talk)
 
     async def _finished(self, session: Session, end: AgentEnd, talk: "_Talk") -> Trajectory:
@@ -158,6 +164,9 @@ class _Talk:
             self.counts[REFUSED] += 1
             _refuse(asked, error)
             return
+        except BaseException:  # such as the trajectory's own end
+            _refuse(asked, _has_ended())
+            raise
         if asked.reply.set_running_or_notify_cancel():
             asked.reply.set_result(reply)
         else:  # clients ask again after a time-out
@@ -206,6 +215,10 @@ def _tell(note: Callable[[_Event], None], ended: "Future[AgentEnd]") -> None:
         note(ended.exception() or ended.result())
     except RuntimeError:  # the loop has been closed
         return
+
+
+def _has_ended() -> RequestError:
+    return RequestError("the trajectory has ended", status=404, code="session_not_found")
 
 
 def _refuse(asked: _Asked, error: RequestError) -> None:
