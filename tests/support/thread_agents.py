@@ -13,12 +13,11 @@ from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.template_inputs import NO_INPUTS
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.rewards.interface import Fault
-from nemo_rl_moe.rewards.user_callable import as_score
 from nemo_rl_moe.rollouts.agents.chat_requests import RequestRules
 from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.task import AgentTask
-from nemo_rl_moe.rollouts.agents.worker_pool import AgentEnd, AgentWorkers
+from nemo_rl_moe.rollouts.agents.worker_pool import AgentEnd, AgentWorkers, end_of
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.tools.detection import format_of
@@ -57,7 +56,8 @@ class ThreadWorkers:
             result = self._agent(task)
         except Exception as error:
             return AgentEnd(fault=Fault.ERROR, message=one_line(error))
-        return AgentEnd(None if result is None else as_score("env.agent", result))
+        pair = result if isinstance(result, tuple) else (result, None)
+        return end_of({"result": pair[0], "is_correct": pair[1]})
 
 
 def play(
@@ -71,12 +71,13 @@ def play(
     requests: list[list[int]] | None = None,
     keep_rewritten: bool = False,
     weights: Mapping[str, float] | None = None,
+    question: str = "1+2?",
 ) -> tuple[Session, Trajectory]:
     """Return the session and the trajectory of an agent, whose model's responses are given."""
     continuation = Continuation(family.tokenizer, keep_rewritten=keep_rewritten)
     session = scripted_session(
         family,
-        [QUESTION],
+        [{**QUESTION, "content": question}],
         responses,
         max_tokens=max_tokens,
         reward=reward,
@@ -98,7 +99,7 @@ def play(
 
 def ended(family: Family, text: str) -> list[int]:
     """Return a response with its end token."""
-    return [*family.encode(text), family.end_ids[-1]]
+    return [*family.encode(text), family.end_ids[0]]
 
 
 def error_of(call: Callable[[], Any]) -> tuple[int, str, str | None]:

@@ -75,8 +75,15 @@ def key_of(message: Message) -> MessageKey:
     text = content_text(message["content"])
     if message["role"] != "assistant":
         return message["role"], text, json.dumps([message.get("name"), message.get("tool_call_id")])
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    return "assistant", text.strip(), json.dumps([[call["name"], call["arguments"]] for call in calls], sort_keys=True)
+    calls = [
+        (call["function"]["name"], _decoded(call["function"]["arguments"])) for call in message.get("tool_calls", ())
+    ]
+    return "assistant", text.strip(), json.dumps(calls, sort_keys=True)
+
+
+def _decoded(arguments: object) -> object:
+    """Return arguments of a call as an object: on the wire they are a text."""
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 class RequestRules:

@@ -85,9 +85,9 @@ class EndpointServer:
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._complete)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
         # A client that has left is no longer answered.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        site = web.TCPSite(runner, HOST, 0, shutdown_timeout=1.0)
+        site = web.TCPSite(runner, HOST, 0)
         await site.start()
         self.port = runner.addresses[0][1]
         return runner

@@ -90,7 +90,7 @@ class _Process:
             reason = self._reason()
             self.kill()
             return AgentEnd(fault=Fault.DIED, message=f"the process of the agent ended: {reason}")
-        return _end_of(answer)
+        return end_of(answer)
 
     def kill(self) -> None:
         """End the process, and all that it has started; does nothing the second time."""
@@ -265,7 +265,8 @@ class AgentWorkers:
             return process
 
 
-def _end_of(answer: dict[str, Any]) -> AgentEnd:
+def end_of(answer: dict[str, Any]) -> AgentEnd:
+    """Return how an agent has ended, by what its process answers."""
     if "error" in answer:
         return AgentEnd(fault=Fault.ERROR, message=answer["error"])
     result, is_correct = answer["result"], answer["is_correct"]

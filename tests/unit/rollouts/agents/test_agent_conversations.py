@@ -15,7 +15,7 @@ from openai import OpenAI
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from tests.support.conversations import ALL, Family
+from tests.support.conversations import ALL
 from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION
 from tests.support.thread_agents import MODEL, QUESTION, client_of, ended, error_of, play
 
@@ -46,6 +46,10 @@ def sampled_of(found: Trajectory) -> list[list[int]]:
     return [each.token_ids[each.loss_mask].tolist() for each in found.sequences]
 
 
+def joined(responses: Sequence[Sequence[int]]) -> list[int]:
+    return [token for response in responses for token in response]
+
+
 def chat(task: AgentTask, questions: Sequence[str], **more: Any) -> None:
     """Ask one question after the other in one conversation."""
     client, messages = client_of(task), [*task.messages]
@@ -56,18 +60,18 @@ def chat(task: AgentTask, questions: Sequence[str], **more: Any) -> None:
 
 
 def test_t1_the_tokens_that_were_sampled_stay_although_their_text_has_others() -> None:
-    one_by_one = [token for letter in "hello" for token in QWEN.encode(letter)] + [QWEN.end_ids[-1]]
+    one_by_one = [token for letter in "hello" for token in QWEN.encode(letter)] + [QWEN.end_ids[0]]
     requests: list[list[int]] = []
-    _, found = play(lambda task: chat(task, ["more"]), [one_by_one, "done" + QWEN.ends[-1]], QWEN, requests=requests)
+    _, found = play(lambda task: chat(task, ["more"]), [one_by_one, "done" + QWEN.ends[0]], QWEN, requests=requests)
     assert found.fault is None, found.fault_message
     assert found.num_sequences == 1
     assert sampled_of(found) == [[*one_by_one, *ended(QWEN, "done")]]
     assert requests[1][: len(requests[0]) + len(one_by_one)] == [*requests[0], *one_by_one]
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5, Qwen2-MoE", "tiny_qwen3_moe_tools", "Llama 3.1", "OLMoE", "CHANNELS"])
+@pytest.mark.parametrize("name", ["Qwen2.5, Qwen2-MoE", "tiny_qwen3_moe_tools", "Llama 3.1", "OLMoE"])
 def test_a_conversation_over_the_wire_is_the_rendering_of_its_messages(name: str) -> None:
-    """T3 and T4: the blank behind an end token, and one end token. T5: which of several ends a turn."""
+    """T3 and T4: the blank behind an end token, and one end token."""
     family = ALL[name]
     requests: list[list[int]] = []
     responses = [ended(family, "It is 3."), ended(family, "I am sure.")]
@@ -86,8 +90,8 @@ def test_a_tool_is_called_and_answered_once_and_its_definition_is_in_the_first_p
         reply = sent(client, messages, tools=[TOOL])
         replies.append(reply)
         messages.append(reply.choices[0].message.to_dict())
-        for call in reply.choices[0].message.tool_calls:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"result of {call.id}"})
+        calls = reply.choices[0].message.tool_calls
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": f"result of {call.id}"} for call in calls]
         replies.append(sent(client, messages, tools=[TOOL]))
         return 0.5
 
@@ -146,7 +150,7 @@ def test_a_changed_history_begins_another_sequence_and_no_turn_is_trained_on_twi
     responses = [ended(QWEN, text) for text in ("one", "two", "three", "four", "five")]
     _, found = play(agent, responses, QWEN, requests=requests)
     assert found.fault is None, found.fault_message
-    assert sampled_of(found) == [[*responses[0], *responses[1]], *([each] for each in ()), *map(list, responses[2:])]
+    assert sampled_of(found) == [[*responses[0], *responses[1]], *responses[2:]]
     # The second way has the tokens of the first response before it, as they were sampled.
     assert requests[2][: len(requests[0]) + len(responses[0])] == [*requests[0], *responses[0]]
     assert "what it never said" in QWEN.tokenizer.decode(requests[3])
@@ -165,17 +169,18 @@ def test_conversations_that_alternate_continue_each_its_own_sequence() -> None:
 
     responses = [ended(QWEN, str(number)) for number in range(6)]
     _, found = play(agent, responses, QWEN)
-    assert sampled_of(found) == [sum(responses[0::2], []), sum(responses[1::2], [])]
+    assert sampled_of(found) == [joined(responses[0::2]), joined(responses[1::2])]
     assert found.num_turns == 6
 
 
 def test_t2_a_template_that_drops_thinking_begins_another_sequence() -> None:
-    responses = [ended(QWEN, f"<think>\nhm\n</think>\n\n{word}") for word in ("one", "two")]
+    family = ALL["THINKING"]
+    responses = [ended(family, f"<think>\nhm\n</think>\n\n{word}") for word in ("one", "two")]
     for keeps in (False, True):
-        _, found = play(lambda task: chat(task, ["and?"]), responses, QWEN, keep_rewritten=keeps)
+        _, found = play(lambda task: chat(task, ["and?"]), responses, family, keep_rewritten=keeps)
         assert found.fault is None, found.fault_message
-        assert sampled_of(found) == ([sum(responses, [])] if keeps else responses)
-        last = QWEN.tokenizer.decode(found.sequences[-1].token_ids)
+        assert sampled_of(found) == ([joined(responses)] if keeps else responses)
+        last = family.tokenizer.decode(found.sequences[-1].token_ids)
         assert last.count("hm") == (2 if keeps else 1)
 
 
@@ -251,8 +256,9 @@ def test_what_an_agent_gives_and_what_it_does_not() -> None:
     _, found = play(lambda task: 1.0, [], QWEN)
     assert found.fault is Fault.ERROR
     assert "without a request" in found.fault_message
-    _, found = play(lambda task: (chat(task, []), "nothing")[1] or 1.0, response, QWEN)
-    assert found.fault is Fault.ERROR or found.fault is None
+    _, found = play(lambda task: (chat(task, []), "nothing")[1], response, QWEN)
+    assert found.fault is Fault.ERROR
+    assert found.fault_message.startswith("env.agent returned 'nothing' (str), expected a number")
 
 
 def test_control_tokens_in_messages_are_plain_text() -> None:
@@ -264,7 +270,7 @@ def test_control_tokens_in_messages_are_plain_text() -> None:
         return 1.0
 
     play(agent, [ended(QWEN, "no")], QWEN, requests=requests)
-    assert requests[0].count(QWEN.end_ids[-1]) == QWEN.encode(QWEN.render([QUESTION], None)).count(QWEN.end_ids[-1])
+    assert requests[0].count(QWEN.end_ids[0]) == QWEN.encode(QWEN.render([QUESTION], None)).count(QWEN.end_ids[0])
     assert forged in QWEN.tokenizer.decode(requests[0])
 
 
@@ -289,16 +295,25 @@ def test_the_reply_says_what_was_sampled() -> None:
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(sequence) - len(response), len(response))
 
 
-def family_with_one_turn() -> Family:
-    return ALL["tiny_qwen3_moe"]
-
-
 def test_a_template_that_shows_no_tools_says_so() -> None:
+    """T8: a definition that the model never sees is refused."""
     errors: list[Any] = []
-    play(
-        lambda task: errors.append(error_of(lambda: sent(client_of(task), task.messages, tools=[TOOL]))),
-        [],
-        family_with_one_turn(),
-    )
+    family = ALL["NEWLINE_BETWEEN_TURNS"]
+    play(lambda task: errors.append(error_of(lambda: sent(client_of(task), task.messages, tools=[TOOL]))), [], family)
     assert errors[0][0] == 400
     assert "tools: got 1, expected none" in errors[0][1]
+
+
+def test_a_text_that_the_tokenizer_has_no_tokens_for_is_an_error_of_its_request() -> None:
+    errors: list[Any] = []
+    family = ALL["tiny_qwen3_moe"]
+
+    def agent(task: AgentTask) -> float:
+        errors.append(error_of(lambda: sent(client_of(task), [{"role": "user", "content": "\u5f53"}])))
+        sent(client_of(task), task.messages)
+        return 1.0
+
+    _, found = play(agent, [ended(family, "15")], family, question="12+3=")
+    assert errors[0][0] == 400
+    assert "the tokenizer cannot encode the text" in errors[0][1]
+    assert (found.reward, found.fault) == (1.0, None)
