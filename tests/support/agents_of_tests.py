@@ -49,3 +49,13 @@ async def asks_twice(task: AgentTask) -> dict[str, float]:
     texts = [each.choices[0].message.content or "" for each in (first, second)]
     digits = sum(character.isdigit() for text in texts for character in text)
     return {"digits": digits / 16, "short": 1.0 - len(texts[1]) / 100}
+
+
+def hangs_at_times(task: AgentTask) -> float:
+    """Ask once; where the answer has a length that four divides, leave a child and hang."""
+    client = OpenAI(base_url=task.base_url, api_key=task.api_key)
+    text = client.chat.completions.create(model=task.model, messages=list(task.messages)).choices[0].message.content
+    if len(text) % 4 == 0:
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", MARK])
+        time.sleep(1000)
+    return len(text) / 10

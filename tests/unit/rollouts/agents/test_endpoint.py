@@ -128,6 +128,13 @@ def test_what_changes_nothing_is_accepted() -> None:
     assert found.messages[1] == {"role": "assistant", "content": ""}
 
 
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return ""
+
+
 def session_of(what: str, responses: list[list[int]]) -> Session:
     session = scripted_session(QWEN, [QUESTION], responses, reward=0.5)
     session.prompt = Prompt("p:0", "", session.prompt.token_ids, {"what": what}, messages=(QUESTION,))
@@ -156,7 +163,7 @@ def test_an_agent_that_raises_hangs_or_dies_costs_its_trajectory_alone(
                 await task
 
         def children() -> list[psutil.Process]:
-            return [each for each in psutil.Process().children(recursive=True) if MARK in each.cmdline()]
+            return [each for each in psutil.Process().children(recursive=True) if MARK in command_of(each)]
 
         whats = ["ask", "raise", "exit", "die", "ask", "none", "environment"]
         found = dict(zip(whats, asyncio.run(run(whats)), strict=True))
@@ -178,7 +185,7 @@ def test_an_agent_that_raises_hangs_or_dies_costs_its_trajectory_alone(
         left = children()
         assert len(left) == 1
     assert psutil.wait_procs(left, timeout=60)[1] == []
-    assert not [each for each in psutil.Process().children() if "agents.worker" in " ".join(each.cmdline())]
+    assert not [each for each in psutil.Process().children() if "agents.worker" in command_of(each)]
     assert "the model said three" in log.read_text()
 
 
