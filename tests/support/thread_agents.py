@@ -3,6 +3,7 @@
 """Agents that run in a thread of the test, over a session whose model says what a script says."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
@@ -12,13 +13,14 @@ from openai import OpenAI
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.template_inputs import NO_INPUTS
 from nemo_rl_moe.errors import ConfigurationError, one_line
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.agents.chat_requests import RequestRules
 from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentEnd, AgentWorkers, end_of
-from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.environment import Session, SubmitRequest
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.tools.detection import format_of
 from tests.support.conversations import Family
@@ -72,8 +74,13 @@ def play(
     keep_rewritten: bool = False,
     weights: Mapping[str, float] | None = None,
     question: str = "1+2?",
+    wait_for: threading.Event | None = None,
 ) -> tuple[Session, Trajectory]:
-    """Return the session and the trajectory of an agent, whose model's responses are given."""
+    """Return the session and the trajectory of an agent, whose model's responses are given.
+
+    Args:
+        wait_for: No response comes before it is set.
+    """
     continuation = Continuation(family.tokenizer, keep_rewritten=keep_rewritten)
     session = scripted_session(
         family,
@@ -85,6 +92,8 @@ def play(
         continuation=continuation,
     )
     session.reward_weights = weights
+    if wait_for is not None:
+        session.submit_request = _later(session.submit_request, wait_for)
     try:
         tool_format = format_of(family.tokenizer, None, NO_INPUTS)
         no_tools = None
@@ -95,6 +104,14 @@ def play(
         rules = RequestRules(MODEL, session.sampling, no_tools)
         environment = AgentEnvironment(rules, tool_format, max_turns, server, workers, weights)
         return session, asyncio.run(environment.rollout(session))
+
+
+def _later(submit: SubmitRequest, event: threading.Event) -> SubmitRequest:
+    async def wait_and_submit(request: GenerationRequest) -> GeneratedSequence:
+        await asyncio.to_thread(event.wait)
+        return await submit(request)
+
+    return wait_and_submit
 
 
 def ended(family: Family, text: str) -> list[int]:
