@@ -43,6 +43,7 @@ DOCS = REPOSITORY_ROOT / "docs"
 PAGES = [REPOSITORY_ROOT / "README.md", REPOSITORY_ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 METRICS_PAGE = DOCS / "moe-metrics.md"
 GRPO_PAGE = DOCS / "grpo.md"
+EXAMPLE_AGENT = REPOSITORY_ROOT / "examples/agents/add_with_a_tool.yaml"
 DEMO_RUN = Path("logs/sft_tiny_moe/exp_001")
 DEMO_WEIGHTS = Path(str(load_config("sft_tiny_moe.yaml", check_paths=False).checkpointing.checkpoint_dir)) / "final"
 
@@ -162,6 +163,8 @@ def test_commands_are_valid(page: Path, words: list[str], tmp_path: Path, monkey
     if words[0] == "run":
         monkeypatch.syspath_prepend(EXAMPLE_ALGORITHM)
         Path("opd.yaml").write_text((EXAMPLE_ALGORITHM / "opd.yaml").read_text())
+    if page.name == "agents.md":  # which enters the folder of the example
+        Path(EXAMPLE_AGENT.name).write_text(EXAMPLE_AGENT.read_text())
     for name, text in configurations(page_of_configurations(page, words[0])).items():
         Path(name).write_text(text, encoding="utf-8")
     load = LOADERS[words[0]]
@@ -216,6 +219,7 @@ def test_excerpts_of_the_metric_are_tested_code() -> None:
 def test_there_are_commands_and_code_to_test() -> None:
     found = {(page.name, words[0]) for page, words in COMMANDS}
     assert found == {
+        ("agents.md", "grpo"),
         ("asynchronous-rollouts.md", "grpo"),
         *(("README.md", command) for command in ("sft", "dpo", "grpo", "config", "data", "evaluate", "plan")),
         *(("dpo.md", command) for command in ("sft", "dpo", "config", "plan")),
