@@ -107,15 +107,15 @@ def agents_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
         return
     if env.agent is not None and env.agent_command:
         yield f"env.agent_command: got {' '.join(env.agent_command)}, expected [] with env.agent {env.agent}"
-    key, named = ("env.agent", env.agent) if env.agent is not None else ("env.agent_command", env.driven_by)
+    key, named = (
+        ("env.agent", env.agent) if env.agent is not None else ("env.agent_command", " ".join(env.agent_command))
+    )
     if env.rollout is not None:
         yield f"{key}: got {named}, expected none with env.rollout {env.rollout}, which drives trajectories"
     if env.tools:
         yield f"env.tools: got {', '.join(env.tools)}, expected [] with {key} {named}, which runs its own tools"
     if config.data.tools:
         yield f"data.tools: got {len(config.data.tools)}, expected [] with {key} {named}, whose requests define tools"
-    if config.data.image_key is not None:
-        yield f"data.image_key: got {config.data.image_key}, expected null with {key} {named}: requests take text alone"
 
 
 def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast
 
 from openai import OpenAI
@@ -75,11 +77,13 @@ def play(
     weights: Mapping[str, float] | None = None,
     question: str = "1+2?",
     wait_for: threading.Event | None = None,
+    record: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Session, Trajectory]:
     """Return the session and the trajectory of an agent, whose model's responses are given.
 
     Args:
         wait_for: No response comes before it is set.
+        record: Of the prompt.
     """
     continuation = Continuation(family.tokenizer, keep_rewritten=keep_rewritten)
     session = scripted_session(
@@ -91,6 +95,7 @@ def play(
         requests=requests,
         continuation=continuation,
     )
+    session.prompt = replace(session.prompt, record=record)
     session.reward_weights = weights
     if wait_for is not None:
         session.submit_request = _later(session.submit_request, wait_for)

@@ -36,6 +36,7 @@ from tests.support.conversations import ALL
 from tests.support.estimators import inputs_of_rewards
 from tests.support.gloo_ranks import run_ranks
 from tests.support.scripted_session import scripted_session
+from tests.support.thread_agents import ended, play
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import RunSettings, train_run
 
@@ -245,7 +246,7 @@ def test_there_are_commands_and_code_to_test() -> None:
     }
     # None is missed for standing in a form that `commands` does not know.
     assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)
-    assert len(PYTHON_BLOCKS) == 19
+    assert len(PYTHON_BLOCKS) == 20
 
 
 def write_demo_run() -> None:
@@ -286,6 +287,16 @@ def test_environment_of_ones_own_scores(tmp_path: Path) -> None:
     assert callable(score)
     for response, reward in ((" 606\n", 1.0), ("607", 0.0)):
         assert score(ScoringItem("a", "228+378=", response, False, {"answer": "606"})) == reward
+
+
+def test_agent_of_the_page(tmp_path: Path) -> None:
+    guess = run_block(PYTHON_BLOCKS[MODULES["guesser"]], tmp_path)["guess"]
+    assert callable(guess)
+    family = ALL["Qwen3, Qwen3-MoE"]
+    for answers, reward in ((["3"], 1.0), (["4", "3"], 0.5), (["4", "5"], 0.0)):
+        responses = [ended(family, answer) for answer in answers]
+        _, found = play(lambda task: asyncio.run(guess(task)), responses, family, record={"answer": "3"})
+        assert (found.reward, found.num_turns, found.num_sequences) == (reward, len(answers), 1)
 
 
 def test_several_rewards_by_name(tmp_path: Path) -> None:

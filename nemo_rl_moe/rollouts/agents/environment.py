@@ -13,7 +13,7 @@ from typing import Any
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.turn_glue import NoExtension
-from nemo_rl_moe.errors import one_line
+from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.agents.branches import Branches, Place, TooLong
 from nemo_rl_moe.rollouts.agents.chat_requests import RequestError, RequestRules
@@ -70,7 +70,14 @@ class AgentEnvironment:
         self._server, self._workers, self._weights = server, workers, reward_weights
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory; the agent gives the reward, or else the reward function scores the last response."""
+        """Make one trajectory; the agent gives the reward, or else the reward function scores the last response.
+
+        Raises:
+            DataError: The prompt has images.
+            WorkerDiedError: An agent's process cannot be started.
+        """
+        if session.model_inputs:
+            raise DataError(f"{session.prompt.sample_id}: the prompt has images, expected text: agents send text alone")
         leased = self._workers.lease()
         try:
             await session.wait_aside(_until_done(leased))

@@ -396,11 +396,6 @@ BROKEN = [
         "data.tools: got 1, expected [] with env.agent my_module:agent, whose requests define tools",
     ),
     (
-        ("env.agent=my_module:agent", "data.image_key=picture"),
-        "agents_have_a_conversation",
-        "data.image_key: got picture, expected null with env.agent my_module:agent: requests take text alone",
-    ),
-    (
         (*NO_TASK, "data.train.path=null", "data.train.num_items=5"),
         "prompts_have_a_source",
         "data.train.path: null draws prompts from a reasoning_gym task, but env.name is math; name a file or a dataset",
