@@ -3,13 +3,14 @@
 """An agent with a tool, by the `openai` client: the model may have the sum made, and answers."""
 
 import json
+from typing import Any
 
 from openai import AsyncOpenAI
 
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 
 MOST_CALLS = 3
-ADD = {
+ADD: Any = {
     "type": "function",
     "function": {
         "name": "add",
@@ -34,7 +35,7 @@ def add(arguments: str) -> str:
 async def solve(task: AgentTask) -> float:
     """Return 1 for the right answer, and a little for every digit of another: an untrained model needs a slope."""
     client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
-    messages = [{"role": "system", "content": "Answer by a number."}, *task.messages]
+    messages: list[Any] = [{"role": "system", "content": "Answer by a number."}, *task.messages]
     for _ in range(MOST_CALLS):
         reply = await client.chat.completions.create(model=task.model, messages=messages, tools=[ADD])
         answer = reply.choices[0].message
@@ -42,6 +43,7 @@ async def solve(task: AgentTask) -> float:
         if not answer.tool_calls:
             break
         for call in answer.tool_calls:
+            assert call.type == "function"
             result = add(call.function.arguments) if call.function.name == "add" else "error: there is no such tool"
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     text = answer.content or ""
