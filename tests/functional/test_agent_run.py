@@ -22,6 +22,7 @@ def settings(folder: Path, **changes: object) -> list[str]:
         "policy__model_name": sft_runs.REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe_tools",
         "policy__max_total_sequence_length": 400,
         "policy__generation__max_new_tokens": 12,
+        "policy__megatron_cfg__routing_replay": "rollout",
         "env__agent": "tests.support.agents_of_tests:asks_twice",
         "env__agent_limits__num_workers": 3,
         "env__reward_weights": {"digits": 1.0, "short": 0.5},
@@ -58,6 +59,10 @@ def test_what_an_agent_asks_for_is_trained_on(tmp_path: Path) -> None:
         assert metrics["train/agent/refused_requests"] == 0
         # Training sees the tokens of all turns as generation saw them.
         assert abs(metrics["train/token_mult_prob_error"] - 1) < 1e-5
+        # T12 to T14: experts of every token, those of the pass that sampled it, also where a sequence has several turns.
+        assert metrics["train/moe/routing/rows_usable_share"] == 1
+        assert metrics["train/moe/routing/live_agreement"] == 1
+        assert metrics["train/moe/routing/anomalies"] == 0
         assert metrics["train/reward"] == pytest.approx(
             metrics["train/rewards/digits/mean"] + 0.5 * metrics["train/rewards/short/mean"]
         )
