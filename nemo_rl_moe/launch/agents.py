@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 COMMAND_KEY = "env.agent_command"
-LOG_NAME = "agents.log"
+LOG_SUFFIX = ".agents.log"
+"""Behind the name of the folder of the runs, beside which the file stands: in it are runs alone."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def running_agents(
     prepared: PreparedAgent, config: GRPOMasterConfig, console: ConsoleLogger
 ) -> Iterator[AgentEnvironment]:
     """Start the endpoint and the processes of agents, and stop them whatever happens."""
-    env, log = config.env, Path(config.logger.log_dir) / LOG_NAME
+    env, log = config.env, Path(f"{str(config.logger.log_dir).rstrip('/')}{LOG_SUFFIX}")
     log.parent.mkdir(parents=True, exist_ok=True)
     with EndpointServer(prepared.rules.model) as server:
         with console.phase(f"starting the agents ({env.driven_by})"):
