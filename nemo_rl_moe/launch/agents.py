@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The agent of a run: checked before anything starts, and its endpoint and processes for the rest of the run."""
+"""Agents of a run: checked before anything starts, and their endpoints and processes for the rest of the run."""
 
 import shutil
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.config.schema_mixture import THE_ONLY_ONE
 from nemo_rl_moe.config.user_code import import_function_of_task
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.errors import ConfigurationError
@@ -45,17 +46,21 @@ class PreparedAgent:
 
 
 def prepare_agent(
-    config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", sampling: SamplingParameters
+    config: GRPOMasterConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    sampling: SamplingParameters,
+    name: str = THE_ONLY_ONE,
 ) -> PreparedAgent | None:
-    """Check the agent of a run; None: it has none.
+    """Check the agent of an environment; None: it has none.
 
     Args:
         sampling: How the run samples responses that are trained on.
+        name: Name of the environment.
 
     Raises:
         ConfigurationError: There is no such function or program, or the model takes no messages.
     """
-    env = config.env
+    env = config.env.environments[name]
     if not env.has_agent:
         return None
     key = AGENT_KEY if env.agent is not None else COMMAND_KEY
@@ -82,10 +87,10 @@ def prepare_agent(
 
 @contextmanager
 def running_agents(
-    prepared: PreparedAgent, config: GRPOMasterConfig, console: ConsoleLogger
+    prepared: PreparedAgent, config: GRPOMasterConfig, console: ConsoleLogger, name: str = THE_ONLY_ONE
 ) -> Iterator[AgentEnvironment]:
     """Start the endpoint and the processes of agents, and stop them whatever happens."""
-    env, log = config.env, Path(f"{str(config.logger.log_dir).rstrip('/')}{LOG_SUFFIX}")
+    env, log = config.env.environments[name], Path(f"{str(config.logger.log_dir).rstrip('/')}{LOG_SUFFIX}")
     log.parent.mkdir(parents=True, exist_ok=True)
     with EndpointServer(prepared.rules.model) as server:
         with console.phase(f"starting the agents ({env.driven_by})"):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig
+from nemo_rl_moe.config.schema_mixture import THE_ONLY_ONE
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.rollouts.environment import Environment
@@ -37,40 +38,48 @@ class PreparedTools:
 
 
 def prepare_tools(
-    config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: Sequence[int]
+    config: GRPOMasterConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    stop_token_ids: Sequence[int],
+    name: str = THE_ONLY_ONE,
 ) -> PreparedTools | None:
-    """Check the tools of a run; None: it has none.
+    """Check the tools of an environment; None: it has none.
 
     Args:
         stop_token_ids: Tokens that end a response.
+        name: Name of the environment.
 
     Raises:
         ConfigurationError: A tool cannot be used, or the chat template cannot show calls and results.
     """
-    env = config.env
+    env = config.env.environments[name]
     if not env.tools:
         return None
     tools = load_tools(env.tools, env.tool_parameters)
     run_wide = run_wide_inputs([], config.data.chat_template_kwargs)
     tool_format = format_of(tokenizer, env.tool_format, run_wide)
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    require_continuable(continuation_of(config, tokenizer), tool_format, encode, stop_token_ids)
+    require_continuable(continuation_of(config, tokenizer, name), tool_format, encode, stop_token_ids)
     return PreparedTools(tools, tool_format)
 
 
-def data_with_tools(config: GRPOMasterConfig) -> PromptDataConfig:
-    """Return the `data` section, with the definitions of the tools that the environment has."""
-    if not config.env.tools:
-        return config.data
-    tools = load_tools(config.env.tools, config.env.tool_parameters)
-    return config.data.model_copy(update={"tools": [dict(tool.definition) for tool in tools.values()]})
+def data_with_tools(config: GRPOMasterConfig, name: str = THE_ONLY_ONE) -> PromptDataConfig:
+    """Return the `data` section of an environment, with the definitions of the tools that it has."""
+    env, data = config.env.environments[name], config.data.of(name)
+    if not env.tools:
+        return data
+    tools = load_tools(env.tools, env.tool_parameters)
+    return data.model_copy(update={"tools": [dict(tool.definition) for tool in tools.values()]})
 
 
-def continuation_of(config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase") -> Continuation:
-    """Return what renders messages that are appended to a conversation."""
-    data = data_with_tools(config)
+def continuation_of(
+    config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", name: str = THE_ONLY_ONE
+) -> Continuation:
+    """Return what renders messages that are appended to a conversation with an environment."""
+    data = data_with_tools(config, name)
     inputs = run_wide_inputs(data.tools, data.chat_template_kwargs)
-    return Continuation(tokenizer, inputs, keep_rewritten=config.env.rewritten_turns == "keep")
+    keeps = config.env.environments[name].rewritten_turns == "keep"
+    return Continuation(tokenizer, inputs, keep_rewritten=keeps)
 
 
 @contextmanager

@@ -7,22 +7,30 @@ from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from numbers import Real
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
-from nemo_rl_moe.config.user_code import described, import_attribute
+from nemo_rl_moe.config.user_code import described, error_in_user_code, import_attribute
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.errors import ConfigurationError, one_line
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
-from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem, checked_score
+from nemo_rl_moe.rewards.interface import (
+    LARGEST_REWARD,
+    Fault,
+    Score,
+    ScoringItem,
+    checked_score,
+    with_turn_rewards,
+)
 from nemo_rl_moe.rollouts.conversation import Conversation
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
-from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.rollouts.trajectory import FinishReason, Trajectory
 
 KEPT_MASS = "sampling_kept_mass"
 CACHED_TOKENS = "mean_cached_tokens_per_sample"
@@ -98,10 +106,12 @@ class Session:
 
     def __post_init__(self) -> None:
         self.turns: list[Turn] = []
+        self._sequence_of_turn: list[GrowingSequence] = []
         self._sequences = GrowingSequences(self.prompt.token_ids)
         self._conversation = Conversation(self.prompt, self.sampling.stop_token_ids, self.decode, self.continuation)
         self._asked_for: str | None = None
         self._overlong = ""
+        self._turn_rewards: dict[int, float] = {}
         self._kept_mass: list[float] = []
         self._num_cached: int | None = None
 
@@ -180,6 +190,7 @@ class Session:
         text = response_text(token_ids, self.sampling, self.decode)
         turn = Turn(token_ids, text, found.is_truncated, tuple(found.logprobs.tolist()))
         self.turns.append(turn)
+        self._sequence_of_turn.append(sequence)
         return turn
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -256,9 +267,28 @@ class Session:
             raise RuntimeError("a score was asked for before the first response; await session.generate() before")
         last = self.turns[-1]
         text = last.text if response is None else response
-        item = ScoringItem(self.prompt.sample_id, self.prompt.text, text, last.is_truncated, self.prompt.record)
+        prompt = self.prompt
+        item = ScoringItem(
+            prompt.sample_id, prompt.text, text, last.is_truncated, prompt.record, environment=prompt.environment
+        )
         with self._asking(_SCORE):
             return await self.submit_item(item)
+
+    def reward(self, amount: float) -> None:
+        """Give a reward for the last response; several add up. The trajectory's reward is their sum and its score.
+
+        Raises:
+            RuntimeError: There is no response yet.
+            ValueError: It is no number, or too large.
+        """
+        if not self.turns:
+            raise RuntimeError("a reward was given before the first response; await session.generate() before")
+        if not -LARGEST_REWARD <= amount <= LARGEST_REWARD:
+            raise ValueError(
+                f"a turn's reward is {amount}, expected a number from {-LARGEST_REWARD:,.0f} to {LARGEST_REWARD:,.0f}"
+            )
+        place = len(self.turns) - 1
+        self._turn_rewards[place] = self._turn_rewards.get(place, 0.0) + float(amount)
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
@@ -270,14 +300,31 @@ class Session:
         finally:
             self._asked_for = None
 
-    def finish(self, score: Score, metrics: Mapping[str, float] | None = None) -> Trajectory:
+    def finish(
+        self,
+        score: Score,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        truncated_by: Literal["turns", "time"] | None = None,
+    ) -> Trajectory:
         """Return the trajectory as it is now.
 
         Args:
-            score: What it is worth.
+            score: What it is worth, beside the rewards of its turns.
             metrics: Further numbers, logged as means over trajectories.
+            truncated_by: Limit at which it was truncated, beside those on tokens, which are known; None: none.
+
+        Raises:
+            TypeError: A metric is not a number.
         """
+        # Conversations that alternate add turns to one sequence and to another.
+        order = [
+            turn for each in self._sequences.kept for turn, place in enumerate(self._sequence_of_turn) if place is each
+        ]
+        turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in order]
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
+        own = _checked_metrics(metrics or {})
+        score = with_turn_rewards(score, turn_rewards if self._turn_rewards else [])
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
         cached = {} if self._num_cached is None else {CACHED_TOKENS: float(self._num_cached)}
         return Trajectory(
@@ -286,7 +333,7 @@ class Session:
             sequences=self._sequences.finished(self.model_inputs),
             reward=score.reward,
             is_correct=score.is_correct,
-            finish_reason="length" if self._overlong or (self.turns and self.turns[-1].is_truncated) else "stop",
+            finish_reason=self._finish_reason(truncated_by),
             num_turns=len(self.turns),
             prompt_text=self.prompt.text,
             response_text=self._response_text(),
@@ -294,8 +341,16 @@ class Session:
             fault_message=score.message,
             overlong=self._overlong,
             rewards=dict(score.rewards),
-            metrics={**(metrics or {}), **kept, **cached},
+            metrics={**own, **kept, **cached},
+            environment=self.prompt.environment,
+            turn_lengths=tuple(len(self.turns[turn].token_ids) for turn in order),
+            turn_rewards=tuple(turn_rewards) if self._turn_rewards and score.fault is None else (),
         )
+
+    def _finish_reason(self, truncated_by: Literal["turns", "time"] | None) -> FinishReason:
+        if truncated_by != "time" and (self._overlong or (self.turns and self.turns[-1].is_truncated)):
+            return "length"
+        return truncated_by or "stop"
 
     def _response_text(self) -> str:
         """Return what follows the prompt; later sequences stand there as a whole."""
@@ -304,14 +359,27 @@ class Session:
         first, *later = self._sequences.kept
         return "\n\n".join(map(self.decode, [first.token_ids[first.num_first :], *(each.token_ids for each in later)]))
 
-    def failed(self, fault: Fault, message: str) -> Trajectory:
+    def failed(self, fault: Fault, message: str, *, truncated_by: Literal["time"] | None = None) -> Trajectory:
         """Return the trajectory as it is now, with the reason why it has no score.
 
         Args:
             fault: Kind of the failure.
             message: What went wrong, in one line.
+            truncated_by: Limit at which it was truncated, beside those on tokens; None: none.
         """
-        return self.finish(Score(0.0, is_correct=False, fault=fault, message=message))
+        return self.finish(Score(0.0, is_correct=False, fault=fault, message=message), truncated_by=truncated_by)
+
+
+def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a user's own as plain numbers: of a list, a mean over all trajectories would pass for one.
+
+    Raises:
+        TypeError: One is not a number.
+    """
+    for name, value in metrics.items():
+        if not (isinstance(value, Real | np.bool_) or (hasattr(value, "item") and np.shape(value) == ())):
+            raise TypeError(f"session.finish: the metric {name!r} is {described(value)}, expected a number")
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def response_text(token_ids: TokenIds, sampling: SamplingParameters, decode: Decode) -> str:
@@ -357,7 +425,7 @@ class RolloutFunction:
         try:
             return self._checked(await self._function(session), session)
         except (Exception, CancelledError) as error:  # a tool's own cancellation; of the run's, nobody reads this
-            return session.failed(Fault.ERROR, one_line(error))
+            return session.failed(Fault.ERROR, error_in_user_code(error))
 
     def _checked(self, found: object, session: Session) -> Trajectory:
         """Check what a user's function has returned: its type is not known before."""
@@ -387,6 +455,20 @@ def make_environment(config: EnvironmentConfig) -> Environment:
             " takes a Session and returns its Trajectory"
         )
     return RolloutFunction(function, config.rollout)
+
+
+def name_of_environment(config: EnvironmentConfig, name: str = "") -> str:
+    """Return what scores responses, for messages: code of the user's own by key and value, or by its name."""
+    own = {ROLLOUT_KEY: config.rollout, "env.agent": config.agent}
+    own["env.agent_command"] = " ".join(config.agent_command) or None
+    if config.callable is not None and config.name == "callable":
+        own["env.callable.function"] = config.callable.function
+    elif config.is_custom:
+        own["env.name"] = config.name
+    return (
+        " with ".join(f"{key}: {value}" for key, value in own.items() if value is not None)
+        or f"the environment {name}".strip()
+    )
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:

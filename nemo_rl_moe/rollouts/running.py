@@ -95,7 +95,7 @@ class RunningTrajectory:
 
     def expire(self, reason: str) -> None:
         """End it as it is now, as it has taken too long; its code is cancelled, and not waited for."""
-        self._failed = self._session.failed(Fault.TIMEOUT, reason)
+        self._failed = self._session.failed(Fault.TIMEOUT, reason, truncated_by="time")
         self.task.cancel()
         self._end(self.task)
 

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.config.user_code import described, import_attribute, is_custom
+from nemo_rl_moe.config.user_code import described, import_attribute, is_custom, with_colon
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.tools.arguments import Parameter, kind_in_words
 from nemo_rl_moe.tools.ready import READY_TOOLS
@@ -83,7 +83,7 @@ def _imported(reference: str) -> Callable[..., object]:
         function: Callable[..., object] = found
         return function
     if reference not in READY_TOOLS:
-        hint = did_you_mean(nearest(reference, READY_TOOLS))
+        hint = did_you_mean(with_colon(reference) or nearest(reference, READY_TOOLS))
         expected = f"package.module:function, or one of {', '.join(READY_TOOLS)}"
         raise ConfigurationError(f"{TOOLS_KEY}: got {reference!r}, expected {expected}{hint}")
     ready = READY_TOOLS[reference]

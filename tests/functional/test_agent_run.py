@@ -59,7 +59,7 @@ def test_what_an_agent_asks_for_is_trained_on(tmp_path: Path) -> None:
         assert metrics["train/agent/refused_requests"] == 0
         # Training sees the tokens of all turns as generation saw them.
         assert abs(metrics["train/token_mult_prob_error"] - 1) < 1e-5
-        # T12 to T14: experts of every token, those of the pass that sampled it, also where a sequence has several turns.
+        # T12 to T14: experts of every token, those of the pass that sampled it, over several turns.
         assert metrics["train/moe/routing/rows_usable_share"] == 1
         assert metrics["train/moe/routing/live_agreement"] == 1
         assert metrics["train/moe/routing/anomalies"] == 0

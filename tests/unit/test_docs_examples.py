@@ -370,6 +370,16 @@ def test_a_second_question(tmp_path: Path) -> None:
     ]
 
 
+def test_a_second_try(tmp_path: Path) -> None:
+    rollout = run_block(PYTHON_BLOCKS[MODULES["second_try"]], tmp_path)["second_try"]
+    assert callable(rollout)
+    for score, turn_rewards in ((1.0, ()), (0.0, (-0.2, 0.0))):
+        question = [{"role": "user", "content": "12*30+1="}]
+        session = scripted_session(ALL["Qwen2.5, Qwen2-MoE"], question, ["360<|im_end|>"] * 2, reward=score)
+        found = asyncio.run(rollout(session))
+        assert (found.turn_rewards, found.reward) == (turn_rewards, score + sum(turn_rewards))
+
+
 def test_a_calculator(tmp_path: Path) -> None:
     responses = ["<call>12*30</call><|im_end|>", "<call>360*1</call><|im_end|>", "361<|im_end|>"]
     assert rollout_of_page("calculator", "use_calculator", tmp_path, responses) == [

@@ -137,7 +137,7 @@ class AgentEnvironment:
                 session.cut_short(str(talk.limit))
             zero = Score(0.0, is_correct=False)
             named = Score.named(dict.fromkeys(self._weights, 0.0), is_correct=False) if self._weights else zero
-            return session.finish(named, metrics)
+            return session.finish(named, metrics, truncated_by=None if isinstance(talk.limit, TooLong) else "turns")
         if end.fault is not None:
             return session.failed(end.fault, end.message)
         if not session.turns:

@@ -168,10 +168,11 @@ def test_conversations_that_alternate_continue_each_its_own_sequence() -> None:
                 history.append(sent(client, history).choices[0].message.to_dict())
         return 1.0
 
-    responses = [ended(QWEN, str(number)) for number in range(6)]
+    responses = [ended(QWEN, "x" * (number + 1)) for number in range(6)]
     _, found = play(agent, responses, QWEN)
     assert sampled_of(found) == [joined(responses[0::2]), joined(responses[1::2])]
     assert found.num_turns == 6
+    assert found.turn_lengths == tuple(len(responses[index]) for index in (0, 2, 4, 1, 3, 5))
 
 
 def test_t2_a_template_that_drops_thinking_begins_another_sequence() -> None:
@@ -235,6 +236,7 @@ def test_an_agent_that_fails_at_a_limit_has_reward_0_and_no_fault(weights: dict[
     assert "policy.max_total_sequence_length" in found.overlong
     _, found = play(without_end, [response] * 9, QWEN, max_turns=3, weights=weights)
     assert (found.reward, found.fault, found.num_turns, found.overlong) == (0.0, None, 3, "")
+    assert found.finish_reason == "turns"
 
 
 def test_what_an_agent_gives_and_what_it_does_not() -> None:
