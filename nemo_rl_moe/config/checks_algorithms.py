@@ -112,6 +112,27 @@ def tools_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
             )
 
 
+def agents_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that nothing else drives the trajectories of an agent, or defines the tools of its requests."""
+    for section, env in _environments(config):
+        if not env.has_agent:
+            continue
+        command = " ".join(env.agent_command)
+        if env.agent is not None and command:
+            yield f"{section}.agent_command: got {command}, expected [] with {section}.agent {env.agent}"
+        key, named = f"{section}.agent", env.agent
+        if named is None:
+            key, named = f"{section}.agent_command", command
+        if env.rollout is not None:
+            yield f"{key}: got {named}, expected none with {section}.rollout {env.rollout}, which drives trajectories"
+        if env.tools:
+            tools = ", ".join(env.tools)
+            yield f"{section}.tools: got {tools}, expected [] with {key} {named}, which runs its own tools"
+        if config.data.tools:
+            number = len(config.data.tools)
+            yield f"data.tools: got {number}, expected [] with {key} {named}, whose requests define tools"
+
+
 def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that prompts come from a path, or from a task that samples them."""
     if config.env.mixture and not config.data.environments:
@@ -287,6 +308,7 @@ GRPO_RULES = (
     *MIXTURE_RULES,
     environment_has_its_section,
     tools_have_a_conversation,
+    agents_have_a_conversation,
     prompts_have_a_source,
     ranks_may_have_different_numbers_of_tokens,
     template_has_a_place_for_the_prompt,

@@ -367,6 +367,17 @@ class OpenEnvConfig(StrictModel):
     """Field of an observation that the model reads."""
 
 
+class AgentLimitsConfig(StrictModel):
+    """Limits of agents. That of a trajectory in time is `env.rollout_timeout_s`, that of its responses
+    `env.max_turns`."""
+
+    num_workers: Processes
+    """Agents that run at the same time, each in a process of its own on the driver's machine; trajectories beyond them
+    wait."""
+    memory_mb: PositiveInt
+    """Megabytes that the process of an agent may take, and each process that it starts."""
+
+
 class EnvironmentConfig(StrictModel):
     """Scoring of responses."""
 
@@ -406,9 +417,17 @@ class EnvironmentConfig(StrictModel):
     """`package.module:function` of a coroutine that drives a trajectory over several turns; null: one response to the
     prompt, scored by the reward function that `name` names."""
     rollout_timeout_s: Seconds | None
-    """Seconds that the code and the tools of one trajectory of `rollout` may take; then it has failed, and is counted.
-    Time in which it waits for the model's responses or for `session.score()` does not count, nor that of other
-    trajectories. null: no limit."""
+    """Seconds that the code and the tools of one trajectory of `rollout`, or its agent, may take; then it has failed,
+    and is counted. Time in which it waits for the model's responses or for `session.score()` does not count, nor that
+    of other trajectories. null: no limit."""
+    agent: Text | None
+    """`package.module:function` that drives a trajectory through an OpenAI-compatible endpoint: it takes an
+    `AgentTask`, and returns a reward, or None where the reward function that `name` names scores the last response;
+    null: none."""
+    agent_command: list[Text]
+    """Program and arguments that drive a trajectory in the same way, in place of `agent`; []: none."""
+    agent_limits: AgentLimitsConfig
+    """Read when there is an `agent` or an `agent_command`."""
     tools: list[Text]
     """Tools that the model may call, until it answers without a call: `package.module:function`, typed and with a
     docstring, or calculator, python, search; []: none."""
@@ -418,13 +437,14 @@ class EnvironmentConfig(StrictModel):
     tool_parameters: dict[str, dict[str, Any]]
     """Values of keyword-only parameters of tools, by the name of the tool: the model does not see them; {}: none."""
     tool_format: Text | None
-    """Format in which the model writes calls: hermes, qwen3_coder, glm45, deepseek_v3, deepseek_v31, mistral,
-    mistral_args, llama3_json, function_calls, harmony, or `package.module:FORMAT`; null: the one that the chat template
-    writes."""
+    """Format in which the model writes calls, of `tools` or of those that an agent's requests have: hermes,
+    qwen3_coder, glm45, deepseek_v3, deepseek_v31, mistral, mistral_args, llama3_json, function_calls, harmony, or
+    `package.module:FORMAT`; null: the one that the chat template writes."""
     tool_limits: ToolLimitsConfig
     """Read when there are `tools` or `mcp_servers`."""
     max_turns: PositiveInt
-    """Most responses of a trajectory with `tools`; calls in the last one are not made."""
+    """Most responses of a trajectory with `tools` or an agent; calls in the last one of `tools` are not made, and
+    further requests of an agent are refused."""
     rewritten_turns: Literal["begin_anew", "keep"]
     """What `session.append_message` does where the chat template now renders earlier turns in another way, such as
     without their thinking. begin_anew: a new training sequence begins with a fresh rendering, as the model is used
@@ -437,8 +457,9 @@ class EnvironmentConfig(StrictModel):
 
     @property
     def driven_by(self) -> str | None:
-        """Return the code of the user's or of a library that drives trajectories; None: none does."""
-        return self.rollout or (self.name if self.scores_trajectories else None)
+        """Return the code, program or library that drives trajectories; None: none does."""
+        own = self.rollout or self.agent or " ".join(self.agent_command)
+        return own or (self.name if self.scores_trajectories else None)
 
     @property
     def scores_trajectories(self) -> bool:
@@ -449,6 +470,11 @@ class EnvironmentConfig(StrictModel):
     def has_own_prompts(self) -> bool:
         """Return whether prompts are the environment's own data."""
         return self.name == "verifiers"
+
+    @property
+    def has_agent(self) -> bool:
+        """Return whether a program drives trajectories through the endpoint."""
+        return self.agent is not None or bool(self.agent_command)
 
     @property
     def is_custom(self) -> bool:

@@ -68,7 +68,24 @@ def import_function(
         raise ConfigurationError(f"{key}: {reference} is {described(found)}, expected a function")
     if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
         raise ConfigurationError(f"{key}: {reference} is a coroutine or a generator, expected a function that returns")
-    function: Callable[..., Any] = found
+    return _with_signature(key, reference, found, takes, number, names)
+
+
+def import_function_of_task(key: str, reference: str) -> Callable[..., Any]:
+    """Import a function of one `AgentTask`, a coroutine function or another.
+
+    Raises:
+        ConfigurationError: There is no such thing, or it has another signature.
+    """
+    found = import_attribute(key, reference)
+    if not callable(found) or inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise ConfigurationError(f"{key}: {reference} is {described(found)}, expected a function of one AgentTask")
+    return _with_signature(key, reference, found, "one AgentTask", 1, ())
+
+
+def _with_signature(
+    key: str, reference: str, function: Callable[..., Any], takes: str, number: int, names: Iterable[str]
+) -> Callable[..., Any]:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some that are written in C have none

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments of a run: checked before anything starts, then started, each with workers of its own."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +11,8 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.config.schema_mixture import environment_key
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.generation.interface import SamplingParameters
+from nemo_rl_moe.launch.agents import PreparedAgent, prepare_agent, running_agents
 from nemo_rl_moe.launch.libraries import NoRewardFunction, check_library, library_driver, running_openenv
 from nemo_rl_moe.launch.setup import ModelRun
 from nemo_rl_moe.launch.tools import PreparedTools, continuation_of, prepare_tools, running_tool_workers
@@ -31,12 +33,14 @@ class PreparedEnvironment:
     """An environment that has been checked.
 
     Attributes:
-        driver: Drives trajectories where there are no tools.
+        driver: Drives trajectories where there are no tools and no agent.
         tools: Tools that the model may call; None: none.
+        agent: Program that asks the model; None: none.
     """
 
     driver: Environment
     tools: PreparedTools | None
+    agent: PreparedAgent | None
 
 
 @dataclass(frozen=True)
@@ -79,23 +83,24 @@ def prepare_environments(
     config: GRPOMasterConfig,
     drivers: Mapping[str, Environment],
     tokenizer: "PreTrainedTokenizerBase",
-    stop_token_ids: Sequence[int],
+    sampling: SamplingParameters,
 ) -> dict[str, PreparedEnvironment]:
-    """Check the tools of each environment.
+    """Check the tools or the agent of each environment.
 
     Args:
         drivers: As of `check_environments`.
-        stop_token_ids: Tokens that end a response.
+        sampling: How the run samples responses that are trained on.
 
     Raises:
-        ConfigurationError: A tool cannot be used, or the chat template cannot show calls and results.
+        ConfigurationError: A tool or an agent cannot be used, or the chat template cannot show calls and results.
     """
     found = {}
     for name, driver in drivers.items():
         with _problems_of(name):
             if config.env.environments[name].has_own_prompts:
-                driver = library_driver(config, tokenizer, stop_token_ids, name)
-            found[name] = PreparedEnvironment(driver, prepare_tools(config, tokenizer, stop_token_ids, name))
+                driver = library_driver(config, tokenizer, sampling.stop_token_ids, name)
+            tools = prepare_tools(config, tokenizer, sampling.stop_token_ids, name)
+            found[name] = PreparedEnvironment(driver, tools, prepare_agent(config, tokenizer, sampling, name))
     return found
 
 
@@ -107,7 +112,7 @@ def start_environment(
     tokenizer: "PreTrainedTokenizerBase",
     notices: Notices,
 ) -> StartedEnvironment:
-    """Start the workers of rewards and tools of an environment, for the rest of the run."""
+    """Start the workers of rewards, tools and agents of an environment, for the rest of the run."""
     env, warn = config.env.environments[name], _with_name(name, notices.warn)
     reward_function: BatchReward = NoRewardFunction()
     if not env.scores_trajectories:
@@ -118,6 +123,8 @@ def start_environment(
     if prepared.tools is not None:
         workers = run.use(running_tool_workers(env, run.console))
         environment = prepared.tools.environment(env, workers, warn)
+    if prepared.agent is not None:
+        environment = run.use(running_agents(prepared.agent, config, run.console, name))
     return StartedEnvironment(
         environment,
         reward_function,

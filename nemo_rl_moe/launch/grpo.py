@@ -163,7 +163,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     model = run.prepare_model()
     engine.check_model(config, model.hf_config)
     sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
-    environments = prepare_environments(config, drivers, model.tokenizer, sampling.stop_token_ids)
+    environments = prepare_environments(config, drivers, model.tokenizer, sampling)
     tokenizer, console, image_rule = model.tokenizer, run.console, model.image_rule
     training = read_training_prompts(config, tokenizer, console, image_rule=image_rule)
     held_out = read_held_out_prompts(config, tokenizer, console, training, image_rule=image_rule)

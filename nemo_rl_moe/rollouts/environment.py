@@ -106,6 +106,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.turns: list[Turn] = []
+        self._sequence_of_turn: list[GrowingSequence] = []
         self._sequences = GrowingSequences(self.prompt.token_ids)
         prompt = self.prompt
         self._conversation = Conversation(
@@ -213,6 +214,7 @@ class Session:
         text = response_text(token_ids, self.sampling, self.decode)
         turn = Turn(token_ids, text, found.is_truncated, tuple(found.logprobs.tolist()))
         self.turns.append(turn)
+        self._sequence_of_turn.append(sequence)
         return turn
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -339,7 +341,11 @@ class Session:
         Raises:
             TypeError: A metric is not a number.
         """
-        turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in range(len(self.turns))]
+        # Conversations that alternate add turns to one sequence and to another.
+        order = [
+            turn for each in self._sequences.kept for turn, place in enumerate(self._sequence_of_turn) if place is each
+        ]
+        turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in order]
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
         own = _checked_metrics(metrics or {})
         score = with_turn_rewards(score, turn_rewards if self._turn_rewards else [])
@@ -361,7 +367,7 @@ class Session:
             rewards=dict(score.rewards),
             metrics={**own, **kept, **cached},
             environment=self.prompt.environment,
-            turn_lengths=tuple(len(turn.token_ids) for turn in self.turns),
+            turn_lengths=tuple(len(self.turns[turn].token_ids) for turn in order),
             turn_rewards=tuple(turn_rewards) if self._turn_rewards and score.fault is None else (),
         )
 
@@ -477,7 +483,8 @@ def make_environment(config: EnvironmentConfig) -> Environment:
 
 def name_of_environment(config: EnvironmentConfig, name: str = "") -> str:
     """Return what scores responses, for messages: code of the user's own by key and value, or by its name."""
-    own = {ROLLOUT_KEY: config.rollout}
+    own = {ROLLOUT_KEY: config.rollout, "env.agent": config.agent}
+    own["env.agent_command"] = " ".join(config.agent_command) or None
     if config.callable is not None and config.name == "callable":
         own["env.callable.function"] = config.callable.function
     elif config.is_custom:

@@ -2,17 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that runs tools: without the secrets of the run's environment, within limits of time and memory."""
 
-import ctypes
 import faulthandler
-import os
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
+from nemo_rl_moe.distributed.process_limits import forget_secrets, limit_memory
 from nemo_rl_moe.errors import one_line
-from nemo_rl_moe.masking import is_secret
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.tools.definitions import load_tools, with_servers
 from nemo_rl_moe.tools.mcp_tools import Servers, function_of, running, tools_of
@@ -92,34 +88,6 @@ def call_within(limit_s: float, call: Callable[[], str], most_characters: int) -
 def timed_out(limit_s: float) -> ToolResult:
     """Return the answer to a call that took too long."""
     return ToolResult(error_text(f"the tool gave no result within {limit_s:g} s"), Fault.TIMEOUT, seconds=limit_s)
-
-
-def forget_secrets() -> None:
-    """Remove variables that name secrets from this process's environment, and so from its children's."""
-    for name in [name for name in os.environ if is_secret(name)]:
-        del os.environ[name]
-    _erase_secrets_given_at_start()
-
-
-def _erase_secrets_given_at_start() -> None:
-    """Erase them in the memory that `/proc/self/environ` shows, which stays as the process was started with."""
-    # Behind the name, which may hold spaces and brackets; the fields of proc(5) 50 and 51.
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[47]), int(fields[48])
-    place = start
-    for variable in ctypes.string_at(start, end - start).split(b"\0"):
-        if is_secret(variable.partition(b"=")[0].decode(errors="replace")):
-            ctypes.memset(place, 0, len(variable))
-        place += len(variable) + 1
-
-
-def limit_memory(megabytes: int) -> None:
-    """Limit the memory that this process may take beyond what it has."""
-    status = Path("/proc/self/status").read_text()
-    used = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:"))
-    limit = (used << 10) + (megabytes << 20)
-    # Not the address space, of which Ray maps far more than it uses.
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def _text_or_error(call: Callable[[], str]) -> tuple[str, Fault | None]:

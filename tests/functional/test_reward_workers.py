@@ -50,6 +50,9 @@ def environment(name: str = "callable", num_workers: int = 1, **changes: object)
         "tools": [],
         "tool_parameters": {},
         "tool_format": None,
+        "agent": None,
+        "agent_command": [],
+        "agent_limits": {"num_workers": 1, "memory_mb": 1024},
         "tool_limits": {
             "num_workers": 1,
             "call_timeout_s": 10.0,

@@ -474,6 +474,27 @@ BROKEN = [
         "env.reward_weights: got a, expected null with env.name openenv: it gives one reward",
     ),
     (
+        ("env.agent=my_module:agent", "env.agent_command=[python, agent.py]"),
+        "agents_have_a_conversation",
+        "env.agent_command: got python agent.py, expected [] with env.agent my_module:agent",
+    ),
+    (
+        ("env.agent_command=[python, agent.py]", "env.rollout=my_module:ask"),
+        "agents_have_a_conversation",
+        "env.agent_command: got python agent.py, expected none with env.rollout my_module:ask, which drives"
+        " trajectories",
+    ),
+    (
+        ("env.agent=my_module:agent", "env.tools=[calculator]"),
+        "agents_have_a_conversation",
+        "env.tools: got calculator, expected [] with env.agent my_module:agent, which runs its own tools",
+    ),
+    (
+        ("env.agent=my_module:agent", "data.tools=[{type: function, function: {name: add}}]"),
+        "agents_have_a_conversation",
+        "data.tools: got 1, expected [] with env.agent my_module:agent, whose requests define tools",
+    ),
+    (
         (*NO_TASK, "data.train.path=null", "data.train.num_items=5"),
         "prompts_have_a_source",
         "data.train.path: null draws prompts from a reasoning_gym task, but env.name is math; name a file or a dataset",

@@ -217,6 +217,9 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
             "tools": [],
             "tool_parameters": {},
             "tool_format": None,
+            "agent": None,
+            "agent_command": [],
+            "agent_limits": {"num_workers": 1, "memory_mb": 1024},
             "tool_limits": {
                 "num_workers": 1,
                 "call_timeout_s": 10.0,

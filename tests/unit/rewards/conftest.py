@@ -37,6 +37,9 @@ def env_config() -> Callable[..., EnvironmentConfig]:
             "mcp_servers": {},
             "tool_parameters": {},
             "tool_format": None,
+            "agent": None,
+            "agent_command": [],
+            "agent_limits": {"num_workers": 1, "memory_mb": 1024},
             "tool_limits": {
                 "num_workers": 1,
                 "call_timeout_s": 10.0,

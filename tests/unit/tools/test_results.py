@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_rl_moe.distributed.process_limits import forget_secrets
 from nemo_rl_moe.tools.results import as_text, cut
-from nemo_rl_moe.tools.worker import forget_secrets
 
 
 def test_texts_stay_and_the_rest_is_json() -> None:
