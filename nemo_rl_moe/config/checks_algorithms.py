@@ -128,6 +128,11 @@ def agents_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
         if env.tools:
             tools = ", ".join(env.tools)
             yield f"{section}.tools: got {tools}, expected [] with {key} {named}, which runs its own tools"
+        if env.mcp_servers:
+            servers = ", ".join(env.mcp_servers)
+            yield f"{section}.mcp_servers: got {servers}, expected {{}} with {key} {named}, which runs its own tools"
+        if env.scores_trajectories:
+            yield f"{key}: got {named}, expected none with {section}.name {env.name}, which drives trajectories"
         if config.data.tools:
             number = len(config.data.tools)
             yield f"data.tools: got {number}, expected [] with {key} {named}, whose requests define tools"

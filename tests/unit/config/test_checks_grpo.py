@@ -490,6 +490,16 @@ BROKEN = [
         "env.tools: got calculator, expected [] with env.agent my_module:agent, which runs its own tools",
     ),
     (
+        ("env.agent=my_module:agent", "env.mcp_servers={words: {command: python}}"),
+        "agents_have_a_conversation",
+        "env.mcp_servers: got words, expected {} with env.agent my_module:agent, which runs its own tools",
+    ),
+    (
+        ("env.agent=my_module:agent", "env.name=openenv", openenv()),
+        "agents_have_a_conversation",
+        "env.agent: got my_module:agent, expected none with env.name openenv, which drives trajectories",
+    ),
+    (
         ("env.agent=my_module:agent", "data.tools=[{type: function, function: {name: add}}]"),
         "agents_have_a_conversation",
         "data.tools: got 1, expected [] with env.agent my_module:agent, whose requests define tools",
