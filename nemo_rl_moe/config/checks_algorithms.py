@@ -110,6 +110,11 @@ def tools_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
                 f"data.tools: got {len(config.data.tools)}, expected [] with {key}.{which} {named}: the chat template"
                 " gets the definitions of those"
             )
+        if env.tool_call_cost and env.reward_weights is not None:
+            yield (
+                f"{key}.tool_call_cost: got {env.tool_call_cost:g}, expected 0 with {key}.reward_weights: the reward is"
+                " the weighted sum of the named rewards alone"
+            )
 
 
 def agents_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:

@@ -275,6 +275,9 @@ class RolloutMegatronConfig(MegatronConfig):
     experts_by_advantage: bool
     """Measure how far the experts of a layer specialise in responses of high and of low advantage, beyond chance; with
     `track_moe_metrics`."""
+    experts_by_writer: bool
+    """Count the tokens of each expert by who wrote them (the prompt, the model or its environment), in steps with
+    conversations of several turns; with `track_moe_metrics`."""
 
 
 class GeneratingPolicyConfig(PolicyConfig):
@@ -445,6 +448,9 @@ class EnvironmentConfig(StrictModel):
     max_turns: PositiveInt
     """Most responses of a trajectory with `tools` or an agent; calls in the last one of `tools` are not made, and
     further requests of an agent are refused."""
+    tool_call_cost: Annotated[float, Field(ge=0, le=1_000)]
+    """What each call of a tool takes from the reward of its trajectory, so that the model learns when not to call; 0:
+    nothing. `accuracy` does not change. Not with `reward_weights`."""
     rewritten_turns: Literal["begin_anew", "keep"]
     """What `session.append_message` does where the chat template now renders earlier turns in another way, such as
     without their thinking. begin_anew: a new training sequence begins with a fresh rendering, as the model is used

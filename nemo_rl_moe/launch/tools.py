@@ -35,7 +35,15 @@ class PreparedTools:
 
     def environment(self, config: EnvironmentConfig, workers: ToolWorkers, warn: Callable[[str], None]) -> Environment:
         """Return the environment in which the model calls them."""
-        return ToolConversation(self.tools, self.tool_format, workers.call, config.tool_limits, config.max_turns, warn)
+        return ToolConversation(
+            self.tools,
+            self.tool_format,
+            workers.call,
+            config.tool_limits,
+            config.max_turns,
+            warn,
+            call_cost=config.tool_call_cost,
+        )
 
 
 def prepare_tools(

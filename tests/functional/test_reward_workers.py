@@ -61,6 +61,7 @@ def environment(name: str = "callable", num_workers: int = 1, **changes: object)
             "memory_mb": 1024,
         },
         "max_turns": 8,
+        "tool_call_cost": 0.0,
         "rewritten_turns": "begin_anew",
         "on_failure": "leave_out",
         "answer_after": None,

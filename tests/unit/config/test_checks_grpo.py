@@ -505,6 +505,12 @@ BROKEN = [
         "data.tools: got 1, expected [] with env.agent my_module:agent, whose requests define tools",
     ),
     (
+        ("env.tools=[calculator]", "env.tool_call_cost=0.5", "env.reward_weights={a: 1}", *CALLABLE),
+        "tools_have_a_conversation",
+        "env.tool_call_cost: got 0.5, expected 0 with env.reward_weights: the reward is the weighted sum of the named"
+        " rewards alone",
+    ),
+    (
         (*NO_TASK, "data.train.path=null", "data.train.num_items=5"),
         "prompts_have_a_source",
         "data.train.path: null draws prompts from a reasoning_gym task, but env.name is math; name a file or a dataset",

@@ -228,6 +228,7 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
                 "memory_mb": 1024,
             },
             "max_turns": 8,
+            "tool_call_cost": 0.0,
             "rewritten_turns": "begin_anew",
             "answer_after": "</think>",
             "score_truncated": False,

@@ -252,6 +252,7 @@ def prompts_of(path, tokenizer, **data):
                 "memory_mb": 1024,
             },
             "max_turns": 8,
+            "tool_call_cost": 0.0,
             "rewritten_turns": "begin_anew",
             "answer_after": None,
             "score_truncated": True,
