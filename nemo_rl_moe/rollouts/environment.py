@@ -4,25 +4,33 @@
 
 import inspect
 from asyncio import CancelledError
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from numbers import Real
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
-from nemo_rl_moe.config.user_code import described, import_attribute
+from nemo_rl_moe.config.user_code import described, error_in_user_code, import_attribute
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.errors import ConfigurationError, one_line
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
-from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem, checked_score
+from nemo_rl_moe.rewards.interface import (
+    LARGEST_REWARD,
+    Fault,
+    Score,
+    ScoringItem,
+    checked_score,
+    with_turn_rewards,
+)
 from nemo_rl_moe.rollouts.conversation import Conversation
-from nemo_rl_moe.rollouts.growing_sequence import GrowingSequences
-from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
+from nemo_rl_moe.rollouts.trajectory import FinishReason, Trajectory
 
 KEPT_MASS = "sampling_kept_mass"
 CACHED_TOKENS = "mean_cached_tokens_per_sample"
@@ -32,12 +40,17 @@ Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
 SubmitRequest = Callable[[GenerationRequest], Awaitable[GeneratedSequence]]
 SubmitItem = Callable[[ScoringItem], Awaitable[Score]]
+WaitAside = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 
 ROLLOUT_KEY = "env.rollout"
 _TAIL_TOKENS = 16
 _EXPECTED = "the Trajectory that session.finish(score) of its own session makes"
 _RESPONSE, _SCORE = "a response", "a score"
 _ONE_AT_A_TIME = "a session does one thing at a time: await each before the next"
+
+
+async def _awaited(what: Coroutine[Any, Any, None]) -> None:
+    await what
 
 
 @dataclass(frozen=True)
@@ -48,11 +61,13 @@ class Turn:
         token_ids: Its sampled tokens, the end token included where there is one.
         text: The same as text, without the end token.
         is_truncated: It was truncated at a limit on its tokens.
+        logprobs: Log-probability of each of its tokens, in nats.
     """
 
     token_ids: TokenIds
     text: str
     is_truncated: bool
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass
@@ -72,6 +87,7 @@ class Session:
         reward_weights: Of each named reward; None where a score is one number.
         model_inputs: Further inputs of the model; an environment may add some between turns.
         continuation: Renders messages that are appended; None: there is no chat template.
+        wait_aside: Awaits something for which other trajectories are not kept waiting, such as a free process.
     """
 
     prompt: Prompt
@@ -86,13 +102,24 @@ class Session:
     reward_weights: Mapping[str, float] | None = None
     model_inputs: dict[str, ModelInput] = field(default_factory=dict)
     continuation: Continuation | None = None
+    wait_aside: WaitAside = _awaited
 
     def __post_init__(self) -> None:
         self.turns: list[Turn] = []
+        self._sequence_of_turn: list[GrowingSequence] = []
         self._sequences = GrowingSequences(self.prompt.token_ids)
-        self._conversation = Conversation(self.prompt, self.sampling.stop_token_ids, self.decode, self.continuation)
+        prompt = self.prompt
+        self._conversation = Conversation(
+            prompt.messages,
+            prompt.inputs,
+            len(prompt.messages),
+            self.sampling.stop_token_ids,
+            self.decode,
+            self.continuation,
+        )
         self._asked_for: str | None = None
         self._overlong = ""
+        self._turn_rewards: dict[int, float] = {}
         self._kept_mass: list[float] = []
         self._num_cached: int | None = None
 
@@ -131,11 +158,47 @@ class Session:
         if not room:
             why = self._overlong or f"at {self.max_tokens} tokens"
             raise ValueError(f"{self.prompt.sample_id}: the trajectory is full, {why}")
+        turn = await self.continue_sequence(self._sequences.last, room)
+        self._conversation.add_to_turn(turn.token_ids, is_sampled=True)
+        return turn
+
+    def begin_sequence(self, token_ids: Sequence[int]) -> GrowingSequence:
+        """Begin another sequence of the trajectory, with tokens that are not trained on; for `continue_sequence`.
+
+        The prompt's own sequence is no part of the trajectory where nothing of it was sampled and others were.
+        """
+        return self._sequences.begin(token_ids)
+
+    def begin_conversation(self, messages: Sequence[Mapping[str, object]]) -> None:
+        """Begin another sequence with a conversation of its own, such as a history that its environment has rewritten.
+
+        Its tokens are not trained on; where they do not fit, the trajectory is full, as with `append`.
+
+        Raises:
+            RuntimeError: A response is still waited for, or there is no chat template.
+            NoExtension: The chat template cannot show the conversation.
+            RecordError: A message is malformed.
+        """
+        self._require_no_response_pending("a conversation was")
+        conversation, extension = self._conversation.another(messages)
+        if self._fit(len(extension.token_ids), 0):
+            self.begin_sequence(extension.token_ids)
+            self._conversation = conversation
+
+    async def continue_sequence(self, sequence: GrowingSequence, room: int) -> Turn:
+        """Continue any sequence of the trajectory by a response of the model; its tokens are trained on.
+
+        Args:
+            room: Most tokens of the response, where it is below the run's.
+
+        Raises:
+            RuntimeError: An earlier response or score is still waited for.
+        """
         sampling = self.sampling
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
         request = GenerationRequest(
-            token_ids=tuple(self._sequences.last.token_ids),
+            token_ids=tuple(sequence.token_ids),
             seed=_seed_of_turn(self.seed, len(self.turns)),
             sampling=sampling,
             model_inputs=dict(self.model_inputs),
@@ -143,14 +206,15 @@ class Session:
         with self._asking(_RESPONSE):
             found = await self.submit_request(request)
         token_ids = tuple(found.token_ids.tolist())
-        self._sequences.last.add_sampled(found)
-        self._conversation.add_to_turn(token_ids, is_sampled=True)
+        sequence.add_sampled(found)
         if found.kept_mass is not None:
             self._kept_mass += found.kept_mass.tolist()
         if found.num_cached_tokens is not None:
             self._num_cached = (self._num_cached or 0) + found.num_cached_tokens
-        turn = Turn(token_ids, response_text(token_ids, self.sampling, self.decode), found.is_truncated)
+        text = response_text(token_ids, self.sampling, self.decode)
+        turn = Turn(token_ids, text, found.is_truncated, tuple(found.logprobs.tolist()))
         self.turns.append(turn)
+        self._sequence_of_turn.append(sequence)
         return turn
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -210,6 +274,10 @@ class Session:
             )
         return not self._overlong
 
+    def cut_short(self, reason: str) -> None:
+        """Have the trajectory end as one that was cut, as its environment's tokens did not fit."""
+        self._overlong = self._overlong or reason
+
     async def score(self, response: str | None = None) -> Score:
         """Ask the reward function that the configuration names.
 
@@ -223,9 +291,28 @@ class Session:
             raise RuntimeError("a score was asked for before the first response; await session.generate() before")
         last = self.turns[-1]
         text = last.text if response is None else response
-        item = ScoringItem(self.prompt.sample_id, self.prompt.text, text, last.is_truncated, self.prompt.record)
+        prompt = self.prompt
+        item = ScoringItem(
+            prompt.sample_id, prompt.text, text, last.is_truncated, prompt.record, environment=prompt.environment
+        )
         with self._asking(_SCORE):
             return await self.submit_item(item)
+
+    def reward(self, amount: float) -> None:
+        """Give a reward for the last response; several add up. The trajectory's reward is their sum and its score.
+
+        Raises:
+            RuntimeError: There is no response yet.
+            ValueError: It is no number, or too large.
+        """
+        if not self.turns:
+            raise RuntimeError("a reward was given before the first response; await session.generate() before")
+        if not -LARGEST_REWARD <= amount <= LARGEST_REWARD:
+            raise ValueError(
+                f"a turn's reward is {amount}, expected a number from {-LARGEST_REWARD:,.0f} to {LARGEST_REWARD:,.0f}"
+            )
+        place = len(self.turns) - 1
+        self._turn_rewards[place] = self._turn_rewards.get(place, 0.0) + float(amount)
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
@@ -237,14 +324,31 @@ class Session:
         finally:
             self._asked_for = None
 
-    def finish(self, score: Score, metrics: Mapping[str, float] | None = None) -> Trajectory:
+    def finish(
+        self,
+        score: Score,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        truncated_by: Literal["turns", "time"] | None = None,
+    ) -> Trajectory:
         """Return the trajectory as it is now.
 
         Args:
-            score: What it is worth.
+            score: What it is worth, beside the rewards of its turns.
             metrics: Further numbers, logged as means over trajectories.
+            truncated_by: Limit at which it was truncated, beside those on tokens, which are known; None: none.
+
+        Raises:
+            TypeError: A metric is not a number.
         """
+        # Conversations that alternate add turns to one sequence and to another.
+        order = [
+            turn for each in self._sequences.kept for turn, place in enumerate(self._sequence_of_turn) if place is each
+        ]
+        turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in order]
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
+        own = _checked_metrics(metrics or {})
+        score = with_turn_rewards(score, turn_rewards if self._turn_rewards else [])
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
         cached = {} if self._num_cached is None else {CACHED_TOKENS: float(self._num_cached)}
         return Trajectory(
@@ -253,7 +357,7 @@ class Session:
             sequences=self._sequences.finished(self.model_inputs),
             reward=score.reward,
             is_correct=score.is_correct,
-            finish_reason="length" if self._overlong or (self.turns and self.turns[-1].is_truncated) else "stop",
+            finish_reason=self._finish_reason(truncated_by),
             num_turns=len(self.turns),
             prompt_text=self.prompt.text,
             response_text=self._response_text(),
@@ -261,24 +365,45 @@ class Session:
             fault_message=score.message,
             overlong=self._overlong,
             rewards=dict(score.rewards),
-            metrics={**(metrics or {}), **kept, **cached},
+            metrics={**own, **kept, **cached},
+            environment=self.prompt.environment,
+            turn_lengths=tuple(len(self.turns[turn].token_ids) for turn in order),
+            turn_rewards=tuple(turn_rewards) if self._turn_rewards and score.fault is None else (),
         )
+
+    def _finish_reason(self, truncated_by: Literal["turns", "time"] | None) -> FinishReason:
+        if truncated_by != "time" and (self._overlong or (self.turns and self.turns[-1].is_truncated)):
+            return "length"
+        return truncated_by or "stop"
 
     def _response_text(self) -> str:
         """Return what follows the prompt; later sequences stand there as a whole."""
         if len(self.turns) < 2:
             return "".join(turn.text for turn in self.turns)
-        first, *later = (sequence.token_ids.tolist() for sequence in self._sequences.finished({}))
-        return "\n\n".join(map(self.decode, [first[len(self.prompt.token_ids) :], *later]))
+        first, *later = self._sequences.kept
+        return "\n\n".join(map(self.decode, [first.token_ids[first.num_first :], *(each.token_ids for each in later)]))
 
-    def failed(self, fault: Fault, message: str) -> Trajectory:
+    def failed(self, fault: Fault, message: str, *, truncated_by: Literal["time"] | None = None) -> Trajectory:
         """Return the trajectory as it is now, with the reason why it has no score.
 
         Args:
             fault: Kind of the failure.
             message: What went wrong, in one line.
+            truncated_by: Limit at which it was truncated, beside those on tokens; None: none.
         """
-        return self.finish(Score(0.0, is_correct=False, fault=fault, message=message))
+        return self.finish(Score(0.0, is_correct=False, fault=fault, message=message), truncated_by=truncated_by)
+
+
+def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a user's own as plain numbers: of a list, a mean over all trajectories would pass for one.
+
+    Raises:
+        TypeError: One is not a number.
+    """
+    for name, value in metrics.items():
+        if not (isinstance(value, Real | np.bool_) or (hasattr(value, "item") and np.shape(value) == ())):
+            raise TypeError(f"session.finish: the metric {name!r} is {described(value)}, expected a number")
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def response_text(token_ids: TokenIds, sampling: SamplingParameters, decode: Decode) -> str:
@@ -324,7 +449,7 @@ class RolloutFunction:
         try:
             return self._checked(await self._function(session), session)
         except (Exception, CancelledError) as error:  # a tool's own cancellation; of the run's, nobody reads this
-            return session.failed(Fault.ERROR, one_line(error))
+            return session.failed(Fault.ERROR, error_in_user_code(error))
 
     def _checked(self, found: object, session: Session) -> Trajectory:
         """Check what a user's function has returned: its type is not known before."""
@@ -354,6 +479,20 @@ def make_environment(config: EnvironmentConfig) -> Environment:
             " takes a Session and returns its Trajectory"
         )
     return RolloutFunction(function, config.rollout)
+
+
+def name_of_environment(config: EnvironmentConfig, name: str = "") -> str:
+    """Return what scores responses, for messages: code of the user's own by key and value, or by its name."""
+    own = {ROLLOUT_KEY: config.rollout, "env.agent": config.agent}
+    own["env.agent_command"] = " ".join(config.agent_command) or None
+    if config.callable is not None and config.name == "callable":
+        own["env.callable.function"] = config.callable.function
+    elif config.is_custom:
+        own["env.name"] = config.name
+    return (
+        " with ".join(f"{key}: {value}" for key, value in own.items() if value is not None)
+        or f"the environment {name}".strip()
+    )
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:

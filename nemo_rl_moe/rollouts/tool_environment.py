@@ -5,6 +5,7 @@
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from nemo_rl_moe.config.schema_grpo import ToolLimitsConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
@@ -76,13 +77,17 @@ class ToolConversation:
     async def rollout(self, session: Session) -> Trajectory:
         """Make one trajectory; the reward function scores its last response."""
         made = _Calls()
+        truncated_by: Literal["turns"] | None = None
         while session.has_room:
             begins_in_thinking = session.ends_in(THINK_START)
             turn = await session.generate()
-            if turn.is_truncated or len(session.turns) == self._max_turns:
+            if turn.is_truncated:
                 break
             calls = self._format.calls(turn.text, self._schemas, begins_in_thinking=begins_in_thinking)
             if not calls:
+                break
+            if len(session.turns) == self._max_turns:
+                truncated_by = "turns"
                 break
             answers = await self._answers(calls, made)
             try:
@@ -92,7 +97,7 @@ class ToolConversation:
         score = await session.score()
         if score.fault is None:
             score = replace(score, reward=score.reward - self._call_cost * made.counts[CALLS])
-        return session.finish(score, made.metrics)
+        return session.finish(score, made.metrics, truncated_by=truncated_by)
 
     async def _answers(self, calls: Sequence[ParsedCall], made: _Calls) -> list[dict[str, object]]:
         """Make the calls of a turn, and return the messages that answer them."""

@@ -8,12 +8,16 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nemo_rl_moe.distributed.batch import Column, TokenBatch, per_sequence, per_token, stored_per_token
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, sequences_of, trajectory_of_each_sequence
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 from nemo_rl_moe.token_lag import NO_LAG
 from nemo_rl_moe.token_writers import RESULT, TOKEN_WRITERS, token_writers
+
+NO_TURN = -1
+"""Number of the turn of a token that no model sampled."""
 
 
 def loss_masks(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "trajectories tokens"]:
@@ -22,6 +26,21 @@ def loss_masks(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "trajectories
     """
     masks = [np.concatenate([each.loss_mask for each in trajectory.sequences]) for trajectory in trajectories]
     return _padded_masks(masks)
+
+
+def turns_of_tokens(trajectories: Sequence[Trajectory]) -> Int[Tensor, "trajectories tokens"]:
+    """Return the number of the turn, from 0, in which each token was sampled; `NO_TURN` on all other tokens.
+
+    Sequences of a trajectory stand behind one another, as in `loss_masks`: a turn is sampled in one of them.
+    """
+    rows = []
+    for trajectory in trajectories:
+        is_sampled = np.concatenate([each.weight_versions for each in trajectory.sequences]) != NOT_SAMPLED
+        lengths = trajectory.turn_lengths or (int(is_sampled.sum()),)
+        row = np.full(len(is_sampled), NO_TURN)
+        row[is_sampled] = np.repeat(np.arange(len(lengths)), lengths)
+        rows.append(torch.as_tensor(row))
+    return pad_sequence(rows, batch_first=True, padding_value=NO_TURN)
 
 
 def sampled_tokens(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "sequences tokens"]:

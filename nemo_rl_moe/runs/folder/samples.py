@@ -51,6 +51,8 @@ class SavedTrajectory(Protocol):
     def weight_version(self) -> int: ...
     @property
     def images(self) -> Sequence[SavedImage]: ...
+    @property
+    def environment(self) -> str: ...
 
 
 class Console(Protocol):
@@ -121,6 +123,8 @@ def _record(step: int, split: str, trajectory: SavedTrajectory, thumbnails: Sequ
     seldom: dict[str, Any] = {"num_turns": trajectory.num_turns} if trajectory.num_turns > 1 else {}
     if trajectory.num_sequences > 1:
         seldom["num_sequences"] = trajectory.num_sequences
+    if trajectory.environment:
+        seldom["environment"] = trajectory.environment
     if thumbnails:
         seldom["thumbnails"] = list(thumbnails)
     return {

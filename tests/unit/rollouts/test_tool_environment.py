@@ -189,14 +189,20 @@ def test_a_model_that_never_calls_right_ends_at_the_most_turns() -> None:
     session, found = play([wrong] * 9, calls, max_turns=3)
     assert found.num_turns == 3
     assert len(answers(session)) == 2
-    assert (calls.made, found.reward, found.finish_reason) == ([], 1.0, "stop")
+    assert (calls.made, found.reward, found.finish_reason) == ([], 1.0, "turns")
 
 
 def test_calls_of_the_last_turn_are_not_made() -> None:
     calls = Calls()
     _, found = play([called("add", a=1), called("add", a=2), "done"], calls, max_turns=2)
     assert len(calls.made) == 1
-    assert found.num_turns == 2
+    assert (found.num_turns, found.finish_reason) == (2, "turns")
+    assert not found.is_truncated, "it lacks no token"
+
+
+def test_an_answer_in_the_last_turn_is_none_that_was_cut() -> None:
+    _, found = play([called("add", a=1), "done"], Calls(), max_turns=2)
+    assert (found.num_turns, found.finish_reason) == (2, "stop")
 
 
 def test_what_is_thought_is_not_called() -> None:

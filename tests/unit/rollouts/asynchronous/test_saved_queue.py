@@ -45,6 +45,9 @@ def some_trajectory(number: int, routes: StoredRows | None = None) -> Trajectory
         overlong="too long",
         rewards={"accuracy": 0.1},
         metrics={"env/num": 2.5},
+        environment="math",
+        turn_lengths=(2, 1),
+        turn_rewards=(0.0, 1 / 7),
     )
 
 
