@@ -5,6 +5,7 @@
 from collections.abc import Iterator
 from math import gcd
 
+from nemo_rl_moe.config.checks_libraries import LIBRARY_RULES
 from nemo_rl_moe.config.checks_mixture import MIXTURE_RULES
 from nemo_rl_moe.config.checks_rollouts import ROLLOUT_RULES
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
@@ -78,12 +79,16 @@ def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
     examples = {
         "reasoning_gym": "{task: basic_arithmetic, parameters: {}, partial_credit: false}",
         "callable": '{function: "my_module:score"}',
+        "openenv": (
+            '{app: "my_env.server.app:app", url: null, num_servers: 1, sessions_per_server: 1, action_key: message,'
+            " observation_key: echoed_message}"
+        ),
     }
     for key, env in _environments(config):
         name = env.name
         if (example := examples.get(name)) is not None and getattr(env, name) is None:
             yield f"{key}.{name}: got null, expected a section such as {example} with {key}.name {name}"
-        if env.parameters and not is_custom(name):
+        if env.parameters and not is_custom(name) and not env.has_own_prompts:
             yield (
                 f"{key}.parameters: got {', '.join(map(str, env.parameters))}, expected {{}} with {key}.name {name}:"
                 " they are the arguments of an environment of your own"
@@ -93,15 +98,22 @@ def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
 def tools_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that nothing else drives the conversation in which tools are called, or defines them."""
     for key, env in _environments(config):
-        if not env.tools:
+        if not env.has_tools:
             continue
-        named = ", ".join(env.tools)
+        which, named = ("tools", ", ".join(env.tools)) if env.tools else ("mcp_servers", ", ".join(env.mcp_servers))
         if env.rollout is not None:
-            yield f"{key}.tools: got {named}, expected [] with {key}.rollout {env.rollout}, which drives trajectories"
+            yield (
+                f"{key}.{which}: got {named}, expected none with {key}.rollout {env.rollout}, which drives trajectories"
+            )
         if config.data.tools:
             yield (
-                f"data.tools: got {len(config.data.tools)}, expected [] with {key}.tools {named}: the chat template"
+                f"data.tools: got {len(config.data.tools)}, expected [] with {key}.{which} {named}: the chat template"
                 " gets the definitions of those"
+            )
+        if env.tool_call_cost and env.reward_weights is not None:
+            yield (
+                f"{key}.tool_call_cost: got {env.tool_call_cost:g}, expected 0 with {key}.reward_weights: the reward is"
+                " the weighted sum of the named rewards alone"
             )
 
 
@@ -121,6 +133,11 @@ def agents_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
         if env.tools:
             tools = ", ".join(env.tools)
             yield f"{section}.tools: got {tools}, expected [] with {key} {named}, which runs its own tools"
+        if env.mcp_servers:
+            servers = ", ".join(env.mcp_servers)
+            yield f"{section}.mcp_servers: got {servers}, expected {{}} with {key} {named}, which runs its own tools"
+        if env.scores_trajectories:
+            yield f"{key}: got {named}, expected none with {section}.name {env.name}, which drives trajectories"
         if config.data.tools:
             number = len(config.data.tools)
             yield f"data.tools: got {number}, expected [] with {key} {named}, whose requests define tools"
@@ -134,7 +151,7 @@ def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
         name = key.removeprefix("data").removeprefix(".environments.")
         env = config.env.environments.get(name, config.env)
         for kind, source in (("train", data.train), ("validation", data.validation)):
-            if source is None or source.path is not None:
+            if source is None or source.path is not None or env.has_own_prompts:
                 continue
             if env.name != "reasoning_gym":
                 yield (
@@ -150,6 +167,9 @@ def sampled_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
     for key, data in config.data.sources():
         train, validation = data.train, data.validation
         if validation is None or train.path is not None or validation.path is not None:
+            continue
+        name = key.removeprefix("data").removeprefix(".environments.")
+        if config.env.environments.get(name, config.env).has_own_prompts and train.split != validation.split:
             continue
         if train.seed == validation.seed:
             yield (
@@ -310,6 +330,7 @@ GRPO_RULES = (
     engine_has_what_it_needs,
     weights_can_travel,
     *ROLLOUT_RULES,
+    *LIBRARY_RULES,
 )
 
 

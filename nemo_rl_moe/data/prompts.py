@@ -24,6 +24,7 @@ from nemo_rl_moe.data.shared_records import SharedRecords
 from nemo_rl_moe.data.sources import TEXT_SUFFIX, LineSource, open_lines, open_text
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, run_wide_inputs
 from nemo_rl_moe.data.template_renderer import Rendered
+from nemo_rl_moe.data.verifiers_prompts import verifiers_prompts
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.errors import ConfigurationError, DataError, counted
 from nemo_rl_moe.rewards.reasoning_gym import draw_items
@@ -71,6 +72,8 @@ class RepeatFilter:
     def _compared_with(self, prompt: PromptRecord) -> Any:
         if self._env_name == "callable":
             return prompt.record  # the user's function may read any of it
+        if self._env_name == "verifiers":
+            return prompt.record["answer"], prompt.record["info"]
         return prompt.record["answer"], prompt.record.get("metadata") if self._env_name == "reasoning_gym" else None
 
 
@@ -257,7 +260,9 @@ def _read(
 def _sampled(
     source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig | None
 ) -> tuple[LineSource[PromptRecord], int]:
-    """Sample prompts from the task, and count the repeats among the samples."""
+    """Sample prompts from the task, and count the repeats among the samples; or take those of the environment."""
+    if env is not None and env.has_own_prompts:
+        return verifiers_prompts(source, env), 0
     if env is None or env.reasoning_gym is None or source.num_items is None:
         raise ConfigurationError(
             "data: a path of null draws prompts from env.reasoning_gym, and needs that section and num_items"

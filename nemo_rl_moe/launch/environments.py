@@ -13,6 +13,7 @@ from nemo_rl_moe.config.schema_mixture import environment_key
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.launch.agents import PreparedAgent, prepare_agent, running_agents
+from nemo_rl_moe.launch.libraries import NoRewardFunction, check_library, library_driver, running_openenv
 from nemo_rl_moe.launch.setup import ModelRun
 from nemo_rl_moe.launch.tools import PreparedTools, continuation_of, prepare_tools, running_tool_workers
 from nemo_rl_moe.rewards.interface import BatchReward
@@ -68,7 +69,10 @@ def check_environments(config: GRPOMasterConfig) -> dict[str, Environment]:
     drivers = {}
     for name, env in config.env.environments.items():
         with _problems_of(name):
-            make_reward_function(env)
+            if env.scores_trajectories:
+                check_library(env)
+            else:
+                make_reward_function(env)
     for name, env in config.env.environments.items():
         with _problems_of(name):
             drivers[name] = make_environment(env)
@@ -93,6 +97,8 @@ def prepare_environments(
     found = {}
     for name, driver in drivers.items():
         with _problems_of(name):
+            if config.env.environments[name].has_own_prompts:
+                driver = library_driver(config, tokenizer, sampling.stop_token_ids, name)
             tools = prepare_tools(config, tokenizer, sampling.stop_token_ids, name)
             found[name] = PreparedEnvironment(driver, tools, prepare_agent(config, tokenizer, sampling, name))
     return found
@@ -108,8 +114,12 @@ def start_environment(
 ) -> StartedEnvironment:
     """Start the workers of rewards, tools and agents of an environment, for the rest of the run."""
     env, warn = config.env.environments[name], _with_name(name, notices.warn)
-    reward_function = run.use(running_reward_workers(env, run.console))
+    reward_function: BatchReward = NoRewardFunction()
+    if not env.scores_trajectories:
+        reward_function = run.use(running_reward_workers(env, run.console))
     environment = prepared.driver
+    if env.scores_trajectories and not env.has_own_prompts:
+        environment = run.use(running_openenv(env, run.console))
     if prepared.tools is not None:
         workers = run.use(running_tool_workers(env, run.console))
         environment = prepared.tools.environment(env, workers, warn)

@@ -16,9 +16,10 @@ from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.rollouts.environment import Environment
 from nemo_rl_moe.rollouts.tool_environment import ToolConversation
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
-from nemo_rl_moe.tools.definitions import Tools, load_tools
+from nemo_rl_moe.tools.definitions import Tools, load_tools, with_servers
 from nemo_rl_moe.tools.detection import format_of, require_continuable
 from nemo_rl_moe.tools.formats.interface import ToolFormat
+from nemo_rl_moe.tools.mcp_tools import McpTool, describe_servers
 from nemo_rl_moe.tools.worker_pool import ToolWorkers
 
 if TYPE_CHECKING:
@@ -34,7 +35,15 @@ class PreparedTools:
 
     def environment(self, config: EnvironmentConfig, workers: ToolWorkers, warn: Callable[[str], None]) -> Environment:
         """Return the environment in which the model calls them."""
-        return ToolConversation(self.tools, self.tool_format, workers.call, config.tool_limits, config.max_turns, warn)
+        return ToolConversation(
+            self.tools,
+            self.tool_format,
+            workers.call,
+            config.tool_limits,
+            config.max_turns,
+            warn,
+            call_cost=config.tool_call_cost,
+        )
 
 
 def prepare_tools(
@@ -53,9 +62,9 @@ def prepare_tools(
         ConfigurationError: A tool cannot be used, or the chat template cannot show calls and results.
     """
     env = config.env.environments[name]
-    if not env.tools:
+    if not env.has_tools:
         return None
-    tools = load_tools(env.tools, env.tool_parameters)
+    tools = _tools(env)
     run_wide = run_wide_inputs([], config.data.chat_template_kwargs)
     tool_format = format_of(tokenizer, env.tool_format, run_wide)
     encode = partial(tokenizer.encode, add_special_tokens=False)
@@ -66,9 +75,9 @@ def prepare_tools(
 def data_with_tools(config: GRPOMasterConfig, name: str = THE_ONLY_ONE) -> PromptDataConfig:
     """Return the `data` section of an environment, with the definitions of the tools that it has."""
     env, data = config.env.environments[name], config.data.of(name)
-    if not env.tools:
+    if not env.has_tools:
         return data
-    tools = load_tools(env.tools, env.tool_parameters)
+    tools = _tools(env)
     return data.model_copy(update={"tools": [dict(tool.definition) for tool in tools.values()]})
 
 
@@ -82,17 +91,28 @@ def continuation_of(
     return Continuation(tokenizer, inputs, keep_rewritten=keeps)
 
 
+def _tools(env: EnvironmentConfig) -> Tools:
+    """Return the tools of a run as the driver sees them: those of servers cannot be called here."""
+
+    def elsewhere(**arguments: object) -> object:
+        raise NotImplementedError("tools of servers are called in the tool workers")
+
+    found: list[McpTool] = describe_servers(env.mcp_servers) if env.mcp_servers else []
+    return with_servers(load_tools(env.tools, env.tool_parameters), [(tool, elsewhere) for tool in found])
+
+
 @contextmanager
 def running_tool_workers(config: EnvironmentConfig, console: ConsoleLogger) -> Iterator[ToolWorkers]:
     """Start the tool workers, and stop them whatever happens."""
     limits = config.tool_limits
-    with console.phase(f"starting the tool workers ({', '.join(config.tools)})"):
+    with console.phase(f"starting the tool workers ({', '.join([*config.tools, *config.mcp_servers])})"):
         workers = ToolWorkers(
             config.tools,
             config.tool_parameters,
             num_workers=limits.num_workers,
             memory_mb=limits.memory_mb,
             most_characters=limits.max_result_characters,
+            servers=config.mcp_servers,
         )
     with workers:
         yield workers

@@ -108,7 +108,15 @@ class Session:
         self.turns: list[Turn] = []
         self._sequence_of_turn: list[GrowingSequence] = []
         self._sequences = GrowingSequences(self.prompt.token_ids)
-        self._conversation = Conversation(self.prompt, self.sampling.stop_token_ids, self.decode, self.continuation)
+        prompt = self.prompt
+        self._conversation = Conversation(
+            prompt.messages,
+            prompt.inputs,
+            len(prompt.messages),
+            self.sampling.stop_token_ids,
+            self.decode,
+            self.continuation,
+        )
         self._asked_for: str | None = None
         self._overlong = ""
         self._turn_rewards: dict[int, float] = {}
@@ -160,6 +168,22 @@ class Session:
         The prompt's own sequence is no part of the trajectory where nothing of it was sampled and others were.
         """
         return self._sequences.begin(token_ids)
+
+    def begin_conversation(self, messages: Sequence[Mapping[str, object]]) -> None:
+        """Begin another sequence with a conversation of its own, such as a history that its environment has rewritten.
+
+        Its tokens are not trained on; where they do not fit, the trajectory is full, as with `append`.
+
+        Raises:
+            RuntimeError: A response is still waited for, or there is no chat template.
+            NoExtension: The chat template cannot show the conversation.
+            RecordError: A message is malformed.
+        """
+        self._require_no_response_pending("a conversation was")
+        conversation, extension = self._conversation.another(messages)
+        if self._fit(len(extension.token_ids), 0):
+            self.begin_sequence(extension.token_ids)
+            self._conversation = conversation
 
     async def continue_sequence(self, sequence: GrowingSequence, room: int) -> Turn:
         """Continue any sequence of the trajectory by a response of the model; its tokens are trained on.

@@ -4,7 +4,7 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nemo_rl_moe.config.schema_grpo import ToolLimitsConfig
@@ -53,6 +53,7 @@ class ToolConversation:
         call: Calls a tool.
         limits: Limits of calls.
         max_turns: Most responses of the model; calls in the last one are not made.
+        call_cost: What each answered call takes from the reward.
         warn: Receives a line at the first failure of each kind.
     """
 
@@ -64,9 +65,12 @@ class ToolConversation:
         limits: ToolLimitsConfig,
         max_turns: int,
         warn: Callable[[str], None],
+        *,
+        call_cost: float = 0.0,
     ):
         self._tools, self._format, self._call = tools, tool_format, call
         self._limits, self._max_turns = limits, max_turns
+        self._call_cost = call_cost
         self._warn, self._reported = warn, set[Fault]()
         self._schemas = {name: tool.definition["function"]["parameters"]["properties"] for name, tool in tools.items()}
 
@@ -90,7 +94,10 @@ class ToolConversation:
                 session.append_messages(answers)
             except NoExtension as error:
                 return session.failed(Fault.ERROR, one_line(error))
-        return session.finish(await session.score(), made.metrics, truncated_by=truncated_by)
+        score = await session.score()
+        if score.fault is None:
+            score = replace(score, reward=score.reward - self._call_cost * made.counts[CALLS])
+        return session.finish(score, made.metrics, truncated_by=truncated_by)
 
     async def _answers(self, calls: Sequence[ParsedCall], made: _Calls) -> list[dict[str, object]]:
         """Make the calls of a turn, and return the messages that answer them."""

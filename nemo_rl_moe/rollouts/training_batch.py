@@ -14,6 +14,7 @@ from nemo_rl_moe.distributed.batch import Column, TokenBatch, per_sequence, per_
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, sequences_of, trajectory_of_each_sequence
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 from nemo_rl_moe.token_lag import NO_LAG
+from nemo_rl_moe.token_writers import RESULT, TOKEN_WRITERS, token_writers
 
 NO_TURN = -1
 """Number of the turn of a token that no model sampled."""
@@ -89,8 +90,8 @@ def training_batch(
             of global batches and microbatches do not depend on what the environment could score. None: all.
 
     Returns:
-        A batch with the columns `advantages`, `generation_logprobs`, the model's inputs, and, stored, `routed_experts`
-        where an engine reports them.
+        A batch with the columns `advantages`, `generation_logprobs`, the model's inputs, `token_writers` where an
+        environment wrote tokens, and, stored, `routed_experts` where an engine reports them.
     """
     sequences, owners = sequences_of(trajectories), trajectory_of_each_sequence(trajectories)
     lengths = [len(sequence) for sequence in sequences]
@@ -105,6 +106,9 @@ def training_batch(
             token_mask[row, :length] = torch.as_tensor(sequence.loss_mask)
         logprobs[row, :length] = torch.as_tensor(sequence.logprobs)
     columns = {"advantages": advantage_column(advantages, trajectories), "generation_logprobs": per_token(logprobs)}
+    writers = [token_writers(sequence.weight_versions != NOT_SAMPLED) for sequence in sequences]
+    if any((of_sequence == RESULT).any() for of_sequence in writers):
+        columns[TOKEN_WRITERS] = _writer_column(writers)
     capture = stored_per_token([sequence.routed_experts for sequence in sequences], fill=UNKNOWN)
     return TokenBatch(
         input_ids=input_ids,
@@ -115,6 +119,13 @@ def training_batch(
         stored={} if capture is None else {ROUTED_EXPERTS: capture},
         sample_sizes=tuple(trajectory.num_sequences for trajectory in trajectories),
     ).with_inputs([sequence.model_inputs for sequence in sequences])
+
+
+def _writer_column(writers: Sequence[Int[np.ndarray, " tokens"]]) -> Column:
+    values = torch.zeros(len(writers), max(map(len, writers)), dtype=torch.int8)
+    for row, of_sequence in enumerate(writers):
+        values[row, : len(of_sequence)] = torch.as_tensor(of_sequence)
+    return per_token(values)
 
 
 def advantage_column(

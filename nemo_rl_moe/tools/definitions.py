@@ -14,6 +14,7 @@ from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.config.user_code import described, import_attribute, is_custom, with_colon
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.tools.arguments import Parameter, kind_in_words
+from nemo_rl_moe.tools.mcp_tools import SERVERS_KEY, McpTool
 from nemo_rl_moe.tools.ready import READY_TOOLS
 
 TOOLS_KEY, PARAMETERS_KEY = "env.tools", "env.tool_parameters"
@@ -70,6 +71,22 @@ def load_tools(references: Sequence[str], settings: Mapping[str, Mapping[str, ob
             hint = did_you_mean(nearest(name, tools))
             raise ConfigurationError(f"{PARAMETERS_KEY}: got {name!r}, expected a tool of {TOOLS_KEY}{hint}")
     return tools
+
+
+def with_servers(tools: Tools, found: Sequence[tuple[McpTool, Callable[..., object]]]) -> Tools:
+    """Return tools with those of servers, each with the function that calls it.
+
+    Raises:
+        ConfigurationError: Two have one name.
+    """
+    all_tools = dict(tools)
+    for tool, function in found:
+        if tool.name in all_tools:
+            raise ConfigurationError(
+                f"{SERVERS_KEY}.{tool.server}: there is another tool of the name {tool.name!r}, expected one of each"
+            )
+        all_tools[tool.name] = Tool(tool.name, function, tool.definition, tool.parameters, {})
+    return all_tools
 
 
 def _imported(reference: str) -> Callable[..., object]:

@@ -10,7 +10,8 @@ from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.distributed.process_limits import forget_secrets, limit_memory
 from nemo_rl_moe.errors import one_line
 from nemo_rl_moe.rewards.interface import Fault
-from nemo_rl_moe.tools.definitions import load_tools
+from nemo_rl_moe.tools.definitions import load_tools, with_servers
+from nemo_rl_moe.tools.mcp_tools import Servers, function_of, running, tools_of
 from nemo_rl_moe.tools.results import ToolResult, as_text, cut, error_text
 
 INTERRUPTION_S = 1.0
@@ -22,6 +23,7 @@ class ToolWorker:  # pragma: no cover  (runs in other processes)
     """The tools of a run, in a process that calls one at a time.
 
     Args:
+        servers: MCP servers, which run as children of this process.
         memory_mb: Megabytes that the process may take beyond what it has at its start.
         most_characters: Longest result.
     """
@@ -33,13 +35,23 @@ class ToolWorker:  # pragma: no cover  (runs in other processes)
         *,
         references: Sequence[str],
         settings: Mapping[str, Mapping[str, object]],
+        servers: Servers,
         memory_mb: int,
         most_characters: int,
     ):
         forget_secrets()
-        self._tools = load_tools(references, settings)
+        tools = load_tools(references, settings)
         self._most_characters = most_characters
         limit_memory(memory_mb)
+        self._servers = running(servers)  # each with a limit of its own, as large
+        self._tools = with_servers(
+            tools,
+            [
+                (tool, function_of(server, tool))
+                for name, server in self._servers.items()
+                for tool in tools_of(name, server)
+            ],
+        )
 
     def call(self, name: str, arguments: Mapping[str, object], limit_s: float) -> ToolResult:
         """Call a tool.
