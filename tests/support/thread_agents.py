@@ -38,6 +38,26 @@ def client_of(task: AgentTask) -> OpenAI:
     return OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0)
 
 
+class Gate:
+    """Holds the model's responses back.
+
+    Attributes:
+        is_reached: A response is waited for.
+        is_open: Responses come.
+    """
+
+    def __init__(self) -> None:
+        self.is_reached, self.is_open = threading.Event(), threading.Event()
+
+    def before(self, submit: SubmitRequest) -> SubmitRequest:
+        async def wait_and_submit(request: GenerationRequest) -> GeneratedSequence:
+            self.is_reached.set()
+            await asyncio.to_thread(self.is_open.wait)
+            return await submit(request)
+
+        return wait_and_submit
+
+
 class ThreadWorkers:
     """In place of `AgentWorkers`: one thread that runs an agent."""
 
@@ -76,13 +96,13 @@ def play(
     keep_rewritten: bool = False,
     weights: Mapping[str, float] | None = None,
     question: str = "1+2?",
-    wait_for: threading.Event | None = None,
+    gate: Gate | None = None,
     record: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Session, Trajectory]:
     """Return the session and the trajectory of an agent, whose model's responses are given.
 
     Args:
-        wait_for: No response comes before it is set.
+        gate: No response comes before it is open.
         record: Of the prompt.
     """
     continuation = Continuation(family.tokenizer, keep_rewritten=keep_rewritten)
@@ -97,8 +117,8 @@ def play(
     )
     session.prompt = replace(session.prompt, record=record)
     session.reward_weights = weights
-    if wait_for is not None:
-        session.submit_request = _later(session.submit_request, wait_for)
+    if gate is not None:
+        session.submit_request = gate.before(session.submit_request)
     try:
         tool_format = format_of(family.tokenizer, None, NO_INPUTS)
         no_tools = None
@@ -109,14 +129,6 @@ def play(
         rules = RequestRules(MODEL, session.sampling, no_tools)
         environment = AgentEnvironment(rules, tool_format, max_turns, server, workers, weights)
         return session, asyncio.run(environment.rollout(session))
-
-
-def _later(submit: SubmitRequest, event: threading.Event) -> SubmitRequest:
-    async def wait_and_submit(request: GenerationRequest) -> GeneratedSequence:
-        await asyncio.to_thread(event.wait)
-        return await submit(request)
-
-    return wait_and_submit
 
 
 def ended(family: Family, text: str) -> list[int]:

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +43,15 @@ class _Asked:
     reply: "Future[dict[str, Any]]" = field(default_factory=Future)
 
 
-_Event = _Asked | AgentEnd | BaseException
+@dataclass(frozen=True)
+class _Unread:
+    """A reply that its client has not read."""
+
+    body: object
+    reply: dict[str, Any]
+
+
+_Event = _Asked | _Unread | AgentEnd | BaseException
 
 
 class AgentEnvironment:
@@ -109,7 +118,11 @@ class AgentEnvironment:
                 _refuse(asked, _has_ended())
             return asked.reply
 
-        with self._server.session(ask) as base_url:
+        def unread(body: object, reply: dict[str, Any]) -> None:
+            with suppress(RuntimeError):  # the loop has been closed
+                note(_Unread(body, reply))
+
+        with self._server.session(ask, unread) as base_url:
             prompt = session.prompt
             task = AgentTask(
                 prompt.sample_id, prompt.record, prompt.messages, base_url, self._server.key, self._rules.model
@@ -122,7 +135,10 @@ class AgentEnvironment:
                         raise event
                     if isinstance(event, AgentEnd):
                         break
-                    await talk.answer(event)
+                    if isinstance(event, _Unread):
+                        talk.keep(event)
+                    else:
+                        await talk.answer(event)
             finally:
                 is_over = True
                 while not events.empty():
@@ -176,8 +192,12 @@ class _Talk:
             raise
         if asked.reply.set_running_or_notify_cancel():
             asked.reply.set_result(reply)
-        else:  # clients ask again after a time-out
-            self._unread[_text_of(asked.body)] = reply
+        else:
+            self.keep(_Unread(asked.body, reply))
+
+    def keep(self, unread: _Unread) -> None:
+        """Keep a reply for the client that asks again, as clients do after a time-out."""
+        self._unread[_text_of(unread.body)] = unread.reply
 
     async def _reply(self, body: object) -> dict[str, Any]:
         if self._unread and (unread := self._unread.pop(_text_of(body), None)) is not None:

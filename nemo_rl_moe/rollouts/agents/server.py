@@ -23,6 +23,8 @@ _ENDED = "this trajectory has ended, or there was none of this name"
 
 Ask = Callable[[object], "Future[dict[str, Any]]"]
 """From the body of a request to its reply; called in the server's thread, and does not block it."""
+Unread = Callable[[object, dict[str, Any]], object]
+"""Takes body and reply of a request whose client has left before it could read it."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -41,7 +43,7 @@ class EndpointServer:
         self._model = model
         self.key = secrets.token_urlsafe(32)
         self.port = 0
-        self._sessions: dict[str, Ask] = {}
+        self._sessions: dict[str, tuple[Ask, Unread]] = {}
         self._loop = asyncio.new_event_loop()
         self._started: Future[web.AppRunner] = Future()
         self._thread = threading.Thread(target=self._run, name="endpoint of agents", daemon=True)
@@ -61,10 +63,10 @@ class EndpointServer:
             self._thread.join(_CLOSING_LIMIT_S)
 
     @contextmanager
-    def session(self, ask: Ask) -> Iterator[str]:
+    def session(self, ask: Ask, unread: Unread = lambda body, reply: None) -> Iterator[str]:
         """Answer the requests of one trajectory at an address of its own, which the context gives."""
         name = secrets.token_urlsafe(16)
-        self._sessions[name] = ask
+        self._sessions[name] = ask, unread
         try:
             yield f"http://{HOST}:{self.port}/sessions/{name}/v1"
         finally:
@@ -107,20 +109,29 @@ class EndpointServer:
             return web.json_response(RequestError(message).body, status=error.status)
 
     async def _complete(self, request: web.Request) -> web.Response:
-        ask = self._ask_of(request)
+        ask, unread = self._session_of(request)
         try:
             body = await request.json()
         except (ValueError, RecursionError):  # JSON, its encoding or its depth
             raise RequestError("the body is no JSON") from None
-        return web.json_response(await asyncio.wrap_future(ask(body)), dumps=json.dumps)
+        asked = ask(body)
+        try:
+            reply = await asyncio.wrap_future(asked)
+        except asyncio.CancelledError:  # the client has left, maybe while the reply was made
+            if not asked.cancel():
+                asked.add_done_callback(lambda late: late.exception() or unread(body, late.result()))
+            raise
+        if request.transport is None or request.transport.is_closing():
+            unread(body, reply)
+        return web.json_response(reply, dumps=json.dumps)
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._ask_of(request)
+        self._session_of(request)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "nemo_rl_moe"}
         return web.json_response({"object": "list", "data": [model]})
 
-    def _ask_of(self, request: web.Request) -> Ask:
-        ask = self._sessions.get(request.match_info["session"])
-        if ask is None:
+    def _session_of(self, request: web.Request) -> tuple[Ask, Unread]:
+        session = self._sessions.get(request.match_info["session"])
+        if session is None:
             raise RequestError(_ENDED, status=404, code="session_not_found")
-        return ask
+        return session

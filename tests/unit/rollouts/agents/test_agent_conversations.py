@@ -6,7 +6,6 @@ T1 to T19 are the bugs of other frameworks that concern an endpoint, by their nu
 """
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.conversations import ALL
 from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION
-from tests.support.thread_agents import MODEL, QUESTION, client_of, ended, error_of, play
+from tests.support.thread_agents import MODEL, QUESTION, Gate, client_of, ended, error_of, play
 
 QWEN = ALL["Qwen3, Qwen3-MoE"]
 TOOL = {
@@ -322,40 +321,49 @@ def test_a_text_that_the_tokenizer_has_no_tokens_for_is_an_error_of_its_request(
     assert (found.reward, found.fault) == (1.0, None)
 
 
+def wait_for_the_server(task: AgentTask) -> None:
+    """Wait until the server has seen what happened before: each answer takes it a round of its loop, or more."""
+    for _ in range(3):
+        client_of(task).models.list()
+
+
 def test_a_reply_that_nobody_read_is_given_to_who_asks_again() -> None:
     """A client that has timed out sends the same request again: nothing is sampled twice."""
     texts: list[str] = []
-    may_answer = threading.Event()
+    gate = Gate()
 
     def agent(task: AgentTask) -> float:
         with pytest.raises(APITimeoutError):
             sent(client_of(task).with_options(timeout=0.5), task.messages)
-        may_answer.set()
+        gate.is_reached.wait()
+        wait_for_the_server(task)
+        gate.is_open.set()
         texts.append(sent(client_of(task), task.messages).choices[0].message.content)
         texts.append(sent(client_of(task), task.messages).choices[0].message.content)
         return 1.0
 
     responses = [ended(QWEN, word) for word in ("one", "two")]
-    _, found = play(agent, responses, QWEN, wait_for=may_answer)
+    _, found = play(agent, responses, QWEN, gate=gate)
     assert texts == ["one", "two"]
     assert sampled_of(found) == responses
 
 
 def test_a_request_whose_client_left_before_its_turn_is_not_answered() -> None:
     texts: list[str] = []
-    may_answer = threading.Event()
+    gate = Gate()
 
     def agent(task: AgentTask) -> float:
         client = client_of(task)
         first = threading.Thread(target=lambda: texts.append(sent(client, task.messages).choices[0].message.content))
         first.start()
-        time.sleep(0.5)  # the next one stands behind it, or is answered in its place: either way once
+        gate.is_reached.wait()
         with pytest.raises(APITimeoutError):
             sent(client.with_options(timeout=0.5), [{"role": "user", "content": "left"}])
-        may_answer.set()
+        wait_for_the_server(task)
+        gate.is_open.set()
         first.join()
         return 1.0
 
-    _, found = play(agent, [ended(QWEN, "one")], QWEN, wait_for=may_answer)
+    _, found = play(agent, [ended(QWEN, "one")], QWEN, gate=gate)
     assert texts == ["one"]
     assert found.num_turns == 1

@@ -45,7 +45,7 @@ def answered(body: object) -> "Future[dict[str, Any]]":
 
 def post(url: str, key: str, body: object = BODY, path: str = "/chat/completions") -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(f"{url}{path}", content=content, headers={"Authorization": f"Bearer {key}"})
+    return httpx.post(f"{url}{path}", content=content, headers={"Authorization": f"Bearer {key}"}, timeout=60)
 
 
 def test_the_server_listens_on_loopback_with_a_key_of_the_run_and_a_path_of_the_trajectory() -> None:
