@@ -45,9 +45,10 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.image_rules import ImageRule
 from nemo_rl_moe.rewards.registry import make_reward_function
 from nemo_rl_moe.rewards.worker_pool import RewardWorkers
-from nemo_rl_moe.rollouts.environment import Environment, make_environment
+from nemo_rl_moe.rollouts.environment import Environment
 from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.limits import RolloutLimits
+from nemo_rl_moe.rollouts.rollout_function import make_environment
 from nemo_rl_moe.rollouts.source import RolloutSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.runs.folder.artifacts import TIME_LINE

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments: they drive a trajectory from its prompt to its reward, in one turn or several."""
 
-import inspect
-from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,18 +9,18 @@ from typing import Protocol
 
 import numpy as np
 
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
-from nemo_rl_moe.config.user_code import described, import_attribute
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.data.turn_glue import NoExtension
 from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem, checked_score
 from nemo_rl_moe.rollouts.conversation import Conversation
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequences
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.rollouts.transcript import Transcript
+from nemo_rl_moe.runs.folder.conversations import ToolUse
 
 KEPT_MASS = "sampling_kept_mass"
 CACHED_TOKENS = "mean_cached_tokens_per_sample"
@@ -33,9 +31,7 @@ Encode = Callable[[str], Sequence[int]]
 SubmitRequest = Callable[[GenerationRequest], Awaitable[GeneratedSequence]]
 SubmitItem = Callable[[ScoringItem], Awaitable[Score]]
 
-ROLLOUT_KEY = "env.rollout"
 _TAIL_TOKENS = 16
-_EXPECTED = "the Trajectory that session.finish(score) of its own session makes"
 _RESPONSE, _SCORE = "a response", "a score"
 _ONE_AT_A_TIME = "a session does one thing at a time: await each before the next"
 
@@ -72,6 +68,7 @@ class Session:
         reward_weights: Of each named reward; None where a score is one number.
         model_inputs: Further inputs of the model; an environment may add some between turns.
         continuation: Renders messages that are appended; None: there is no chat template.
+        metrics: Further numbers, logged as means over trajectories; they stay where the trajectory fails.
     """
 
     prompt: Prompt
@@ -86,11 +83,13 @@ class Session:
     reward_weights: Mapping[str, float] | None = None
     model_inputs: dict[str, ModelInput] = field(default_factory=dict)
     continuation: Continuation | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.turns: list[Turn] = []
         self._sequences = GrowingSequences(self.prompt.token_ids)
         self._conversation = Conversation(self.prompt, self.sampling.stop_token_ids, self.decode, self.continuation)
+        self._transcript = Transcript(self.prompt)
         self._asked_for: str | None = None
         self._overlong = ""
         self._kept_mass: list[float] = []
@@ -140,6 +139,7 @@ class Session:
             sampling=sampling,
             model_inputs=dict(self.model_inputs),
         )
+        asked_s, start = self._transcript.now_s(), self.num_tokens
         with self._asking(_RESPONSE):
             found = await self.submit_request(request)
         token_ids = tuple(found.token_ids.tolist())
@@ -151,6 +151,7 @@ class Session:
             self._num_cached = (self._num_cached or 0) + found.num_cached_tokens
         turn = Turn(token_ids, response_text(token_ids, self.sampling, self.decode), found.is_truncated)
         self.turns.append(turn)
+        self._transcript.add_response(turn.text, *self._place(start), asked_s, found.waited_s)
         return turn
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -161,14 +162,27 @@ class Session:
         Raises:
             RuntimeError: A response is still waited for, behind which they would stand.
         """
-        self._require_no_response_pending("tokens were")
-        if len(token_ids) and self._fit(len(token_ids), self.num_tokens):
-            self._sequences.last.add_given(token_ids)
-            self._conversation.add_to_turn(token_ids, is_sampled=False)
+        self._append(token_ids, None)
 
     def append_text(self, text: str) -> None:
         """Add text of the environment; it is not trained on."""
-        self.append(self.encode(text))
+        self._append(self.encode(text), text)
+
+    def _append(self, token_ids: Sequence[int], text: str | None) -> None:
+        self._require_no_response_pending("tokens were")
+        if not len(token_ids):
+            return
+        start, shown = self.num_tokens, self.decode(token_ids) if text is None else text
+        if self._fit(len(token_ids), start):
+            self._sequences.last.add_given(token_ids)
+            self._conversation.add_to_turn(token_ids, is_sampled=False)
+            self._transcript.add_given(shown, *self._place(start))
+        else:
+            self._transcript.add_given(shown, None, (0, 0))
+
+    def _place(self, start: int) -> tuple[int, tuple[int, int]]:
+        """Return the sequence that grows, and its tokens from one on."""
+        return self._sequences.index_of_last, (start, self.num_tokens)
 
     def append_message(self, message: Mapping[str, object]) -> None:
         """Add a message behind a response, such as the result of a tool, and the next generation prompt.
@@ -190,11 +204,27 @@ class Session:
     def append_messages(self, messages: Sequence[Mapping[str, object]]) -> None:
         """Add messages behind a response, such as the results of several tools; see `append_message`."""
         self._require_no_response_pending("a message was")
-        answer = self._conversation.answer(messages)
+        try:
+            answer = self._conversation.answer(messages)
+        except NoExtension:
+            self._transcript.add_unread(messages)
+            raise
         size_before = self._sequences.size_before(answer.extension, answer.replaced)
         if self._fit(len(answer.extension.token_ids), size_before):
             self._sequences.extend(answer.extension, answer.replaced)
             self._conversation.accept(answer)
+            self._transcript.answer(answer.messages, *self._place(size_before))
+        else:
+            self._transcript.add_unread(messages)
+
+    def note_call(self, call: ToolUse, seconds: float = 0.0) -> None:
+        """Note a call of a tool in the last response, for those who read the trajectory.
+
+        Args:
+            call: What was called, and what came of it.
+            seconds: How long it took; it is over now.
+        """
+        self._transcript.add_call(call, seconds)
 
     def _require_no_response_pending(self, what: str) -> None:
         if self._asked_for == _RESPONSE:
@@ -242,15 +272,16 @@ class Session:
 
         Args:
             score: What it is worth.
-            metrics: Further numbers, logged as means over trajectories.
+            metrics: Further numbers, logged as means over trajectories, beside those in `metrics` of the session.
         """
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
         cached = {} if self._num_cached is None else {CACHED_TOKENS: float(self._num_cached)}
+        sequences = self._sequences.finished(self.model_inputs)
         return Trajectory(
             sample_id=self.prompt.sample_id,
             group_id=self.group_id,
-            sequences=self._sequences.finished(self.model_inputs),
+            sequences=sequences,
             reward=score.reward,
             is_correct=score.is_correct,
             finish_reason="length" if self._overlong or (self.turns and self.turns[-1].is_truncated) else "stop",
@@ -261,7 +292,9 @@ class Session:
             fault_message=score.message,
             overlong=self._overlong,
             rewards=dict(score.rewards),
-            metrics={**(metrics or {}), **kept, **cached},
+            metrics={**self.metrics, **(metrics or {}), **kept, **cached},
+            conversation=self._transcript.conversation(len(sequences)),
+            times=self._transcript.times(),
         )
 
     def _response_text(self) -> str:
@@ -306,54 +339,6 @@ class SingleTurn:
         """Make one trajectory."""
         await session.generate()
         return session.finish(await session.score())
-
-
-class RolloutFunction:
-    """An environment of a user's own, as a coroutine function of a session.
-
-    Args:
-        function: Makes one trajectory.
-        name: Its name in the configuration.
-    """
-
-    def __init__(self, function: Callable[[Session], Awaitable[object]], name: str):
-        self._function, self._name = function, name
-
-    async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory; where the function raises it ends as it is, with the fault."""
-        try:
-            return self._checked(await self._function(session), session)
-        except (Exception, CancelledError) as error:  # a tool's own cancellation; of the run's, nobody reads this
-            return session.failed(Fault.ERROR, one_line(error))
-
-    def _checked(self, found: object, session: Session) -> Trajectory:
-        """Check what a user's function has returned: its type is not known before."""
-        if not isinstance(found, Trajectory):
-            got = "None" if found is None else f"an object of type {type(found).__name__}"
-            raise TypeError(f"{ROLLOUT_KEY}: {self._name} returned {got}, expected {_EXPECTED}")
-        if found.group_id != session.group_id:
-            raise ValueError(
-                f"{ROLLOUT_KEY}: {self._name} returned a trajectory of {found.group_id} for {session.group_id},"
-                f" expected {_EXPECTED}"
-            )
-        return found
-
-
-def make_environment(config: EnvironmentConfig) -> Environment:
-    """Return the environment that a configuration describes: one turn, or a coroutine function of the user's own.
-
-    Raises:
-        ConfigurationError: There is no such function, or it is something else.
-    """
-    if config.rollout is None:
-        return SingleTurn()
-    function = import_attribute(ROLLOUT_KEY, config.rollout, form="package.module:function")
-    if not inspect.iscoroutinefunction(function):
-        raise ConfigurationError(
-            f"{ROLLOUT_KEY}: {config.rollout} is {described(function)}, expected a coroutine function (async def) that"
-            " takes a Session and returns its Trajectory"
-        )
-    return RolloutFunction(function, config.rollout)
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:

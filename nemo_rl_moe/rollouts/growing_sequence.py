@@ -88,6 +88,11 @@ class GrowingSequences:
         """The sequence that grows."""
         return self._sequences[-1]
 
+    @property
+    def index_of_last(self) -> int:
+        """Number of sequences before the one that grows."""
+        return len(self._sequences) - 1
+
     def size_before(self, extension: Extension, replaced: Extension | None) -> int:
         """Return the number of tokens before those of an extension, in their sequence.
 
