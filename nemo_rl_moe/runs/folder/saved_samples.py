@@ -1,0 +1,245 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`samples.jsonl` of a run, read: for its report, and for the terminal view while it goes on."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from os import SEEK_END
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_rl_moe.runs.folder.conversations import (
+    FAILED_OUTCOMES,
+    ConversationTurn,
+    conversation_of,
+    times_json,
+    times_of,
+)
+from nemo_rl_moe.runs.folder.sample_text import ShownSample, conversation_summary
+from nemo_rl_moe.runs.folder.thumbnails import IMAGES_OF_A_SAMPLE, is_thumbnail_name
+from nemo_rl_moe.shapes import Int
+
+SAMPLES_FILE_NAME = "samples.jsonl"
+MOST_TURNS = 40
+"""Turns of a conversation in a page."""
+_CUT = " [...]"
+_LEFT_OUT = ""
+_LOOKED_AT = 1 << 20
+STEPS_OF_A_SPLIT, PROMPTS_OF_A_STEP, LONGEST_TEXT = 4, 6, 2000
+
+
+def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Return responses to the first prompts of four evenly spaced steps of training and of validation."""
+    path = folder / SAMPLES_FILE_NAME
+    if not path.is_file():
+        return []
+    found: dict[str, dict[int, dict[str, dict[str, Any]]]] = {}
+    num_bad = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            sample = _parse(line)
+            if sample is None:
+                num_bad += line.endswith(b"\n") and bool(line.strip())
+                continue
+            of_step = found.setdefault(sample["split"], {}).setdefault(sample["step"], {})
+            if len(of_step) < PROMPTS_OF_A_STEP:
+                of_step.setdefault(sample["sample_id"], sample)
+            elif "left_out" in sample:
+                of_step.setdefault(_LEFT_OUT, sample)
+    if num_bad:
+        notes.append(f"{path}: lines that are no samples: {num_bad}")
+    chosen = []
+    for _, steps in sorted(found.items(), reverse=True):
+        for step in _shown_steps(steps):
+            chosen += list(steps[step].values())
+    return chosen
+
+
+def _shown_steps(steps: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> list[int]:
+    """Select evenly spaced steps of a split, and the last one; with images, the nearest steps that have some."""
+    in_order = sorted(steps)
+    *earlier, last = (in_order[position] for position in evenly_spaced(len(in_order), STEPS_OF_A_SPLIT).tolist())
+    with_images = [step for step in in_order if any("thumbnails" in sample for sample in steps[step].values())]
+    if with_images:
+        earlier = [min(with_images, key=lambda other, step=step: abs(other - step)) for step in earlier]  # type: ignore[misc]
+    return sorted({*earlier, last})
+
+
+def named_thumbnails(path: Path) -> set[str]:
+    """Return the names of all thumbnails in a file of samples; none where there is no such file."""
+    if not path.is_file():
+        return set()
+    with path.open("rb") as lines:
+        # Most lines have none, and need no parsing.
+        return {name for line in lines if b'"thumbnails"' in line for name in _thumbnails(_record_in(line))}
+
+
+def shortened(samples: Sequence[dict[str, Any]], length: int) -> list[dict[str, Any]]:
+    """Return the samples with at most `length` characters of each text."""
+    return [{name: _shortened_value(name, value, length) for name, value in sample.items()} for sample in samples]
+
+
+def _shortened_value(name: str, value: Any, length: int) -> Any:
+    if name == "conversation":
+        return {**value, "turns": [_shortened_turn(turn, length) for turn in value["turns"]]}
+    return _short(value, length) if isinstance(value, str) else value
+
+
+def _shortened_turn(turn: Mapping[str, Any], length: int) -> dict[str, Any]:
+    calls = [{**call, "arguments": _short(call["arguments"], length)} for call in turn["calls"]]
+    missing = len(turn["text"]) - length
+    return {**turn, "calls": calls} | (
+        {"text": turn["text"][:length], "num_hidden": turn["num_hidden"] + missing} if missing > 0 else {}
+    )
+
+
+def _record_in(line: bytes) -> Any:
+    """Read the record of a line; empty where it is none."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _thumbnails(record: Any) -> list[str]:
+    """Return the names of a record that may have been edited: no other text of a file becomes part of a path."""
+    names = record.get("thumbnails") if isinstance(record, dict) else None
+    return [name for name in names[:IMAGES_OF_A_SAMPLE] if is_thumbnail_name(name)] if isinstance(names, list) else []
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+        reward = record.get("reward")
+        thumbnails = _thumbnails(record)
+        return {
+            "step": int(record["step"]),
+            "split": _short(record["split"]),
+            "sample_id": _short(record["sample_id"]),
+            "prompt": _short(record["prompt"]),
+            "response": _short(record["response"]),
+            "reward": f"{float(reward):.4g}" if reward is not None and not math.isnan(float(reward)) else "",
+            "verdict": _verdict(record),
+        } | _seldom(record, thumbnails)
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        return None
+
+
+def _seldom(record: Mapping[str, Any], thumbnails: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"thumbnails": thumbnails} if thumbnails else {}
+    if left_out := record.get("left_out"):
+        found["left_out"] = _short(left_out)
+    sample = shown_sample(record)
+    if sample.turns:
+        found["conversation"] = _conversation_of_page(sample)
+    return found
+
+
+def _conversation_of_page(sample: ShownSample) -> dict[str, Any]:
+    """Return what a page shows of a conversation: of a long one the first and the last turns."""
+    turns, most = list(sample.turns), MOST_TURNS // 2
+    num_hidden = max(0, len(turns) - MOST_TURNS)
+    shown = [*turns[:most], *turns[most + num_hidden :]] if num_hidden else turns
+    times = sample.times
+    return {
+        "summary": conversation_summary(sample),
+        "turns": [_turn_of_page(turn) for turn in shown],
+        "num_hidden": num_hidden,
+        "hidden_from": most,
+        "times": None
+        if times is None
+        else times_json(times) | {"parts": [times.generation_s, times.tools_s, times.waiting_s]},
+    }
+
+
+def _turn_of_page(turn: ConversationTurn) -> dict[str, Any]:
+    return {
+        "role": _short(turn.role),
+        "name": _short(turn.name),
+        "text": turn.text[:LONGEST_TEXT],
+        "num_hidden": max(0, len(turn.text) - LONGEST_TEXT),
+        "sequence": turn.sequence,
+        "num_tokens": turn.tokens[1] - turn.tokens[0],
+        "sampled": turn.is_sampled,
+        "trained": turn.is_trained,
+        "calls": [
+            {
+                "name": _short(call.name),
+                "arguments": _short(call.arguments),
+                "outcome": call.outcome,
+                "failed": call.outcome in FAILED_OUTCOMES,
+            }
+            for call in turn.calls
+        ],
+    }
+
+
+def shown_sample(record: Mapping[str, Any]) -> ShownSample:
+    """Read a line as people look at it.
+
+    Raises:
+        ValueError, KeyError, TypeError: It is no sample.
+    """
+    reward = record.get("reward")
+    times = record.get("times")
+    return ShownSample(
+        step=int(record["step"]),
+        split=str(record["split"]),
+        sample_id=str(record["sample_id"]),
+        prompt=str(record["prompt"]),
+        response=str(record["response"]),
+        reward=f"{float(reward):.4g}" if reward is not None and not math.isnan(float(reward)) else "",
+        verdict=_verdict(record),
+        left_out=str(record.get("left_out") or ""),
+        num_tokens=int(record.get("num_tokens") or 0),
+        turns=tuple(conversation_of(record.get("conversation", []))),
+        times=None if times is None else times_of(times),
+    )
+
+
+def newest_conversation(folder: Path) -> ShownSample | None:
+    """Return the first conversation of the last step that has one, from the last lines of the file; None without."""
+    try:
+        with (folder / SAMPLES_FILE_NAME).open("rb") as file:
+            end = file.seek(0, SEEK_END)
+            file.seek(max(0, end - _LOOKED_AT))
+            lines = file.read(_LOOKED_AT).split(b"\n")[0 if end <= _LOOKED_AT else 1 : -1]
+    except OSError:
+        return None
+    found: ShownSample | None = None
+    for line in reversed(lines):
+        if b'"conversation"' not in line:
+            continue
+        try:
+            sample = shown_sample(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
+            continue
+        if found is not None and (sample.step, sample.split) != (found.step, found.split):
+            break
+        found = sample
+    return found
+
+
+def _verdict(record: Mapping[str, Any]) -> str:
+    if record.get("fault"):
+        return str(record["fault"])[:LONGEST_TEXT]
+    return "right" if record.get("is_correct") else "truncated" if record.get("is_truncated") else "wrong"
+
+
+def _short(text: Any, length: int = LONGEST_TEXT) -> str:
+    words = str(text)
+    return words if len(words) <= length else f"{words[:length].removesuffix(_CUT)}{_CUT}"
+
+
+def evenly_spaced(number: int, most: int) -> Int[np.ndarray, " chosen"]:
+    """Select at most `most` of the positions 0 to `number` - 1, evenly spaced; the last one always."""
+    chosen = min(number, max(most, 1))
+    return np.ceil(np.arange(1, chosen + 1) * number / max(chosen, 1)).astype(np.int64) - 1
+
+
+def has_images(step: int) -> bool:
+    """Return whether a training step keeps images: all below 20, each tenth below 200, hundredth below 2000."""
+    return step % 10 ** (len(str(step // 2)) - 1) == 0
