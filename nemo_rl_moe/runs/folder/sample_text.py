@@ -68,6 +68,10 @@ class TextLimits:
     lines: int = 8
 
 
+SAMPLE_LIMITS = TextLimits(characters=4000, lines=100)
+"""Of texts at loggers, which fold long ones."""
+
+
 def sample_lines(sample: ShownSample, limits: TextLimits | None = None) -> list[Line]:
     """Return the lines of a sample: one, or those of its conversation."""
     verdict = sample.verdict if sample.verdict in ("right", "wrong", "truncated") else "failed"

@@ -111,7 +111,12 @@ class SampleLog:
             json.dumps(_record(step, split, trajectory, names.get(id(trajectory), []))) for trajectory in kept
         )
         if split == "val":
-            self._print(shown_samples(step, split, trajectories, self._num_to_print))
+            self._print(self.shown(step, split, trajectories))
+
+    def shown(self, step: int, split: str, trajectories: Sequence[SavedTrajectory]) -> list[ShownSample]:
+        """Return the first response to each of the first prompts, as people look at it."""
+        chosen = _one_of_each_prompt(trajectories)[: self._num_to_print]
+        return [shown_sample(_record(step, split, trajectory, ())) for trajectory in chosen]
 
     def _print(self, samples: Sequence[ShownSample]) -> None:
         if not self._has_explained and any(sample.turns for sample in samples):
@@ -125,11 +130,6 @@ class SampleLog:
         if self._num_to_save is None or self._num_to_save == 0:
             return []
         return [found for found in trajectories[self._num_to_save :] if found.fault is not None][:_FURTHER_FAILURES]
-
-
-def shown_samples(step: int, split: str, trajectories: Sequence[SavedTrajectory], most: int) -> list[ShownSample]:
-    """Return the first response to each of the first prompts, as people look at it."""
-    return [shown_sample(_record(step, split, each, ())) for each in _one_of_each_prompt(trajectories)[:most]]
 
 
 def _one_of_each_prompt(trajectories: Sequence[SavedTrajectory]) -> list[SavedTrajectory]:
