@@ -185,11 +185,11 @@ def _turn_of(value: object) -> ConversationTurn:
 
 def _call_of(value: object) -> ToolUse:
     found = _mapping(value)
-    texts = (_text(found.get(name)) for name in ("id", "name", "arguments"))
+    call_id, name, arguments = (_text(found.get(key)) for key in ("id", "name", "arguments"))
     outcome = next((known for known in get_args(Outcome) if known == found.get("outcome")), None)
     if outcome is None:
         raise ValueError("no outcome of a call")
-    return ToolUse(*texts, outcome)
+    return ToolUse(call_id, name, arguments, outcome)
 
 
 def _mapping(value: object) -> Mapping[str, object]:
