@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plot of conversations in the report: a model that says what a script says, and tools that are called.
 
-    pip install -e '.[test]' and a Chromium
-    python docs/make_conversation_plot.py
+pip install -e '.[test]' and a Chromium
+python docs/make_conversation_plot.py
 """
 
 import argparse
