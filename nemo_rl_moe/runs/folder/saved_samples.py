@@ -4,8 +4,8 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
-from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ MOST_TURNS = 40
 _CUT = " [...]"
 _LEFT_OUT = ""
 _LOOKED_AT = 1 << 20
+_NO_SAMPLE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 STEPS_OF_A_SPLIT, PROMPTS_OF_A_STEP, LONGEST_TEXT = 4, 6, 2000
 
 
@@ -124,7 +125,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
             "reward": f"{float(reward):.4g}" if reward is not None and not math.isnan(float(reward)) else "",
             "verdict": _verdict(record),
         } | _seldom(record, thumbnails)
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
+    except _NO_SAMPLE:
         return None
 
 
@@ -200,22 +201,36 @@ def shown_sample(record: Mapping[str, Any]) -> ShownSample:
     )
 
 
-def newest_conversation(folder: Path) -> ShownSample | None:
-    """Return the first conversation of the last step that has one, from the last lines of the file; None without."""
-    try:
-        with (folder / SAMPLES_FILE_NAME).open("rb") as file:
-            end = file.seek(0, SEEK_END)
-            file.seek(max(0, end - _LOOKED_AT))
-            lines = file.read(_LOOKED_AT).split(b"\n")[0 if end <= _LOOKED_AT else 1 : -1]
-    except OSError:
-        return None
+class NewestConversation:
+    """The first conversation of the last step that has one, from the last lines of the file of a run that goes on."""
+
+    def __init__(self, run_folder: Path):
+        self._path = run_folder / SAMPLES_FILE_NAME
+        self._seen: tuple[int, int] | None = None
+        self._found: ShownSample | None = None
+
+    def read(self) -> ShownSample | None:
+        """Return it as it is now; None without one."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if self._seen != (seen := (status.st_size, status.st_mtime_ns)):
+                    file.seek(max(0, status.st_size - _LOOKED_AT))
+                    self._found = _first_of_last_step(file.read(_LOOKED_AT))
+                    self._seen = seen
+        except OSError:
+            return None
+        return self._found
+
+
+def _first_of_last_step(lines: bytes) -> ShownSample | None:
     found: ShownSample | None = None
-    for line in reversed(lines):
+    for line in reversed(lines.split(b"\n")[:-1]):
         if b'"conversation"' not in line:
             continue
         try:
             sample = shown_sample(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        except _NO_SAMPLE:  # the first of them may be cut
             continue
         if found is not None and (sample.step, sample.split) != (found.step, found.split):
             break

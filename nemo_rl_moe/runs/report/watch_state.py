@@ -20,7 +20,7 @@ from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, MetricHistory, Me
 from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, AnomaliesTail
 from nemo_rl_moe.runs.folder.run_data import RunData, describe_run
 from nemo_rl_moe.runs.folder.sample_text import ShownSample
-from nemo_rl_moe.runs.folder.saved_samples import newest_conversation
+from nemo_rl_moe.runs.folder.saved_samples import NewestConversation
 from nemo_rl_moe.runs.report.run_findings import Episodes, episodes_of, findings_of, thresholds_of
 
 SHOWN_METRICS = {
@@ -101,7 +101,7 @@ class RunWatcher:
         if new.records:
             self._update(new.records)
         # A run writes samples behind the metrics of their step.
-        self.run.conversation = newest_conversation(self._folder)
+        self.run.conversation = self._conversation.read()
         self._update_capture(new.records, by_step(wrong.records))
         if new.records or wrong.records:
             self.run.episodes = episodes_of([*self._standing, *self._tracker.findings])
@@ -114,6 +114,7 @@ class RunWatcher:
         self._anomalies, self._last_capture_step = AnomaliesTail(self._folder), -1
         self._failures, self._waiting = FailuresTail(self._folder), dict[int, list[FailedResponses]]()
         self._load = ExpertLoadTail(self._folder)
+        self._conversation = NewestConversation(self._folder)
         self._series: MetricHistory = {}
         self._num_damaged: Counter[str] = Counter()
         self.run = WatchedRun(RunData(self._folder, {}, None), series=self._series)
