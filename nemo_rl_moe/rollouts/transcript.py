@@ -67,12 +67,12 @@ class Transcript:
 
     def add_call(self, call: ToolUse, seconds: float) -> None:
         """Note a call in the last response, which is over now and took so many seconds."""
-        if self._last_response is not None:
-            turn = self._turns[self._last_response]
-            self._turns[self._last_response] = replace(turn, calls=(*turn.calls, call))
-        if seconds > 0:
-            now_s = self.now_s()
-            self._tools.append((max(0.0, now_s - seconds), now_s))
+        if self._last_response is None:
+            return
+        turn = self._turns[self._last_response]
+        self._turns[self._last_response] = replace(turn, calls=(*turn.calls, call))
+        now_s = self.now_s()
+        self._tools.append((max(0.0, now_s - seconds), now_s))
 
     def conversation(self, num_sequences: int) -> tuple[ConversationTurn, ...]:
         """Return the turns so far.

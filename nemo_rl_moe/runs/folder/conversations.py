@@ -73,7 +73,7 @@ class RolloutTimes:
     Attributes:
         seconds: Its length.
         generation: Start and end of each response.
-        tools: Start and end of each call that took any time.
+        tools: Start and end of each call; of one that was not made both are the same.
     """
 
     seconds: float

@@ -104,7 +104,8 @@ def conversation_summary(sample: ShownSample) -> str:
     if calls:
         parts.append(counted(len(calls), "call") + (f" ({num_failed} failed)" if num_failed else ""))
     num_trained = sum(turn.tokens[1] - turn.tokens[0] for turn in sample.turns if turn.is_trained)
-    parts.append(f"{num_trained:,} of {sample.num_tokens:,} sampled tokens trained on")
+    trained = "" if sample.split == "val" else f", {num_trained:,} trained on"
+    parts.append(counted(sample.num_tokens, "sampled token") + trained)
     return ", ".join(parts)
 
 
@@ -143,6 +144,8 @@ def _kinds_of_bar(times: RolloutTimes) -> Iterator[str]:
     kinds = ["waiting"] * _BAR_WIDTH
     for name, spans in (("generation", times.generation), ("tools", times.tools)):
         for start, end in spans:
+            if end <= start:
+                continue
             scale = _BAR_WIDTH / times.seconds if times.seconds else 0.0
             first = min(int(start * scale), _BAR_WIDTH - 1)
             last = min(max(round(end * scale), first + 1), _BAR_WIDTH)

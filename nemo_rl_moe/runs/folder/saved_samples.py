@@ -14,6 +14,7 @@ import numpy as np
 from nemo_rl_moe.runs.folder.conversations import (
     FAILED_OUTCOMES,
     ConversationTurn,
+    RolloutTimes,
     conversation_of,
     times_json,
     times_of,
@@ -141,13 +142,13 @@ def _seldom(record: Mapping[str, Any], thumbnails: Sequence[str]) -> dict[str, A
 
 def _conversation_of_page(sample: ShownSample) -> dict[str, Any]:
     """Return what a page shows of a conversation: of a long one the first and the last turns."""
-    turns, most = list(sample.turns), MOST_TURNS // 2
+    turns, most = list(zip(sample.turns, _seconds_of_turns(sample), strict=True)), MOST_TURNS // 2
     num_hidden = max(0, len(turns) - MOST_TURNS)
     shown = [*turns[:most], *turns[most + num_hidden :]] if num_hidden else turns
     times = sample.times
     return {
         "summary": conversation_summary(sample),
-        "turns": [_turn_of_page(turn) for turn in shown],
+        "turns": [_turn_of_page(turn, seconds) for turn, seconds in shown],
         "num_hidden": num_hidden,
         "hidden_from": most,
         "times": None
@@ -156,7 +157,17 @@ def _conversation_of_page(sample: ShownSample) -> dict[str, Any]:
     }
 
 
-def _turn_of_page(turn: ConversationTurn) -> dict[str, Any]:
+def _seconds_of_turns(sample: ShownSample) -> list[tuple[float | None, ...]]:
+    """Return the seconds of each turn: of its text where the model wrote it, and of each of its calls."""
+    times = sample.times or RolloutTimes(0.0)
+    responses, calls = ((end - start for start, end in spans) for spans in (times.generation, times.tools))
+    return [
+        (next(responses, None) if turn.is_sampled else None, *(next(calls, None) for _ in turn.calls))
+        for turn in sample.turns
+    ]
+
+
+def _turn_of_page(turn: ConversationTurn, seconds: Sequence[float | None]) -> dict[str, Any]:
     return {
         "role": _short(turn.role),
         "name": _short(turn.name),
@@ -166,14 +177,16 @@ def _turn_of_page(turn: ConversationTurn) -> dict[str, Any]:
         "num_tokens": turn.tokens[1] - turn.tokens[0],
         "sampled": turn.is_sampled,
         "trained": turn.is_trained,
+        "seconds": seconds[0],
         "calls": [
             {
                 "name": _short(call.name),
                 "arguments": _short(call.arguments),
                 "outcome": call.outcome,
                 "failed": call.outcome in FAILED_OUTCOMES,
+                "seconds": call_seconds,
             }
-            for call in turn.calls
+            for call, call_seconds in zip(turn.calls, seconds[1:], strict=True)
         ],
     }
 

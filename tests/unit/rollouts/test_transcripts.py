@@ -111,7 +111,7 @@ def test_the_time_of_responses_and_calls_is_told_and_the_rest_is_waiting() -> No
     transcript.add_call(ToolUse("2", "add", "{}", "wrong"), seconds=0.0)
     now[0] = 10.0
     times = transcript.times()
-    assert (times.seconds, times.generation, times.tools) == (10.0, ((2.0, 5.0),), ((6.5, 7.0),))
+    assert (times.seconds, times.generation, times.tools) == (10.0, ((2.0, 5.0),), ((6.5, 7.0), (7.0, 7.0)))
     assert (times.generation_s, times.tools_s, times.waiting_s) == (3.0, 0.5, 6.5)
     prompt, response = transcript.conversation(1)
     assert prompt == ConversationTurn("prompt", "question", 0, (0, 2))

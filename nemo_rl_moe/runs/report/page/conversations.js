@@ -18,7 +18,9 @@ function rolloutBar(times, longest) {
     bar.append(span);
   };
   place("waiting", 0, times.seconds);
-  ["generation", "tools"].forEach((part) => times[part].forEach(([start, end]) => place(part, start, end)));
+  ["generation", "tools"].forEach((part) =>
+    times[part].filter(([start, end]) => end > start).forEach(([start, end]) => place(part, start, end)),
+  );
   return bar;
 }
 
@@ -57,6 +59,7 @@ function callRow(call) {
     element("span", { class: "muted" }, "call "),
     element("code", {}, text),
     element("span", { class: `badge ${call.failed ? "bad" : "plain"}` }, call.outcome.replace("_", " ")),
+    ...(call.seconds ? [element("span", { class: "muted" }, secondsText(call.seconds))] : []),
   );
 }
 
@@ -76,10 +79,11 @@ function turnBlock(turn) {
   if (turn.num_hidden) {
     text.append(element("span", { class: "muted" }, ` [${turn.num_hidden.toLocaleString("en")} more characters]`));
   }
+  const seconds = turn.seconds === null ? [] : [element("span", { class: "muted" }, secondsText(turn.seconds))];
   return element(
     "div",
     { class: `turn ${kind}` },
-    element("div", { class: "who" }, element("b", {}, `${turn.role} ${turn.name}`.trim()), ...turnBadge(turn)),
+    element("div", { class: "who" }, element("b", {}, `${turn.role} ${turn.name}`.trim()), ...turnBadge(turn), ...seconds),
     element("div", { class: "said" }, text, ...turn.calls.map(callRow)),
   );
 }

@@ -147,7 +147,7 @@ def test_failed_ones_are_kept_beyond_the_number_that_is_saved(tmp_path: Path) ->
 def test_the_console_shows_roles_calls_results_and_times(tmp_path: Path) -> None:
     legend, head, *turns, times, _ = write(tmp_path, "val", with_turns())
     assert legend == "  conversations: * trained on, > written by the model and not trained on"
-    assert head == "  wrong      f:1: reward 0, 2 responses, 1 call, 0 of 2 sampled tokens trained on"
+    assert head == "  wrong      f:1: reward 0, 2 responses, 1 call, 2 sampled tokens"
     assert turns == [
         "    user       1+1?",
         "  > assistant  I call.",
@@ -168,7 +168,7 @@ def shown(**changes: Any) -> ShownSample:
 def test_trained_tokens_are_marked_and_long_texts_are_cut_with_a_count() -> None:
     turns = (*TURNS[:1], replace(TURNS[1], is_trained=True), replace(TURNS[2], text="y\n" * 40 + "z" * 5000))
     lines = as_text(sample_lines(shown(turns=turns), TextLimits(characters=20, lines=3))).split("\n")
-    assert "11 of 15 sampled tokens trained on" in lines[0]
+    assert "15 sampled tokens, 11 trained on" in lines[0]
     assert lines[2] == "  * assistant  I call."
     assert lines[-3:] == ["    tool add   y", f"{'':15}y", f"{'':15}y  [+5,075 characters]"]
 
