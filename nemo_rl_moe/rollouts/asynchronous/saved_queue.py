@@ -59,10 +59,14 @@ Number = Annotated[float, Field(strict=False)]
 
 Conversation = Annotated[
     tuple[ConversationTurn, ...],
-    PlainValidator(lambda turns: tuple(conversation_of(turns))),
+    PlainValidator(lambda found: found if isinstance(found, tuple) else tuple(conversation_of(found))),
     PlainSerializer(conversation_json),
 ]
-Times = Annotated[RolloutTimes, PlainValidator(times_of), PlainSerializer(times_json)]
+Times = Annotated[
+    RolloutTimes,
+    PlainValidator(lambda found: found if isinstance(found, RolloutTimes) else times_of(found)),
+    PlainSerializer(times_json),
+]
 
 
 class _Sequence(BaseModel):
@@ -265,8 +269,8 @@ def _trajectory(trajectory: Trajectory, routes: Iterator[Shaped[np.ndarray, "row
         overlong=trajectory.overlong,
         rewards=dict(trajectory.rewards),
         metrics=dict(trajectory.metrics),
-        conversation=conversation_json(trajectory.conversation),
-        times=None if trajectory.times is None else times_json(trajectory.times),
+        conversation=trajectory.conversation,
+        times=trajectory.times,
     )
 
 

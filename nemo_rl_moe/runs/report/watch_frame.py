@@ -55,8 +55,9 @@ def frame(run: WatchedRun, now: float, room: Room) -> list[Text]:
             heatmap = terminal_heatmap(run.load, room.width, left, room.in_color)
     blocks = [block for block in (header, sparklines, heatmap, findings) if block]
     lines = [line for block in blocks for line in [*block, Text()]]
-    left = None if room.height is None else room.height - len(lines)
-    return _cropped([*lines, *_conversation(run.conversation, left, room.width), Text()][:-1], room)
+    rows = None if room.height is None else room.height - len(lines)
+    conversation = _conversation(run.conversation, rows, room.width)
+    return _cropped([*lines, *conversation] if conversation else lines[:-1], room)
 
 
 def status(run: WatchedRun, now: float) -> str:
