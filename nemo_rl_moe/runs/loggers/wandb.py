@@ -185,7 +185,7 @@ class WandbLogger:
     def log_samples(self, step: int, split: str, samples: Sequence[ShownSample]) -> None:
         """Log samples as a table, whose cells are plain text."""
         if step < self._first_step:
-            return None
+            return
         import wandb
 
         texts = [
@@ -193,120 +193,6 @@ class WandbLogger:
             for sample in samples
         ]
         rows = [[step, *map(printable, row)] for row in texts]
-        table = wandb.Table(columns=["step", "utilization", "expert"], data=[list(row) for row in self.rows])
-        title = "Most and least loaded experts: load over fair share"
-        return {OUTLIER_CHART_KEY: wandb.plot.line(table, "step", "utilization", stroke="expert", title=title)}
-
-
-_DEFAULT_HOST_URL = "https://api.wandb.ai"
-_MODES_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
-_SECONDS_TO_UPLOAD = 300.0
-_SECONDS_TO_ABANDON = 1.0
-_CREDENTIAL_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-
-
-class WandbLogger:
-    """One W&B run in `<run folder>/wandb`; asks nothing, prints nothing, keeps NaN and infinities.
-
-    A user who set `WANDB_MODE` gets that mode. Otherwise the run is online when the user is logged in, and offline when
-    not; an offline run contacts nobody and can be uploaded later with `wandb sync`.
-
-    A resumed run keeps its id. Offline it gets a further folder, whose steps replace those of the earlier ones from its
-    first step on. Online it goes on where the server's history ends: W&B takes no step twice, so steps that were logged
-    before the resume keep their values and plots.
-    """
-
-    name = "wandb"
-
-    def __init__(
-        self,
-        run_folder: Path,
-        project: str,
-        run_name: str | None,
-        run_id: str,
-        *,
-        is_resumed: bool = False,
-        earlier_steps: Callable[[], Iterable[StepRecord]] = tuple,
-        outlier_chart_every_steps: int | None = None,
-    ):
-        mode = choose_mode(os.environ)
-        if mode == "offline" or os.environ.get("WANDB_MODE") in _MODES_WITHOUT_LOGIN:
-            # W&B's error reports and usage statistics go over the network in offline mode too, unless asked not to;
-            # it looks at this variable while it is imported.
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        _import_beside(run_folder / "wandb")
-        import wandb
-
-        self._run: Any = wandb.init(
-            project=project,
-            name=run_name,
-            id=run_id,
-            resume="allow" if is_resumed else None,
-            dir=str(run_folder),
-            mode=mode,
-            reinit="create_new",
-            # Capturing the console would record every refresh of the live line.
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-        self.run_id = run_id
-        self.announcement: str | None = None
-        # Asked first, since W&B warns when an offline run is asked for its address.
-        if self._run.offline:
-            # Its files say what a killed run has left; what its service had not written yet is sent again.
-            self.last_step = last_wandb_step(run_folder / "wandb", run_id) if is_resumed else -1
-            self._first_step = 0
-            self.announcement = f"W&B run is offline; to upload it: wandb sync {Path(self._run.dir).parent}"
-        else:
-            self.last_step = self._run.step - 1
-            self._first_step = self._run.step
-            if self._run.url:
-                self.announcement = f"W&B run: {self._run.url}"
-        self.seconds_to_close = 0.0 if self._run.offline else _SECONDS_TO_UPLOAD
-        self._outlier_chart_every_steps = outlier_chart_every_steps
-        define_charts(self._run, has_outlier_chart=bool(outlier_chart_every_steps))
-        self._outliers = OutlierChart()
-        for record in earlier_steps():
-            if record.step <= self.last_step:
-                self._outliers.add(record.step, record.metrics)
-
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the step as one row of the run's history; a step that the server has is skipped."""
-        if step < self._first_step:
-            return
-        self._outliers.add(step, metrics)
-        if is_plot_step(step, self._outlier_chart_every_steps):
-            # Not with the plots, which may be dropped when the backend is slow.
-            self._draw_outliers(step)
-        # Committed at once: otherwise the row waits for the next step, and the last one is lost in a crash.
-        self._run.log({key: float(value) for key, value in metrics.items()}, step=step, commit=True)
-
-    def _draw_outliers(self, step: int) -> None:
-        # W&B writes the chart's table to the disk, which may be full; the next chart has all outliers again.
-        with suppress(Exception):
-            if chart := self._outliers.draw():
-                self._run.log(chart, step=step, commit=False)
-
-    def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
-        if step < self._first_step:
-            return
-        import PIL.Image
-        import wandb
-
-        images = {key: wandb.Image(PIL.Image.open(BytesIO(content))) for key, content in plots.items()}
-        # The row is committed with the step's metrics, which follow.
-        self._run.log(images, step=step, commit=False)
-
-    def log_samples(self, step: int, split: str, samples: Sequence[ShownSample]) -> None:
-        """Log samples as a table, whose cells are plain text."""
-        if step < self._first_step:
-            return
-        import wandb
-
-        rows = [
-            [step, sample.sample_id, sample.reward, sample.verdict, sample.left_out, _conversation(sample)]
-            for sample in samples
-        ]
-        rows = [[each if isinstance(each, int) else printable(each) for each in row] for row in rows]
         table = wandb.Table(columns=["step", "sample", "reward", "verdict", "left out", _COLUMN], data=rows)
         # The row is committed with the step's metrics, which follow.
         self._run.log({f"samples/{split}": table}, step=step, commit=False)

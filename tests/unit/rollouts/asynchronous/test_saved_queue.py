@@ -49,7 +49,7 @@ def some_trajectory(number: int, routes: StoredRows | None = None) -> Trajectory
         overlong="too long",
         rewards={"accuracy": 0.1},
         metrics={"env/num": 2.5},
-        conversation=(TURN, replace(TURN, role="tool", sequence=None, calls=(), text="\udc80")),
+        conversation=(TURN, replace(TURN, role="tool", sequence=None, calls=(), text="\u00e9\n")),
         times=TIMES,
     )
 
