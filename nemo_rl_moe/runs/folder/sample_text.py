@@ -24,7 +24,7 @@ TRAINED, SAMPLED = "*", ">"
 LEGEND = f"{TRAINED} trained on, {SAMPLED} written by the model and not trained on"
 UNREAD = "not read by the model"
 _STYLES = {TRAINED: "green", SAMPLED: "cyan", "tool": "magenta", "bar": "dim"}
-_ROLE_WIDTH, _BAR_WIDTH = 11, 40
+_ROLE_WIDTH, _BAR_WIDTH = 11, 32
 _BAR = {"generation": ("#", "green"), "tools": ("=", "magenta"), "waiting": (".", "dim")}
 LONGEST_ON_ONE_LINE = 400
 
@@ -120,8 +120,8 @@ def time_line(times: RolloutTimes) -> Line:
     parts += [_BAR[kind] for kind in _kinds_of_bar(times)]
     parts.append(
         (
-            f"] {times.seconds:.3g} s: generation {times.generation_s:.3g} s (#), tools {times.tools_s:.3g} s (=),"
-            f" waiting {times.waiting_s:.3g} s (.)",
+            f"] {times.seconds:.3g} s: # generation {times.generation_s:.3g} s, = tools {times.tools_s:.3g} s,"
+            f" . waiting {times.waiting_s:.3g} s",
             "dim",
         )
     )

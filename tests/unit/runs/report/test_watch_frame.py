@@ -189,14 +189,14 @@ def conversation(text: str = "I call.") -> ShownSample:
 
 def test_the_newest_conversation_stands_below() -> None:
     lines = text_of(watched(conversation=conversation()))
-    assert lines[lines.index("no findings" if "no findings" in lines else "- no findings") + 2 :] == [
+    assert lines[lines.index("- no findings") + 2 :] == [
         "conversation, step 4, train: * trained on, > written by the model and not trained on",
         "  right      I call.: reward 1, 1 response, 1 call, 11 sampled tokens, 11 trained on",
         "    user       I call.",
         "  * assistant  I call.",
         "      call     I call. {}  ok",
         "    tool I call. I call.  [not read by the model]",
-        "    time       [####################==========..........] 4 s: generation 2 s (#), tools 1 s (=),...",
+        "    time       [################========........] 4 s: # generation 2 s, = tools 1 s, . waiting 1 s",
     ]
 
 
