@@ -245,7 +245,7 @@ def _first_of_last_step(lines: bytes) -> ShownSample | None:
             sample = shown_sample(json.loads(line))
         except _NO_SAMPLE:  # the first of them may be cut
             continue
-        if found is not None and (sample.step, sample.split) != (found.step, found.split):
+        if found is not None and sample.step != found.step:
             break
         found = sample
     return found

@@ -77,7 +77,7 @@ class MlflowLogger:
 
     def log_samples(self, step: int, split: str, samples: Sequence[ShownSample]) -> None:
         """Store samples as a text, such as `samples/val_step_000100.txt`."""
-        if step > self._last_before:
+        if step > self._last_before or not self._last_before:
             text = f"{LEGEND}\n\n" + "\n\n".join(as_text(sample_lines(sample, SAMPLE_LIMITS)) for sample in samples)
             self._client.log_text(self.run_id, f"{text}\n", f"samples/{split}_step_{step:06}.txt")
 

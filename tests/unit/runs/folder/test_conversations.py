@@ -203,6 +203,7 @@ def test_the_newest_conversation_is_of_the_last_step(tmp_path: Path) -> None:
     newest = NewestConversation(tmp_path)
     assert newest.read() is None
     write(tmp_path, "train", with_turns(), replace(with_turns(), sample_id="f:2"))
+    write(tmp_path, "val", replace(with_turns(), sample_id="f:3"))
     found = newest.read()
     assert found is not None
     assert (found.sample_id, found.turns[1].is_trained, found.times) == ("f:1", True, TIMES)
