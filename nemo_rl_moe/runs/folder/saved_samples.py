@@ -47,8 +47,8 @@ def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
                 num_bad += line.endswith(b"\n") and bool(line.strip())
                 continue
             of_step = found.setdefault(sample["split"], {}).setdefault(sample["step"], {})
-            if len(of_step) < PROMPTS_OF_A_STEP:
-                of_step.setdefault(sample["sample_id"], sample)
+            if len(of_step) - (_LEFT_OUT in of_step) < PROMPTS_OF_A_STEP and sample["sample_id"] not in of_step:
+                of_step[sample["sample_id"]] = sample
             elif "left_out" in sample:
                 of_step.setdefault(_LEFT_OUT, sample)
     if num_bad:

@@ -5,7 +5,7 @@
 const ROLLOUT_PARTS = ["generation", "tools", "waiting"];
 
 function secondsText(seconds) {
-  return `${seconds >= 100 ? seconds.toFixed(0) : seconds.toPrecision(3)} s`;
+  return `${seconds.toFixed(seconds >= 100 ? 0 : seconds >= 10 ? 1 : 2)} s`;
 }
 
 // Spans of generation and of tools on a track that is as long as the longest trajectory; what is left is waiting.
@@ -134,18 +134,19 @@ function conversationBlock(sample, thumbnails, isOpen) {
 
 function addConversations(parent, runs) {
   for (const [runNumber, run] of runs.entries()) {
-    const samples = run.samples.filter((sample) => sample.conversation);
-    if (samples.length === 0) {
+    const found = run.samples.filter((sample) => sample.conversation);
+    if (found.length === 0) {
       continue;
     }
-    const first = samples.find((sample) => sample.split === "train") || samples[0];
+    // What was trained on comes first.
+    const samples = [true, false].flatMap((first) => found.filter((sample) => (sample.split === "train") === first));
     const made = card(
       "Conversations",
       "One trajectory each of the first prompts of some steps. What the model wrote and was trained on is green; what it " +
         "wrote and was not trained on, as in validations, is blue; all else was given. Waiting: for other trajectories, " +
         "a free tool process, new weights, the score, or the environment's own code.",
       rolloutTimeLine(samples),
-      ...samples.map((sample) => conversationBlock(sample, run.thumbnails, sample === first)),
+      ...samples.map((sample) => conversationBlock(sample, run.thumbnails, sample === samples[0])),
     );
     made.querySelector("h3").prepend(chip(colorOf(runNumber)), `${run.name}: `);
     parent.append(made);

@@ -138,6 +138,11 @@ def test_one_that_is_left_out_is_among_those_of_a_page(tmp_path: Path) -> None:
     assert [one.get("left_out") for one in read_samples(tmp_path, [])] == [None] * PROMPTS_OF_A_STEP + ["it broke"]
 
 
+def test_one_that_is_left_out_is_shown_beside_another_of_its_prompt(tmp_path: Path) -> None:
+    write(tmp_path, "train", with_turns(), with_turns(left_out="it broke"), with_turns(left_out="it broke too"))
+    assert [one.get("left_out") for one in read_samples(tmp_path, [])] == [None, "it broke"]
+
+
 def test_failed_ones_are_kept_beyond_the_number_that_is_saved(tmp_path: Path) -> None:
     left_out = replace(with_turns(), fault=Fault.DIED, fault_message="gone", left_out="died: gone")
     write(tmp_path, "train", with_turns(), with_turns(), left_out, num_to_save=1)
@@ -155,9 +160,8 @@ def test_the_console_shows_roles_calls_results_and_times(tmp_path: Path) -> None
         "    tool add   2",
         "  > assistant  Two.",
     ]
-    assert times.startswith(
-        "    time       [##########=====.....##########..........] 4 s: generation 2 s (#), tools 0.5"
-    )
+    bar = "[########====....########........]"
+    assert times == f"    time       {bar} 4 s: # generation 2 s, = tools 0.5 s, . waiting 1.5 s"
 
 
 def shown(**changes: Any) -> ShownSample:

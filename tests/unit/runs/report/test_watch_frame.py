@@ -203,16 +203,21 @@ def test_the_newest_conversation_stands_below() -> None:
 def test_a_conversation_has_the_lines_that_are_left() -> None:
     run = watched(conversation=conversation())
     whole = text_of(run)
-    without = len(text_of(watched()))
-    for height in range(without, len(whole) + 3):
-        lines = text_of(run, room=replace(PLAIN, height=height))
+    seen = set()
+    for height in range(5, len(whole) + 3):
+        room = replace(PLAIN, height=height)
+        lines, without = text_of(run, room=room), text_of(watched(), room=room)
+        assert lines[: len(without)] == without
         assert len(lines) <= height
-        assert lines[: without - 1] == whole[: without - 1]
-        if height >= without + 8:
-            assert lines == whole
-        elif len(lines) > without:
+        if lines == without:
+            seen.add("none")
+        elif lines == whole:
+            seen.add("all")
+        else:
+            seen.add("some")
             assert lines[-1].startswith("    time ")
-            assert "more lines" in lines[-2]
+            assert "more lines" in "".join(lines[len(without) :])
+    assert seen == {"none", "some", "all"}
 
 
 def test_a_conversation_cannot_steer_the_terminal() -> None:
