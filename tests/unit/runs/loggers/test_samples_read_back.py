@@ -18,6 +18,7 @@ from nemo_rl_moe.runs.folder.samples import SavedTrajectory
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
 from nemo_rl_moe.runs.loggers.factory import build_loggers
 from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger, Patience
+from nemo_rl_moe.runs.loggers.wandb_files import wandb_files, wandb_records
 from tests.support.grpo_fakes import trajectory
 from tests.support.logged_metrics import read_jsonl, read_mlflow, read_wandb_offline
 from tests.support.loggers import ListBackend, settings_for
@@ -80,19 +81,16 @@ def test_tensorboard_has_them_as_text(run_folder: Path) -> None:
 
 def test_wandb_has_them_as_tables_in_the_rows_of_their_steps(run_folder: Path) -> None:
     assert "warning" not in log(run_folder, "wandb")
-    tables = sorted((run_folder / "wandb").rglob("media/table/samples/*.table.json"))
-    assert [path.name.split("_")[:2] for path in tables] == [
-        ["train", "1"],
-        ["train", "2"],
-        ["train", "4"],
-        ["val", "3"],
-    ]
-    table = json.loads(tables[-1].read_text())
+    (file,) = wandb_files(run_folder / "wandb")
+    rows = [{item.nested_key[0] for item in row.item} for row in wandb_records(file, "history")]
+    tables = [sorted(key for key in row if key.startswith("samples/")) for row in rows]
+    # Each in the row of its step, and none in a row of its own.
+    assert tables == [["samples/train"], ["samples/train"], ["samples/val"], ["samples/train"]]
+    (path,) = (run_folder / "wandb").rglob("media/table/samples/val_*.table.json")
+    table = json.loads(path.read_text())
     assert [row[:4] for row in table["data"]] == [[3, "f:0", "1", "right"]]
     assert f"  * assistant  {SHOWN}" in table["data"][0][-1]
-    assert (
-        read_wandb_offline(run_folder / "wandb")["train/loss"] == read_jsonl(run_folder / "metrics.jsonl")["train/loss"]
-    )
+    assert read_wandb_offline(run_folder / "wandb") == read_jsonl(run_folder / "metrics.jsonl")
 
 
 def test_mlflow_has_them_as_files(run_folder: Path) -> None:
