@@ -35,6 +35,15 @@ TRL_PACKAGES := trl==1.16.0 accelerate==1.15.0
 TRL_VENV := .venv-trl
 TRL_STAMP := $(TRL_VENV)/.installed-$(shell echo $(TRL_PACKAGES) | cksum | cut -d' ' -f1)
 
+# Environments of other libraries beside .venv, for their tests: each brings many packages, some of other releases.
+LIBRARIES := "verifiers>=0.2,<0.4" "mcp>=1.20"
+# Its packages need another release of mcp.
+OPENENV := "openenv-core>=0.3"
+OPENENV_VENV := .venv-openenv
+LIBRARIES_VENV := .venv-libraries
+LIBRARIES_STAMP := $(LIBRARIES_VENV)/.installed-$(shell echo $(LIBRARIES) $(HERE) | cksum | cut -d' ' -f1)
+OPENENV_STAMP := $(OPENENV_VENV)/.installed-$(shell echo $(OPENENV) $(HERE) | cksum | cut -d' ' -f1)
+
 # One thread a process in the tests: they start several at a time, and results must not depend on the machine's cores.
 # Bytecode is kept, whatever the user's shell says: the tests' own takes seconds to make, in each process that reads it.
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest
@@ -48,7 +57,7 @@ ALL := not slow and not vllm and not trl
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install gpu vllm trl test-gpu test-vllm test-slow-vllm demo demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
+.PHONY: help install gpu vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -75,6 +84,11 @@ demo-vision: $(STAMP) ## train a tiny Mixture-of-Experts model that sees: questi
 	@$(VENV)/bin/python -m nemo_rl_moe.cli sft --config examples/configs/vlm_sft_tiny_moe.yaml checkpointing.resume=never
 	@echo "[demo-vision] 2 of 2, reinforcement learning: nemo-rl-moe grpo --config examples/configs/vlm_grpo_tiny_moe.yaml checkpointing.resume=never"
 	@$(VENV)/bin/python -m nemo_rl_moe.cli grpo --config examples/configs/vlm_grpo_tiny_moe.yaml checkpointing.resume=never
+
+# More seeds, which take their time: make demo-tools SEEDS=0,1,2
+SEEDS ?= 0
+demo-tools: $(STAMP) ## train a tiny Mixture-of-Experts model that cannot multiply to call a calculator, and a control without: make demo-tools SEEDS=0,1,2
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m examples.tools_demo --seeds $(SEEDS)
 
 demo-vllm: $(VLLM_STAMP) ## the demo's reinforcement learning with rollouts by vLLM, each refit checked; installs vLLM for CPUs
 	@[ -f data/addition/grpo.jsonl ] || { echo "[demo-vllm] making the data: 3-digit additions, for training and for validation"; \
@@ -133,6 +147,14 @@ test-trl: $(TEST_STAMP) $(TRL_STAMP) ## what runs in trainers of transformers an
 	@PYTHONPATH=$(CURDIR)/$(TRL_VENV)/site $(PYTEST) tests/functional/test_trainer_hooks.py \
 		tests/functional/test_trl_examples.py tests/functional/test_benchmarks.py -m trl $(PYTEST_ARGUMENTS)
 
+libraries: $(LIBRARIES_STAMP) $(OPENENV_STAMP) ## verifiers, MCP and OpenEnv beside .venv, for the tests of environments and tools from other libraries
+
+test-libraries: $(TEST_STAMP) $(LIBRARIES_STAMP) $(OPENENV_STAMP) ## environments of verifiers and OpenEnv, tools of MCP servers; installs them first
+	@OMP_NUM_THREADS=1 $(LIBRARIES_VENV)/bin/python -m pytest tests/unit/rollouts/test_verifiers_environment.py \
+		tests/unit/tools/test_mcp_tools.py tests/functional/test_library_runs.py -m "full or not full" $(PYTEST_ARGUMENTS)
+	@OMP_NUM_THREADS=1 $(OPENENV_VENV)/bin/python -m pytest tests/unit/rollouts/test_openenv_environment.py \
+		tests/unit/tools/test_mcp_tools.py $(PYTEST_ARGUMENTS)
+
 test-browser: $(TEST_STAMP) ## reports of runs opened in a browser, skipped without one: apt-get install chromium
 	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_report_images_browser.py tests/functional/test_audit_browser.py $(PYTEST_ARGUMENTS)
 
@@ -173,7 +195,7 @@ docs: $(DOCS_STAMP) ## the site in build/docs, from docs/ and the configuration'
 	@echo "[docs] open build/docs/index.html; with a search: $(VENV)/bin/python -m http.server --directory build/docs"
 
 clean: ## remove the environments and caches; data, logs and results stay
-	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) $(LIBRARIES_VENV) $(OPENENV_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 
 define MAKE_VENV
 	@[ -n "$(PYTHON)" ] || { echo "error: no Python >= 3.11 with the modules venv and ensurepip is on the path;" \
@@ -231,3 +253,20 @@ $(TRL_STAMP): $(STAMP)
 	@rm -rf $(TRL_VENV)
 	@$(PIP_INSTALL) --no-deps --target $(TRL_VENV)/site $(TRL_PACKAGES)
 	@touch $@
+
+# An environment that sees the packages of .venv behind its own: $(call MAKE_BESIDE,FOLDER,PACKAGES).
+PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
+define MAKE_BESIDE
+	@echo '[install] $(2), for the tests of environments from other libraries'
+	@rm -rf $(1)
+	@$(VENV)/bin/python -m venv $(1)
+	@$(VENV)/bin/python -c '$(PURELIB)' > "$$($(1)/bin/python -c '$(PURELIB)')/behind.pth"
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-input $(2)
+	@touch $@
+endef
+
+$(LIBRARIES_STAMP): $(STAMP)
+	$(call MAKE_BESIDE,$(LIBRARIES_VENV),$(LIBRARIES))
+
+$(OPENENV_STAMP): $(STAMP)
+	$(call MAKE_BESIDE,$(OPENENV_VENV),$(OPENENV))

@@ -22,6 +22,7 @@ from nemo_rl_moe.errors import (
     GenerationError,
     RoutingAnomalyError,
     TrainingDivergedError,
+    UserCodeError,
     UserError,
     WeightSyncError,
     WorkerDiedError,
@@ -145,7 +146,14 @@ def _reported(run: Callable[[], int]) -> int:
         report_problems(error)
         _say_how_to_go_on(error)
         return error.exit_code
-    except (WorkerDiedError, WeightSyncError, GenerationError, RoutingAnomalyError, TrainingDivergedError) as error:
+    except (
+        WorkerDiedError,
+        WeightSyncError,
+        GenerationError,
+        RoutingAnomalyError,
+        TrainingDivergedError,
+        UserCodeError,
+    ) as error:
         report_error(error)
         _say_how_to_go_on(error)
         return error.exit_code

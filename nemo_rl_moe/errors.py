@@ -3,6 +3,7 @@
 """The errors that a user can cause, the exit code of each, and how an error is printed."""
 
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -77,6 +78,21 @@ class WorkerDiedError(RuntimeError):
     """A worker process ended or raised; carries the worker's own error text. Exit code 1."""
 
     exit_code = EXIT_RUN_FAILED
+
+
+class UserCodeError(RuntimeError):
+    """Code that the configuration names raised in a run, or returned what cannot be used. Exit code 1.
+
+    Args:
+        problem: One line with the key, its value, the error, and the line of the user's file.
+        trace: The traceback, which is shown below.
+    """
+
+    exit_code = EXIT_RUN_FAILED
+
+    def __init__(self, problem: str, trace: str = ""):
+        super().__init__(f"{problem}\n{trace}".rstrip())
+        self.problem, self.trace = problem, trace
 
 
 class RewardWorkersFailedError(WorkerDiedError):
@@ -173,11 +189,17 @@ def escape_log_messages() -> None:
 
 
 LONGEST_LINE = 300
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
 
 
 def counted(number: int, noun: str, zero: str = "0") -> str:
     """Return a number with its noun: `1 example`, `2,000 examples`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}" if number else f"{zero} {noun}s"
+
+
+def without_addresses(text: str) -> str:
+    """Return a text whose objects have no addresses: `<function score>`."""
+    return _ADDRESS.sub("", text)
 
 
 def one_line(error: BaseException) -> str:
@@ -187,4 +209,4 @@ def one_line(error: BaseException) -> str:
         lines = str(error).strip().splitlines()
     except Exception:
         return name
-    return f"{name}: {lines[0]}"[:LONGEST_LINE] if lines else name
+    return without_addresses(f"{name}: {lines[0]}")[:LONGEST_LINE] if lines else name

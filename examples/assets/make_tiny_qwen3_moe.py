@@ -5,7 +5,8 @@
     python examples/assets/make_tiny_qwen3_moe.py [FOLDER]
 
 What it writes depends on nothing but this file, and stands in examples/assets/tiny_qwen3_moe. Beside it, in
-tiny_qwen3_moe_tools, stands the same model with a token for each byte and a chat template that shows tools.
+tiny_qwen3_moe_tools, stands the same model with a token for each byte and a chat template that shows tools; and in
+tiny_qwen3_moe_calculator one for `make demo-tools`, in which what never changes in a call of the calculator is a token.
 
 Tokens: one for each character that sums, their working and lower-case words need, `<think>` and `</think>`, padding and
 the end token. There is none for "unknown": text with any other character is an error and not silently something else.
@@ -14,6 +15,7 @@ The chat template joins the turns without role tokens, so that the prompt `228+3
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from string import ascii_lowercase, digits
 
@@ -67,6 +69,39 @@ TOOLS_CHAT_TEMPLATE = (
     "{%- endif -%}\n"
     "{%- endfor -%}\n"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}\n"
+)
+
+CALCULATOR_SUFFIX = "_calculator"
+# Calls are written as Qwen3 writes them, but a call's JSON is two tokens around the expression: 1.8 million parameters
+# have better things to learn than to spell it.
+CALCULATOR_TOKENS = (
+    "<tools>calculator</tools>",
+    '<tool_call>{"name": "calculator", "arguments": {"expression": "',
+    '"}}</tool_call>',
+    "<tool_response>",
+    "</tool_response>",
+)
+CALCULATOR_VOCABULARY = (PAD, END, *CALCULATOR_TOKENS, *sorted(ByteLevel.alphabet()))
+CALCULATOR_CHAT_TEMPLATE = (
+    "{%- if tools -%}\n"
+    "{{- '<tools>' + (tools | map(attribute='function.name') | join(' ')) + '</tools>' -}}\n"
+    "{%- endif -%}\n"
+    "{%- for message in messages -%}\n"
+    "{%- if message.role == 'assistant' -%}\n"
+    "{%- generation -%}\n"
+    "{{- message.content -}}\n"
+    "{%- for call in message.tool_calls or [] -%}\n"
+    "{{- '<tool_call>' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) -}}\n"
+    "{{- '</tool_call>' -}}\n"
+    "{%- endfor -%}\n"
+    "{{- eos_token -}}\n"
+    "{%- endgeneration -%}\n"
+    "{%- elif message.role == 'tool' -%}\n"
+    "{{- '<tool_response>' + message.content + '</tool_response>' -}}\n"
+    "{%- else -%}\n"
+    "{{- message.content -}}\n"
+    "{%- endif -%}\n"
+    "{%- endfor -%}\n"
 )
 
 MODEL_CONFIG = {
@@ -127,14 +162,28 @@ TOOLS_TOKENIZER_CONFIG = {
     "model_max_length": TOOLS_MODEL_CONFIG["max_position_embeddings"],
     "pad_token": TOOLS_PAD,
 }
+CALCULATOR_MODEL_CONFIG = {**MODEL_CONFIG, "vocab_size": len(CALCULATOR_VOCABULARY)}
 
 
 def build_tools_tokenizer() -> Tokenizer:
     """Make a tokenizer with one token a byte, and one for each tag of a turn."""
-    tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(TOOLS_VOCABULARY)}, []))
+    tokenizer = _tokenizer_of_bytes(TOOLS_VOCABULARY)
+    tokenizer.add_special_tokens([TOOLS_PAD, TOOLS_START, TOOLS_END])
+    return tokenizer
+
+
+def build_calculator_tokenizer() -> Tokenizer:
+    """Make a tokenizer with one token a byte, and one for each constant part of calls and results."""
+    tokenizer = _tokenizer_of_bytes(CALCULATOR_VOCABULARY)
+    tokenizer.add_special_tokens([PAD, END])
+    tokenizer.add_tokens(list(CALCULATOR_TOKENS))  # not special: calls are read from decoded responses
+    return tokenizer
+
+
+def _tokenizer_of_bytes(vocabulary: Sequence[str]) -> Tokenizer:
+    tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(vocabulary)}, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = ByteLevelDecoder()
-    tokenizer.add_special_tokens([TOOLS_PAD, TOOLS_START, TOOLS_END])
     return tokenizer
 
 
@@ -150,10 +199,14 @@ def build_tokenizer() -> Tokenizer:
 
 
 def write_model_folder(folder: Path) -> None:
-    """Write the four files of each of both models; the folders may exist."""
+    """Write the four files of each of the models; the folders may exist."""
+    calculator = folder.with_name(f"{folder.name}{CALCULATOR_SUFFIX}")
     tools = folder.with_name(f"{folder.name}{TOOLS_SUFFIX}")
     _write(folder, MODEL_CONFIG, TOKENIZER_CONFIG, CHAT_TEMPLATE, build_tokenizer())
     _write(tools, TOOLS_MODEL_CONFIG, TOOLS_TOKENIZER_CONFIG, TOOLS_CHAT_TEMPLATE, build_tools_tokenizer())
+    _write(
+        calculator, CALCULATOR_MODEL_CONFIG, TOKENIZER_CONFIG, CALCULATOR_CHAT_TEMPLATE, build_calculator_tokenizer()
+    )
 
 
 def _write(folder: Path, config: object, tokenizer_config: object, chat_template: str, tokenizer: Tokenizer) -> None:

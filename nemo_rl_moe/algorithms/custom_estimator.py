@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.config.user_code import described, error_in_user_code, import_function, is_custom
+from nemo_rl_moe.config.user_code import described, error_in_user_code, import_function, is_custom, named_in_errors
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rl.estimators import ESTIMATORS
 from nemo_rl_moe.rl.estimators.interface import Estimator, EstimatorInputs
@@ -24,7 +24,14 @@ def find_estimator(name: str) -> Estimator:
 
     The function is taken to compare the responses of a group. It is imported when it is first called.
     """
-    return Estimator(name, partial(custom_advantages, name)) if is_custom(name) else ESTIMATORS[name]
+    return Estimator(name, partial(_advantages_in_run, name)) if is_custom(name) else ESTIMATORS[name]
+
+
+def _advantages_in_run(
+    name: str, inputs: EstimatorInputs
+) -> Float[Tensor, "groups generations"] | Float[Tensor, "groups generations tokens"]:
+    with named_in_errors(KEY, name):
+        return custom_advantages(name, inputs)
 
 
 def custom_advantages(
@@ -97,7 +104,7 @@ def _tried_inputs(config: GRPOMasterConfig) -> EstimatorInputs:
     shape = (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt)
     rewards = torch.zeros(shape, dtype=torch.float64)
     rewards[0], rewards[1:, 0] = 1.0, 1.0
-    weights = config.env.reward_weights or {}
+    weights = config.env.shared_reward_weights or {}
     return EstimatorInputs(
         rewards=rewards,
         takes_part=torch.ones(shape, dtype=torch.bool),
@@ -107,4 +114,6 @@ def _tried_inputs(config: GRPOMasterConfig) -> EstimatorInputs:
         group_ids=tuple(f"group:{number}" for number in range(shape[0])),
         num_tokens=torch.full(shape, _TRIED_TOKENS),
         token_mask=torch.ones(*shape, _TRIED_TOKENS, dtype=torch.bool),
+        token_turns=torch.zeros(*shape, _TRIED_TOKENS, dtype=torch.long),
+        turn_rewards=torch.zeros(*shape, 1, dtype=torch.float64),
     )

@@ -28,12 +28,14 @@ from nemo_rl_moe.rollouts.training_batch import (
     sampled_tokens,
     token_lags,
     training_batch,
+    turns_of_tokens,
 )
 from nemo_rl_moe.rollouts.trajectory import (
     Trajectory,
     group_named_rewards,
     group_rewards,
     group_sampled_tokens,
+    group_turn_rewards,
     trajectory_of_each_sequence,
 )
 from nemo_rl_moe.rollouts.worker import RolloutWorker
@@ -84,8 +86,8 @@ def estimator_inputs(
     """Collect what an estimator sees of trajectories, group after group, with these rewards."""
     size = config.grpo.num_generations_per_prompt
     failures, is_scored = failure_rule(config), scored_responses(trajectories, size)
-    weights = config.env.reward_weights or {}
-    mask = loss_masks(trajectories)
+    weights = config.env.shared_reward_weights or {}
+    mask, turns = loss_masks(trajectories), turns_of_tokens(trajectories)
     return EstimatorInputs(
         rewards=failures.filled(rewards, is_scored),
         takes_part=failures.taking_part(is_scored),
@@ -95,6 +97,8 @@ def estimator_inputs(
         group_ids=tuple(trajectory.group_id for trajectory in trajectories[::size]),
         num_tokens=group_sampled_tokens(trajectories, size),
         token_mask=mask.view(-1, size, mask.shape[1]),
+        token_turns=turns.view(-1, size, turns.shape[1]),
+        turn_rewards=group_turn_rewards(trajectories, size),
     )
 
 

@@ -3,7 +3,7 @@
 """Metrics of GRPO's trajectories: of a training step, and of a validation on held-out prompts with pass@k."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,13 @@ from nemo_rl_moe.metrics import PhaseClock, with_prefix
 from nemo_rl_moe.rewards.interface import fault_metrics
 from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
 from nemo_rl_moe.rollouts.source import VALIDATION_SEEDS, RolloutGroups
-from nemo_rl_moe.rollouts.trajectory import Trajectory, group_correctness, group_rewards, rollout_metrics
+from nemo_rl_moe.rollouts.trajectory import (
+    Trajectory,
+    environments_in,
+    group_correctness,
+    group_rewards,
+    rollout_metrics,
+)
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 
@@ -32,8 +38,31 @@ def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, flo
     `frac_zero_std_groups` is of groups that have something to train on. `env/num_groups_left_out`: groups of the step
     that have nothing, as the environment failed. With more than one round of dynamic sampling:
     `dynamic_sampling/num_gen_batches`, `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean of the
-    trajectories that are trained on.
+    trajectories that are trained on. Of several environments also the metrics of each, `env/NAME/...`, with `share`,
+    its share of the step's responses.
     """
+    return _metrics_of(groups, failures) | environment_metrics(groups, failures)
+
+
+def environment_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, float]:
+    """Return the metrics of each environment's own groups, `env/NAME/...`; empty of a run with one environment."""
+    metrics: dict[str, float] = {}
+    trained = environments_in(groups.trained)
+    for name, generated in environments_in(groups.generated).items():
+        own = RolloutGroups(trained.get(name, []), generated, groups.num_generations, num_rounds=1, num_filled=0)
+        share = {"share": len(own.trained) / max(len(groups.trained), 1)}
+        metrics |= of_environment(name, _metrics_of(own, failures) | share)
+    return metrics
+
+
+def of_environment(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics by the names that they have for one environment; empty for the only one of a run."""
+    if not name:
+        return {}
+    return with_prefix(f"env/{name}", {key.removeprefix("env/"): value for key, value in metrics.items()})
+
+
+def _metrics_of(groups: RolloutGroups, failures: FailureRule) -> dict[str, float]:
     metrics = rollout_metrics(groups.generated, failures.counted(groups.generated))
     metrics |= fault_metrics([trajectory.fault for trajectory in groups.generated])
     is_scored = scored_responses(groups.generated, groups.num_generations)
@@ -98,7 +127,8 @@ class Validator:
 
         Returns:
             `val/accuracy` (with several responses to a prompt their mean, so pass@1), `val/pass_at_{k}`, the other
-            metrics of responses under `val/`, and `timing/validation/...`.
+            metrics of responses under `val/`, those of each of several environments under `val/env/NAME/`, and
+            `timing/validation/...`.
         """
         clock, inner_clock = PhaseClock(), PhaseClock()
         with clock.phase("validation"):
@@ -106,10 +136,15 @@ class Validator:
                 self._prompts, self._num_generations, self._sampling, self._seed_key, inner_clock
             )
         clock.count_tokens("validation", sum(trajectory.num_sampled_tokens for trajectory in trajectories))
+        metrics = self._metrics_of(trajectories)
+        for name, own in environments_in(trajectories).items():
+            metrics |= of_environment(name, self._metrics_of(own))
+        return with_prefix("val", metrics) | clock.metrics()
+
+    def _metrics_of(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics = rollout_metrics(trajectories, self._failures.counted(trajectories))
         metrics |= fault_metrics([trajectory.fault for trajectory in trajectories])
-        metrics |= pass_at_k_metrics(group_correctness(trajectories, self._num_generations))
-        return with_prefix("val", metrics) | clock.metrics()
+        return metrics | pass_at_k_metrics(group_correctness(trajectories, self._num_generations))
 
 
 def pass_at_k(correct: Int[Tensor, " prompts"], num_generations: int, k: int) -> Float[Tensor, " prompts"]:

@@ -5,6 +5,7 @@
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def wrong_changes(
     wrong = {**algorithm.resume_keys, **_WRONG_TO_CHANGE_EVERYWHERE}
     if with_optimizer:
         wrong |= _WRONG_TO_CHANGE_WITH_OPTIMIZER
-    return {key: (*values, wrong[key]) for key, values in changes.items() if key in wrong}
+    found = {key: next((why for name, why in wrong.items() if fnmatchcase(key, name)), None) for key in changes}
+    return {key: (*changes[key], why) for key, why in found.items() if why is not None}
 
 
 def other_experiment(algorithm: Algorithm, changes: Mapping[str, tuple[str, str]]) -> tuple[str, str, str] | None:

@@ -12,10 +12,11 @@ from typing import Any
 
 from nemo_rl_moe.config.checks_algorithms import DPO_RULES, GRPO_RULES
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.config.schema_policy import RoleModelConfig
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.config.user_code import described, import_attribute
+from nemo_rl_moe.config.user_code import described, import_attribute, with_colon
 from nemo_rl_moe.errors import ConfigurationError
 
 ALGORITHM_KEY = "algorithm"
@@ -37,7 +38,7 @@ class Algorithm:
         run: Function of the configuration and the `launch.training_run.TrainingRun`, or `package.module:function`,
             imported when a run starts. None: that of a built-in one, from `launch.start.entry_point_of`.
         rules: Checks between settings; each yields one line for each problem. Common rules apply anyway.
-        resume_keys: Keys that must not change on resume, each with the reason.
+        resume_keys: Keys that must not change on resume, each with the reason; `*` stands for any name.
         loop: Section with `max_num_epochs`, `max_num_steps`, `val_period`, `val_at_start`, `val_at_end` and `seed`.
             Empty: the section `name`.
         sequences_per_sample: Sequences of one sample, in which batch sizes count.
@@ -107,10 +108,13 @@ def grpo_responses_at_a_time(config: GRPOMasterConfig) -> int:
 
 def grpo_best_metric(config: GRPOMasterConfig) -> str:
     """Return accuracy where rewards are right or wrong, and the reward where they may be graded or are custom."""
-    env = config.env
+    return "val:accuracy" if all(map(_says_right_or_wrong, config.env.environments.values())) else "val:reward"
+
+
+def _says_right_or_wrong(env: EnvironmentConfig) -> bool:
     partial_credit = env.reasoning_gym is not None and env.reasoning_gym.partial_credit
-    says_right_or_wrong = env.name in ("math", "exact") or (env.name == "reasoning_gym" and not partial_credit)
-    return "val:accuracy" if says_right_or_wrong and env.rollout is None else "val:reward"
+    says_it = env.name in ("math", "exact") or (env.name == "reasoning_gym" and not partial_credit)
+    return says_it and env.driven_by is None
 
 
 def places_of_engines(config: GRPOMasterConfig) -> Mapping[str, str]:
@@ -141,7 +145,11 @@ ALGORITHMS: dict[str, Algorithm] = {
             summary="reinforcement learning with verifiable rewards (GRPO, DAPO, GSPO, CISPO, REINFORCE++)",
             config_class=GRPOMasterConfig,
             rules=GRPO_RULES,
-            resume_keys={"grpo.num_prompts_per_step": POSITION_IN_THE_DATA, "grpo.seed": ORDER_OF_THE_DATA},
+            resume_keys={
+                "grpo.num_prompts_per_step": POSITION_IN_THE_DATA,
+                "grpo.seed": ORDER_OF_THE_DATA,
+                "env.mixture.*.weight": ORDER_OF_THE_DATA,
+            },
             updates_per_step=lambda config: config.updates_per_step,
             needs_reference=lambda config: config.loss_fn.reference_policy_kl_penalty > 0,
             optional_places=places_of_engines,
@@ -182,7 +190,7 @@ def find_algorithm(name: str) -> Algorithm:
     if ":" not in name:
         raise ConfigurationError(
             f"{ALGORITHM_KEY}: got {name!r}, expected {', '.join(BUILT_IN)}, or package.module:ALGORITHM"
-            f"{did_you_mean(nearest(name, BUILT_IN))}"
+            f"{did_you_mean(with_colon(name) or nearest(name, BUILT_IN))}"
         )
     found = import_attribute(ALGORITHM_KEY, name, form="package.module:ALGORITHM")
     if not isinstance(found, Algorithm):

@@ -5,8 +5,12 @@
 from collections.abc import Iterator
 from math import gcd
 
+from nemo_rl_moe.config.checks_libraries import LIBRARY_RULES
+from nemo_rl_moe.config.checks_mixture import MIXTURE_RULES
 from nemo_rl_moe.config.checks_rollouts import ROLLOUT_RULES
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.config.schema_mixture import environment_key
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.config.user_code import is_custom
 from nemo_rl_moe.rl.aggregation import AGGREGATION_RULES
@@ -71,59 +75,113 @@ def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator
 
 
 def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the named environment has its section."""
-    name = config.env.name
+    """Check that each named environment has its section."""
     examples = {
         "reasoning_gym": "{task: basic_arithmetic, parameters: {}, partial_credit: false}",
         "callable": '{function: "my_module:score"}',
+        "openenv": (
+            '{app: "my_env.server.app:app", url: null, num_servers: 1, sessions_per_server: 1, action_key: message,'
+            " observation_key: echoed_message}"
+        ),
     }
-    if (example := examples.get(name)) is not None and getattr(config.env, name) is None:
-        yield f"env.{name}: got null, expected a section such as {example} with env.name {name}"
-    if config.env.parameters and not is_custom(name):
-        yield (
-            f"env.parameters: got {', '.join(map(str, config.env.parameters))}, expected {{}} with env.name {name}:"
-            " they are the arguments of an environment of your own"
-        )
+    for key, env in _environments(config):
+        name = env.name
+        if (example := examples.get(name)) is not None and getattr(env, name) is None:
+            yield f"{key}.{name}: got null, expected a section such as {example} with {key}.name {name}"
+        if env.parameters and not is_custom(name) and not env.has_own_prompts:
+            yield (
+                f"{key}.parameters: got {', '.join(map(str, env.parameters))}, expected {{}} with {key}.name {name}:"
+                " they are the arguments of an environment of your own"
+            )
 
 
 def tools_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that nothing else drives the conversation in which tools are called, or defines them."""
-    if not config.env.tools:
-        return
-    named = ", ".join(config.env.tools)
-    if config.env.rollout is not None:
-        yield f"env.tools: got {named}, expected [] with env.rollout {config.env.rollout}, which drives trajectories"
-    if config.data.tools:
-        yield (
-            f"data.tools: got {len(config.data.tools)}, expected [] with env.tools {named}: the chat template gets the"
-            " definitions of those"
-        )
+    for key, env in _environments(config):
+        if not env.has_tools:
+            continue
+        which, named = ("tools", ", ".join(env.tools)) if env.tools else ("mcp_servers", ", ".join(env.mcp_servers))
+        if env.rollout is not None:
+            yield (
+                f"{key}.{which}: got {named}, expected none with {key}.rollout {env.rollout}, which drives trajectories"
+            )
+        if config.data.tools:
+            yield (
+                f"data.tools: got {len(config.data.tools)}, expected [] with {key}.{which} {named}: the chat template"
+                " gets the definitions of those"
+            )
+        if env.tool_call_cost and env.reward_weights is not None:
+            yield (
+                f"{key}.tool_call_cost: got {env.tool_call_cost:g}, expected 0 with {key}.reward_weights: the reward is"
+                " the weighted sum of the named rewards alone"
+            )
+
+
+def agents_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that nothing else drives the trajectories of an agent, or defines the tools of its requests."""
+    for section, env in _environments(config):
+        if not env.has_agent:
+            continue
+        command = " ".join(env.agent_command)
+        if env.agent is not None and command:
+            yield f"{section}.agent_command: got {command}, expected [] with {section}.agent {env.agent}"
+        key, named = f"{section}.agent", env.agent
+        if named is None:
+            key, named = f"{section}.agent_command", command
+        if env.rollout is not None:
+            yield f"{key}: got {named}, expected none with {section}.rollout {env.rollout}, which drives trajectories"
+        if env.tools:
+            tools = ", ".join(env.tools)
+            yield f"{section}.tools: got {tools}, expected [] with {key} {named}, which runs its own tools"
+        if env.mcp_servers:
+            servers = ", ".join(env.mcp_servers)
+            yield f"{section}.mcp_servers: got {servers}, expected {{}} with {key} {named}, which runs its own tools"
+        if env.scores_trajectories:
+            yield f"{key}: got {named}, expected none with {section}.name {env.name}, which drives trajectories"
+        if config.data.tools:
+            number = len(config.data.tools)
+            yield f"data.tools: got {number}, expected [] with {key} {named}, whose requests define tools"
 
 
 def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that prompts come from a path, or from a task that samples them."""
-    for name, source in (("train", config.data.train), ("validation", config.data.validation)):
-        if source is None or source.path is not None:
-            continue
-        if config.env.name != "reasoning_gym":
-            yield (
-                f"data.{name}.path: null draws prompts from a reasoning_gym task, but env.name is {config.env.name};"
-                " name a file or a dataset"
-            )
-        if source.num_items is None:
-            yield f"data.{name}.num_items: null, expected how many prompts to draw, as data.{name}.path is null"
+    if config.env.mixture and not config.data.environments:
+        return  # see `shared_prompts_are_read`
+    for key, data in config.data.sources():
+        name = key.removeprefix("data").removeprefix(".environments.")
+        env = config.env.environments.get(name, config.env)
+        for kind, source in (("train", data.train), ("validation", data.validation)):
+            if source is None or source.path is not None or env.has_own_prompts:
+                continue
+            if env.name != "reasoning_gym":
+                yield (
+                    f"{key}.{kind}.path: null draws prompts from a reasoning_gym task, but {environment_key(name)}.name"
+                    f" is {env.name}; name a file or a dataset"
+                )
+            if source.num_items is None:
+                yield f"{key}.{kind}.num_items: null, expected how many prompts to draw, as {key}.{kind}.path is null"
 
 
 def sampled_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that sampled prompts of training and validation have different seeds."""
-    train, validation = config.data.train, config.data.validation
-    if validation is None or train.path is not None or validation.path is not None:
-        return
-    if train.seed == validation.seed:
-        yield (
-            f"data.validation.seed: got {validation.seed}, which is data.train.seed: validation would draw the training"
-            " prompts; expected another seed"
-        )
+    for key, data in config.data.sources():
+        train, validation = data.train, data.validation
+        if validation is None or train.path is not None or validation.path is not None:
+            continue
+        name = key.removeprefix("data").removeprefix(".environments.")
+        if config.env.environments.get(name, config.env).has_own_prompts and train.split != validation.split:
+            continue
+        if train.seed == validation.seed:
+            yield (
+                f"{key}.validation.seed: got {validation.seed}, which is {key}.train.seed: validation would draw the"
+                " training prompts; expected another seed"
+            )
+
+
+def _environments(config: GRPOMasterConfig) -> Iterator[tuple[str, EnvironmentConfig]]:
+    """Yield the section of each environment behind its key."""
+    for name, env in config.env.environments.items():
+        yield environment_key(name), env
 
 
 def greedy_validation_asks_once(config: GRPOMasterConfig) -> Iterator[str]:
@@ -148,18 +206,20 @@ def dynamic_sampling_has_a_second_round(config: GRPOMasterConfig) -> Iterator[st
 
 def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]:
     """Check the weights of named rewards: something gives several rewards, and one weight is not 0."""
-    weights, key = config.env.reward_weights, "env.reward_weights"
-    if weights is None:
-        return
-    if not weights:
-        yield f"{key}: got no name, expected a weight for each reward, such as {{accuracy: 1.0, format: 0.5}}, or null"
-    elif not any(weights.values()):
-        yield f"{key}: all weights are 0, so that nothing would be trained"
-    if not config.env.is_custom and config.env.rollout is None:
-        yield (
-            f"{key}: got {', '.join(weights)}, expected null with env.name {config.env.name}, which gives one reward;"
-            " callable gives several"
-        )
+    for section, env in _environments(config):
+        weights, key = env.reward_weights, f"{section}.reward_weights"
+        if weights is None:
+            continue
+        if not weights:
+            example = "{accuracy: 1.0, format: 0.5}"
+            yield f"{key}: got no name, expected a weight for each reward, such as {example}, or null"
+        elif not any(weights.values()):
+            yield f"{key}: all weights are 0, so that nothing would be trained"
+        if not env.is_custom and env.driven_by is None:
+            yield (
+                f"{key}: got {', '.join(weights)}, expected null with {section}.name {env.name}, which gives one"
+                " reward; callable gives several"
+            )
 
 
 def advantage_bounds_leave_room(config: GRPOMasterConfig) -> Iterator[str]:
@@ -255,8 +315,10 @@ GRPO_RULES = (
     objective_reads_its_settings,
     *ESTIMATOR_RULES,
     divergence_in_the_reward_has_a_meaning,
+    *MIXTURE_RULES,
     environment_has_its_section,
     tools_have_a_conversation,
+    agents_have_a_conversation,
     prompts_have_a_source,
     ranks_may_have_different_numbers_of_tokens,
     template_has_a_place_for_the_prompt,
@@ -268,6 +330,7 @@ GRPO_RULES = (
     engine_has_what_it_needs,
     weights_can_travel,
     *ROLLOUT_RULES,
+    *LIBRARY_RULES,
 )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from nemo_rl_moe.config.algorithm import AUTO_METRIC, algorithm_of, metric_in_force
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_base import SupervisedLoopConfig
-from nemo_rl_moe.config.schema_grpo import GRPOConfig, PromptSourceConfig
-from nemo_rl_moe.config.schema_run import DURATION_FORM, DataSourceConfig, format_duration, parse_duration
+from nemo_rl_moe.config.schema_grpo import GRPOConfig, PromptDataConfig, PromptSourceConfig
+from nemo_rl_moe.config.schema_run import DURATION_FORM, DataConfig, DataSourceConfig, format_duration, parse_duration
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 
 LoopMasterConfig = SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig
@@ -157,13 +157,15 @@ def chat_template_exists(config: MasterConfig) -> Iterator[str]:
 
 def training_data_exists(config: SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig) -> Iterator[str]:
     """Check that a `.jsonl` file of training data exists."""
-    yield from _data_problem("data.train.path", config.data.train)
+    for key, data in _sections_of(config):
+        yield from _data_problem(f"{key}.train.path", data.train)
 
 
 def validation_data_exists(config: SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig) -> Iterator[str]:
     """Check that a `.jsonl` file of validation data exists."""
-    if config.data.validation is not None:
-        yield from _data_problem("data.validation.path", config.data.validation)
+    for key, data in _sections_of(config):
+        if data.validation is not None:
+            yield from _data_problem(f"{key}.validation.path", data.validation)
 
 
 def checkpoint_dir_can_be_made(config: MasterConfig) -> Iterator[str]:
@@ -194,6 +196,15 @@ def _folder_problem(key: str, name: str, needs: str | None = None) -> Iterator[s
         yield f"{key}: {_not_found(folder)}; expected a folder, or a hub's name such as Qwen/Qwen3-30B-A3B"
     elif needs is not None and not (folder / needs).is_file():
         yield f"{key}: the folder {name} holds no {needs}"
+
+
+def _sections_of(
+    config: SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig,
+) -> list[tuple[str, DataConfig | PromptDataConfig]]:
+    """Return each section of data that is read, behind its key."""
+    if isinstance(config, GRPOMasterConfig):
+        return list(config.data.sources())
+    return [("data", config.data)]
 
 
 def _data_problem(key: str, source: DataSourceConfig | PromptSourceConfig) -> Iterator[str]:

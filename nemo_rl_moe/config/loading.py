@@ -13,6 +13,7 @@ from nemo_rl_moe.config.algorithm import ALGORITHM_KEY, ALGORITHMS, BUILT_IN, Al
 from nemo_rl_moe.config.checks import combination_problems, path_problems
 from nemo_rl_moe.config.engines import find_engine, with_section_of
 from nemo_rl_moe.config.files import DEFAULTS_KEY, exemplars_folder, find_config, merge, read_with_defaults
+from nemo_rl_moe.config.mixtures import with_mixtures
 from nemo_rl_moe.config.nemo_rl_translation import Translation
 from nemo_rl_moe.config.overrides import apply_overrides, resolve
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
@@ -96,7 +97,7 @@ def check_values(
         f"{key}: got {MASK}, which stands in the place of a secret that was left out when the configuration was written"
         for key in masks_in(values)
     ]
-    values = with_shipped_models(values)
+    values = with_mixtures(with_shipped_models(values))
     schema, engine_problems = _with_section_of_engine(schema, values)
     problems += engine_problems
     config, schema_problems, is_whole = validate(schema, values, interpolation_problems.keys())

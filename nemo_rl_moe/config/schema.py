@@ -14,14 +14,13 @@ from nemo_rl_moe.config.schema_base import (
     SupervisedLoopConfig,
 )
 from nemo_rl_moe.config.schema_grpo import (
-    EnvironmentConfig,
     GeneratingPolicyConfig,
     GenerationLoggerConfig,
     GRPOConfig,
     PolicyGradientLossConfig,
-    PromptDataConfig,
     generating,
 )
+from nemo_rl_moe.config.schema_mixture import MixedPromptDataConfig, MixtureConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE, CheckpointingConfig, ClusterConfig, DataConfig, LoggerConfig
 
@@ -115,9 +114,9 @@ class GRPOMasterConfig(MasterConfig):
     """The loss."""
     policy: GeneratingPolicyConfig
     """The model, and how it generates."""
-    env: EnvironmentConfig
+    env: MixtureConfig
     """Scoring of responses."""
-    data: PromptDataConfig
+    data: MixedPromptDataConfig
     """The prompts."""
     logger: GenerationLoggerConfig
     """Destinations of metrics and samples."""

@@ -8,7 +8,7 @@ from typing import Any
 
 _PACKAGED = Path(__file__).resolve().parents[1] / "exemplar_models"
 _IN_REPOSITORY = Path(__file__).resolve().parents[2] / "examples" / "assets"
-SHIPPED_MODELS = ("tiny_qwen3_moe", "tiny_qwen3_moe_tools")
+SHIPPED_MODELS = ("tiny_qwen3_moe", "tiny_qwen3_moe_tools", "tiny_qwen3_moe_calculator")
 
 
 def with_shipped_models(values: Mapping[str, Any]) -> dict[str, Any]:

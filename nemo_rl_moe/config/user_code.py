@@ -6,13 +6,14 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.errors import ConfigurationError, one_line
+from nemo_rl_moe.errors import ConfigurationError, UserCodeError, UserError, one_line, without_addresses
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -28,7 +29,7 @@ def import_attribute(key: str, reference: str, form: str = "package.module:funct
     """
     module_name, separator, attribute = reference.partition(":")
     if not (separator and all(part.isidentifier() for part in (*module_name.split("."), *attribute.split(".")))):
-        raise ConfigurationError(f"{key}: got {reference!r}, expected {form}")
+        raise ConfigurationError(f"{key}: got {reference!r}, expected {form}{did_you_mean(with_colon(reference))}")
     found: Any = _import(key, module_name, reference)
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -43,6 +44,12 @@ def import_attribute(key: str, reference: str, form: str = "package.module:funct
 def is_custom(name: str) -> bool:
     """Return whether a name in a configuration refers to custom code, `package.module:name`."""
     return ":" in name
+
+
+def with_colon(name: str) -> str | None:
+    """Return `module:function` for `module.function`; None for what is no such name."""
+    module, dot, attribute = name.rpartition(".")
+    return f"{module}:{attribute}" if dot and all(part.isidentifier() for part in name.split(".")) else None
 
 
 def import_function(
@@ -61,7 +68,24 @@ def import_function(
         raise ConfigurationError(f"{key}: {reference} is {described(found)}, expected a function")
     if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
         raise ConfigurationError(f"{key}: {reference} is a coroutine or a generator, expected a function that returns")
-    function: Callable[..., Any] = found
+    return _with_signature(key, reference, found, takes, number, names)
+
+
+def import_function_of_task(key: str, reference: str) -> Callable[..., Any]:
+    """Import a function of one `AgentTask`, a coroutine function or another.
+
+    Raises:
+        ConfigurationError: There is no such thing, or it has another signature.
+    """
+    found = import_attribute(key, reference)
+    if not callable(found) or inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise ConfigurationError(f"{key}: {reference} is {described(found)}, expected a function of one AgentTask")
+    return _with_signature(key, reference, found, "one AgentTask", 1, ())
+
+
+def _with_signature(
+    key: str, reference: str, function: Callable[..., Any], takes: str, number: int, names: Iterable[str]
+) -> Callable[..., Any]:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some that are written in C have none
@@ -69,14 +93,31 @@ def import_function(
     try:
         signature.bind(*[None] * number, **dict.fromkeys(names))
     except TypeError as error:
-        raise ConfigurationError(f"{key}: {reference}{signature} cannot be called with {takes}: {error}") from None
+        called = without_addresses(f"{reference}{signature}")
+        raise ConfigurationError(f"{key}: {called} cannot be called with {takes}: {error}") from None
     return function
 
 
 def described(value: Any) -> str:
     """Return a value and its type, as an error message shows them."""
-    text = repr(value)
+    text = without_addresses(repr(value))
     return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
+
+
+@contextmanager
+def named_in_errors(key: str, reference: str) -> Iterator[None]:
+    """Context of the user's code in a run: its error begins with the key and the value that brought it there.
+
+    Raises:
+        UserCodeError: It raised; the traceback follows.
+    """
+    try:
+        yield
+    except (UserError, UserCodeError):  # they name what is wrong
+        raise
+    except Exception as error:
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        raise UserCodeError(f"{key}: {reference} raised {error_in_user_code(error)}", trace) from error
 
 
 def error_in_user_code(error: BaseException) -> str:

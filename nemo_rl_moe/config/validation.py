@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from nemo_rl_moe.config.renamed_keys import new_key
 from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, NameIn, RenamedValue
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_or_allowed, shortened
+from nemo_rl_moe.config.user_code import with_colon
 from nemo_rl_moe.masking import masked
 
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -29,6 +30,11 @@ def section_model(annotation: Any) -> type[BaseModel] | None:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     return None
+
+
+def entry_model(annotation: Any) -> type[BaseModel] | None:
+    """Return the model of the sections that a field maps any names to; None for other fields."""
+    return section_model(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -51,12 +57,17 @@ def field_at(model: type[BaseModel], path: Sequence[Any]) -> tuple[tuple[str, ..
     keys: list[str] = []
     field: FieldInfo | None = None
     section: type[BaseModel] | None = model
+    entry: type[BaseModel] | None = None
     for part in path:
+        if entry is not None:  # the name of a section that may have any
+            keys.append(part)
+            section, entry = entry, None
+            continue
         if section is None or part not in section.model_fields:
             break
         field = section.model_fields[part]
         keys.append(part)
-        section = section_model(field.annotation)
+        section, entry = section_model(field.annotation), entry_model(field.annotation)
     return tuple(keys), field
 
 
@@ -213,11 +224,25 @@ def _problem(
     renamed = next((item for item in field.metadata if isinstance(item, RenamedValue) and item.old == value), None)
     if renamed is not None:
         return place, f"{name}: got {value!r}, which is now called {renamed.new}"
+    if location[-1] == "[key]" and isinstance(value, Mapping):
+        (names, _) = get_args(field.annotation)
+        shown = shortened(repr(place[-1]))
+        return place, f"{'.'.join(place[:-1])}: got the name {shown}, expected {_expected(names)}"
+    if entry_model(field.annotation) is not None and not isinstance(value, Mapping) and _is_entry(schema, place):
+        return place, f"{name}: got {got(value, name)}, expected a section"
     if isinstance(value, Mapping) and len(location) > len(place) and (entry := _entry_types(field.annotation)):
         return _problem_of_entry(place, location[len(place) :], value, entry)
-    suggestion = nearest(value, choices(field)) if isinstance(value, str) else None
+    suggestion = _suggestion(field, value)
     allowed = expected_instead_of(field, value)
     return place, f"{name}: got {got(value, name)}, expected {allowed}{did_you_mean(suggestion)}"
+
+
+def _suggestion(field: FieldInfo, value: Any) -> str | None:
+    """Return the nearest name, or a reference to the user's own code with a colon in place of its last dot."""
+    texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+    if "package.module:" in expected(field) and (own := [name for text in texts if (name := with_colon(text))]):
+        return own[0]
+    return nearest(value, choices(field)) if isinstance(value, str) else None
 
 
 def _entry_types(annotation: Any) -> tuple[Any, Any] | None:
@@ -244,11 +269,27 @@ def _problem_of_entry(
 
 
 def _unknown_key(schema: type[BaseModel], location: Sequence[Any]) -> str:
-    name, known = _dotted(location), known_keys(schema)
+    name, known = _dotted(location), [*known_keys(schema), *_keys_beside(schema, location)]
     shown = shortened(name)
     if (renamed := new_key(name)) is not None:
         return f"{shown}: is now called {renamed}"
     return f"{shown}: unknown key{nearest_or_allowed(name, known)}"
+
+
+def _keys_beside(schema: type[BaseModel], location: Sequence[Any]) -> list[str]:
+    """Return the keys of a section that may have any name, where the location leads into one."""
+    for size in range(1, len(location)):
+        place, field = field_at(schema, location[:size])
+        model = None if field is None else entry_model(field.annotation)
+        if model is not None and len(place) == size and len(location) > size:
+            return known_keys(model, f"{_dotted(location[: size + 1])}.")
+    return []
+
+
+def _is_entry(schema: type[BaseModel], place: Sequence[str]) -> bool:
+    """Return whether a place is that of a section which may have any name."""
+    _, above = field_at(schema, place[:-1])
+    return above is not None and entry_model(above.annotation) is not None
 
 
 def _dotted(location: Sequence[Any]) -> str:

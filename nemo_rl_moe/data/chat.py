@@ -73,7 +73,7 @@ def batch_tokenizer(
     def tokenize(examples: Sequence[Example]) -> list[TokenizedExample | BadLine]:
         rendered = images.check(examples, render(examples))
         good = [item[0] for item in rendered if not isinstance(item, str)]
-        encoded = iter(encode_each(lambda items: masked(tokenizer, items), good))
+        encoded = iter(encode_each(lambda items: masked(tokenizer, items), good, lambda item: len(item.text)))
         return [
             BadLine(example.sample_id, item)
             if isinstance(item, str)
@@ -109,9 +109,9 @@ def _finish(
         return BadLine(example.sample_id, "the chat template leaves no token of the assistant to train on")
     ids, mask = encoded.input_ids, encoded.token_mask
     if images.tokens is None:
-        return TokenizedExample(
-            ids[:max_length], mask[:max_length], is_truncated, example.sample_id, notes=rendered.notes
-        )
+        # A view would keep the whole text's tokens until all records are read.
+        ids, mask = ids[:max_length].copy(), mask[:max_length].copy()
+        return TokenizedExample(ids, mask, is_truncated, example.sample_id, notes=rendered.notes)
     expanded = images.tokens.expand(ids, stored, max_length, example.sample_id)
     if isinstance(expanded, str):
         return BadLine(example.sample_id, expanded)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from nemo_rl_moe.data.chat_template import text_renderer_for
+from nemo_rl_moe.data.chat_template import prompt_renderer_for, text_renderer_for
 from nemo_rl_moe.data.control_tokens import ControlTokens, content_spans
 from nemo_rl_moe.data.messages import Message, parse_messages
+from nemo_rl_moe.data.prompt_records import PromptRecord
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.turn_glue import (
@@ -106,6 +107,7 @@ class Continuation:
     ):
         self._tokenizer, self._keep_rewritten = tokenizer, keep_rewritten
         self._render_text = text_renderer_for(tokenizer, run_wide) if tokenizer.chat_template else None
+        self._render_checked = prompt_renderer_for(tokenizer, run_wide) if tokenizer.chat_template else None
         self._controls = ControlTokens(tokenizer) if tokenizer.chat_template else None
         self._glue = GlueFinder(self._render, self._controls)
 
@@ -127,6 +129,25 @@ class Continuation:
             if before == turn.before:
                 raise
             return self._extension(replace(turn, before=before, text_before=None), new)
+
+    def begin(self, messages: Sequence[Message], inputs: TemplateInputs) -> Extension:
+        """Render a conversation that nobody has begun yet, with the generation prompt.
+
+        Texts of control tokens in messages are plain text, except in the assistant's.
+
+        Raises:
+            RecordError: The template does not show all of it, or a name has a control token.
+            NoExtension: There is no chat template, or no tokens are known for such a text.
+        """
+        if self._render_checked is None:
+            raise NoExtension(_NO_TEMPLATE)
+        self._require_controls().require_none_in_names(messages)
+        rendered = self._render_checked([PromptRecord("", tuple(messages), False, {}, inputs)])[0]
+        if isinstance(rendered, str):
+            raise RecordError(rendered)
+        text = rendered.text
+        plain = self._plain(lambda shown: self._render(shown, inputs), messages, 0, text)
+        return Extension(tuple(self._encode(text, plain)), tuple(messages), text, begins_anew=True)
 
     def begin_anew(
         self, turn: SampledTurn, messages: Sequence[Mapping[str, object]], num_prompt_messages: int

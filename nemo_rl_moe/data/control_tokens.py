@@ -89,7 +89,10 @@ class ControlTokens:
             place = start + 1 if touches else end
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        try:
+            return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        except Exception as error:  # the tokenizers library raises bare `Exception`s
+            raise RenderError(f"the tokenizer cannot encode the text: {error}") from None
 
     def _controls(self, ids: Sequence[int]) -> list[int]:
         return [token_id for token_id in ids if token_id in self._ids]

@@ -1,25 +1,50 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Encoding of many texts in one call, in which a bad text does not cost the others."""
+"""Encoding of many texts in few calls, in which a bad text does not cost the others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 Item = TypeVar("Item")
 Encoding = TypeVar("Encoding")
 
+CHARACTERS_AT_ONCE = 1_000_000
+"""Of one call: the tokenizers library takes up to 300 bytes a token until the call ends."""
 
-def encode_each(encode: Callable[[Sequence[Item]], Sequence[Encoding]], items: Sequence[Item]) -> list[Encoding | str]:
-    """Encode items in one call; where that fails, one by one.
+
+def encode_each(
+    encode: Callable[[Sequence[Item]], Sequence[Encoding]],
+    items: Sequence[Item],
+    num_characters: Callable[[Item], int],
+) -> list[Encoding | str]:
+    """Encode items in few calls; those of a call that fails, one by one.
 
     Returns:
         The encodings, or what is wrong with an item.
     """
-    if not items:
-        return []
+    return [result for batch in _batches(items, num_characters) for result in _encode_batch(encode, batch)]
+
+
+def _batches(items: Sequence[Item], num_characters: Callable[[Item], int]) -> Iterator[list[Item]]:
+    batch: list[Item] = []
+    total = 0
+    for item in items:
+        number = num_characters(item)
+        if batch and total + number > CHARACTERS_AT_ONCE:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += number
+    if batch:
+        yield batch
+
+
+def _encode_batch(
+    encode: Callable[[Sequence[Item]], Sequence[Encoding]], items: Sequence[Item]
+) -> list[Encoding | str]:
     try:
         return list(encode(items))
     except Exception as error:  # the tokenizers library raises bare `Exception`s
         if len(items) == 1:
             return [f"the tokenizer cannot encode the text: {error}"]
-        return [result for item in items for result in encode_each(encode, [item])]
+        return [result for item in items for result in _encode_batch(encode, [item])]

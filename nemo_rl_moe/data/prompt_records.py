@@ -69,7 +69,7 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
         A function of a decoded record and its place, which raises `RecordError`.
     """
 
-    env_name = "callable" if env is None or env.is_custom else env.name
+    env_name = "callable" if env is None or env.is_custom or env.scores_trajectories else env.name
 
     def parse(record: object, sample_id: str) -> PromptRecord:
         if not isinstance(record, Mapping):
@@ -102,7 +102,7 @@ def prompt_columns(
 ) -> Callable[[str, Sequence[str]], Sequence[str]]:
     """Make the function that checks a table's columns, all of which are read."""
     keys = {"data.prompt_key": data.prompt_key}
-    if env is not None and not env.is_custom:
+    if env is not None and not (env.is_custom or env.scores_trajectories):
         keys["data.answer_key"] = data.answer_key
 
     def choose(path: str, names: Sequence[str]) -> Sequence[str]:

@@ -20,9 +20,11 @@ from nemo_rl_moe.data.loader import epoch_order
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompt_records import PromptRecord, apply_template, prompt_columns, prompt_parser
 from nemo_rl_moe.data.records import BadLine
+from nemo_rl_moe.data.shared_records import SharedRecords
 from nemo_rl_moe.data.sources import TEXT_SUFFIX, LineSource, open_lines, open_text
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, run_wide_inputs
 from nemo_rl_moe.data.template_renderer import Rendered
+from nemo_rl_moe.data.verifiers_prompts import verifiers_prompts
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.errors import ConfigurationError, DataError, counted
 from nemo_rl_moe.rewards.reasoning_gym import draw_items
@@ -70,6 +72,8 @@ class RepeatFilter:
     def _compared_with(self, prompt: PromptRecord) -> Any:
         if self._env_name == "callable":
             return prompt.record  # the user's function may read any of it
+        if self._env_name == "verifiers":
+            return prompt.record["answer"], prompt.record["info"]
         return prompt.record["answer"], prompt.record.get("metadata") if self._env_name == "reasoning_gym" else None
 
 
@@ -84,6 +88,7 @@ class Prompt:
         images: None: the model takes text alone.
         messages: What was rendered and tokenized.
         inputs: Tools and names for the chat template that the record gives.
+        environment: Name in `env.mixture`; empty where a run has one environment.
     """
 
     sample_id: str
@@ -94,6 +99,7 @@ class Prompt:
     notes: tuple[str, ...] = ()
     messages: tuple[Message, ...] = ()
     inputs: TemplateInputs = NO_INPUTS
+    environment: str = ""
 
     @property
     def model_inputs(self) -> dict[str, ModelInput]:
@@ -144,6 +150,8 @@ def load_prompts(
     max_prompt_length: int,
     env: EnvironmentConfig | None,
     images: ImageTokenizer | None = None,
+    environment: str = "",
+    shared: SharedRecords | None = None,
 ) -> PromptDataset:
     """Read one set of prompts, or sample it from the environment's task, and tokenize it.
 
@@ -156,13 +164,18 @@ def load_prompts(
         env: Decides what a record needs, and prompts are sampled from it. None: nothing scores responses; repeated
             prompts stay, and records need no answer.
         images: None: the model takes text alone.
+        environment: Name of the environment in `env.mixture`; empty where a run has one.
+        shared: Finds the records of this environment in data of several; None: all are of this one.
 
     Raises:
-        DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no prompt is left.
+        DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no prompt is left;
+            or a record names an environment that the run does not have.
         ConfigurationError: Prompts cannot be sampled from the task.
     """
     lines, num_resampled = (
-        _sampled(source, data, env) if source.path is None else (_read(source.path, source, data, env), 0)
+        _sampled(source, data, env)
+        if source.path is None
+        else (_read(source.path, source, data, env, environment, shared), 0)
     )
     repeats = RepeatFilter("callable" if env.is_custom else env.name) if env is not None else None
     kind = ItemKind(
@@ -188,6 +201,9 @@ def load_prompts(
     kept = repeats.first_of_each(lines.lines) if repeats is not None else lines.lines
     prompts, report = read_items(replace(lines, lines=islice(kept, source.num_items)), kind, data.on_bad_line)
     num_repeated = num_resampled + (repeats.num_repeated if repeats is not None else 0)
+    if environment:
+        prompts = [replace(prompt, environment=environment) for prompt in prompts]
+        report = replace(report, name=f"{environment}: {report.name}")
     return PromptDataset(prompts, replace(report, num_repeated=num_repeated))
 
 
@@ -225,17 +241,28 @@ class PromptLoader:
 
 
 def _read(
-    path: str, source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig | None
+    path: str,
+    source: PromptSourceConfig,
+    data: PromptDataConfig,
+    env: EnvironmentConfig | None,
+    environment: str,
+    shared: SharedRecords | None,
 ) -> LineSource[PromptRecord]:
+    parse = prompt_parser(data, env)
     if path.endswith(TEXT_SUFFIX):
-        return open_text(path, data.prompt_key, prompt_parser(data, env))
-    return open_lines(path, source.split, prompt_parser(data, env), prompt_columns(data, env))
+        return open_text(path, data.prompt_key, parse)
+    if shared is None:
+        return open_lines(path, source.split, parse, prompt_columns(data, env))
+    opened = open_lines(path, source.split, shared.parser(environment, parse), prompt_columns(data, env))
+    return LineSource(opened.name, opened.num_lines, shared.own(opened.lines))
 
 
 def _sampled(
     source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig | None
 ) -> tuple[LineSource[PromptRecord], int]:
-    """Sample prompts from the task, and count the repeats among the samples."""
+    """Sample prompts from the task, and count the repeats among the samples; or take those of the environment."""
+    if env is not None and env.has_own_prompts:
+        return verifiers_prompts(source, env), 0
     if env is None or env.reasoning_gym is None or source.num_items is None:
         raise ConfigurationError(
             "data: a path of null draws prompts from env.reasoning_gym, and needs that section and num_items"
@@ -267,7 +294,7 @@ def _prompt_tokenizer(
     def tokenize(records: Sequence[PromptRecord]) -> list[Prompt | BadLine]:
         rendered = images.check(records, render(records))
         texts = [item[0].text for item in rendered if not isinstance(item, str)]
-        encoded = iter(encode_each(encode, texts))
+        encoded = iter(encode_each(encode, texts, len))
         return [
             BadLine(record.sample_id, item)
             if isinstance(item, str)

@@ -172,7 +172,8 @@ class WorkerGroup(Generic[Worker]):
         self._driver_node = ray.get_runtime_context().get_node_id()
         self._actors: list[Any] = []
         self._places: dict[int, WorkerPlace] = {}
-        self._ended: str | None = None
+        self._ended = False
+        self._failure: str | None = None
         try:
             self._start(make_worker, start_timeout_s)
         except BaseException:
@@ -212,12 +213,14 @@ class WorkerGroup(Generic[Worker]):
             call's time limit begins with it.
 
         Raises:
-            WorkerDiedError: The workers have been stopped.
+            WorkerDiedError: The workers have been stopped; the failure after which they were, if there was one.
             ValueError: The number of arguments is not the number of ranks.
         """
         name = method.__name__
-        if self._ended is not None:
-            raise WorkerDiedError(f"cannot call `{name}`: {self._ended}")
+        if self._failure is not None:
+            raise WorkerDiedError(self._failure)
+        if self._ended:
+            raise WorkerDiedError(f"cannot call `{name}`: the workers have been stopped")
         if len(args_by_rank) != self.world_size:
             raise ValueError(f"`{name}` got arguments for {len(args_by_rank)} ranks, expected {self.world_size}")
         called = [rank for rank, args in enumerate(args_by_rank) if args is not None]
@@ -238,8 +241,7 @@ class WorkerGroup(Generic[Worker]):
 
     def shutdown(self) -> None:
         """Stop every worker and everything that it has started. Does nothing the second time."""
-        if self._ended is None:
-            self._ended = "the workers have been stopped"
+        self._ended = True
         actors, self._actors = self._actors, []
         if not actors:
             return
@@ -347,6 +349,7 @@ class WorkerGroup(Generic[Worker]):
         died += [rank for rank, failure in failures.items() if isinstance(failure, RayActorError)]
         rank = died[0] if died else next(iter(failures))
         failure = failures[rank]
+        headline = failure.headline if isinstance(failure, WorkerFailure) else ""
         if isinstance(failure, WorkerFailure):
             what, details = failure.summary, failure.details
         elif isinstance(failure, OutOfMemoryError):
@@ -359,7 +362,8 @@ class WorkerGroup(Generic[Worker]):
         also = f"\nAfter it failed: {', '.join(f'rank {other}' for other in others)}." if others else ""
         for frozen, why in self._held(unanswered).items():
             also += f"\nDid not answer: {self._name(frozen)}: {why}."
-        self._stop_and_raise(f"worker {self._name(rank)} {what} {doing}:\n{details}{also}")
+        details = f":\n{details}" if details else "."
+        self._stop_and_raise(f"{headline}worker {self._name(rank)} {what} {doing}{details}{also}")
 
     def _fail_for_time(self, timeout_s: float, ranks: Sequence[int]) -> NoReturn:
         """Stop all workers and raise an error with the ranks that did not start and their stacks."""
@@ -404,9 +408,11 @@ class WorkerGroup(Generic[Worker]):
         return dict(sorted(held.items()))
 
     def _stop_and_raise(self, message: str) -> NoReturn:
+        stopped = "The worker has" if self.world_size == 1 else f"All {self.world_size} workers have"
+        # Before they are stopped: what another thread calls meanwhile ends with the cause, not with its effect.
+        self._failure = self._failure or f"{message}\n{stopped} been stopped."
         self.shutdown()
-        self._ended = "the workers have been stopped after one of them failed"
-        raise WorkerDiedError(f"{message}\nAll {self.world_size} workers have been stopped.")
+        raise WorkerDiedError(self._failure)
 
     def _name(self, rank: int) -> str:
         place = self._places.get(rank)

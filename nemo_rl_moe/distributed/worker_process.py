@@ -21,7 +21,7 @@ import ray
 from ray import cloudpickle
 
 from nemo_rl_moe.distributed.node_tools import ProcessIdentity, usable_cores
-from nemo_rl_moe.errors import CheckpointError, UserError, WeightSyncError
+from nemo_rl_moe.errors import CheckpointError, UserCodeError, UserError, WeightSyncError
 
 Result = TypeVar("Result")
 STACK_BEFORE_TIMEOUT_S = 1.0
@@ -55,10 +55,12 @@ class WorkerFailure:
 
     Attributes:
         details: The traceback from the worker class's frame on; only the message of an error made for users.
+        headline: What the user reads first; empty: which worker failed.
     """
 
     summary: str
     details: str
+    headline: str = ""
 
 
 class WorkerProcess:  # pragma: no cover  (runs in another process)
@@ -176,6 +178,8 @@ def describe_failure(error: BaseException) -> WorkerFailure:
     summary = f"raised {type(error).__name__}"
     if isinstance(error, UserError):
         return WorkerFailure(summary, str(error))
+    if isinstance(error, UserCodeError):
+        return WorkerFailure("failed", error.trace, headline=f"{error.problem}\n")
     # The first frame is the dispatcher's, which means nothing to the reader.
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(error.with_traceback(frames)))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.data.prompts import Prompt, PromptLoader
+from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.object_store import RAY_STORE, fetch_objects
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.generation.interface import SamplingParameters
@@ -29,6 +29,7 @@ from nemo_rl_moe.rollouts.asynchronous.schedule import (
 )
 from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource, feed_of_epochs, prompts_of_epochs
 from nemo_rl_moe.rollouts.asynchronous.staleness import StalenessPolicy, make_policy
+from nemo_rl_moe.rollouts.source import PromptRounds
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.runs.folder.lines import LineFile, rewind_lines
@@ -51,7 +52,7 @@ class RolloutPlan:
     policy: StalenessPolicy
     schedule: list[ScheduledStep] | None
 
-    def feed(self, config: GRPOMasterConfig, loader: PromptLoader) -> TicketSource[Prompt]:
+    def feed(self, config: GRPOMasterConfig, loader: PromptRounds) -> TicketSource[Prompt]:
         """Return the tickets of the prompts of all epochs, or of the schedule.
 
         Raises:
@@ -94,7 +95,7 @@ def running_source(
     config: GRPOMasterConfig,
     plan: RolloutPlan,
     worker: RolloutWorker,
-    loader: PromptLoader,
+    loader: PromptRounds,
     sampling: SamplingParameters,
     folder: Path,
     state: State,
@@ -168,7 +169,7 @@ async def _ended(dispatcher: Dispatcher[Prompt, list[Trajectory]], maker: GroupM
     await maker.close()
 
 
-def state_at(config: GRPOMasterConfig, loop: LoopState, checkpoint: Path | None, loader: PromptLoader) -> State:
+def state_at(config: GRPOMasterConfig, loop: LoopState, checkpoint: Path | None, loader: PromptRounds) -> State:
     """Return where a run goes on: with the queue of its checkpoint, or behind the prompts of so many steps.
 
     Args:

@@ -24,7 +24,7 @@ from nemo_rl_moe.data.sources import load_limit, open_lines, open_source
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError, counted, printable
-from nemo_rl_moe.launch.grpo import read_prompts
+from nemo_rl_moe.launch.prompts import read_training_prompts
 from nemo_rl_moe.launch.setup import images_of_data, read_samples, use_corrected_template
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
 from nemo_rl_moe.models.image_rules import ImageRule, load_image_rule
@@ -195,7 +195,8 @@ class _DataReader:
         return DataView(sequences, lengths, config.policy.max_total_sequence_length)
 
     def _prompts(self, config: GRPOMasterConfig) -> DataView:
-        prompts = read_prompts(config, config.data.train, self.tokenizer, self.logger, image_rule=self.image_rule)
+        datasets = read_training_prompts(config, self.tokenizer, self.logger, image_rule=self.image_rule)
+        prompts = [prompt for prompts in datasets.values() for prompt in prompts]
         most = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
         sequences = []
         for prompt in prompts[: self.number]:

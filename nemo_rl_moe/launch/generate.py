@@ -18,8 +18,9 @@ from nemo_rl_moe.data.prompts import Prompt, prompt_inputs
 from nemo_rl_moe.errors import ConfigurationError, DataError, counted
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import generate_all
-from nemo_rl_moe.launch.grpo import read_prompts, sampling_parameters, start_engine
+from nemo_rl_moe.launch.grpo import sampling_parameters, start_engine
 from nemo_rl_moe.launch.inference import answer_in_chunks, give_weights
+from nemo_rl_moe.launch.prompts import read_training_prompts
 from nemo_rl_moe.launch.setup import ModelRun
 from nemo_rl_moe.models.hf_files import load_config_json
 from nemo_rl_moe.models.position_limit import position_limit
@@ -79,13 +80,12 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
         sampling_parameters(generation, model.tokenizer, model.hf_config.vocab_size),
         temperature=config.grpo.val_temperature,
     )
-    prompts = read_prompts(
-        config, config.data.train, model.tokenizer, run.console, image_rule=model.image_rule, is_scored=False
-    )
-    if prompts.report.num_dropped:
+    datasets = read_training_prompts(config, model.tokenizer, run.console, image_rule=model.image_rule, is_scored=False)
+    prompts = [prompt for dataset in datasets.values() for prompt in dataset]
+    if num_dropped := sum(dataset.report.num_dropped for dataset in datasets.values()):
         longest = config.policy.max_total_sequence_length - generation.max_new_tokens
         raise DataError(
-            f"data.train.path: {prompts.report.num_dropped} of the prompts are longer than {longest} tokens, which is"
+            f"data.train.path: {num_dropped} of the prompts are longer than {longest} tokens, which is"
             f" what the {config.policy.max_total_sequence_length} of a sequence leave beside"
             f" policy.generation.max_new_tokens {generation.max_new_tokens}"
         )

@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of GRPO: prompts, environment, generation, then the loop."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.algorithms.capture_writer import CaptureWriter
@@ -21,35 +22,31 @@ from nemo_rl_moe.algorithms.step_recorder import StepRecorder, num_training_step
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.config.schema_grpo import GenerationConfig, PromptSourceConfig, rollouts_in_float32
+from nemo_rl_moe.config.schema_grpo import GenerationConfig, rollouts_in_float32
+from nemo_rl_moe.config.schema_mixture import THE_ONLY_ONE
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
-from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader, load_prompts, without_training_prompts
-from nemo_rl_moe.data.sources import load_limit
+from nemo_rl_moe.data.mixture import MixtureLoader
+from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader
 from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.object_store import fetch_objects
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.registry import EngineSetup, make_engine
 from nemo_rl_moe.launch.asynchronous import RolloutPlan, plan_rollouts, running_source, state_at
-from nemo_rl_moe.launch.refit import make_refit_check
-from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, images_of_data
-from nemo_rl_moe.launch.tools import (
-    PreparedTools,
-    continuation_of,
-    data_with_tools,
-    prepare_tools,
-    running_tool_workers,
+from nemo_rl_moe.launch.environments import (
+    PreparedEnvironment,
+    check_environments,
+    prepare_environments,
+    start_environment,
 )
+from nemo_rl_moe.launch.prompts import read_held_out_prompts, read_training_prompts
+from nemo_rl_moe.launch.refit import make_refit_check
+from nemo_rl_moe.launch.setup import ModelRun, PreparedModel
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.models.image_rules import ImageRule
-from nemo_rl_moe.rewards.registry import make_reward_function
-from nemo_rl_moe.rewards.worker_pool import RewardWorkers
-from nemo_rl_moe.rollouts.environment import Environment
-from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.limits import RolloutLimits
-from nemo_rl_moe.rollouts.rollout_function import make_environment
-from nemo_rl_moe.rollouts.source import RolloutSource
+from nemo_rl_moe.rollouts.mixture import MixedEnvironment, MixedFaultWatch, MixedReward
+from nemo_rl_moe.rollouts.source import PromptRounds, RolloutSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.runs.folder.artifacts import TIME_LINE
 from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER, existing_capture
@@ -68,30 +65,35 @@ class PreparedRollouts:
     """Parts that rollouts are made from: prompts, environment, engine, sampling; checked before anything is started.
 
     Attributes:
-        environment: Drives trajectories where there are no tools.
-        tools: Tools that the model may call; None: none.
+        environments: By name; the only one of a run has the name ''.
         sampling: How training responses are sampled.
+        training: The prompts to train on, of each environment.
         held_out: The prompts to validate with; empty: no validation.
     """
 
     model: PreparedModel
-    environment: Environment
-    tools: PreparedTools | None
+    environments: Mapping[str, PreparedEnvironment]
     sampling: SamplingParameters
-    training: PromptDataset
+    training: Mapping[str, PromptDataset]
     held_out: Sequence[Prompt]
 
-    def loader(self, config: GRPOMasterConfig) -> PromptLoader:
+    def loader(self, config: GRPOMasterConfig) -> PromptRounds:
         """Return the prompts to train on in the order of the steps.
 
         Raises:
             DataError: They do not fill one step.
         """
-        return PromptLoader(self.training, config.grpo.num_prompts_per_step, config.grpo.seed, config.data.shuffle)
+        size, seed, shuffle = config.grpo.num_prompts_per_step, config.grpo.seed, config.data.shuffle
+        if not config.env.mixture:
+            return PromptLoader(self.training[THE_ONLY_ONE], size, seed, shuffle)
+        weights = {name: each.weight for name, each in config.env.mixture.items()}
+        return MixtureLoader(self.training, weights, size, seed, shuffle=shuffle)
 
     def fingerprints(self, config: GRPOMasterConfig) -> dict[str, str]:
         """Return the fingerprints of the inputs: the prompts, and the model where it is the reference."""
-        prompts = samples_fingerprint(config.data.train.path or _SAMPLED, _token_ids_and_images(self.training))
+        paths = dict.fromkeys(config.data.of(name).train.path or _SAMPLED for name in self.training)
+        all_prompts = chain.from_iterable(self.training.values())
+        prompts = samples_fingerprint(", ".join(paths), _token_ids_and_images(all_prompts))
         if not algorithm_of(config).needs_reference(config):
             return {TRAINING_DATA: prompts}
         return {TRAINING_DATA: prompts, MODEL: model_fingerprint(config.policy.model_name)}
@@ -153,27 +155,19 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     Raises:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
     """
-    make_reward_function(config.env)  # so that what is wrong with it is reported before a worker starts
+    drivers = check_environments(config)  # so that what is wrong with them is reported before a worker starts
     check_estimator(config)
     check_objective(config.loss_fn)
-    environment = make_environment(config.env)
     engine = config.policy.generation.engine
     engine.check_installation(config)
     model = run.prepare_model()
     engine.check_model(config, model.hf_config)
     sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
-    tools = prepare_tools(config, model.tokenizer, sampling.stop_token_ids)
-    training = read_prompts(config, config.data.train, model.tokenizer, run.console, image_rule=model.image_rule)
-    held_out: Sequence[Prompt] = ()
-    if config.data.validation is not None:
-        is_overfitting = is_same_file(config.data.train, config.data.validation)
-        if is_overfitting:
-            run.console.message("validating with the training prompts: data.validation.path is data.train.path")
-        left_out = () if is_overfitting else training
-        held_out = read_prompts(
-            config, config.data.validation, model.tokenizer, run.console, left_out, image_rule=model.image_rule
-        )
-    return PreparedRollouts(model, environment, tools, sampling, training, held_out)
+    environments = prepare_environments(config, drivers, model.tokenizer, sampling)
+    tokenizer, console, image_rule = model.tokenizer, run.console, model.image_rule
+    training = read_training_prompts(config, tokenizer, console, image_rule=image_rule)
+    held_out = read_held_out_prompts(config, tokenizer, console, training, image_rule=image_rule)
+    return PreparedRollouts(model, environments, sampling, training, held_out)
 
 
 def start_engine(
@@ -242,30 +236,33 @@ def start_rollouts(
     config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", prepared: PreparedRollouts
 ) -> RolloutWorker:
     """Start the workers of rewards and tools, and the generation engine, for the rest of the run."""
-    reward_function = run.use(running_reward_workers(config, run.console))
     tokenizer = prepared.model.tokenizer
     notices = Notices(run.console.message, run.console.warn)
-    environment = prepared.environment
-    if prepared.tools is not None:
-        workers = run.use(running_tool_workers(config.env, run.console))
-        environment = prepared.tools.environment(config.env, workers, notices.warn)
+    started = {
+        name: start_environment(config, run, name, each, tokenizer, notices)
+        for name, each in prepared.environments.items()
+    }
+    driven = [env.driven_by for env in config.env.environments.values() if env.driven_by is not None]
+    only = started.get(THE_ONLY_ONE)
     return RolloutWorker(
         start_engine(config, run, policy, prepared.model),
-        reward_function,
-        environment,
+        only.reward_function if only else MixedReward({name: each.reward_function for name, each in started.items()}),
+        only.environment if only else MixedEnvironment({name: each.environment for name, each in started.items()}),
         tokenizer.decode,
         partial(tokenizer.encode, add_special_tokens=False),
         config.policy.max_total_sequence_length,
-        FaultWatch(
-            config.grpo.max_consecutive_failed_steps,
-            score_truncated=config.env.score_truncated,
-            on_failure=config.env.on_failure,
-            warn=run.console.warn,
-        ).observe,
-        config.env.reward_weights,
-        RolloutLimits(config.env.rollout_timeout_s, config.env.rollout, run.stop_reason, notices.message, notices.warn),
+        only.watch.observe if only else MixedFaultWatch({name: each.watch for name, each in started.items()}).observe,
+        only.settings.reward_weights if only else None,
+        RolloutLimits(
+            config.env.rollout_timeout_s,
+            ", ".join(dict.fromkeys(driven)) or None,
+            run.stop_reason,
+            notices.message,
+            notices.warn,
+        ),
         num_attempts=2 if config.env.on_failure == "retry" else 1,
-        continuation=continuation_of(config, tokenizer),
+        continuation=only.settings.continuation if only else None,
+        settings={} if only else {name: each.settings for name, each in started.items()},
     )
 
 
@@ -307,64 +304,11 @@ def sampling_parameters(generation: GenerationConfig, tokenizer: Any, vocabulary
     )
 
 
-def read_prompts(
-    config: GRPOMasterConfig,
-    source: PromptSourceConfig,
-    tokenizer: Any,
-    console: ConsoleLogger,
-    training: Iterable[Prompt] = (),
-    *,
-    image_rule: ImageRule | None,
-    is_scored: bool = True,
-) -> PromptDataset:
-    """Read or sample one set of prompts, without the training prompts; tokenise it, and say what was left out.
-
-    Args:
-        image_rule: Rule by which the model takes images; None: it takes text alone.
-        is_scored: False: prompts need no answer, and repeated ones stay.
-
-    Raises:
-        DataError: A file is missing, a line cannot be used, or no prompt is left.
-    """
-    longest = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
-    what = f"reading {source.path}" if source.path else f"sampling {source.num_items} prompts"
-    with console.phase(what), load_limit(config.data.load_timeout_s, source.path or "sampled prompts"):
-        images = images_of_data(config.data, source.path, tokenizer, image_rule)
-        prompts = load_prompts(
-            source, data_with_tools(config), tokenizer, longest, config.env if is_scored else None, images
-        )
-        prompts = without_training_prompts(prompts, training)
-    console.message(prompts.report.summary())
-    return prompts
-
-
-def is_same_file(training: PromptSourceConfig, validation: PromptSourceConfig) -> bool:
-    """Return True where validation names the training prompts themselves, to see whether a run learns them by heart.
-
-    Otherwise held-out prompts that are training prompts too are an accident, and are left out.
-    """
-    path = training.path
-    if path is None or path != validation.path:
-        return False
-    return path.endswith(".jsonl") or training.split == validation.split
-
-
 def _token_ids_and_images(prompts: Iterable[Prompt]) -> Iterator[Any]:
     """Yield the token ids of each prompt, and behind them digests of its images."""
     for prompt in prompts:
         digests = prompt.images.digests() if prompt.images is not None else ()
         yield (*prompt.token_ids, *b"".join(digests))
-
-
-@contextmanager
-def running_reward_workers(config: GRPOMasterConfig, console: ConsoleLogger) -> Iterator[RewardWorkers]:
-    """Start the reward workers, and stop them whatever happens."""
-    with console.phase(f"starting the reward workers ({config.env.name})"):
-        reward_function = RewardWorkers(config.env)
-    try:
-        yield reward_function
-    finally:
-        reward_function.shutdown()
 
 
 @contextmanager

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig
+from nemo_rl_moe.config.schema_mixture import THE_ONLY_ONE
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.rollouts.environment import Environment
 from nemo_rl_moe.rollouts.tool_environment import ToolConversation
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
-from nemo_rl_moe.tools.definitions import Tools, load_tools
+from nemo_rl_moe.tools.definitions import Tools, load_tools, with_servers
 from nemo_rl_moe.tools.detection import format_of, require_continuable
 from nemo_rl_moe.tools.formats.interface import ToolFormat
+from nemo_rl_moe.tools.mcp_tools import McpTool, describe_servers
 from nemo_rl_moe.tools.worker_pool import ToolWorkers
 
 if TYPE_CHECKING:
@@ -33,57 +35,84 @@ class PreparedTools:
 
     def environment(self, config: EnvironmentConfig, workers: ToolWorkers, warn: Callable[[str], None]) -> Environment:
         """Return the environment in which the model calls them."""
-        return ToolConversation(self.tools, self.tool_format, workers.call, config.tool_limits, config.max_turns, warn)
+        return ToolConversation(
+            self.tools,
+            self.tool_format,
+            workers.call,
+            config.tool_limits,
+            config.max_turns,
+            warn,
+            call_cost=config.tool_call_cost,
+        )
 
 
 def prepare_tools(
-    config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: Sequence[int]
+    config: GRPOMasterConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    stop_token_ids: Sequence[int],
+    name: str = THE_ONLY_ONE,
 ) -> PreparedTools | None:
-    """Check the tools of a run; None: it has none.
+    """Check the tools of an environment; None: it has none.
 
     Args:
         stop_token_ids: Tokens that end a response.
+        name: Name of the environment.
 
     Raises:
         ConfigurationError: A tool cannot be used, or the chat template cannot show calls and results.
     """
-    env = config.env
-    if not env.tools:
+    env = config.env.environments[name]
+    if not env.has_tools:
         return None
-    tools = load_tools(env.tools, env.tool_parameters)
+    tools = _tools(env)
     run_wide = run_wide_inputs([], config.data.chat_template_kwargs)
     tool_format = format_of(tokenizer, env.tool_format, run_wide)
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    require_continuable(continuation_of(config, tokenizer), tool_format, encode, stop_token_ids)
+    require_continuable(continuation_of(config, tokenizer, name), tool_format, encode, stop_token_ids)
     return PreparedTools(tools, tool_format)
 
 
-def data_with_tools(config: GRPOMasterConfig) -> PromptDataConfig:
-    """Return the `data` section, with the definitions of the tools that the environment has."""
-    if not config.env.tools:
-        return config.data
-    tools = load_tools(config.env.tools, config.env.tool_parameters)
-    return config.data.model_copy(update={"tools": [dict(tool.definition) for tool in tools.values()]})
+def data_with_tools(config: GRPOMasterConfig, name: str = THE_ONLY_ONE) -> PromptDataConfig:
+    """Return the `data` section of an environment, with the definitions of the tools that it has."""
+    env, data = config.env.environments[name], config.data.of(name)
+    if not env.has_tools:
+        return data
+    tools = _tools(env)
+    return data.model_copy(update={"tools": [dict(tool.definition) for tool in tools.values()]})
 
 
-def continuation_of(config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase") -> Continuation:
-    """Return what renders messages that are appended to a conversation."""
-    data = data_with_tools(config)
+def continuation_of(
+    config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", name: str = THE_ONLY_ONE
+) -> Continuation:
+    """Return what renders messages that are appended to a conversation with an environment."""
+    data = data_with_tools(config, name)
     inputs = run_wide_inputs(data.tools, data.chat_template_kwargs)
-    return Continuation(tokenizer, inputs, keep_rewritten=config.env.rewritten_turns == "keep")
+    keeps = config.env.environments[name].rewritten_turns == "keep"
+    return Continuation(tokenizer, inputs, keep_rewritten=keeps)
+
+
+def _tools(env: EnvironmentConfig) -> Tools:
+    """Return the tools of a run as the driver sees them: those of servers cannot be called here."""
+
+    def elsewhere(**arguments: object) -> object:
+        raise NotImplementedError("tools of servers are called in the tool workers")
+
+    found: list[McpTool] = describe_servers(env.mcp_servers) if env.mcp_servers else []
+    return with_servers(load_tools(env.tools, env.tool_parameters), [(tool, elsewhere) for tool in found])
 
 
 @contextmanager
 def running_tool_workers(config: EnvironmentConfig, console: ConsoleLogger) -> Iterator[ToolWorkers]:
     """Start the tool workers, and stop them whatever happens."""
     limits = config.tool_limits
-    with console.phase(f"starting the tool workers ({', '.join(config.tools)})"):
+    with console.phase(f"starting the tool workers ({', '.join([*config.tools, *config.mcp_servers])})"):
         workers = ToolWorkers(
             config.tools,
             config.tool_parameters,
             num_workers=limits.num_workers,
             memory_mb=limits.memory_mb,
             most_characters=limits.max_result_characters,
+            servers=config.mcp_servers,
         )
     with workers:
         yield workers

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scoring of responses: items, scores, faults."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ class ScoringItem:
         prompt: As text, without what a chat template adds.
         is_truncated: The response was truncated at the length limit before its end.
         record: Whatever the data say of the prompt (`answer`, `metadata`, ...).
+        environment: Name in `env.mixture`; empty where a run has one environment.
     """
 
     sample_id: str
@@ -26,6 +28,7 @@ class ScoringItem:
     response: str
     is_truncated: bool
     record: Mapping[str, Any]
+    environment: str = ""
 
 
 class Fault(Enum):
@@ -83,10 +86,12 @@ def checked_score(score: Score, weights: Mapping[str, float] | None = None) -> S
     named = {f"the reward {name!r}": reward for name, reward in score.rewards.items()}
     for what, reward in {**named, "the reward": score.reward}.items():
         if not -LARGEST_REWARD <= reward <= LARGEST_REWARD:
-            return _failed(
-                f"{what} is {reward}, expected a number from {-LARGEST_REWARD:,.0f} to {LARGEST_REWARD:,.0f}"
-            )
+            return _failed(_out_of_range(what, reward))
     return score
+
+
+def _out_of_range(what: str, reward: float) -> str:
+    return f"{what} is {reward}, expected a number from {-LARGEST_REWARD:,.0f} to {LARGEST_REWARD:,.0f}"
 
 
 def _misnamed(rewards: Mapping[str, float], weights: Mapping[str, float] | None) -> str:
@@ -105,6 +110,16 @@ def _misnamed(rewards: Mapping[str, float], weights: Mapping[str, float] | None)
 
 def _failed(problem: str) -> Score:
     return Score(0.0, is_correct=False, fault=Fault.ERROR, message=f"ValueError: {problem}")
+
+
+def with_turn_rewards(score: Score, rewards: Sequence[float]) -> Score:
+    """Return a score that has been checked with the rewards of turns added to it, or the fault of a sum too large."""
+    if score.fault is not None or not rewards:
+        return score
+    total = score.reward + math.fsum(rewards)
+    if not -LARGEST_REWARD <= total <= LARGEST_REWARD:
+        return _failed(_out_of_range("the reward with those of its turns", total))
+    return replace(score, reward=total)
 
 
 class RewardFunction(Protocol):

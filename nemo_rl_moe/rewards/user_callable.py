@@ -44,19 +44,32 @@ class CallableReward:
         Raises:
             TypeError: The function returned something else.
         """
-        result = self._function(item)
-        is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], bool | np.bool_)
-        reward = result[0] if is_pair else result
-        if _is_number(reward):
-            return Score(float(reward), bool(result[1] if is_pair else reward >= FULL_REWARD))
-        if _are_rewards(reward):
-            first = next(iter(reward.values()))
-            rewards = {name: float(value) for name, value in reward.items()}
-            return Score.named(rewards, is_correct=bool(result[1] if is_pair else first >= FULL_REWARD))
-        raise TypeError(
-            f"{KEY} returned {described(result)}, expected a number, or a dict of numbers by name, or a pair of either"
-            " and a bool"
-        )
+        return as_score(KEY, self._function(item))
+
+
+def as_score(key: str, result: object) -> Score:
+    """Return what a function of the user's has returned as a score.
+
+    Args:
+        key: That names the function, for the error message.
+        result: A number, or a dict of numbers by name, or a pair of either and a bool.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], bool | np.bool_)
+    reward: Any = result[0] if isinstance(result, tuple) and is_pair else result
+    says = bool(result[1]) if isinstance(result, tuple) and is_pair else None
+    if _is_number(reward):
+        return Score(float(reward), bool(reward >= FULL_REWARD) if says is None else says)
+    if _are_rewards(reward):
+        first = next(iter(reward.values()))
+        rewards = {name: float(value) for name, value in reward.items()}
+        return Score.named(rewards, is_correct=bool(first >= FULL_REWARD) if says is None else says)
+    raise TypeError(
+        f"{key} returned {described(result)}, expected a number, or a dict of numbers by name, or a pair of either"
+        " and a bool"
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
-from nemo_rl_moe.errors import one_line
+from nemo_rl_moe.config.user_code import error_in_user_code
 from nemo_rl_moe.rewards.interface import Fault, RewardFunction, Score, ScoringItem
 from nemo_rl_moe.rewards.registry import make_reward_function
 
@@ -64,4 +64,4 @@ def _score_or_error(reward_function: RewardFunction, item: ScoringItem) -> Score
     except TimeIsUp:
         raise
     except BaseException as error:  # SystemExit too: it would end the worker
-        return Score(0.0, is_correct=False, fault=Fault.ERROR, message=one_line(error))
+        return Score(0.0, is_correct=False, fault=Fault.ERROR, message=error_in_user_code(error))

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_rl_moe.data.continuation import Continuation, Extension, NoExtension, SampledTurn
-from nemo_rl_moe.data.messages import Message
-from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.data.messages import Message, parse_messages
+from nemo_rl_moe.data.template_inputs import TemplateInputs
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,15 @@ class Answer:
 
 
 class Conversation:
-    """A prompt, turns of the model, and messages that answer them.
+    """Messages, turns of the model, and messages that answer them.
 
     All tokens behind a generation prompt are one turn of the model, those included that the environment adds there,
     such as the first words of an answer.
 
     Args:
-        prompt: What it begins with.
+        messages: What it begins with.
+        inputs: Tools and names for the chat template.
+        num_prompt_messages: First messages whose texts are tokenized as those of prompts, control tokens included.
         stop_token_ids: Tokens that end a turn.
         decode: From token ids to text.
         continuation: Renders messages; None: there is no chat template.
@@ -39,16 +41,18 @@ class Conversation:
 
     def __init__(
         self,
-        prompt: Prompt,
+        messages: Sequence[Message],
+        inputs: TemplateInputs,
+        num_prompt_messages: int,
         stop_token_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
         continuation: Continuation | None,
     ):
-        self._stop_token_ids, self._inputs = stop_token_ids, prompt.inputs
+        self._stop_token_ids, self._inputs = stop_token_ids, inputs
         self._decode, self._continuation = decode, continuation
-        self._num_prompt_messages = len(prompt.messages)
-        self._earlier: list[Message] = list(prompt.messages)
-        self._before: tuple[Message, ...] = prompt.messages
+        self._num_prompt_messages = num_prompt_messages
+        self._earlier: list[Message] = list(messages)
+        self._before: tuple[Message, ...] = tuple(messages)
         self._text_before: str | None = None
         self._turn: list[int] = []
         self._is_sampled = False
@@ -72,6 +76,26 @@ class Conversation:
         self._turn += token_ids
         self._is_sampled = self._is_sampled or is_sampled
 
+    def another(self, messages: Sequence[Mapping[str, object]]) -> tuple["Conversation", Extension]:
+        """Return another conversation that begins with messages, and its tokens.
+
+        Raises:
+            RuntimeError: There is no chat template.
+            NoExtension: No tokens are known that show the conversation.
+            RecordError: A message is malformed.
+        """
+        continuation = self._require_continuation()
+        extension = continuation.begin(parse_messages(list(messages), "messages"), self._inputs)
+        begun = Conversation(
+            extension.messages, self._inputs, 0, self._stop_token_ids, self._decode, self._continuation
+        )
+        return begun, extension
+
+    def _require_continuation(self) -> Continuation:
+        if self._continuation is None:
+            raise RuntimeError("messages need a tokenizer with a chat template; set policy.tokenizer.chat_template")
+        return self._continuation
+
     def answer(self, messages: Sequence[Mapping[str, object]]) -> Answer:
         """Return messages behind the last turn, together with those that were added there before.
 
@@ -82,17 +106,16 @@ class Conversation:
             NoExtension: No tokens are known that show the conversation.
             RecordError: A message is malformed.
         """
-        if self._continuation is None:
-            raise RuntimeError("messages need a tokenizer with a chat template; set policy.tokenizer.chat_template")
+        continuation = self._require_continuation()
         if not self._is_sampled:
             raise RuntimeError("a message answers a response of the model; await session.generate() before")
         earlier = self._answer
         new = [*(earlier.messages if earlier is not None else ()), *messages]
         turn = SampledTurn(self._before, self._turn, self._stop_token_ids, self._inputs, self._text_before)
         try:
-            extension = self._continuation.extend(turn, new)
+            extension = continuation.extend(turn, new)
         except NoExtension as reason:
-            extension = self._begin_anew(self._continuation, turn, new, str(reason))
+            extension = self._begin_anew(continuation, turn, new, str(reason))
         num_new = len(new)
         return Answer(extension.messages[-num_new:], extension, earlier.extension if earlier is not None else None)
 

@@ -2,23 +2,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments: they drive a trajectory from its prompt to its reward, in one turn or several."""
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from numbers import Real
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from nemo_rl_moe.config.user_code import described
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.data.turn_glue import NoExtension
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
-from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem, checked_score
+from nemo_rl_moe.rewards.interface import (
+    LARGEST_REWARD,
+    Fault,
+    Score,
+    ScoringItem,
+    checked_score,
+    with_turn_rewards,
+)
 from nemo_rl_moe.rollouts.conversation import Conversation
-from nemo_rl_moe.rollouts.growing_sequence import GrowingSequences
-from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
+from nemo_rl_moe.rollouts.trajectory import FinishReason, Trajectory
 from nemo_rl_moe.rollouts.transcript import Transcript
 from nemo_rl_moe.runs.folder.conversations import ToolUse
 
@@ -30,10 +39,15 @@ Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
 SubmitRequest = Callable[[GenerationRequest], Awaitable[GeneratedSequence]]
 SubmitItem = Callable[[ScoringItem], Awaitable[Score]]
+WaitAside = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 
 _TAIL_TOKENS = 16
 _RESPONSE, _SCORE = "a response", "a score"
 _ONE_AT_A_TIME = "a session does one thing at a time: await each before the next"
+
+
+async def _awaited(what: Coroutine[Any, Any, None]) -> None:
+    await what
 
 
 @dataclass(frozen=True)
@@ -44,11 +58,13 @@ class Turn:
         token_ids: Its sampled tokens, the end token included where there is one.
         text: The same as text, without the end token.
         is_truncated: It was truncated at a limit on its tokens.
+        logprobs: Log-probability of each of its tokens, in nats.
     """
 
     token_ids: TokenIds
     text: str
     is_truncated: bool
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass
@@ -68,6 +84,7 @@ class Session:
         reward_weights: Of each named reward; None where a score is one number.
         model_inputs: Further inputs of the model; an environment may add some between turns.
         continuation: Renders messages that are appended; None: there is no chat template.
+        wait_aside: Awaits something for which other trajectories are not kept waiting, such as a free process.
         metrics: Further numbers, logged as means over trajectories; they stay where the trajectory fails.
     """
 
@@ -83,15 +100,26 @@ class Session:
     reward_weights: Mapping[str, float] | None = None
     model_inputs: dict[str, ModelInput] = field(default_factory=dict)
     continuation: Continuation | None = None
+    wait_aside: WaitAside = _awaited
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.turns: list[Turn] = []
+        self._sequence_of_turn: list[GrowingSequence] = []
         self._sequences = GrowingSequences(self.prompt.token_ids)
-        self._conversation = Conversation(self.prompt, self.sampling.stop_token_ids, self.decode, self.continuation)
-        self._transcript = Transcript(self.prompt)
+        prompt = self.prompt
+        self._conversation = Conversation(
+            prompt.messages,
+            prompt.inputs,
+            len(prompt.messages),
+            self.sampling.stop_token_ids,
+            self.decode,
+            self.continuation,
+        )
+        self._transcript = Transcript(prompt, self._sequences.last, self.decode)
         self._asked_for: str | None = None
         self._overlong = ""
+        self._turn_rewards: dict[int, float] = {}
         self._kept_mass: list[float] = []
         self._num_cached: int | None = None
 
@@ -130,28 +158,66 @@ class Session:
         if not room:
             why = self._overlong or f"at {self.max_tokens} tokens"
             raise ValueError(f"{self.prompt.sample_id}: the trajectory is full, {why}")
+        turn = await self.continue_sequence(self._sequences.last, room)
+        self._conversation.add_to_turn(turn.token_ids, is_sampled=True)
+        return turn
+
+    def begin_sequence(self, token_ids: Sequence[int]) -> GrowingSequence:
+        """Begin another sequence of the trajectory, with tokens that are not trained on; for `continue_sequence`.
+
+        The prompt's own sequence is no part of the trajectory where nothing of it was sampled and others were.
+        """
+        return self._sequences.begin(token_ids)
+
+    def begin_conversation(self, messages: Sequence[Mapping[str, object]]) -> None:
+        """Begin another sequence with a conversation of its own, such as a history that its environment has rewritten.
+
+        Its tokens are not trained on; where they do not fit, the trajectory is full, as with `append`.
+
+        Raises:
+            RuntimeError: A response is still waited for, or there is no chat template.
+            NoExtension: The chat template cannot show the conversation.
+            RecordError: A message is malformed.
+        """
+        self._require_no_response_pending("a conversation was")
+        conversation, extension = self._conversation.another(messages)
+        if self._fit(len(extension.token_ids), 0):
+            sequence = self.begin_sequence(extension.token_ids)
+            self._transcript.begin(conversation.messages, sequence)
+            self._conversation = conversation
+
+    async def continue_sequence(self, sequence: GrowingSequence, room: int) -> Turn:
+        """Continue any sequence of the trajectory by a response of the model; its tokens are trained on.
+
+        Args:
+            room: Most tokens of the response, where it is below the run's.
+
+        Raises:
+            RuntimeError: An earlier response or score is still waited for.
+        """
         sampling = self.sampling
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
         request = GenerationRequest(
-            token_ids=tuple(self._sequences.last.token_ids),
+            token_ids=tuple(sequence.token_ids),
             seed=_seed_of_turn(self.seed, len(self.turns)),
             sampling=sampling,
             model_inputs=dict(self.model_inputs),
         )
-        asked_s, start = self._transcript.now_s(), self.num_tokens
+        asked_s, start = self._transcript.now_s(), len(sequence)
         with self._asking(_RESPONSE):
             found = await self.submit_request(request)
         token_ids = tuple(found.token_ids.tolist())
-        self._sequences.last.add_sampled(found)
-        self._conversation.add_to_turn(token_ids, is_sampled=True)
+        sequence.add_sampled(found)
         if found.kept_mass is not None:
             self._kept_mass += found.kept_mass.tolist()
         if found.num_cached_tokens is not None:
             self._num_cached = (self._num_cached or 0) + found.num_cached_tokens
-        turn = Turn(token_ids, response_text(token_ids, self.sampling, self.decode), found.is_truncated)
+        text = response_text(token_ids, self.sampling, self.decode)
+        turn = Turn(token_ids, text, found.is_truncated, tuple(found.logprobs.tolist()))
         self.turns.append(turn)
-        self._transcript.add_response(turn.text, *self._place(start), asked_s, found.waited_s)
+        self._sequence_of_turn.append(sequence)
+        self._transcript.add_response(text, sequence, start, asked_s, found.waited_s)
         return turn
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -172,17 +238,13 @@ class Session:
         self._require_no_response_pending("tokens were")
         if not len(token_ids):
             return
-        start, shown = self.num_tokens, self.decode(token_ids) if text is None else text
-        if self._fit(len(token_ids), start):
-            self._sequences.last.add_given(token_ids)
+        shown, sequence = self.decode(token_ids) if text is None else text, self._sequences.last
+        if self._fit(len(token_ids), len(sequence)):
+            sequence.add_given(token_ids)
             self._conversation.add_to_turn(token_ids, is_sampled=False)
-            self._transcript.add_given(shown, *self._place(start))
+            self._transcript.add_given(shown, sequence)
         else:
-            self._transcript.add_given(shown, None, (0, 0))
-
-    def _place(self, start: int) -> tuple[int, tuple[int, int]]:
-        """Return the sequence that grows, and its tokens from one on."""
-        return self._sequences.index_of_last, (start, self.num_tokens)
+            self._transcript.add_given(shown, None)
 
     def append_message(self, message: Mapping[str, object]) -> None:
         """Add a message behind a response, such as the result of a tool, and the next generation prompt.
@@ -213,7 +275,7 @@ class Session:
         if self._fit(len(answer.extension.token_ids), size_before):
             self._sequences.extend(answer.extension, answer.replaced)
             self._conversation.accept(answer)
-            self._transcript.answer(answer.messages, *self._place(size_before))
+            self._transcript.answer(answer.messages, self._sequences.last, size_before)
         else:
             self._transcript.add_unread(messages)
 
@@ -240,6 +302,10 @@ class Session:
             )
         return not self._overlong
 
+    def cut_short(self, reason: str) -> None:
+        """Have the trajectory end as one that was cut, as its environment's tokens did not fit."""
+        self._overlong = self._overlong or reason
+
     async def score(self, response: str | None = None) -> Score:
         """Ask the reward function that the configuration names.
 
@@ -253,9 +319,28 @@ class Session:
             raise RuntimeError("a score was asked for before the first response; await session.generate() before")
         last = self.turns[-1]
         text = last.text if response is None else response
-        item = ScoringItem(self.prompt.sample_id, self.prompt.text, text, last.is_truncated, self.prompt.record)
+        prompt = self.prompt
+        item = ScoringItem(
+            prompt.sample_id, prompt.text, text, last.is_truncated, prompt.record, environment=prompt.environment
+        )
         with self._asking(_SCORE):
             return await self.submit_item(item)
+
+    def reward(self, amount: float) -> None:
+        """Give a reward for the last response; several add up. The trajectory's reward is their sum and its score.
+
+        Raises:
+            RuntimeError: There is no response yet.
+            ValueError: It is no number, or too large.
+        """
+        if not self.turns:
+            raise RuntimeError("a reward was given before the first response; await session.generate() before")
+        if not -LARGEST_REWARD <= amount <= LARGEST_REWARD:
+            raise ValueError(
+                f"a turn's reward is {amount}, expected a number from {-LARGEST_REWARD:,.0f} to {LARGEST_REWARD:,.0f}"
+            )
+        place = len(self.turns) - 1
+        self._turn_rewards[place] = self._turn_rewards.get(place, 0.0) + float(amount)
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
@@ -267,24 +352,40 @@ class Session:
         finally:
             self._asked_for = None
 
-    def finish(self, score: Score, metrics: Mapping[str, float] | None = None) -> Trajectory:
+    def finish(
+        self,
+        score: Score,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        truncated_by: Literal["turns", "time"] | None = None,
+    ) -> Trajectory:
         """Return the trajectory as it is now.
 
         Args:
-            score: What it is worth.
+            score: What it is worth, beside the rewards of its turns.
             metrics: Further numbers, logged as means over trajectories, beside those in `metrics` of the session.
+            truncated_by: Limit at which it was truncated, beside those on tokens, which are known; None: none.
+
+        Raises:
+            TypeError: A metric is not a number.
         """
+        # Conversations that alternate add turns to one sequence and to another.
+        order = [
+            turn for each in self._sequences.kept for turn, place in enumerate(self._sequence_of_turn) if place is each
+        ]
+        turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in order]
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
+        own = _checked_metrics({**self.metrics, **(metrics or {})})
+        score = with_turn_rewards(score, turn_rewards if self._turn_rewards else [])
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
         cached = {} if self._num_cached is None else {CACHED_TOKENS: float(self._num_cached)}
-        sequences = self._sequences.finished(self.model_inputs)
         return Trajectory(
             sample_id=self.prompt.sample_id,
             group_id=self.group_id,
-            sequences=sequences,
+            sequences=self._sequences.finished(self.model_inputs),
             reward=score.reward,
             is_correct=score.is_correct,
-            finish_reason="length" if self._overlong or (self.turns and self.turns[-1].is_truncated) else "stop",
+            finish_reason=self._finish_reason(truncated_by),
             num_turns=len(self.turns),
             prompt_text=self.prompt.text,
             response_text=self._response_text(),
@@ -292,26 +393,47 @@ class Session:
             fault_message=score.message,
             overlong=self._overlong,
             rewards=dict(score.rewards),
-            metrics={**self.metrics, **(metrics or {}), **kept, **cached},
-            conversation=self._transcript.conversation(len(sequences)),
+            metrics={**own, **kept, **cached},
+            conversation=self._transcript.conversation(self._sequences.kept),
             times=self._transcript.times(),
+            environment=self.prompt.environment,
+            turn_lengths=tuple(len(self.turns[turn].token_ids) for turn in order),
+            turn_rewards=tuple(turn_rewards) if self._turn_rewards and score.fault is None else (),
         )
+
+    def _finish_reason(self, truncated_by: Literal["turns", "time"] | None) -> FinishReason:
+        if truncated_by != "time" and (self._overlong or (self.turns and self.turns[-1].is_truncated)):
+            return "length"
+        return truncated_by or "stop"
 
     def _response_text(self) -> str:
         """Return what follows the prompt; later sequences stand there as a whole."""
         if len(self.turns) < 2:
             return "".join(turn.text for turn in self.turns)
-        first, *later = (sequence.token_ids.tolist() for sequence in self._sequences.finished({}))
-        return "\n\n".join(map(self.decode, [first[len(self.prompt.token_ids) :], *later]))
+        first, *later = self._sequences.kept
+        return "\n\n".join(map(self.decode, [first.token_ids[first.num_first :], *(each.token_ids for each in later)]))
 
-    def failed(self, fault: Fault, message: str) -> Trajectory:
+    def failed(self, fault: Fault, message: str, *, truncated_by: Literal["time"] | None = None) -> Trajectory:
         """Return the trajectory as it is now, with the reason why it has no score.
 
         Args:
             fault: Kind of the failure.
             message: What went wrong, in one line.
+            truncated_by: Limit at which it was truncated, beside those on tokens; None: none.
         """
-        return self.finish(Score(0.0, is_correct=False, fault=fault, message=message))
+        return self.finish(Score(0.0, is_correct=False, fault=fault, message=message), truncated_by=truncated_by)
+
+
+def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a user's own as plain numbers: of a list, a mean over all trajectories would pass for one.
+
+    Raises:
+        TypeError: One is not a number.
+    """
+    for name, value in metrics.items():
+        if not (isinstance(value, Real | np.bool_) or (hasattr(value, "item") and np.shape(value) == ())):
+            raise TypeError(f"session.finish: the metric {name!r} is {described(value)}, expected a number")
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def response_text(token_ids: TokenIds, sampling: SamplingParameters, decode: Decode) -> str:

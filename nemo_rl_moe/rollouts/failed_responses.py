@@ -15,7 +15,8 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 def scored_responses(trajectories: Sequence[Trajectory], num_generations: int) -> Bool[Tensor, "groups generations"]:
     """Return which responses have a score of the environment, one row a group."""
-    return torch.tensor([trajectory.fault is None for trajectory in trajectories]).view(-1, num_generations)
+    scored = [trajectory.fault is None for trajectory in trajectories]
+    return torch.tensor(scored, dtype=torch.bool).view(-1, num_generations)
 
 
 @dataclass(frozen=True)

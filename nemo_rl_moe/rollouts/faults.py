@@ -29,6 +29,7 @@ class FaultWatch:
         score_truncated: Responses that were cut are scored too.
         on_failure: As `env.on_failure`.
         warn: Receives a line at the first failure of each kind, and where all of a generation failed.
+        environment: What scores, as the lines name it.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class FaultWatch:
         score_truncated: bool,
         on_failure: OnFailure,
         warn: Callable[[str], None],
+        environment: str = "the environment",
     ):
         self._max_failed, self._score_truncated, self._warn = max_failed, score_truncated, warn
         self._on_failure: OnFailure = on_failure
+        self._environment = environment
         self._reported: set[Fault] = set()
         self._has_reported_overlong = False
         self._failed_in_a_row = 0
@@ -67,8 +70,9 @@ class FaultWatch:
             return
         self._reported.add(fault)
         self._warn(
-            f"the environment failed to score a response, {_CONSEQUENCES[self._on_failure]}: {_described(trajectory)};"
-            f" further ones are counted as {METRIC_NAMES[fault]} (env.on_failure: {self._on_failure})"
+            f"{self._environment} failed to score a response, {_CONSEQUENCES[self._on_failure]}:"
+            f" {_described(trajectory)}; further ones are counted as {METRIC_NAMES[fault]}"
+            f" (env.on_failure: {self._on_failure})"
         )
 
     def _report_first_overlong(self, trajectories: Sequence[Trajectory]) -> None:
@@ -84,7 +88,7 @@ class FaultWatch:
     def _end_if_one_too_many(self, failed: Sequence[Trajectory], num_responses: int) -> None:
         times = f", {self._failed_in_a_row} times in a row" if self._failed_in_a_row > 1 else ""
         problem = (
-            f"the environment scored no response of a step or validation{times}: {len(failed)} of {num_responses}"
+            f"{self._environment} scored no response of a step or validation{times}: {len(failed)} of {num_responses}"
             f" failed, the first with {_described(failed[0])}"
         )
         if self._max_failed is not None and self._failed_in_a_row >= self._max_failed:

@@ -21,6 +21,7 @@ class GrowingSequence:
 
     Attributes:
         token_ids: All tokens so far.
+        num_first: Tokens that it began with.
         routed_experts: Experts of the tokens that a pass has seen; None where no engine reports them.
     """
 
@@ -30,10 +31,16 @@ class GrowingSequence:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self.routed_experts: StoredRows | None = None
+        self.num_first = len(token_ids)
         self.add_given(token_ids)
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def has_sampled(self) -> bool:
+        """True once a model has sampled a token of it."""
+        return any(version != NOT_SAMPLED for version in self._versions)
 
     def add_given(self, token_ids: Sequence[int]) -> None:
         """Add tokens that no model sampled; they are not trained on."""
@@ -74,7 +81,7 @@ class GrowingSequence:
 
 
 class GrowingSequences:
-    """The sequences of a trajectory, of which the last one grows.
+    """The sequences of a trajectory, of which the last one grows; where requests branch, any of them may.
 
     Args:
         token_ids: What the first one begins with.
@@ -88,10 +95,10 @@ class GrowingSequences:
         """The sequence that grows."""
         return self._sequences[-1]
 
-    @property
-    def index_of_last(self) -> int:
-        """Number of sequences before the one that grows."""
-        return len(self._sequences) - 1
+    def begin(self, token_ids: Sequence[int]) -> GrowingSequence:
+        """Begin another sequence with tokens that are not trained on."""
+        self._sequences.append(GrowingSequence(token_ids))
+        return self.last
 
     def size_before(self, extension: Extension, replaced: Extension | None) -> int:
         """Return the number of tokens before those of an extension, in their sequence.
@@ -112,11 +119,15 @@ class GrowingSequences:
         elif replaced is not None:
             self.last.remove_given(len(replaced.token_ids))
         if extension.begins_anew:
-            self._sequences.append(GrowingSequence(extension.token_ids))
+            self.begin(extension.token_ids)
         else:
             self.last.add_given(extension.token_ids)
 
+    @property
+    def kept(self) -> list[GrowingSequence]:
+        """Sequences in which something was sampled; the first one where nothing was."""
+        return [each for each in self._sequences if each.has_sampled] or self._sequences[:1]
+
     def finished(self, model_inputs: Mapping[str, ModelInput]) -> tuple[TokenSequence, ...]:
-        """Return the sequences as they are now, without a later one in which nothing was sampled."""
-        first, *later = (sequence.finished(model_inputs) for sequence in self._sequences)
-        return (first, *(sequence for sequence in later if sequence.num_sampled_tokens))
+        """Return the sequences as they are now, without those in which nothing was sampled."""
+        return tuple(sequence.finished(model_inputs) for sequence in self.kept)

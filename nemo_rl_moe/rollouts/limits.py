@@ -69,10 +69,11 @@ class RolloutLimits:
     end_process: Callable[[str], None] = _end_the_process
     has_warned_of_blocking: bool = field(default=False, init=False)
 
-    def timeout_text(self, place: str) -> str:
-        """Return why a trajectory has failed that took longer than its limit, and where it was then."""
-        assert self.timeout_s is not None
-        return f"took longer than {TIMEOUT_KEY}={self.timeout_s:g} (at {place})"
+
+def timeout_text(timer: TrajectoryTimer) -> str:
+    """Return why a trajectory has failed that took longer than its limit, and where it was then."""
+    assert timer.timeout_s is not None
+    return f"took longer than {TIMEOUT_KEY}={timer.timeout_s:g} (at {timer.ended_at or timer.where()})"
 
 
 class RolloutWatch:
@@ -131,8 +132,7 @@ class RolloutWatch:
 
     def has_expired(self, timer: TrajectoryTimer) -> bool:
         """Return whether a trajectory has taken longer than its limit."""
-        timeout_s = self._limits.timeout_s
-        return timer.is_over or (timeout_s is not None and timer.seconds() > timeout_s)
+        return timer.is_over or (timer.timeout_s is not None and timer.seconds() > timer.timeout_s)
 
     def check_request_to_stop(self) -> None:
         """Give the rollouts up where they make no progress after a request to stop.
@@ -182,7 +182,7 @@ class RolloutWatch:
         if self._is_to_be_interrupted(timer, since) and self._time.step == (timer, since):
             if self._interrupts:
                 signal.pthread_kill(self._main, INTERRUPTION)
-            timeout_s = self._limits.timeout_s
+            timeout_s = timer.timeout_s
             stops_for_s = self._gives_up_for_s() + (0.0 if self._interrupts else STUBBORN_S)
             too_long_s = max(stops_for_s, float("-inf") if timeout_s is None else lasts_s - timeout_s)
             if too_long_s > STUBBORN_S:
@@ -227,10 +227,8 @@ class RolloutWatch:
 
     def _described(self, timers: Sequence[TrajectoryTimer]) -> str:
         timers = sorted(timers, key=lambda timer: timer.seconds(), reverse=True)
-        limit_s = self._limits.timeout_s
-        of_limit = "" if limit_s is None else f" of {limit_s:g}"
         shown = [
-            f"{timer.label} ({timer.seconds():.0f}{of_limit} s, at {self._place_of(timer)})"
+            f"{timer.label} ({timer.seconds():.0f}{_of_limit(timer)} s, at {self._place_of(timer)})"
             for timer in timers[:_MOST_REPORTED]
         ]
         more = [f"{len(timers) - _MOST_REPORTED} more"] if len(timers) > _MOST_REPORTED else []
@@ -253,3 +251,7 @@ class RolloutWatch:
             f" {where(frame)}), and all other trajectories wait meanwhile: await something that does not block, or"
             f" await asyncio.to_thread(...). Its stack:\n{stack.rstrip()}"
         )
+
+
+def _of_limit(timer: TrajectoryTimer) -> str:
+    return "" if timer.timeout_s is None else f" of {timer.timeout_s:g}"

@@ -17,7 +17,7 @@ from nemo_rl_moe.generation.lockstep import Lockstep, LockstepEngine
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rollouts.environment import Session
-from nemo_rl_moe.rollouts.limits import RolloutWatch
+from nemo_rl_moe.rollouts.limits import RolloutWatch, timeout_text
 from nemo_rl_moe.rollouts.running import RunningTrajectory, task_factory
 from nemo_rl_moe.rollouts.scoring import ScoringQueue
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -154,6 +154,7 @@ class TrajectoryPool:
         count: Callable[[GeneratedSequence], object],
     ) -> RunningTrajectory:
         worker = self._worker
+        settings = worker.settings_of(prompt)
         session = Session(
             prompt=prompt,
             group_id=group_id,
@@ -164,12 +165,13 @@ class TrajectoryPool:
             submit_item=lambda item: started.wait_for("rewards", self._ask_for_score(item)),
             decode=worker.decode,
             encode=worker.encode,
-            reward_weights=worker.reward_weights,
+            reward_weights=settings.reward_weights,
             model_inputs=dict(inputs),
-            continuation=worker.continuation,
+            continuation=settings.continuation,
+            wait_aside=lambda process: started.wait_for("a process", process),
         )
         coroutine = worker.environment.rollout(session)
-        timer = TrajectoryTimer(label, coroutine, self._time)
+        timer = TrajectoryTimer(label, coroutine, self._time, settings.timeout_s)
         started = RunningTrajectory(session, timer, coroutine, changed)
         self._started.append(started)
         self._timers.append(timer)
@@ -215,12 +217,14 @@ class TrajectoryPool:
 
     def _keep_limits(self) -> None:
         """End trajectories that take too long."""
-        if self._engine_in_lockstep is None and any(each.waits_for for each in self._started):
+        if self._engine_in_lockstep is None and any(
+            each.waits_for in ("generation", "rewards") for each in self._started
+        ):
             self._watch.note_progress()  # an engine or a reward function that hangs has limits of its own
         self._watch.check_request_to_stop()
         for each in self._started:
             if not each.has_ended and self._watch.has_expired(each.timer):
-                each.expire(self._worker.limits.timeout_text(each.timer.ended_at or each.timer.where()))
+                each.expire(timeout_text(each.timer))
 
     async def _wait_for_a_change(self, unfinished: Sequence[RunningTrajectory]) -> None:
         """Wait until the limits are to be looked at again; in lockstep, at most until a trajectory goes on."""

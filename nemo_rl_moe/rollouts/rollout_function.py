@@ -7,8 +7,8 @@ from asyncio import CancelledError
 from collections.abc import Awaitable, Callable
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
-from nemo_rl_moe.config.user_code import described, import_attribute
-from nemo_rl_moe.errors import ConfigurationError, one_line
+from nemo_rl_moe.config.user_code import described, error_in_user_code, import_attribute
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.environment import Environment, Session, SingleTurn
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -33,7 +33,7 @@ class RolloutFunction:
         try:
             return self._checked(await self._function(session), session)
         except (Exception, CancelledError) as error:  # a tool's own cancellation; of the run's, nobody reads this
-            return session.failed(Fault.ERROR, one_line(error))
+            return session.failed(Fault.ERROR, error_in_user_code(error))
 
     def _checked(self, found: object, session: Session) -> Trajectory:
         """Check what a user's function has returned: its type is not known before."""
@@ -63,3 +63,17 @@ def make_environment(config: EnvironmentConfig) -> Environment:
             " takes a Session and returns its Trajectory"
         )
     return RolloutFunction(function, config.rollout)
+
+
+def name_of_environment(config: EnvironmentConfig, name: str = "") -> str:
+    """Return what scores responses, for messages: code of the user's own by key and value, or by its name."""
+    own = {ROLLOUT_KEY: config.rollout, "env.agent": config.agent}
+    own["env.agent_command"] = " ".join(config.agent_command) or None
+    if config.callable is not None and config.name == "callable":
+        own["env.callable.function"] = config.callable.function
+    elif config.is_custom:
+        own["env.name"] = config.name
+    return (
+        " with ".join(f"{key}: {value}" for key, value in own.items() if value is not None)
+        or f"the environment {name}".strip()
+    )

@@ -13,7 +13,7 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.trajectory_timer import ThreadTime, TrajectoryTimer
 
 Result = TypeVar("Result")
-WaitsFor = Literal["generation", "rewards"]
+WaitsFor = Literal["generation", "rewards", "a process"]
 _TIMER: ContextVar[TrajectoryTimer] = ContextVar("timer of a trajectory")
 
 
@@ -54,7 +54,7 @@ class RunningTrajectory:
     async def wait_for(
         self, what: WaitsFor, answer: Coroutine[Any, Any, Result], then: Callable[[Result], object] = lambda found: None
     ) -> Result:
-        """Wait for an answer of the engine or of the reward function, whose errors end the run.
+        """Wait for an answer of the engine or of the reward function, or for a process, whose errors end the run.
 
         Args:
             what: Kind of the answer.
@@ -90,12 +90,12 @@ class RunningTrajectory:
 
     @property
     def is_running(self) -> bool:
-        """Return whether it has neither ended nor waits for the engine or the reward function."""
+        """Return whether it has neither ended nor waits for the engine, the reward function or a free process."""
         return not self.has_ended and self.waits_for is None
 
     def expire(self, reason: str) -> None:
         """End it as it is now, as it has taken too long; its code is cancelled, and not waited for."""
-        self._failed = self._session.failed(Fault.TIMEOUT, reason)
+        self._failed = self._session.failed(Fault.TIMEOUT, reason, truncated_by="time")
         self.task.cancel()
         self._end(self.task)
 

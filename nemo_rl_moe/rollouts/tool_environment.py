@@ -3,7 +3,8 @@
 """The environment of a run with tools: the model calls them until it answers."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from nemo_rl_moe.config.schema_grpo import ToolLimitsConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
@@ -59,6 +60,7 @@ class ToolConversation:
         call: Calls a tool.
         limits: Limits of calls.
         max_turns: Most responses of the model; calls in the last one are not made.
+        call_cost: What each answered call takes from the reward.
         warn: Receives a line at the first failure of each kind.
     """
 
@@ -70,29 +72,39 @@ class ToolConversation:
         limits: ToolLimitsConfig,
         max_turns: int,
         warn: Callable[[str], None],
+        *,
+        call_cost: float = 0.0,
     ):
         self._tools, self._format, self._call = tools, tool_format, call
         self._limits, self._max_turns = limits, max_turns
+        self._call_cost = call_cost
         self._warn, self._reported = warn, set[Fault]()
         self._schemas = {name: tool.definition["function"]["parameters"]["properties"] for name, tool in tools.items()}
 
     async def rollout(self, session: Session) -> Trajectory:
         """Make one trajectory; the reward function scores its last response."""
         made = _Calls(session)
+        truncated_by: Literal["turns"] | None = None
         while session.has_room:
             begins_in_thinking = session.ends_in(THINK_START)
             turn = await session.generate()
-            if turn.is_truncated or len(session.turns) == self._max_turns:
+            if turn.is_truncated:
                 break
             calls = self._format.calls(turn.text, self._schemas, begins_in_thinking=begins_in_thinking)
             if not calls:
+                break
+            if len(session.turns) == self._max_turns:
+                truncated_by = "turns"
                 break
             answers = await self._answers(calls, made)
             try:
                 session.append_messages(answers)
             except NoExtension as error:
                 return session.failed(Fault.ERROR, one_line(error))
-        return session.finish(await session.score())
+        score = await session.score()
+        if score.fault is None:
+            score = replace(score, reward=score.reward - self._call_cost * session.metrics[CALLS])
+        return session.finish(score, truncated_by=truncated_by)
 
     async def _answers(self, calls: Sequence[ParsedCall], made: _Calls) -> list[dict[str, object]]:
         """Make the calls of a turn, and return the messages that answer them."""

@@ -8,11 +8,16 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nemo_rl_moe.distributed.batch import Column, TokenBatch, per_sequence, per_token, stored_per_token
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, sequences_of, trajectory_of_each_sequence
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 from nemo_rl_moe.token_lag import NO_LAG
+from nemo_rl_moe.token_writers import RESULT, TOKEN_WRITERS, token_writers
+
+NO_TURN = -1
+"""Number of the turn of a token that no model sampled."""
 
 
 def loss_masks(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "trajectories tokens"]:
@@ -21,6 +26,21 @@ def loss_masks(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "trajectories
     """
     masks = [np.concatenate([each.loss_mask for each in trajectory.sequences]) for trajectory in trajectories]
     return _padded_masks(masks)
+
+
+def turns_of_tokens(trajectories: Sequence[Trajectory]) -> Int[Tensor, "trajectories tokens"]:
+    """Return the number of the turn, from 0, in which each token was sampled; `NO_TURN` on all other tokens.
+
+    Sequences of a trajectory stand behind one another, as in `loss_masks`: a turn is sampled in one of them.
+    """
+    rows = []
+    for trajectory in trajectories:
+        is_sampled = np.concatenate([each.weight_versions for each in trajectory.sequences]) != NOT_SAMPLED
+        lengths = trajectory.turn_lengths or (int(is_sampled.sum()),)
+        row = np.full(len(is_sampled), NO_TURN)
+        row[is_sampled] = np.repeat(np.arange(len(lengths)), lengths)
+        rows.append(torch.as_tensor(row))
+    return pad_sequence(rows, batch_first=True, padding_value=NO_TURN)
 
 
 def sampled_tokens(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "sequences tokens"]:
@@ -70,8 +90,8 @@ def training_batch(
             of global batches and microbatches do not depend on what the environment could score. None: all.
 
     Returns:
-        A batch with the columns `advantages`, `generation_logprobs`, the model's inputs, and, stored, `routed_experts`
-        where an engine reports them.
+        A batch with the columns `advantages`, `generation_logprobs`, the model's inputs, `token_writers` where an
+        environment wrote tokens, and, stored, `routed_experts` where an engine reports them.
     """
     sequences, owners = sequences_of(trajectories), trajectory_of_each_sequence(trajectories)
     lengths = [len(sequence) for sequence in sequences]
@@ -86,6 +106,9 @@ def training_batch(
             token_mask[row, :length] = torch.as_tensor(sequence.loss_mask)
         logprobs[row, :length] = torch.as_tensor(sequence.logprobs)
     columns = {"advantages": advantage_column(advantages, trajectories), "generation_logprobs": per_token(logprobs)}
+    writers = [token_writers(sequence.weight_versions != NOT_SAMPLED) for sequence in sequences]
+    if any((of_sequence == RESULT).any() for of_sequence in writers):
+        columns[TOKEN_WRITERS] = _writer_column(writers)
     capture = stored_per_token([sequence.routed_experts for sequence in sequences], fill=UNKNOWN)
     return TokenBatch(
         input_ids=input_ids,
@@ -96,6 +119,13 @@ def training_batch(
         stored={} if capture is None else {ROUTED_EXPERTS: capture},
         sample_sizes=tuple(trajectory.num_sequences for trajectory in trajectories),
     ).with_inputs([sequence.model_inputs for sequence in sequences])
+
+
+def _writer_column(writers: Sequence[Int[np.ndarray, " tokens"]]) -> Column:
+    values = torch.zeros(len(writers), max(map(len, writers)), dtype=torch.int8)
+    for row, of_sequence in enumerate(writers):
+        values[row, : len(of_sequence)] = torch.as_tensor(of_sequence)
+    return per_token(values)
 
 
 def advantage_column(

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trajectories: token sequences with a mask of what is trained on, and one reward for all of them."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,13 +18,20 @@ from nemo_rl_moe.models.images import ModelImage, images_in
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.runs.folder.conversations import ConversationTurn, RolloutTimes
 
-FinishReason = Literal["stop", "length"]
-"""stop: the model or the environment ended it; length: it was truncated at a limit on its tokens."""
+FinishReason = Literal["stop", "length", "turns", "time"]
+"""stop: the model or the environment ended it; length: it was truncated at a limit on its tokens; turns: at a limit on
+its turns; time: at a limit on its time."""
 NOT_SAMPLED = -1
 """Weight version of a token that no model sampled."""
 
 OVERLONG_METRIC = "env/num_overlong"
 RETRIES_METRIC = "env/num_retries"
+TURN_REWARDS_METRIC = "mean_turn_rewards_per_sample"
+TRUNCATION_METRICS: Mapping[str, FinishReason] = {
+    "truncation_rate_by_turns": "turns",
+    "truncation_rate_by_time": "time",
+}
+"""Shares of trajectories that were truncated at another limit than one on their tokens."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class Trajectory:
         sample_id: Where its prompt came from.
         group_id: Trajectories of one group are compared with each other; the others of its group have the same.
         sequences: At least one, in the order in which they began.
-        reward: What it is worth; finite.
+        reward: What it is worth, the rewards of its turns included; finite.
         is_correct: Whether it counts as right in `accuracy`.
         finish_reason: Why it ended.
         num_turns: Responses of the model.
@@ -85,6 +93,10 @@ class Trajectory:
         conversation: Its turns, for the eye: the prompt's, those of the model and those of the environment.
         times: What it did when; None: nobody noted it.
         left_out: Why it is not trained on; empty where it is, and where nothing is, as in a validation.
+        environment: Name in `env.mixture`; empty where a run has one environment.
+        turn_lengths: Sampled tokens of each turn, in the order of the sampled tokens of all sequences; empty where it
+            is not known, and taken for one turn.
+        turn_rewards: Reward of each turn, which `reward` includes; empty where none was given.
     """
 
     sample_id: str
@@ -105,6 +117,9 @@ class Trajectory:
     conversation: tuple[ConversationTurn, ...] = ()
     times: RolloutTimes | None = field(default=None, compare=False)
     left_out: str = ""
+    environment: str = ""
+    turn_lengths: tuple[int, ...] = ()
+    turn_rewards: tuple[float, ...] = ()
 
     @property
     def is_truncated(self) -> bool:
@@ -156,6 +171,14 @@ def trajectory_of_each_sequence(trajectories: Sequence[Trajectory]) -> list[int]
     return [index for index, trajectory in enumerate(trajectories) for _ in trajectory.sequences]
 
 
+def environments_in(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+    """Return the trajectories of each environment, in their order."""
+    found: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        found.setdefault(trajectory.environment, []).append(trajectory)
+    return found
+
+
 def group_rewards(trajectories: Sequence[Trajectory], num_generations: int) -> Float[Tensor, "groups generations"]:
     """Return the rewards as the environment gave them, one row a group; float64."""
     rewards = [trajectory.reward for trajectory in trajectories]
@@ -168,6 +191,19 @@ def group_named_rewards(
     """Return the named rewards as the environment gave them, one row a group; float64. Where it failed they are 0."""
     rewards = [[trajectory.rewards.get(name, 0.0) for trajectory in trajectories] for name in names]
     return torch.tensor(rewards, dtype=torch.float64).view(len(rewards), -1, num_generations)
+
+
+def group_turn_rewards(
+    trajectories: Sequence[Trajectory], num_generations: int
+) -> Float[Tensor, "groups generations turns"]:
+    """Return the rewards of turns as the environment gave them, one row a group; float64, 0 where it gave none."""
+    num_turns = max(
+        1, *(len(each.turn_lengths) for each in trajectories), *(len(each.turn_rewards) for each in trajectories)
+    )
+    found = torch.zeros(len(trajectories), num_turns, dtype=torch.float64)
+    for row, trajectory in enumerate(trajectories):
+        found[row, : len(trajectory.turn_rewards)] = torch.tensor(trajectory.turn_rewards, dtype=torch.float64)
+    return found.view(-1, num_generations, num_turns)
 
 
 def group_correctness(trajectories: Sequence[Trajectory], num_generations: int) -> Bool[Tensor, "groups generations"]:
@@ -187,7 +223,8 @@ def rollout_metrics(
     """Return the metrics of trajectories without regard to their groups; training and validation report the same.
 
     `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample` (sampled tokens), `truncation_rate`,
-    `mean_turns_per_sample` where any has several turns, `mean_sequences_per_sample` where any has several sequences,
+    `mean_turns_per_sample`, `truncation_rate_by_turns` and `truncation_rate_by_time` where any has several turns (the
+    rates also where they are above 0), `mean_sequences_per_sample` where any has several sequences,
     `env/num_overlong` where tokens of the environment did not fit,
     `env/num_retries` where attempts failed before, and the means of the environment's own are of all trajectories: one
     that could not be scored is not right. `reward`, `reward_std`, and of each named reward `rewards/NAME/mean` and
@@ -208,6 +245,11 @@ def rollout_metrics(
     turns = [trajectory.num_turns for trajectory in trajectories]
     if max(turns) > 1:
         metrics["mean_turns_per_sample"] = float(np.mean(turns))
+    for name, reason in TRUNCATION_METRICS.items():
+        if (is_cut := [trajectory.finish_reason == reason for trajectory in trajectories]) and (
+            any(is_cut) or max(turns) > 1
+        ):
+            metrics[name] = float(np.mean(is_cut))
     if len(sequences_of(trajectories)) > len(trajectories):
         metrics["mean_sequences_per_sample"] = float(np.mean([each.num_sequences for each in trajectories]))
     if num_overlong := sum(bool(trajectory.overlong) for trajectory in trajectories):
@@ -226,8 +268,13 @@ def _reward_metrics(counted: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     rewards = np.array([trajectory.reward for trajectory in counted])
     metrics = {"reward": float(rewards.mean()), "reward_std": _sample_deviation(rewards)}
+    if any(trajectory.turn_rewards for trajectory in counted):
+        metrics[TURN_REWARDS_METRIC] = float(np.mean([math.fsum(trajectory.turn_rewards) for trajectory in counted]))
+    of_environments = environments_in(counted)
     for name in dict.fromkeys(name for trajectory in counted for name in trajectory.rewards):
-        named = np.array([trajectory.rewards.get(name, 0.0) for trajectory in counted])
+        # Environments may give different rewards: those that do not know one have no part in its mean.
+        givers = [own for own in of_environments.values() if any(name in trajectory.rewards for trajectory in own)]
+        named = np.array([trajectory.rewards.get(name, 0.0) for own in givers for trajectory in own])
         metrics[f"rewards/{name}/mean"] = float(named.mean())
         metrics[f"rewards/{name}/std"] = _sample_deviation(named)
     return metrics

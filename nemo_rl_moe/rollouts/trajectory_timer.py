@@ -78,16 +78,20 @@ class TrajectoryTimer:
         label: Name of the trajectory in messages.
         coroutine: Its code.
         thread: Time of the thread that runs it.
+        timeout_s: Seconds that it may take; None: no limit.
 
     Attributes:
         label: As given.
+        timeout_s: As given.
         own_s: Seconds of its finished steps and waits.
         is_over: It has taken longer than its limit.
         ended_at: Line of its code at which it was then.
     """
 
-    def __init__(self, label: str, coroutine: Coroutine[Any, Any, object], thread: ThreadTime):
-        self.label = label
+    def __init__(
+        self, label: str, coroutine: Coroutine[Any, Any, object], thread: ThreadTime, timeout_s: float | None = None
+    ):
+        self.label, self.timeout_s = label, timeout_s
         self.own_s = 0.0
         self.is_over = False
         self.ended_at = ""

@@ -16,6 +16,7 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import BatchReward
 from nemo_rl_moe.rollouts.environment import Decode, Encode, Environment
 from nemo_rl_moe.rollouts.limits import RolloutLimits, RolloutWatch
+from nemo_rl_moe.rollouts.mixture import SessionSettings
 from nemo_rl_moe.rollouts.pool import TrajectoryPool, cancel_all
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.trajectory_timer import ThreadTime
@@ -42,6 +43,8 @@ class RolloutWorker:
         num_attempts: Most attempts at a trajectory whose environment fails.
         report_progress: Receives the number of sequences that a call has so far.
         continuation: Renders messages that an environment appends; None: there is no chat template.
+        settings: In place of `reward_weights`, `continuation` and the limit of a trajectory, those of each environment
+            of several, by its name.
     """
 
     engine: GenerationEngine
@@ -56,6 +59,13 @@ class RolloutWorker:
     num_attempts: int = 1
     report_progress: Callable[[int], object] = lambda num_sequences: None
     continuation: Continuation | None = None
+    settings: Mapping[str, SessionSettings] = field(default_factory=dict)
+
+    def settings_of(self, prompt: Prompt) -> SessionSettings:
+        """Return what a session of a prompt is made with."""
+        if prompt.environment in self.settings:
+            return self.settings[prompt.environment]
+        return SessionSettings(self.reward_weights, self.continuation, self.limits.timeout_s)
 
     def run(
         self,

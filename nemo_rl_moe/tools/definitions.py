@@ -11,9 +11,10 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.config.user_code import described, import_attribute, is_custom
+from nemo_rl_moe.config.user_code import described, import_attribute, is_custom, with_colon
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.tools.arguments import Parameter, kind_in_words
+from nemo_rl_moe.tools.mcp_tools import SERVERS_KEY, McpTool
 from nemo_rl_moe.tools.ready import READY_TOOLS
 
 TOOLS_KEY, PARAMETERS_KEY = "env.tools", "env.tool_parameters"
@@ -72,6 +73,22 @@ def load_tools(references: Sequence[str], settings: Mapping[str, Mapping[str, ob
     return tools
 
 
+def with_servers(tools: Tools, found: Sequence[tuple[McpTool, Callable[..., object]]]) -> Tools:
+    """Return tools with those of servers, each with the function that calls it.
+
+    Raises:
+        ConfigurationError: Two have one name.
+    """
+    all_tools = dict(tools)
+    for tool, function in found:
+        if tool.name in all_tools:
+            raise ConfigurationError(
+                f"{SERVERS_KEY}.{tool.server}: there is another tool of the name {tool.name!r}, expected one of each"
+            )
+        all_tools[tool.name] = Tool(tool.name, function, tool.definition, tool.parameters, {})
+    return all_tools
+
+
 def _imported(reference: str) -> Callable[..., object]:
     """Import a function, or find a ready one."""
     if is_custom(reference):
@@ -83,7 +100,7 @@ def _imported(reference: str) -> Callable[..., object]:
         function: Callable[..., object] = found
         return function
     if reference not in READY_TOOLS:
-        hint = did_you_mean(nearest(reference, READY_TOOLS))
+        hint = did_you_mean(with_colon(reference) or nearest(reference, READY_TOOLS))
         expected = f"package.module:function, or one of {', '.join(READY_TOOLS)}"
         raise ConfigurationError(f"{TOOLS_KEY}: got {reference!r}, expected {expected}{hint}")
     ready = READY_TOOLS[reference]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.config.user_code import described, import_attribute, is_custom
+from nemo_rl_moe.config.user_code import described, import_attribute, is_custom, with_colon
 from nemo_rl_moe.data.chat_template import TextRenderer, text_renderer_for
 from nemo_rl_moe.data.continuation import Continuation, SampledTurn
 from nemo_rl_moe.data.messages import Message
@@ -100,7 +100,7 @@ def _result_of(name: str) -> Message:
 def _named(name: str) -> ToolFormat:
     if not is_custom(name):
         if name not in TOOL_FORMATS:
-            hint = did_you_mean(nearest(name, TOOL_FORMATS))
+            hint = did_you_mean(with_colon(name) or nearest(name, TOOL_FORMATS))
             raise ConfigurationError(f"{FORMAT_KEY}: got {name!r}, expected {_EXPECTED}{hint}")
         return TOOL_FORMATS[name]
     found = import_attribute(FORMAT_KEY, name, form="package.module:FORMAT")

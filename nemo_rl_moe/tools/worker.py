@@ -3,17 +3,15 @@
 """The process that runs tools: without the secrets of the run's environment, within limits of time and memory."""
 
 import faulthandler
-import os
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
+from nemo_rl_moe.distributed.process_limits import forget_secrets, limit_memory
 from nemo_rl_moe.errors import one_line
-from nemo_rl_moe.masking import is_secret
 from nemo_rl_moe.rewards.interface import Fault
-from nemo_rl_moe.tools.definitions import load_tools
+from nemo_rl_moe.tools.definitions import load_tools, with_servers
+from nemo_rl_moe.tools.mcp_tools import Servers, function_of, running, tools_of
 from nemo_rl_moe.tools.results import ToolResult, as_text, cut, error_text
 
 INTERRUPTION_S = 1.0
@@ -25,6 +23,7 @@ class ToolWorker:  # pragma: no cover  (runs in other processes)
     """The tools of a run, in a process that calls one at a time.
 
     Args:
+        servers: MCP servers, which run as children of this process.
         memory_mb: Megabytes that the process may take beyond what it has at its start.
         most_characters: Longest result.
     """
@@ -36,13 +35,23 @@ class ToolWorker:  # pragma: no cover  (runs in other processes)
         *,
         references: Sequence[str],
         settings: Mapping[str, Mapping[str, object]],
+        servers: Servers,
         memory_mb: int,
         most_characters: int,
     ):
         forget_secrets()
-        self._tools = load_tools(references, settings)
+        tools = load_tools(references, settings)
         self._most_characters = most_characters
         limit_memory(memory_mb)
+        self._servers = running(servers)  # each with a limit of its own, as large
+        self._tools = with_servers(
+            tools,
+            [
+                (tool, function_of(server, tool))
+                for name, server in self._servers.items()
+                for tool in tools_of(name, server)
+            ],
+        )
 
     def call(self, name: str, arguments: Mapping[str, object], limit_s: float) -> ToolResult:
         """Call a tool.
@@ -79,21 +88,6 @@ def call_within(limit_s: float, call: Callable[[], str], most_characters: int) -
 def timed_out(limit_s: float) -> ToolResult:
     """Return the answer to a call that took too long."""
     return ToolResult(error_text(f"the tool gave no result within {limit_s:g} s"), Fault.TIMEOUT, seconds=limit_s)
-
-
-def forget_secrets() -> None:
-    """Remove variables that name secrets from this process's environment, and so from its children's."""
-    for name in [name for name in os.environ if is_secret(name)]:
-        del os.environ[name]
-
-
-def limit_memory(megabytes: int) -> None:
-    """Limit the memory that this process may take beyond what it has."""
-    status = Path("/proc/self/status").read_text()
-    used = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:"))
-    limit = (used << 10) + (megabytes << 20)
-    # Not the address space, of which Ray maps far more than it uses.
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def _text_or_error(call: Callable[[], str]) -> tuple[str, Fault | None]:

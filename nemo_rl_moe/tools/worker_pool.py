@@ -25,6 +25,7 @@ from nemo_rl_moe.distributed.light_workers import (
 from nemo_rl_moe.distributed.worker_group import outcome
 from nemo_rl_moe.errors import WorkerDiedError
 from nemo_rl_moe.rewards.interface import Fault
+from nemo_rl_moe.tools.mcp_tools import Servers
 from nemo_rl_moe.tools.results import ToolResult, error_text
 from nemo_rl_moe.tools.worker import INTERRUPTION_S, ToolWorker, timed_out
 
@@ -54,6 +55,7 @@ class ToolWorkers:
     Args:
         references: Tools of the run.
         settings: Values of their keyword-only parameters.
+        servers: MCP servers; each process has its own.
         num_workers: Calls that run at the same time; others wait.
         memory_mb: Megabytes that the tools of a process may take.
         most_characters: Longest result.
@@ -70,11 +72,13 @@ class ToolWorkers:
         num_workers: int,
         memory_mb: int,
         most_characters: int,
+        servers: Servers | None = None,
     ):
         make = partial(
             ToolWorker,
             references=references,
             settings=settings,
+            servers=servers or {},
             memory_mb=memory_mb,
             most_characters=most_characters,
         )

@@ -57,7 +57,9 @@ def test_a_conversation_is_shown_by_role_with_what_was_trained_on(browser: Any, 
     assert first.locator(".who b").all_inner_texts() == ["user", "assistant", "tool add", "assistant"]
     assert first.locator(".said pre").all_inner_texts() == ["1+1?", "I call.", "2", "Two."]
     assert first.locator(".trained .badge.good").all_inner_texts() == ["11 tokens trained on", "4 tokens trained on"]
-    assert first.locator(".call").inner_text().split() == ["call", "add", '{"a":', "1}", "ok", "0.50", "s"]
+    assert first.locator(".call code").all_inner_texts() == ['add {"a": 1}']
+    assert first.locator(".call .badge").all_inner_texts() == ["ok"]
+    assert "0.50 s" in first.locator(".call").inner_text()
     other = page.locator("details.conversation").nth(1)
     other.locator("summary").click()
     assert other.get_by_text("not read by the model").is_visible()

@@ -3,6 +3,7 @@
 """Runs of GRPO whose rewards teach nothing: they say so at once, or stop."""
 
 import json
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,14 +60,15 @@ def test_a_reward_that_always_raises_stops_the_run_with_its_own_error(tmp_path: 
     done = run_with("misspelt", tmp_path, data, data__validation=None)
     assert done.returncode == 1, done.stdout + done.stderr
     assert (
-        "error: the environment scored no response of a step or validation: 16 of 16 failed, the first with KeyError:"
-        f" 'anwser' (sample {data / 'grpo.jsonl'}:"
+        f"error: env.callable.function: {__name__}:misspelt scored no response of a step or validation: 16 of 16"
+        " failed, the first with KeyError: 'anwser' (test_rewards_that_fail.py:"
     ) in done.stderr
+    assert f" (sample {data / 'grpo.jsonl'}:" in done.stderr
     assert "(grpo.max_consecutive_failed_steps: 1)" in done.stderr
     assert (
-        "warning: the environment failed to score a response, which is not trained on: KeyError: 'anwser'"
-        in done.stdout
-    )
+        f"warning: env.callable.function: {__name__}:misspelt failed to score a response, which is not trained on:"
+        " KeyError: 'anwser'"
+    ) in done.stdout
     run = read_run(sft_runs.only_run_folder(tmp_path))
     assert "train/loss" not in run.metrics, "nothing is trained"
 
@@ -84,7 +86,8 @@ def test_failures_are_left_out_and_reported_at_the_start_while_it_runs_and_at_th
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     failed = [sample for sample in samples if sample["fault"]]
     assert 0 < len(failed) < len(samples) == 32
-    assert {sample["fault"] for sample in failed} == {"error: ValueError: even"}
+    (fault,) = {sample["fault"] for sample in failed}
+    assert re.fullmatch(r"error: ValueError: even \(test_rewards_that_fail\.py:\d+\)", fault)
     run = read_run(folder)
     for row, step in enumerate((1, 2)):
         of_step = [sample for sample in samples if sample["step"] == step]
@@ -93,7 +96,7 @@ def test_failures_are_left_out_and_reported_at_the_start_while_it_runs_and_at_th
         assert run.metrics["train/env/failed_share"].values[row] == 1 - len(scored) / len(of_step)
         trained = [sample["num_tokens"] for group in _groups(of_step) for sample in group]
         assert run.metrics["train/num_valid_tokens"].values[row] == sum(trained)
-    cause = f"ValueError: even (sample {data / 'grpo.jsonl'}:"
+    cause = f"{fault.removeprefix('error: ')} (sample {data / 'grpo.jsonl'}:"
     kinds = [found.kind for found in findings_of(run)]
     assert kinds == ["constant_reward", "failed_responses"]
     assert (
@@ -131,7 +134,7 @@ def test_a_run_goes_on_behind_steps_without_any_score_and_they_change_no_weights
     }
     done = run_with("misspelt", tmp_path, data, **changes)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("the environment scored no response of a step or validation: 16 of 16 failed") == 1
+    assert done.stdout.count(" scored no response of a step or validation: 16 of 16 failed") == 1
     assert "a step of which nothing is scored changes no weights" in done.stdout
     run = read_run(sft_runs.only_run_folder(tmp_path))
     assert run.metrics["train/num_valid_tokens"].values.tolist() == [0.0, 0.0]
@@ -153,7 +156,8 @@ def test_some_failures_are_reported_at_once_and_counted(tmp_path: Path, data: Pa
     reported = [line for line in done.stdout.splitlines() if "failed to score" in line]
     assert len(reported) == 1
     assert reported[0].startswith(
-        "warning: the environment failed to score a response, which is not trained on: ValueError: even (sample "
+        f"warning: env.callable.function: {__name__}:fails_at_times failed to score a response, which is not trained"
+        " on: ValueError: even (test_rewards_that_fail.py:"
     )
     assert "warning: the learning rate is still warming up when the run ends: 2 of the 20 steps" in done.stdout
     assert "warning: data.validation is null: there is no validation; without effect: grpo.val_period" in done.stdout

@@ -20,7 +20,7 @@ from nemo_rl_moe.tools.results import ToolResult
 from nemo_rl_moe.tools.worker_pool import ToolWorkers
 from tests.support.clusters import cluster_config
 
-NAMES = ("add", "look_up", "say", "fail", "sleep", "block", "die", "fill", "variable", "start_child")
+NAMES = ("add", "look_up", "say", "fail", "sleep", "block", "die", "fill", "variable", "started_with", "start_child")
 REFERENCES = [f"tests.support.tool_functions:{name}" for name in NAMES]
 SETTINGS = {"look_up": {"dictionary": "words.txt"}}
 LIMIT_S = 60.0
@@ -122,6 +122,10 @@ def test_a_process_that_ends_is_replaced(workers: ToolWorkers) -> None:
 
 
 def test_secrets_of_the_environment_are_hidden(workers: ToolWorkers) -> None:
+    (started_with,) = results(workers, ("started_with", {"text": "hunter2"}, LIMIT_S))
+    assert started_with == ToolResult("false")
+    (started_with,) = results(workers, ("started_with", {"text": "PATH="}, LIMIT_S))
+    assert started_with == ToolResult("true")
     found = results(workers, *[("variable", {"name": "MY_API_KEY"}, LIMIT_S)] * 2, ("variable", {"name": "HOME"}, 60))
     assert [result.text for result in found] == ["not set", "not set", os.environ.get("HOME", "not set")]
 

@@ -238,8 +238,9 @@ def fail_in_a_step(group: WorkerGroup[Ranks], method: Callable[..., Any], *args:
         group.call_all(method, *args)
     text = str(error.value)
     assert text.endswith("All 2 workers have been stopped.")
-    with pytest.raises(WorkerDiedError, match="stopped after one of them failed"):
+    with pytest.raises(WorkerDiedError) as again:  # as a call from another thread, which knows of no failure
         group.call_all(Ranks.all_reduce, 1.0)
+    assert str(again.value) == text
     return text
 
 

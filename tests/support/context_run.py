@@ -21,6 +21,7 @@ from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
+from nemo_rl_moe.token_writers import TOKEN_WRITERS
 from tests.support.tiny_model import (
     MICROBATCHES,
     logprobs_by_sequence,
@@ -82,7 +83,11 @@ def batch_of_step(step: int, lengths: Mapping[str, int], capture: bool) -> Token
     """Return the eight sequences with advantages and, where asked for, experts that no router would choose."""
     batch = tiny_batch(30 + step, **lengths)
     generator = torch.Generator().manual_seed(step)
-    columns = {"advantages": per_sequence(torch.randn(len(batch), generator=generator))}
+    writers = (torch.arange(batch.input_ids.numel()) % 4).view(batch.input_ids.shape)
+    columns = {
+        "advantages": per_sequence(torch.randn(len(batch), generator=generator)),
+        TOKEN_WRITERS: per_token(writers.to(torch.int8)),
+    }
     if capture:
         shape = (*batch.input_ids.shape, 4, 8)
         sampled = torch.rand(shape, generator=generator).topk(2, -1).indices.to(torch.int16)
@@ -173,6 +178,7 @@ CAPTURE = {"routing_replay": "rollout", "activation_checkpointing": "none"}
 # Whole routes and rows matter to them: which experts serve which advantages, and gradients of the routers by source.
 MEASURED = {
     "experts_by_advantage": True,
+    "experts_by_writer": True,
     "moe_per_layer_logging": True,
     "router_gradients__every_n_steps": 1,
     "router_gradients__num_microbatches": None,

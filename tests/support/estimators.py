@@ -32,6 +32,8 @@ def inputs_of_rewards(
         group_ids=tuple(f"group:{number}" for number in range(len(rewards))),
         num_tokens=torch.full(rewards.shape, 3),
         token_mask=torch.ones(*rewards.shape, 3, dtype=torch.bool),
+        token_turns=torch.zeros(*rewards.shape, 3, dtype=torch.long),
+        turn_rewards=torch.zeros(*rewards.shape, 1, dtype=torch.float64),
     )
 
 

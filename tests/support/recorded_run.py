@@ -15,7 +15,7 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.generation.registry import EngineSetup
-from nemo_rl_moe.launch import early_start, grpo
+from nemo_rl_moe.launch import early_start, environments, grpo
 from nemo_rl_moe.launch.start import RunLaunch
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import MetricSeries, Reduction
@@ -147,7 +147,9 @@ def _without_ray(cluster_config: Any) -> Iterator[None]:
     with (
         patch.object(early_start, "RayCluster", lambda config: cluster),
         patch.object(model_workers, "WorkerGroup", lambda *args, **options: RecordedWorkers()),
-        patch.object(grpo, "RewardWorkers", lambda config: EndingRewardFunction()),
-        patch.object(grpo, "FaultWatch", lambda *args, **options: SimpleNamespace(observe=lambda trajectories: None)),
+        patch.object(environments, "RewardWorkers", lambda config: EndingRewardFunction()),
+        patch.object(
+            environments, "FaultWatch", lambda *args, **options: SimpleNamespace(observe=lambda trajectories: None)
+        ),
     ):
         yield

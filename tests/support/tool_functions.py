@@ -118,6 +118,15 @@ def variable(name: str) -> str:
     return os.environ.get(name, "not set")
 
 
+def started_with(text: str) -> bool:
+    """Look for a text in the environment that the process was started with.
+
+    Args:
+        text: What to look for.
+    """
+    return text.encode() in Path("/proc/self/environ").read_bytes()
+
+
 def start_child(option: str) -> str:
     """Start a process that waits for hours, as the Python tool does, and return its number.
 

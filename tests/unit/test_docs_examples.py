@@ -36,6 +36,7 @@ from tests.support.conversations import ALL
 from tests.support.estimators import inputs_of_rewards
 from tests.support.gloo_ranks import run_ranks
 from tests.support.scripted_session import scripted_session
+from tests.support.thread_agents import ended, play
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import RunSettings, train_run
 
@@ -43,6 +44,7 @@ DOCS = REPOSITORY_ROOT / "docs"
 PAGES = [REPOSITORY_ROOT / "README.md", REPOSITORY_ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 METRICS_PAGE = DOCS / "moe-metrics.md"
 GRPO_PAGE = DOCS / "grpo.md"
+EXAMPLE_AGENT = REPOSITORY_ROOT / "examples/agents/add_with_a_tool.yaml"
 DEMO_RUN = Path("logs/sft_tiny_moe/exp_001")
 DEMO_WEIGHTS = Path(str(load_config("sft_tiny_moe.yaml", check_paths=False).checkpointing.checkpoint_dir)) / "final"
 
@@ -162,6 +164,8 @@ def test_commands_are_valid(page: Path, words: list[str], tmp_path: Path, monkey
     if words[0] == "run":
         monkeypatch.syspath_prepend(EXAMPLE_ALGORITHM)
         Path("opd.yaml").write_text((EXAMPLE_ALGORITHM / "opd.yaml").read_text())
+    if page.name == "agents.md":  # which enters the folder of the example
+        Path(EXAMPLE_AGENT.name).write_text(EXAMPLE_AGENT.read_text())
     for name, text in configurations(page_of_configurations(page, words[0])).items():
         Path(name).write_text(text, encoding="utf-8")
     load = LOADERS[words[0]]
@@ -216,6 +220,7 @@ def test_excerpts_of_the_metric_are_tested_code() -> None:
 def test_there_are_commands_and_code_to_test() -> None:
     found = {(page.name, words[0]) for page, words in COMMANDS}
     assert found == {
+        ("agents.md", "grpo"),
         ("asynchronous-rollouts.md", "grpo"),
         *(("README.md", command) for command in ("sft", "dpo", "grpo", "config", "data", "evaluate", "plan")),
         *(("dpo.md", command) for command in ("sft", "dpo", "config", "plan")),
@@ -241,7 +246,7 @@ def test_there_are_commands_and_code_to_test() -> None:
     }
     # None is missed for standing in a form that `commands` does not know.
     assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)
-    assert len(PYTHON_BLOCKS) == 19
+    assert len(PYTHON_BLOCKS) == 20
 
 
 def write_demo_run() -> None:
@@ -282,6 +287,16 @@ def test_environment_of_ones_own_scores(tmp_path: Path) -> None:
     assert callable(score)
     for response, reward in ((" 606\n", 1.0), ("607", 0.0)):
         assert score(ScoringItem("a", "228+378=", response, False, {"answer": "606"})) == reward
+
+
+def test_agent_of_the_page(tmp_path: Path) -> None:
+    guess = run_block(PYTHON_BLOCKS[MODULES["guesser"]], tmp_path)["guess"]
+    assert callable(guess)
+    family = ALL["Qwen3, Qwen3-MoE"]
+    for answers, reward in ((["3"], 1.0), (["4", "3"], 0.5), (["4", "5"], 0.0)):
+        responses = [ended(family, answer) for answer in answers]
+        _, found = play(lambda task: asyncio.run(guess(task)), responses, family, record={"answer": "3"})
+        assert (found.reward, found.num_turns, found.num_sequences) == (reward, len(answers), 1)
 
 
 def test_several_rewards_by_name(tmp_path: Path) -> None:
@@ -353,6 +368,16 @@ def test_a_second_question(tmp_path: Path) -> None:
         ("user", "You said 361. Are you sure?"),
         ("assistant", "Yes."),
     ]
+
+
+def test_a_second_try(tmp_path: Path) -> None:
+    rollout = run_block(PYTHON_BLOCKS[MODULES["second_try"]], tmp_path)["second_try"]
+    assert callable(rollout)
+    for score, turn_rewards in ((1.0, ()), (0.0, (-0.2, 0.0))):
+        question = [{"role": "user", "content": "12*30+1="}]
+        session = scripted_session(ALL["Qwen2.5, Qwen2-MoE"], question, ["360<|im_end|>"] * 2, reward=score)
+        found = asyncio.run(rollout(session))
+        assert (found.turn_rewards, found.reward) == (turn_rewards, score + sum(turn_rewards))
 
 
 def test_a_calculator(tmp_path: Path) -> None:

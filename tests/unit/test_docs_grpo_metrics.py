@@ -13,7 +13,10 @@ from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_metrics import performance_metrics, training_metrics
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
 from nemo_rl_moe.models.interfaces import GpuUse, TrainResult
+from nemo_rl_moe.rollouts.agents.environment import METRICS as AGENT_METRICS
 from nemo_rl_moe.rollouts.environment import CACHED_TOKENS, KEPT_MASS
+from nemo_rl_moe.rollouts.libraries.openenv_environment import STEPS
+from nemo_rl_moe.rollouts.libraries.verifiers_environment import METRIC_PREFIX
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.tool_environment import METRICS
 from nemo_rl_moe.rollouts.training_batch import training_batch
@@ -44,13 +47,21 @@ def training_keys() -> set[str]:
     return keys
 
 
-def step_metrics() -> dict[str, float]:
+def step_metrics(environment: str = "") -> dict[str, float]:
     """Return metrics of the responses of a step with dynamic sampling."""
-    of_session = dict.fromkeys((KEPT_MASS, CACHED_TOKENS, *METRICS), 1.0)
+    of_session = dict.fromkeys((KEPT_MASS, CACHED_TOKENS, STEPS, f"{METRIC_PREFIX}...", *METRICS, *AGENT_METRICS), 1.0)
     rollouts = [
         with_tokens(trajectory(reward=1.0, rewards={"NAME": 1.0}), tokens_of([10], [5, 1]), tokens_of([10, 5], [1])),
-        replace(trajectory(), num_turns=2, num_retries=1, metrics=of_session, overlong="9 tokens do not fit"),
+        replace(
+            trajectory(),
+            num_turns=2,
+            num_retries=1,
+            metrics=of_session,
+            overlong="9 tokens do not fit",
+            turn_rewards=(0.0, 1.0),
+        ),
     ]
+    rollouts = [replace(each, environment=environment) for each in rollouts]
     groups = RolloutGroups(trained=rollouts, generated=rollouts, num_generations=2, num_rounds=2, num_filled=0)
     batch = training_batch(rollouts, torch.zeros(1, 2, dtype=torch.float64), PAD_TOKEN, leave_out_truncated=False)
     return group_metrics(groups, LEAVE_OUT) | advantage_metrics(batch, torch.ones(1, 2, dtype=torch.bool))
@@ -58,7 +69,17 @@ def step_metrics() -> dict[str, float]:
 
 def test_table_has_every_training_metric_and_no_other() -> None:
     table = {key for cell in documented_keys(GRPO_PAGE) for key in unfolded(cell)}
-    assert {key for key in table if key.startswith("train/")} - {"train/moe/...", "train/by_lag/..."} == training_keys()
+    elsewhere = {"train/moe/...", "train/by_lag/...", "train/env/NAME/..."}
+    assert {key for key in table if key.startswith("train/")} - elsewhere == training_keys()
+
+
+def test_metrics_of_an_environment_are_those_of_the_table_and_its_share() -> None:
+    own = {key for key in step_metrics(environment="NAME") if key.startswith("env/NAME/")}
+    known = {key.removeprefix("env/") for key in step_metrics()} | {"share"}
+    assert {key.removeprefix("env/NAME/") for key in own} <= known
+    assert {"share", "reward", "accuracy", "mean_turns_per_sample", "tools/calls", "num_errors"} <= {
+        key.removeprefix("env/NAME/") for key in own
+    }
 
 
 def test_table_of_gpus_has_every_performance_metric_and_no_other() -> None:

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
-from nemo_rl_moe.config.user_code import described, error_in_user_code, import_function, is_custom
-from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.config.user_code import described, error_in_user_code, import_function, is_custom, named_in_errors
+from nemo_rl_moe.errors import ConfigurationError, UserCodeError
 from nemo_rl_moe.rl.objectives import OBJECTIVES, Objective, ObjectiveInputs
 
 KEY = "loss_fn.objective"
@@ -28,7 +28,14 @@ def find_objective(name: str) -> Objective:
     """
     if not is_custom(name):
         return OBJECTIVES[name]
-    return Objective(name, partial(_custom_loss, name, import_function(KEY, name, "the ObjectiveInputs")))
+    return Objective(name, partial(_loss_in_run, name, import_function(KEY, name, "the ObjectiveInputs")))
+
+
+def _loss_in_run(
+    name: str, function: Callable[[ObjectiveInputs], object], inputs: ObjectiveInputs
+) -> Float[Tensor, "sequences targets"]:
+    with named_in_errors(KEY, name):
+        return _custom_loss(name, function, inputs)
 
 
 def _custom_loss(
@@ -37,12 +44,12 @@ def _custom_loss(
     """Compute each token's loss by the user's function.
 
     Raises:
-        ValueError: It returned something else than one number for each token.
+        UserCodeError: It returned something else than one number for each token.
     """
     loss = function(inputs)
     if not isinstance(loss, Tensor) or loss.shape != inputs.logprobs.shape:
         found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else described(loss)
-        raise ValueError(
+        raise UserCodeError(
             f"{KEY}: {name} returned {found}, expected a tensor of shape {list(inputs.logprobs.shape)}: the loss of"
             " each token"
         )
@@ -60,11 +67,12 @@ def check_objective(config: PolicyGradientLossConfig) -> None:
     inputs = _tried_inputs(config)
     logprobs, mask = inputs.logprobs, inputs.mask
     try:
-        loss = find_objective(config.objective).function(inputs)
+        function = import_function(KEY, config.objective, "the ObjectiveInputs")
+        loss = _custom_loss(config.objective, function, inputs)
     except ConfigurationError:
         raise
-    except ValueError as error:
-        raise ConfigurationError(_named(config.objective, error_in_user_code(error))) from error
+    except UserCodeError as error:
+        raise ConfigurationError(error.problem) from error
     except (Exception, SystemExit) as error:
         raise ConfigurationError(
             f"{KEY}: {config.objective} raised, on three tokens: {error_in_user_code(error)}"
@@ -97,9 +105,3 @@ def _tried_inputs(config: PolicyGradientLossConfig) -> ObjectiveInputs:
         global_sequences=2,
         config=config,
     )
-
-
-def _named(reference: str, text: str) -> str:
-    """Return the text of an error that may name the key already."""
-    text = text.removeprefix("ValueError: ")
-    return text if text.startswith(KEY) else f"{KEY}: {reference} raised, on three tokens: ValueError: {text}"

@@ -7,9 +7,10 @@ from nemo_rl_moe.rl.estimators.grpo import GRPO
 from nemo_rl_moe.rl.estimators.interface import Estimator
 from nemo_rl_moe.rl.estimators.reinforce import REINFORCE
 from nemo_rl_moe.rl.estimators.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
+from nemo_rl_moe.rl.estimators.turn_grpo import TURN_GRPO
 
 ESTIMATORS: dict[str, Estimator] = {
     estimator.name: estimator
-    for estimator in (GRPO, GDPO, REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE, REINFORCE)
+    for estimator in (GRPO, TURN_GRPO, GDPO, REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE, REINFORCE)
 }
 """By the name in `grpo.adv_estimator.name`."""

@@ -51,7 +51,7 @@ def _weighted(inputs: EstimatorInputs) -> dict[str, Float[Tensor, "groups genera
 def rewards_are_named(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that there are named rewards, and nothing that changes their sum alone."""
     reason = "with grpo.adv_estimator.name gdpo, which compares each named reward apart"
-    if config.env.reward_weights is None:
+    if all(env.reward_weights is None for env in config.env.environments.values()):
         yield f"env.reward_weights: got null, expected a weight for each reward {reason}"
     for key, is_on in (
         ("grpo.reward_shaping.enabled", config.grpo.reward_shaping.enabled),

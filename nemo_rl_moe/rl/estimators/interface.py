@@ -32,6 +32,8 @@ class EstimatorInputs:
         group_ids: Identifier of each group: its prompt.
         num_tokens: Sampled tokens of each response.
         token_mask: True at the sampled tokens of each response, in the positions of its whole sequence.
+        token_turns: Turn of each sampled token, from 0, in the same positions; -1 elsewhere.
+        turn_rewards: Rewards of turns, as the environment gave them; `rewards` include them. 0 behind the last turn.
     """
 
     rewards: Float[Tensor, "groups generations"]
@@ -42,6 +44,8 @@ class EstimatorInputs:
     group_ids: tuple[str, ...]
     num_tokens: Int[Tensor, "groups generations"]
     token_mask: Bool[Tensor, "groups generations tokens"]
+    token_turns: Int[Tensor, "groups generations tokens"]
+    turn_rewards: Float[Tensor, "groups generations turns"]
 
 
 def rewards_differ(inputs: EstimatorInputs) -> Bool[Tensor, " groups"]:

@@ -96,6 +96,9 @@ class _Trajectory(BaseModel):
     metrics: dict[str, Number]
     conversation: Conversation = ()
     times: Times | None = None
+    environment: str = ""
+    turn_lengths: list[Count] = []
+    turn_rewards: list[Number] = []
 
     @model_validator(mode="before")
     @classmethod
@@ -271,6 +274,9 @@ def _trajectory(trajectory: Trajectory, routes: Iterator[Shaped[np.ndarray, "row
         metrics=dict(trajectory.metrics),
         conversation=trajectory.conversation,
         times=trajectory.times,
+        environment=trajectory.environment,
+        turn_lengths=list(trajectory.turn_lengths),
+        turn_rewards=list(trajectory.turn_rewards),
     )
 
 
@@ -320,6 +326,6 @@ def _sequences(
 def _restored(saved: _Trajectory, sequences: tuple[TokenSequence, ...]) -> Trajectory:
     names = {each.name for each in fields(Trajectory)}
     values: dict[str, Any] = {name: value for name, value in saved if name in names}
-    values["sequences"] = sequences
+    values |= {"sequences": sequences, **{name: tuple(values[name]) for name in ("turn_lengths", "turn_rewards")}}
     values["fault"] = None if saved.fault is None else Fault(saved.fault)
     return Trajectory(**values)

@@ -10,9 +10,10 @@ group since its admission.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from nemo_rl_moe.config.schema_rollouts import OnStale
-from nemo_rl_moe.config.user_code import described, import_function, is_custom
+from nemo_rl_moe.config.user_code import described, import_function, is_custom, named_in_errors
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
 
@@ -177,9 +178,14 @@ def make_policy(key: str, name: str, bounds: Bounds, on_stale: OnStale) -> Stale
         ConfigurationError: There is no such policy.
     """
     if is_custom(name):
-        choose: Choose = import_function(key, name, "a QueueView")
+        choose: Choose = partial(_chosen_in_run, key, name, import_function(key, name, "a QueueView"))
     elif name in POLICIES:
         choose = POLICIES[name]
     else:
         raise ConfigurationError(f"{key}: got {name!r}, expected {', '.join(POLICIES)} or package.module:function")
     return StalenessPolicy(choose, bounds, on_stale, f"{key}: {name}")
+
+
+def _chosen_in_run(key: str, name: str, choose: Choose, view: QueueView) -> Sequence[int]:
+    with named_in_errors(key, name):
+        return choose(view)

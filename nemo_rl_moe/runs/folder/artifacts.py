@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from nemo_rl_moe.routing.agreement.statistics import RoutingReport
     from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
     from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
+    from nemo_rl_moe.routing.metrics.writers import WriterLoad
     from nemo_rl_moe.runs.folder.by_lag import LagTable
     from nemo_rl_moe.runs.folder.time_line import TimeLine
 
@@ -29,5 +30,6 @@ class ArtifactKey(Generic[Artifact]):
 EXPERT_LOAD: "ArtifactKey[ExpertLoad]" = ArtifactKey("expert_load")
 ROUTING: "ArtifactKey[RoutingReport]" = ArtifactKey("routing")
 EXPERTS_BY_ADVANTAGE: "ArtifactKey[AdvantageScores]" = ArtifactKey("experts_by_advantage")
+EXPERTS_BY_WRITER: "ArtifactKey[WriterLoad]" = ArtifactKey("experts_by_writer")
 BY_LAG: "ArtifactKey[LagTable]" = ArtifactKey("by_lag")
 TIME_LINE: "ArtifactKey[TimeLine]" = ArtifactKey("time_line")

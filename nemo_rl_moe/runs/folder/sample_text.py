@@ -87,7 +87,7 @@ def sample_lines(sample: ShownSample, limits: TextLimits | None = None) -> list[
     for turn in sample.turns:
         if turn.sequence is not None and turn.sequence != sequence:
             sequence = turn.sequence
-            what = f"-- sequence {sequence + 1}: the chat template has rendered the conversation afresh --"
+            what = f"-- sequence {sequence + 1}, which does not continue the turns above --"
             lines.append(((f"    {what}", "dim"),))
         lines += _turn_lines(turn, limits or TextLimits())
     if sample.times is not None:

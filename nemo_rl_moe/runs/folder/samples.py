@@ -66,6 +66,8 @@ class SavedTrajectory(Protocol):
     def times(self) -> RolloutTimes | None: ...
     @property
     def left_out(self) -> str: ...
+    @property
+    def environment(self) -> str: ...
 
 
 class Console(Protocol):
@@ -144,6 +146,8 @@ def _record(step: int, split: str, trajectory: SavedTrajectory, thumbnails: Sequ
     seldom: dict[str, Any] = {"num_turns": trajectory.num_turns} if trajectory.num_turns > 1 else {}
     if trajectory.num_sequences > 1:
         seldom["num_sequences"] = trajectory.num_sequences
+    if trajectory.environment:
+        seldom["environment"] = trajectory.environment
     if thumbnails:
         seldom["thumbnails"] = list(thumbnails)
     if trajectory.left_out:

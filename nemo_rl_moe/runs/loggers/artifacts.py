@@ -14,17 +14,27 @@ from typing import TYPE_CHECKING, Any, Generic
 import numpy as np
 
 from nemo_rl_moe.runs.folder.advantages import AdvantageWriter
-from nemo_rl_moe.runs.folder.artifacts import BY_LAG, EXPERT_LOAD, EXPERTS_BY_ADVANTAGE, ROUTING, TIME_LINE, Artifact
+from nemo_rl_moe.runs.folder.artifacts import (
+    BY_LAG,
+    EXPERT_LOAD,
+    EXPERTS_BY_ADVANTAGE,
+    EXPERTS_BY_WRITER,
+    ROUTING,
+    TIME_LINE,
+    Artifact,
+)
 from nemo_rl_moe.runs.folder.by_lag import LagWriter
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.runs.folder.routing import RoutingWriter
 from nemo_rl_moe.runs.folder.step_tables import MAX_DELAY_S, StepTableWriter
 from nemo_rl_moe.runs.folder.time_line import TimeLineWriter
+from nemo_rl_moe.runs.folder.writer_load import WriterLoadWriter
 from nemo_rl_moe.runs.loggers.alerts import Alert, AlertWatch
 from nemo_rl_moe.runs.loggers.expert_load_plots import expert_load_plots
 from nemo_rl_moe.runs.loggers.lag_plots import lag_plots
 from nemo_rl_moe.runs.loggers.plots import advantage_plots, modality_plots, routing_plots
 from nemo_rl_moe.runs.loggers.time_line_plot import time_line_plots
+from nemo_rl_moe.runs.loggers.writer_plots import writer_plots
 
 if TYPE_CHECKING:
     # Loggers work without torch.
@@ -84,6 +94,7 @@ ARTIFACTS: dict[str, ArtifactKind[Any]] = {
         ArtifactKind(EXPERT_LOAD.name, ExpertLoadWriter, _plot_expert_load, _watch_expert_load),
         ArtifactKind(ROUTING.name, RoutingWriter, _plot_routing, _watch_routing),
         ArtifactKind(EXPERTS_BY_ADVANTAGE.name, AdvantageWriter, _plot_advantages),
+        ArtifactKind(EXPERTS_BY_WRITER.name, WriterLoadWriter, writer_plots),
         ArtifactKind(BY_LAG.name, LagWriter, lag_plots),
         ArtifactKind(TIME_LINE.name, TimeLineWriter, time_line_plots),
     )

@@ -9,6 +9,8 @@ from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
+from nemo_rl_moe.config.user_code import described
+from nemo_rl_moe.errors import UserCodeError
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.runs.folder.metrics import RunOutcome
 from nemo_rl_moe.runs.folder.sample_text import ShownSample
@@ -26,8 +28,8 @@ ChooseSamples = Callable[[int, str, Sequence[SavedTrajectory]], Sequence[ShownSa
 class FanOutLogger:
     """All loggers of a run. NaN and infinities are logged as they are.
 
-    Survives a logger that raises, as with a closed terminal: it warns once and is left out. Survives a metric that is
-    not a number, as an environment may return: it warns once, and the other metrics are logged.
+    Survives a logger that raises, as with a closed terminal: it warns once and is left out. A metric that is not a
+    number is a fault of the code that made it, and an error.
     """
 
     name = "all loggers"
@@ -48,7 +50,6 @@ class FanOutLogger:
         self._direct = list(direct)
         self._isolated = list(isolated)
         self._earlier_run_ids = dict(earlier_run_ids)
-        self._warned_keys: set[str] = set()
         self._plots, self._alerts = plots, alerts
         self._failed: list[FailedResponses] = []
 
@@ -64,7 +65,11 @@ class FanOutLogger:
         return self._earlier_run_ids | {logger.name: logger.run_id for logger in self._isolated if logger.run_id}
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step to every logger that still takes part; the direct ones have it when this returns."""
+        """Log one step to every logger that still takes part; the direct ones have it when this returns.
+
+        Raises:
+            UserCodeError: A metric is not a number.
+        """
         numbers = self._numbers(step, metrics)
         self._for_each(f"failed at step {step}", lambda logger: logger.log_step(step, numbers))
         for isolated in self._isolated:
@@ -145,15 +150,15 @@ class FanOutLogger:
                 isolated.send_alert(alert.title, alert.text)
 
     def _numbers(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Copy of the metrics in plain floats, for the threads of the isolated loggers."""
+        """Return a copy of the metrics in plain floats, for the threads of the isolated loggers."""
         numbers: dict[str, float] = {}
         for key, value in metrics.items():
             try:
                 numbers[key] = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
-                if key not in self._warned_keys:
-                    self._warned_keys.add(key)
-                    self._notices.warn(f"metric {key!r} cannot be logged at step {step}: {reason_of(error)}")
+                raise UserCodeError(
+                    f"the metric {key} of step {step} is {described(value)}, expected a number"
+                ) from error
         return numbers
 
     def _for_each(self, failure: str, action: Callable[[MetricLogger], None]) -> None:

@@ -34,6 +34,7 @@ _FAMILIES = {
     "routing_drift": "Drift of the routing, layer by layer",
     "routing_split": "Parts of the mismatch, layer by layer",
     "routing_advantage": "Experts and advantages, layer by layer",
+    "routing_writers": "Experts by who wrote the token, layer by layer",
 }
 _OF_A_LAYER = re.compile(r"train/moe/(\w+)/(\w+)_layer_(\d{1,6})")
 

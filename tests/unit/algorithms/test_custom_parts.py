@@ -14,7 +14,7 @@ from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.errors import ConfigurationError, UserCodeError
 from tests.support import custom_parts
 from tests.support.custom_parts import NAME
 from tests.support.estimators import advantages_of_rewards
@@ -107,3 +107,30 @@ def test_what_can_be_used_passes() -> None:
     check_estimator(config_with("grpo"))
     check_objective(config_of(objective=f"{NAME}:doubled"))
     check_objective(config_of())
+
+
+@pytest.mark.parametrize("name", ["raising", "raising_below"])
+def test_an_error_in_a_run_begins_with_key_value_and_the_users_line(name: str) -> None:
+    """What passes on three tokens may still fail on those of a run."""
+    source = inspect.getsource(custom_parts).splitlines()
+    number = 1 + next(index for index, line in enumerate(source) if f"# {name}" in line)
+    reference = f"{NAME}:{name}"
+    loss = PolicyGradientLoss(config_of(objective=reference), on_policy=False)
+    for key, call in (
+        (ESTIMATOR, lambda: advantages_of_rewards(torch.ones(2, 2), config_with(reference).grpo.adv_estimator)),
+        (OBJECTIVE, lambda: loss(random_inputs(seed=3))),
+    ):
+        with pytest.raises(UserCodeError) as error:
+            call()
+        first, second, *_ = str(error.value).splitlines()
+        assert first.startswith(f"{key}: {reference} raised ")
+        assert first.endswith(f" (custom_parts.py:{number})")
+        assert second == "Traceback (most recent call last):"
+
+
+def test_a_loss_of_the_wrong_shape_in_a_run_is_one_line() -> None:
+    reference = f"{NAME}:mean_loss"
+    with pytest.raises(UserCodeError) as error:
+        PolicyGradientLoss(config_of(objective=reference), on_policy=False)(random_inputs(seed=3))
+    (line,) = str(error.value).splitlines()
+    assert line.startswith(f"{OBJECTIVE}: {reference} returned shape [], expected a tensor of shape ")

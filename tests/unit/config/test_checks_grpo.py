@@ -30,6 +30,22 @@ ON_GPUS = (
     *("policy.generation.backend=vllm", "cluster.num_nodes=2", "cluster.gpus_per_node=4"),
     "policy.train_micro_batch_size=16",
 )
+VERIFIERS = (
+    "env.name=verifiers",
+    "env.parameters={id: sums}",
+    "env.answer_after=null",
+    "data.train.path=null",
+    "data.validation.path=null",
+)
+
+
+def openenv(app: str = '"a:app"', url: str = "null") -> str:
+    return (
+        f"env.openenv={{app: {app}, url: {url}, num_servers: 1, sessions_per_server: 1, action_key: a,"
+        " observation_key: b}"
+    )
+
+
 BROKEN = [
     (
         (f"{ROLLOUTS}.mode=asynchronous",),
@@ -367,12 +383,132 @@ BROKEN = [
     (
         ("env.tools=[calculator]", "env.rollout=my_module:ask"),
         "tools_have_a_conversation",
-        "env.tools: got calculator, expected [] with env.rollout my_module:ask, which drives trajectories",
+        "env.tools: got calculator, expected none with env.rollout my_module:ask, which drives trajectories",
     ),
     (
         ("env.tools=[calculator]", "data.tools=[{type: function, function: {name: add}}]"),
         "tools_have_a_conversation",
         "data.tools: got 1, expected [] with env.tools calculator: the chat template gets the definitions of those",
+    ),
+    (
+        ("env.mcp_servers={words: {command: python}}", "env.rollout=my_module:ask"),
+        "tools_have_a_conversation",
+        "env.mcp_servers: got words, expected none with env.rollout my_module:ask, which drives trajectories",
+    ),
+    (
+        (*VERIFIERS, "env.parameters={}"),
+        "verifiers_drives_trajectories",
+        "env.parameters.id: is missing, expected the name of an environment with env.name verifiers, such as"
+        " {id: gsm8k}",
+    ),
+    (
+        (*VERIFIERS, "env.rollout=my_module:ask"),
+        "verifiers_drives_trajectories",
+        "env.rollout: got my_module:ask, expected null with env.name verifiers, whose environment drives trajectories",
+    ),
+    (
+        (*VERIFIERS, "env.tools=[calculator]"),
+        "verifiers_drives_trajectories",
+        "env.tools: got calculator, expected [] with env.name verifiers, whose environment has its own",
+    ),
+    (
+        (*VERIFIERS, "env.mcp_servers={words: {command: python}}"),
+        "verifiers_drives_trajectories",
+        "env.mcp_servers: got words, expected {} with env.name verifiers, which has its own tools",
+    ),
+    (
+        (*VERIFIERS, f"{WEIGHTS}={{a: 1.0}}"),
+        "verifiers_drives_trajectories",
+        "env.reward_weights: got a, expected null with env.name verifiers, whose rubric has its own",
+    ),
+    (
+        (*VERIFIERS, "env.answer_after=</think>"),
+        "verifiers_drives_trajectories",
+        "env.answer_after: got '</think>', expected null with env.name verifiers: its rubric reads whole responses",
+    ),
+    (
+        (*VERIFIERS, "data.prompt_template='{prompt}'"),
+        "verifiers_drives_trajectories",
+        "data.prompt_template: got a text, expected null with env.name verifiers, whose environment makes prompts",
+    ),
+    (
+        (*VERIFIERS, "data.tools=[{type: function, function: {name: add}}]"),
+        "verifiers_drives_trajectories",
+        "data.tools: got 1, expected [] with env.name verifiers, whose environment has its own",
+    ),
+    (
+        (*VERIFIERS, "data.train.path=a.jsonl"),
+        "verifiers_drives_trajectories",
+        "data.train.path: got a.jsonl, expected null with env.name verifiers, whose environment has its own data",
+    ),
+    (
+        ("env.name=openenv",),
+        "environment_has_its_section",
+        'env.openenv: got null, expected a section such as {app: "my_env.server.app:app", url: null, num_servers: 1,'
+        " sessions_per_server: 1, action_key: message, observation_key: echoed_message} with env.name openenv",
+    ),
+    (
+        ("env.name=openenv", openenv(app="null")),
+        "openenv_drives_trajectories",
+        "env.openenv.app: got null, and so is env.openenv.url, expected one of them",
+    ),
+    (
+        ("env.name=openenv", openenv(url="'http://a'")),
+        "openenv_drives_trajectories",
+        "env.openenv.app: got a:app, and there is env.openenv.url, expected one of them",
+    ),
+    (
+        ("env.name=openenv", openenv(), "env.rollout=my_module:ask"),
+        "openenv_drives_trajectories",
+        "env.rollout: got my_module:ask, expected null with env.name openenv, whose server drives trajectories",
+    ),
+    (
+        ("env.name=openenv", openenv(), "env.tools=[calculator]"),
+        "openenv_drives_trajectories",
+        "env.tools and env.mcp_servers: got calculator, expected none with env.name openenv, whose actions are"
+        " responses",
+    ),
+    (
+        ("env.name=openenv", openenv(), f"{WEIGHTS}={{a: 1.0}}"),
+        "openenv_drives_trajectories",
+        "env.reward_weights: got a, expected null with env.name openenv: it gives one reward",
+    ),
+    (
+        ("env.agent=my_module:agent", "env.agent_command=[python, agent.py]"),
+        "agents_have_a_conversation",
+        "env.agent_command: got python agent.py, expected [] with env.agent my_module:agent",
+    ),
+    (
+        ("env.agent_command=[python, agent.py]", "env.rollout=my_module:ask"),
+        "agents_have_a_conversation",
+        "env.agent_command: got python agent.py, expected none with env.rollout my_module:ask, which drives"
+        " trajectories",
+    ),
+    (
+        ("env.agent=my_module:agent", "env.tools=[calculator]"),
+        "agents_have_a_conversation",
+        "env.tools: got calculator, expected [] with env.agent my_module:agent, which runs its own tools",
+    ),
+    (
+        ("env.agent=my_module:agent", "env.mcp_servers={words: {command: python}}"),
+        "agents_have_a_conversation",
+        "env.mcp_servers: got words, expected {} with env.agent my_module:agent, which runs its own tools",
+    ),
+    (
+        ("env.agent=my_module:agent", "env.name=openenv", openenv()),
+        "agents_have_a_conversation",
+        "env.agent: got my_module:agent, expected none with env.name openenv, which drives trajectories",
+    ),
+    (
+        ("env.agent=my_module:agent", "data.tools=[{type: function, function: {name: add}}]"),
+        "agents_have_a_conversation",
+        "data.tools: got 1, expected [] with env.agent my_module:agent, whose requests define tools",
+    ),
+    (
+        ("env.tools=[calculator]", "env.tool_call_cost=0.5", "env.reward_weights={a: 1}", *CALLABLE),
+        "tools_have_a_conversation",
+        "env.tool_call_cost: got 0.5, expected 0 with env.reward_weights: the reward is the weighted sum of the named"
+        " rewards alone",
     ),
     (
         (*NO_TASK, "data.train.path=null", "data.train.num_items=5"),
@@ -513,6 +649,9 @@ def test_every_rule_has_a_broken_example() -> None:
         ("loss_fn.token_level_loss=false", "loss_fn.length_normalizer=31"),
         ("loss_fn.objective=reinforce", "loss_fn.entropy_bonus=0.001"),
         NO_TASK,
+        VERIFIERS,
+        ("env.name=openenv", openenv()),
+        ("env.name=openenv", openenv(app="null", url="'http://127.0.0.1:8000'")),
         ("loss_fn.ratio_clip_min=1.0", "loss_fn.objective=cispo", "loss_fn.ratio_clip_max=4.0"),
         (f"{GSPO}=true", "loss_fn.token_level_loss=false"),
         (*ONE_RESPONSE, f"{ESTIMATOR}=reinforce_plus_plus"),

@@ -10,7 +10,7 @@ from nemo_rl_moe import cli
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.launch.grpo import read_prompts
+from nemo_rl_moe.launch.prompts import read_prompts
 from nemo_rl_moe.launch.tools import data_with_tools, prepare_tools
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS

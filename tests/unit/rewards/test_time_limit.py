@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The limit on one response, and what becomes of errors."""
 
+import re
 import signal
 import time
 
@@ -80,7 +81,10 @@ def test_python_code_is_interrupted_and_nothing_rings_later():
     ],
 )
 def test_errors(item_of, action, message):
-    assert score_within(100.0, Returns(action), item_of("")) == Score(0.0, False, Fault.ERROR, message)
+    """Reported with the line of the file that raised."""
+    score = score_within(100.0, Returns(action), item_of(""))
+    assert score == Score(0.0, False, Fault.ERROR, score.message)
+    assert re.fullmatch(rf"{message} \(test_time_limit\.py:\d+\)", score.message)
 
 
 def test_one_line_is_short():

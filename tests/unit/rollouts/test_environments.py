@@ -3,8 +3,10 @@
 """Environments of several turns: masks, log-probabilities, seeds and limits of what they make."""
 
 import asyncio
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,7 +162,8 @@ def test_a_function_that_raises_costs_its_trajectory_alone() -> None:
 
     found = run(fails_at_times, generations=1)
     assert [trajectory.reward for trajectory in found] == [1.0, 0.0]
-    assert (found[1].fault, found[1].fault_message) == (Fault.ERROR, "RuntimeError: no such tool")
+    assert found[1].fault is Fault.ERROR
+    assert re.fullmatch(r"RuntimeError: no such tool \(test_environments\.py:\d+\)", found[1].fault_message)
     assert only_sequence(found[1]).loss_mask.any(), "what was generated is there"
 
 
@@ -171,7 +174,9 @@ def test_a_tool_that_cancels_its_trajectory_costs_it_alone() -> None:
             raise asyncio.CancelledError("gone")
         return session.finish(Score(1.0, is_correct=True))
 
-    assert messages_of(is_cancelled) == ["", "CancelledError: gone"]
+    first, second = messages_of(is_cancelled)
+    assert first == ""
+    assert second.startswith("CancelledError: gone (test_environments.py:")
 
 
 def test_an_environment_may_wait_for_something_else() -> None:
@@ -327,11 +332,28 @@ def test_a_second_request_while_one_is_waited_for_is_an_error_of_that_trajectory
         await session.generate()
         return session.finish(Score(1.0, is_correct=True))
 
-    assert messages_of(asks_at_once) == [
-        "",
+    first, second = messages_of(asks_at_once)
+    assert first == ""
+    assert second.startswith(
         "RuntimeError: a response was asked for while a response was still waited for; a session does one thing at a"
-        " time: await each before the next",
-    ]
+        " time: await each before the next (test_environments.py:"
+    )
+
+
+@pytest.mark.parametrize("odd", [[1.0, 2.0], np.array([1.0]), torch.ones(2), "much", None])
+def test_a_metric_that_is_no_number_is_an_error_of_its_trajectory(odd: object) -> None:
+    """A mean over all values of all lists would pass for the metric."""
+
+    async def measures(session: Session) -> Trajectory:
+        await session.generate()
+        value: Any = odd if session.prompt.sample_id == "train:1" else torch.tensor(3)
+        return session.finish(Score(1.0, is_correct=True), {"depth": value})
+
+    first, second = run(measures, generations=1)
+    assert (first.fault_message, first.metrics) == ("", {"depth": 3.0})
+    assert second.fault_message.startswith("TypeError: session.finish: the metric 'depth' is ")
+    assert second.metrics == {}
+    assert re.search(r", expected a number \(test_environments\.py:\d+\)$", second.fault_message)
 
 
 def test_tokens_added_while_a_response_is_waited_for_are_an_error_too() -> None:

@@ -79,6 +79,7 @@ def play(
     max_tokens: int = 10_000,
     limits: ToolLimitsConfig = LIMITS,
     warn: Callable[[str], None] = print,
+    call_cost: float = 0.0,
 ) -> tuple[Session, Trajectory]:
     """Return the session and the trajectory of responses that are given."""
     session = scripted_session(
@@ -90,7 +91,7 @@ def play(
         reward=1.0,
     )
     tool_format = format_of(family.tokenizer, None, NO_INPUTS)
-    environment = ToolConversation(TOOLS, tool_format, calls or Calls(), limits, max_turns, warn)
+    environment = ToolConversation(TOOLS, tool_format, calls or Calls(), limits, max_turns, warn, call_cost=call_cost)
     return session, asyncio.run(environment.rollout(session))
 
 
@@ -133,6 +134,15 @@ def test_several_calls_of_a_turn_are_made_in_their_order_and_answered_once_each(
     assert all(len(each) == 9 and each.isalnum() for each in ids)
     assert found.metrics["tools/calls"] == 3
     assert found.num_turns == 2
+
+
+def test_each_answered_call_costs_and_the_answer_stays_right() -> None:
+    both = called("add", a=1, b=2) + called("nothing", a=1)
+    _, found = play([both, called("add", a=3, b=3), called("add", a=4)], max_turns=3, call_cost=0.125)
+    # The call of the last turn is not made; it is the answer.
+    assert found.metrics["tools/calls"] == 3
+    assert found.reward == 1.0 - 3 * 0.125
+    assert found.is_correct
 
 
 def test_a_bad_call_gets_an_answer_that_teaches_and_the_others_are_made() -> None:
@@ -179,14 +189,20 @@ def test_a_model_that_never_calls_right_ends_at_the_most_turns() -> None:
     session, found = play([wrong] * 9, calls, max_turns=3)
     assert found.num_turns == 3
     assert len(answers(session)) == 2
-    assert (calls.made, found.reward, found.finish_reason) == ([], 1.0, "stop")
+    assert (calls.made, found.reward, found.finish_reason) == ([], 1.0, "turns")
 
 
 def test_calls_of_the_last_turn_are_not_made() -> None:
     calls = Calls()
     _, found = play([called("add", a=1), called("add", a=2), "done"], calls, max_turns=2)
     assert len(calls.made) == 1
-    assert found.num_turns == 2
+    assert (found.num_turns, found.finish_reason) == (2, "turns")
+    assert not found.is_truncated, "it lacks no token"
+
+
+def test_an_answer_in_the_last_turn_is_none_that_was_cut() -> None:
+    _, found = play([called("add", a=1), "done"], Calls(), max_turns=2)
+    assert (found.num_turns, found.finish_reason) == (2, "stop")
 
 
 def test_what_is_thought_is_not_called() -> None:

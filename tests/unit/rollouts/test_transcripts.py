@@ -14,6 +14,7 @@ from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.turn_glue import NoExtension
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.tool_environment import ToolConversation
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -102,10 +103,11 @@ def test_a_conversation_with_tools_says_who_said_what_in_which_tokens() -> None:
 
 def test_the_time_of_responses_and_calls_is_told_and_the_rest_is_waiting() -> None:
     now = [0.0]
-    transcript = Transcript(Prompt("p", "question", (1, 2), {}), clock=lambda: now[0])
+    sequence = GrowingSequence((1, 2))
+    transcript = Transcript(Prompt("p", "question", (1, 2), {}), sequence, str, clock=lambda: now[0])
     asked_s = transcript.now_s()
     now[0] = 5.0
-    transcript.add_response("calls", 0, (2, 4), asked_s, waited_s=2.0)
+    transcript.add_response("calls", sequence, 2, asked_s, waited_s=2.0)
     now[0] = 7.0
     transcript.add_call(ToolUse("1", "add", "{}"), seconds=0.5)
     transcript.add_call(ToolUse("2", "add", "{}", "wrong"), seconds=0.0)
@@ -113,7 +115,7 @@ def test_the_time_of_responses_and_calls_is_told_and_the_rest_is_waiting() -> No
     times = transcript.times()
     assert (times.seconds, times.generation, times.tools) == (10.0, ((2.0, 5.0),), ((6.5, 7.0), (7.0, 7.0)))
     assert (times.generation_s, times.tools_s, times.waiting_s) == (3.0, 0.5, 6.5)
-    prompt, response = transcript.conversation(1)
+    prompt, response = transcript.conversation([sequence])
     assert prompt == ConversationTurn("prompt", "question", 0, (0, 2))
     assert [call.outcome for call in response.calls] == ["ok", "wrong"]
 
@@ -204,4 +206,35 @@ def test_text_of_the_environment_is_no_message() -> None:
     found = asyncio.run(begin_answer(session_of(["3"])))
     assert said(found)[1:] == [("environment", "The answer: "), ("assistant", "3"), ("environment", "and?")]
     assert [text_at(QWEN, found, turn) for turn in found.conversation[1::2]] == ["The answer: ", "and?"]
+    assert_trained_where_sampled(found)
+
+
+def test_sequences_that_an_agent_begins_are_told_with_what_stands_before_each_response() -> None:
+    async def branch(session: Session) -> Trajectory:
+        first = session.begin_sequence(QWEN.encode("first question"))
+        await session.continue_sequence(first, 100)
+        other = session.begin_sequence(QWEN.encode("other question"))
+        await session.continue_sequence(other, 100)
+        first.add_given(QWEN.encode("result"))
+        await session.continue_sequence(first, 100)
+        return session.finish(RIGHT)
+
+    found = asyncio.run(branch(session_of(["a", "b", "c"])))
+    assert [(turn.text, turn.sequence) for turn in found.conversation] == [
+        *(("first question", 0), ("a", 0), ("other question", 1), ("b", 1)),
+        *(("result", 0), ("c", 0)),
+    ]
+    assert_trained_where_sampled(found)
+
+
+def test_a_conversation_of_its_own_is_told_by_its_messages() -> None:
+    async def rewrite(session: Session) -> Trajectory:
+        await session.generate()
+        session.begin_conversation([{"role": "user", "content": "in short: 1+2?"}])
+        await session.generate()
+        return session.finish(RIGHT)
+
+    found = asyncio.run(rewrite(session_of(["a", "b"])))
+    assert said(found) == [("user", "1+2?"), ("assistant", "a"), ("user", "in short: 1+2?"), ("assistant", "b")]
+    assert [turn.sequence for turn in found.conversation] == [0, 0, 1, 1]
     assert_trained_where_sampled(found)

@@ -62,6 +62,6 @@ def test_all_of_it_is_importable_and_useful_alone() -> None:
     imported, used = done.stdout.splitlines()
     num_modules, *packages = imported.split()
     assert int(num_modules) >= 25
-    assert packages == ["routing", "shapes", "token_lag"]
+    assert packages == ["routing", "shapes", "token_lag", "token_writers"]
     # Two of four tokens go to the first expert; the last one gets none.
     assert used == "2.0 0.25"

@@ -3,13 +3,15 @@
 """Results of tools as texts, and what a tool's process forgets."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_rl_moe.distributed.process_limits import forget_secrets
 from nemo_rl_moe.tools.results import as_text, cut
-from nemo_rl_moe.tools.worker import forget_secrets
 
 
 def test_texts_stay_and_the_rest_is_json() -> None:
@@ -39,3 +41,21 @@ def test_secrets_are_forgotten_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPa
         os.environ.update(kept)
     assert {"HF_TOKEN", "WANDB_API_KEY", "DB_PASSWORD"} <= before - left
     assert {"HARMLESS", "TOKENIZERS_PARALLELISM", "PATH"} <= left
+
+
+_FORGETS = """
+import subprocess
+from pathlib import Path
+from nemo_rl_moe.tools.worker import forget_secrets
+forget_secrets()
+print(Path("/proc/self/environ").read_bytes(), subprocess.check_output(["env"]))
+"""
+
+
+def test_secrets_are_gone_from_what_the_process_was_started_with() -> None:
+    environment = {**os.environ, "MY_API_KEY": "hunter2", "HARMLESS": "kept", "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run(
+        [sys.executable, "-c", _FORGETS], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert "hunter2" not in found
+    assert found.count("HARMLESS=kept") == 2

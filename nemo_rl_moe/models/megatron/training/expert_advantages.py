@@ -3,31 +3,28 @@
 """Experts that each sequence's trained tokens go to, counted in training forward passes, beside its advantage."""
 
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Axis, GlobalBatchShard, TokenBatch
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
+from nemo_rl_moe.models.megatron.training.assignment_counts import AssignmentCounts
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, cut_of_rank, in_router_order
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
 from nemo_rl_moe.routing.metrics.routing_advantage import (
     AdvantageScores,
-    add_sequence_assignments,
     advantage_metrics,
     advantage_scores,
 )
-from nemo_rl_moe.routing.routers import RouterLayer, routed_experts, routers_of
 from nemo_rl_moe.runs.folder.artifacts import EXPERTS_BY_ADVANTAGE
 
 # isort: split
@@ -45,19 +42,9 @@ class ExpertAdvantageRecorder(StepObserver):
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, per_layer: bool):
         self._config, self._device, self._per_layer = config, device, per_layer
-        self._layers = moe_layer_indices(config)
+        self._counter = AssignmentCounts(chunks, config, device)
         self._shards: Sequence[GlobalBatchShard] = ()
         self._first_rows: list[int] = []
-        self._counts = self._new_counts(0)
-        self._rows: Int[Tensor, " tokens"] | None = None
-        self._indices: dict[int, Tensor] = {}
-        self._own_layers: dict[tuple[int, ...], Tensor] = {}
-        positions = {layer: position for position, layer in enumerate(self._layers)}
-        for chunk in chunks:
-            # The decoder's own routers, as on a capture.
-            for layer, router in routers_of(chunk.decoder):
-                hook = self._hook(positions[layer.key], layer)  # type: ignore[index]  # Megatron-Core numbers its layers
-                router.register_forward_hook(hook)
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
         """Clear what was counted and make room for these sequences; for none where they have no advantages."""
@@ -67,25 +54,16 @@ class ExpertAdvantageRecorder(StepObserver):
         if not has_advantages:
             return
         *self._first_rows, num_rows = accumulate(map(len, microbatches), initial=0)
-        if len(self._counts) == num_rows + 1:
-            self._counts.zero_()
-        else:
-            self._counts = self._new_counts(num_rows)
+        self._counter.start(num_rows)
 
-    @contextmanager
-    def training_forward(self, forward: TrainingForward) -> Iterator[None]:
+    def training_forward(self, forward: TrainingForward) -> AbstractContextManager[None]:
         """Count what the routers choose for the sequences of this microbatch while open."""
         if not self._shards:
-            yield
-            return
-        first_row, other_row = self._first_rows[forward.number], len(self._counts) - 1
-        self._rows = rows_of_tokens(forward.microbatch, first_row, other_row, cut_of_rank(self._config))
-        try:
-            yield
-            self._add_indices(self._rows)
-        finally:
-            self._rows = None
-            self._indices = {}
+            return nullcontext()
+        first_row, other_row = self._first_rows[forward.number], self._counter.other_row
+        return self._counter.counting(
+            rows_of_tokens(forward.microbatch, first_row, other_row, cut_of_rank(self._config))
+        )
 
     def end_step(self) -> StepObservations:
         """Return metrics and scores on rank 0 alone. A collective where there are advantages: all ranks call it."""
@@ -98,12 +76,13 @@ class ExpertAdvantageRecorder(StepObserver):
         if not len(trained):
             return StepObservations()
         advantages, groups, _ = facts.index_select(1, trained)
+        layers = self._counter.layers
         metrics: dict[str, float] = {}
         of_both = advantage_scores(counts.index_select(0, trained), advantages, groups)
         for of_shares, scores in enumerate(of_both):
-            metrics |= advantage_metrics(scores, self._layers, per_layer=self._per_layer, of_shares=bool(of_shares))
+            metrics |= advantage_metrics(scores, layers, per_layer=self._per_layer, of_shares=bool(of_shares))
         # Of numbers of tokens every expert has a preference where long responses are good ones.
-        found = AdvantageScores(tuple(self._layers), scores.cpu())
+        found = AdvantageScores(tuple(layers), scores.cpu())
         return StepObservations(metrics, {EXPERTS_BY_ADVANTAGE.name: found})
 
     def _of_whole_batch(self) -> list[Tensor]:
@@ -111,42 +90,14 @@ class ExpertAdvantageRecorder(StepObserver):
         batches = [microbatch for shard in self._shards for microbatch in shard.microbatches]
         places = np.array([place for shard in self._shards for place in shard.places])
         num_sequences = self._shards[0].num_batch_sequences
-        counts = self._counts.new_zeros(num_sequences, *self._counts.shape[1:])
-        tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-        if self._config.sequence_parallel or tensor_rank == 0:
-            counts.index_copy_(0, torch.from_numpy(places).to(self._device), self._counts[:-1])
+        own_counts = self._counter.own_counts
+        counts = own_counts.new_zeros(num_sequences, *own_counts.shape[1:])
+        counts.index_copy_(0, torch.from_numpy(places).to(self._device), own_counts)
         facts = np.zeros((3, num_sequences))
         is_first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
         if is_first_stage and parallel_state.get_tensor_and_context_parallel_group().rank() == 0:
             facts[:, places] = np.concatenate([_facts_of(batch) for batch in batches], 1)
         return [counts, torch.from_numpy(facts)]
-
-    def _new_counts(self, num_rows: int) -> Int[Tensor, "rows layers experts"]:
-        """Return the zeros for so many sequences, and a row for tokens that do not count."""
-        shape = (num_rows + 1, len(self._layers), int(self._config.num_moe_experts or 0))
-        return torch.zeros(shape, dtype=torch.int32, device=self._device)
-
-    def _add_indices(self, rows: Int[Tensor, " tokens"]) -> None:
-        """Add the calls of all layers at once: on small models each operation takes its time."""
-        positions = tuple(self._indices)
-        if not positions:
-            return
-        if positions not in self._own_layers:
-            self._own_layers[positions] = torch.tensor(positions, device=self._device)[:, None, None]
-        of_layers = torch.stack(list(self._indices.values()))
-        add_sequence_assignments(self._counts, self._own_layers[positions], of_layers, rows)
-
-    def _hook(self, position: int, layer: RouterLayer) -> Any:
-        def count(router: nn.Module, args: Any, outputs: Any) -> None:
-            if self._rows is None:
-                return
-            routed = routed_experts(layer, router, outputs)
-            if routed.dtype == torch.bool:
-                add_sequence_assignments(self._counts, position, routed, self._rows)
-            else:  # a router runs once in a forward pass
-                self._indices[position] = routed
-
-        return count
 
 
 def rows_of_tokens(

@@ -15,6 +15,7 @@ from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBa
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import Head, LossFunction, LossInputs, needs_of
 from nemo_rl_moe.models.megatron.model.releases import needs_padding_mask, padding_mask_for_stage
+from nemo_rl_moe.models.megatron.training.checked_loss import outputs_of
 from nemo_rl_moe.models.megatron.training.chunked_head import hidden_states_only, statistics_of_heads
 from nemo_rl_moe.models.megatron.training.context_parallel import place_of_rank
 from nemo_rl_moe.models.megatron.training.microbatch import (
@@ -87,7 +88,7 @@ class ForwardBackward:
         """Run forward passes only, as `train`; the loss function gets greedy matches besides."""
 
         def measure(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> MicrobatchMetrics:
-            outputs = loss_function(_loss_inputs(shard, microbatch, statistics))
+            outputs = outputs_of(loss_function, _loss_inputs(shard, microbatch, statistics))
             return outputs.metrics | {"loss": (outputs.loss, Reduction.SHARE)}
 
         return self._run_forward(chunks, shard.microbatches, measure, needs_of(loss_function))
@@ -264,7 +265,7 @@ def _value_loss(
 def _scaled_loss(
     shard: GlobalBatchShard, loss_function: LossFunction, microbatch: ModelMicrobatch, statistics: TokenStatistics
 ) -> tuple[Tensor, MicrobatchMetrics]:
-    outputs = loss_function(_loss_inputs(shard, microbatch, statistics))
+    outputs = outputs_of(loss_function, _loss_inputs(shard, microbatch, statistics))
     # The schedule divides by the number of microbatches and the gradient reduction by the data-parallel size; the loss
     # is a share of the global sum already. Auxiliary losses keep the mean that both make of them. Of context-parallel
     # ranks, by whose number the schedule multiplies and the reduction divides, each has the loss of whole rows, and its

@@ -17,6 +17,7 @@ from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indic
 from nemo_rl_moe.models.megatron.moe_metrics import get_moe_metrics
 from nemo_rl_moe.models.megatron.training.expert_advantages import ExpertAdvantageRecorder
 from nemo_rl_moe.models.megatron.training.expert_load import attach_expert_load_recorder
+from nemo_rl_moe.models.megatron.training.expert_writers import ExpertWriterRecorder
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
@@ -58,6 +59,8 @@ def make_observers(
         observers += [ExpertLoadReports(chunks, passes, megatron, per_layer=per_layer), ExpertBiasReports(expert_bias)]
         if generates is not None and generates.megatron_cfg.experts_by_advantage:
             observers.append(ExpertAdvantageRecorder(chunks, config, device, per_layer=per_layer))
+        if generates is not None and generates.megatron_cfg.experts_by_writer:
+            observers.append(ExpertWriterRecorder(chunks, config, device, per_layer=per_layer))
     return observers
 
 

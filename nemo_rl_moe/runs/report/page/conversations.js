@@ -97,7 +97,7 @@ function turnBlocks({ turns, num_hidden: numHidden, hidden_from: hiddenFrom }) {
     }
     if (turn.sequence !== null && turn.sequence !== sequence) {
       sequence = turn.sequence;
-      const what = `Sequence ${sequence + 1}: the chat template has rendered the conversation afresh.`;
+      const what = `Sequence ${sequence + 1}, which does not continue the turns above.`;
       before.push(element("p", { class: "between" }, what));
     }
     return [...before, turnBlock(turn)];

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_memory_estimate import held_by_rank, run_of
 
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token
 from nemo_rl_moe.distributed.microbatches import PackedBatching
@@ -29,6 +28,7 @@ from tests.support.family_models import FAMILY_MODELS
 from tests.support.tiny_model import layout, sharing_sequences, tiny_hf_config, tiny_policy
 from tests.support.training_run import RunSettings, full_weights, train_run
 from tests.support.with_transformer_engine import run_ranks_with_engine
+from tests.unit.models.megatron.test_memory_estimate import held_by_rank, run_of
 
 CPU = torch.device("cpu")
 

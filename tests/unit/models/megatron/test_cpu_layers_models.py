@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_cpu_layers_support import (
+
+from nemo_rl_moe.models.megatron.cpu import fused_attention as self_attention
+from nemo_rl_moe.models.megatron.cpu.functions import PlainColumnLinear, RMSNorm
+from nemo_rl_moe.models.megatron.cpu.fused_attention import FastSelfAttention
+from nemo_rl_moe.models.megatron.cpu.moe import GroupedExperts, IndexTopKRouter, LocalMoELayer, LocalTokenDispatcher
+from nemo_rl_moe.models.megatron.cpu.spec import fast_layer_spec
+from nemo_rl_moe.models.megatron.model.releases import recorded_auxiliary_losses
+from tests.support.cpu_layers import (
     SEQUENCE,
     assert_same,
     build,
@@ -23,13 +30,6 @@ from test_cpu_layers_support import (
     token_batch,
     train_once,
 )
-
-from nemo_rl_moe.models.megatron.cpu import fused_attention as self_attention
-from nemo_rl_moe.models.megatron.cpu.functions import PlainColumnLinear, RMSNorm
-from nemo_rl_moe.models.megatron.cpu.fused_attention import FastSelfAttention
-from nemo_rl_moe.models.megatron.cpu.moe import GroupedExperts, IndexTopKRouter, LocalMoELayer, LocalTokenDispatcher
-from nemo_rl_moe.models.megatron.cpu.spec import fast_layer_spec
-from nemo_rl_moe.models.megatron.model.releases import recorded_auxiliary_losses
 
 # isort: split
 from megatron.core.inference.contexts import StaticInferenceContext

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_cpu_layers_support import (
+
+from nemo_rl_moe.models.megatron.cpu.moe import GroupedExperts
+from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses, recorded_auxiliary_losses
+from tests.support.cpu_layers import (
     BATCH,
     SEQUENCE,
     assert_same,
@@ -23,9 +26,6 @@ from test_cpu_layers_support import (
     token_batch,
     train_once,
 )
-
-from nemo_rl_moe.models.megatron.cpu.moe import GroupedExperts
-from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses, recorded_auxiliary_losses
 from tests.support.gloo_ranks import run_ranks
 
 # isort: split

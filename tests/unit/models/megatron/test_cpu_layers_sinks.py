@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_rl_moe.models.megatron.cpu.attention import causal_attention, causal_mask
 from nemo_rl_moe.models.megatron.cpu.sink_attention import SinkAttention, sink_attention
 from nemo_rl_moe.models.megatron.cpu.spec import eligible
-from tests.unit.models.megatron.test_cpu_layers_support import layout, make_config, megatron_causal_mask, process_groups
+from tests.support.cpu_layers import layout, make_config, megatron_causal_mask, process_groups
 
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams

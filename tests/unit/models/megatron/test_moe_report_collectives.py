@@ -205,6 +205,7 @@ def batch_with_routes() -> TokenBatch:
     routes = torch.rand(*batch.input_ids.shape, 4, 8).topk(2, -1).indices.to(torch.int16)
     return batch.with_columns(
         advantages=per_sequence(torch.arange(8.0)),
+        token_writers=per_token(batch.token_mask.to(torch.int8)),
         **{ROUTED_EXPERTS: per_token(routes, Destination.MODEL, fill=-1)},
     )
 
@@ -212,6 +213,7 @@ def batch_with_routes() -> TokenBatch:
 OBSERVED = {
     "routing_replay": "rollout",
     "experts_by_advantage": True,
+    "experts_by_writer": True,
     "moe_router_enable_expert_bias": True,
     "moe_router_score_function": "sigmoid",
     "moe_router_bias_update_rate": 0.01,
@@ -223,6 +225,7 @@ IN_ORDER = {
     "ExpertLoadReports": ["allreduce_", *SUM_AND_MAXIMUM],
     "ExpertBiasReports": ["allreduce_"],
     "ExpertAdvantageRecorder": ["allreduce_"],
+    "ExpertWriterRecorder": ["allreduce_"],
 }
 
 

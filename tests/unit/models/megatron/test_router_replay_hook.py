@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_cpu_layers_support import build, gradients, layout, make_config, megatron_causal_mask, process_groups
 from torch import Tensor
 
 from nemo_rl_moe.routing.hooks.router_replay import RouterReplayAudit
 from tests.conftest import REPOSITORY_ROOT
+from tests.support.cpu_layers import build, gradients, layout, make_config, megatron_causal_mask, process_groups
 from tests.support.gloo_ranks import run_ranks
 
 # isort: split

@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from test_cpu_layers_support import build, layout, make_config, megatron_causal_mask, process_groups
-from test_router_replay_hook import BATCH, EXPERTS, LAYERS, MICROBATCHES, SEQUENCE, loss_of, microbatches
 
 from nemo_rl_moe.routing.hooks.router_replay import RouterReplayAudit
+from tests.support.cpu_layers import build, layout, make_config, megatron_causal_mask, process_groups
 from tests.support.gloo_ranks import run_ranks
+from tests.unit.models.megatron.test_router_replay_hook import (
+    BATCH,
+    EXPERTS,
+    LAYERS,
+    MICROBATCHES,
+    SEQUENCE,
+    loss_of,
+    microbatches,
+)
 
 # isort: split
 from megatron.core.pipeline_parallel import get_forward_backward_func

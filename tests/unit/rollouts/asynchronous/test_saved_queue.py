@@ -51,6 +51,9 @@ def some_trajectory(number: int, routes: StoredRows | None = None) -> Trajectory
         metrics={"env/num": 2.5},
         conversation=(TURN, replace(TURN, role="tool", sequence=None, calls=(), text="\u00e9\n")),
         times=TIMES,
+        environment="math",
+        turn_lengths=(2, 1),
+        turn_rewards=(0.0, 1 / 7),
     )
 
 

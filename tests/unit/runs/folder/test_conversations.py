@@ -180,7 +180,7 @@ def test_trained_tokens_are_marked_and_long_texts_are_cut_with_a_count() -> None
 def test_what_is_not_read_and_what_begins_anew_is_said() -> None:
     turns = (*TURNS[:2], replace(TURNS[2], sequence=1), replace(TURNS[2], sequence=None, tokens=(0, 0)))
     lines = as_text(sample_lines(shown(turns=turns))).split("\n")
-    assert lines[4] == "    -- sequence 2: the chat template has rendered the conversation afresh --"
+    assert lines[4] == "    -- sequence 2, which does not continue the turns above --"
     assert lines[6] == "    tool add   2  [not read by the model]"
 
 

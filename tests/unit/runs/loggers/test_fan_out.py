@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_moe.errors import UserCodeError
 from nemo_rl_moe.runs.folder.metrics import JsonlLogger, read_metrics
 from nemo_rl_moe.runs.loggers.console import Notices
 from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
@@ -112,13 +113,13 @@ def test_leaving_the_context_closes_and_reports_how_the_run_ended(error: BaseExc
     assert recorder.calls[-1] == ("close", outcome)
 
 
-def test_a_metric_that_is_no_number_is_left_out_for_all_and_reported_once() -> None:
-    warnings: list[str] = []
+@pytest.mark.parametrize("odd", ["much", [1.0, 2.0], None])
+def test_a_metric_that_is_no_number_is_an_error_that_names_it(odd: Any) -> None:
+    """A run that goes on without it, and ends with 0, would pass for one that measured it."""
     recorder = Recorder()
-    logger = FanOutLogger([recorder], Notices(pytest.fail, warnings.append))
-    odd: Any = {"train/loss": 1, "train/text": "much", "train/many": [1.0, 2.0]}
-    for step in (1, 2):
-        logger.log_step(step, odd)
-    assert [call[2] for call in recorder.calls] == [{"train/loss": 1.0}] * 2
-    assert len(warnings) == 2
-    assert warnings[0].startswith("metric 'train/text' cannot be logged at step 1: ValueError: ")
+    logger = FanOutLogger([recorder], Notices(pytest.fail, pytest.fail))
+    with pytest.raises(UserCodeError) as error:
+        logger.log_step(3, {"train/loss": 1, "train/own": odd})
+    expected = f"the metric train/own of step 3 is {odd!r} ({type(odd).__name__}), expected a number"
+    assert str(error.value) == expected
+    assert recorder.calls == []

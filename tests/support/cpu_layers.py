@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Small models with and without the fast modules, same weights: shared by the tests of `cpu_layers`."""
+"""Small models with and without the fast modules, same weights: shared by the tests of CPU layers and replay."""
 
 import re
 import zlib

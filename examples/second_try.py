@@ -1,0 +1,28 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""An environment of two turns: a question whose first answer is wrong is asked once more, which costs something.
+
+In the configuration:
+
+    env:
+      rollout: examples.second_try:second_try
+    grpo:
+      adv_estimator:
+        name: turn_grpo    # credit by turn; with the others all tokens share one advantage
+"""
+
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+
+
+async def second_try(session: Session) -> Trajectory:
+    """Ask, and ask again where the answer is wrong; the last answer is scored."""
+    await session.generate()
+    score = await session.score()
+    if not score.is_correct:
+        session.reward(-0.2)  # for the first answer: an estimator such as turn_grpo gives the second no part in it
+        session.append_text(session.prompt.text)
+        if session.has_room:
+            await session.generate()
+            score = await session.score()
+    return session.finish(score)

@@ -1,0 +1,162 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The demo with a tool: runs of several seeds and their control, one after the other, their table and pictures.
+
+python -m examples.tools_demo --seeds 0,1,2
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from examples.studies.command import SETTINGS_FILE, check_settings, exit_code_of
+from examples.tools_demo.results import METHODS, Run, table, validations
+
+OUTPUT, DATA = Path("results/tools_demo"), Path("data/calculator")
+FINAL = "final"
+_OVERRIDES = {
+    "tool": (),
+    "no_tool": ("env.tools=[]",),
+    # A reward that is given for certain, such as the cost of calls, would be something to learn.
+    "coin": (
+        "env.tool_call_cost=0",
+        "env.name=callable",
+        "env.callable={function: 'examples.random_reward:score'}",
+        "env.score_truncated=true",
+    ),
+}
+_SECTIONS = {"sft": ("grpo.", "env.", "loss_fn."), "grpo": ("sft.",)}
+"""Sections that a command does not have."""
+_DESCRIPTION = """\
+A tiny Mixture-of-Experts model that cannot multiply learns when to call a calculator, and what to copy: for each seed
+supervised fine-tuning, then reinforcement learning with the tool and, as a control, without it. Stopped, the same
+command goes on; with more seeds it makes those that are missing. It is started in the repository's root.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; return the exit code: 2 for wrong input, 1 for a run that failed, 130 when interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.tools_demo",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seeds", type=_seeds, default=[0], help="comma-separated (default: 0)")
+    names = ",".join(METHODS)
+    parser.add_argument(
+        "--methods", type=_methods, default=["tool", "no_tool"], help=f"of {names} (default: tool,no_tool)"
+    )
+    parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help="made if missing (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="default: %(default)s")
+    parser.add_argument("overrides", nargs="*", metavar="override", help="section.key=value, of all runs")
+    options = parser.parse_args(arguments)
+    return exit_code_of(lambda: _run(options))
+
+
+def _seeds(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected seeds such as 0,1,2")
+    return sorted(set(map(int, words)))
+
+
+def _methods(text: str) -> list[str]:
+    words = text.split(",")
+    if wrong := [word for word in words if word not in METHODS]:
+        raise argparse.ArgumentTypeError(f"got {', '.join(wrong)}, expected some of {','.join(METHODS)}")
+    return words
+
+
+def _run(options: argparse.Namespace) -> int:
+    output: Path = options.output
+    output.mkdir(parents=True, exist_ok=True)
+    if not any(output.glob(f"sft-*/{FINAL}")):
+        (output / SETTINGS_FILE).unlink(missing_ok=True)  # nothing was made with them
+    check_settings(output / SETTINGS_FILE, {"overrides": options.overrides, "data": str(options.data)})
+    if not (options.data / "manifest.json").is_file():  # the last file of them
+        _call("-m", "examples.tools_demo.data", "--output", str(options.data))
+    for seed in options.seeds:
+        _fine_tune(output, options.data, seed, options.overrides)
+        for method in options.methods:
+            _reinforce(output, options.data, Run(method, seed), options.overrides)
+    _report(output)
+    return 0
+
+
+def _fine_tune(output: Path, data: Path, seed: int, overrides: Sequence[str]) -> None:
+    _train(
+        "sft",
+        output / f"sft-{seed}",
+        data,
+        ("train.jsonl", "validation.jsonl"),
+        [f"sft.seed={seed}", f"policy.init_seed={seed}", *overrides],
+    )
+
+
+def _reinforce(output: Path, data: Path, run: Run, overrides: Sequence[str]) -> None:
+    start = output / f"sft-{run.seed}" / FINAL
+    _train(
+        "grpo",
+        output / run.name,
+        data,
+        ("grpo.jsonl", "validation_prompts.jsonl"),
+        [f"grpo.seed={run.seed}", f"policy.model_name={start}", *_OVERRIDES[run.method], *overrides],
+    )
+
+
+def _train(command: str, folder: Path, data: Path, files: tuple[str, str], overrides: Sequence[str]) -> None:
+    """Run a command of this package, unless its model is there; an interrupted run goes on."""
+    if (folder / FINAL / "config.json").is_file():
+        return
+    others = _SECTIONS[command]
+    _call(
+        *("-m", "nemo_rl_moe.cli", command, "--config", f"examples/configs/{command}_tiny_moe_tools.yaml"),
+        f"data.train.path={data / files[0]}",
+        f"data.validation.path={data / files[1]}",
+        f"checkpointing.checkpoint_dir={folder}",
+        f"logger.log_dir={folder / 'logs'}",
+        *(override for override in overrides if not override.startswith(others)),
+    )
+
+
+def _call(*words: str) -> None:
+    """Run a Python program, whose output is the user's; where it fails, this one ends with its exit code."""
+    shown = shlex.join(words[1:]).replace("nemo_rl_moe.cli", "nemo-rl-moe", 1)
+    print(f"[tools-demo] {shown}", flush=True)
+    code = subprocess.run([sys.executable, *words], check=False).returncode
+    if code:
+        sys.exit(code if code > 0 else 128 - code)
+
+
+def _report(output: Path) -> None:
+    """Print the table of all runs that are done, and draw the pictures."""
+    from examples.tools_demo.pictures import draw_learning, draw_routing
+    from nemo_rl_moe.atomic_writes import write_whole
+    from nemo_rl_moe.runs.folder.writer_load import FOLDER_NAME as WRITER_TABLE
+    from nemo_rl_moe.runs.loggers.plots import as_png
+
+    folders = {
+        Run(method, int(found.name.rpartition("-")[2])): found
+        for method in METHODS
+        for found in sorted(output.glob(f"{method}-*"))
+        if (found / FINAL / "config.json").is_file()
+    }
+    logs = {run: sorted((folder / "logs").glob("exp_*"))[-1] for run, folder in folders.items()}
+    results = {run: validations(log) for run, log in logs.items()}
+    text = table(results)
+    print(f"\nShares of responses, before and after reinforcement learning; means are those after it\n\n{text}\n")
+    write_whole(output / "table.md", f"{text}\n")
+    write_whole(output / "learning.png", as_png(draw_learning(results)))
+    pictures = [output / "learning.png"]
+    with_writers = [log for log in logs.values() if (log / WRITER_TABLE).exists()]
+    if with_writers:
+        pictures.append(output / "experts_by_writer.png")
+        write_whole(pictures[-1], as_png(draw_routing(with_writers[0])))
+    print(f"pictures: {', '.join(map(str, pictures))}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

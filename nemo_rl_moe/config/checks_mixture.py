@@ -1,0 +1,89 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of several environments in one run; see `checks.py`."""
+
+from collections.abc import Iterator
+
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+
+KEY, DATA_KEY = "env.mixture", "data.environments"
+
+
+def environments_have_their_data(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that data of environments belong to those of the mixture, each of which has some."""
+    mixture, sets = config.env.mixture, config.data.environments
+    if not sets:
+        return
+    if not mixture:
+        yield f"{DATA_KEY}: got {', '.join(sets)}, expected {{}} with {KEY} {{}}: there is one environment"
+        return
+    for name in sets:
+        if name not in mixture:
+            yield (
+                f"{DATA_KEY}.{name}: no environment of {KEY}, which names {', '.join(mixture)}"
+                f"{did_you_mean(nearest(name, mixture))}"
+            )
+    for name in mixture:
+        if name not in sets:
+            yield (
+                f"{DATA_KEY}.{name}: missing; expected a section such as {{train: {{path: prompts.jsonl}}}}, as there"
+                f" is one for {', '.join(sets)}"
+            )
+
+
+def environments_share_validation(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that held-out prompts of environments and the switch of validation agree."""
+    sets = config.data.environments
+    validated = [name for name, each in sets.items() if each.validation is not None]
+    if config.data.validation is None:
+        for name in validated:
+            yield (
+                f"{DATA_KEY}.{name}.validation: got a section, expected null with data.validation null: there is no"
+                " validation"
+            )
+    elif sets and not validated:
+        yield f"data.validation: got a section, expected null, as no environment of {DATA_KEY} has held-out prompts"
+
+
+def shared_prompts_are_read(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that prompts that environments share come from data whose records can name one."""
+    if not config.env.mixture or config.data.environments:
+        return
+    for name, source in (("train", config.data.train), ("validation", config.data.validation)):
+        if source is not None and (source.path is None or source.path.endswith(".txt")):
+            shown = "null" if source.path is None else source.path
+            yield (
+                f"data.{name}.path: got {shown}, expected data whose records name an environment of {KEY}"
+                f" (data.environment_key: {config.data.environment_key}); or give each its own by {DATA_KEY}"
+            )
+
+
+def failures_are_treated_alike(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that failed responses are treated in one way: it decides which responses of a step are compared."""
+    for name, each in config.env.mixture.items():
+        if each.on_failure != config.env.on_failure:
+            yield (
+                f"{KEY}.{name}.on_failure: got {each.on_failure}, expected {config.env.on_failure}, as env.on_failure:"
+                " it holds for all environments of a run"
+            )
+
+
+def named_rewards_are_shared(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that an estimator which compares named rewards finds the same ones everywhere."""
+    weights = {name: each.reward_weights for name, each in config.env.mixture.items()}
+    if config.grpo.adv_estimator.name != "gdpo" or not weights or config.env.shared_reward_weights is not None:
+        return
+    yield (
+        f"grpo.adv_estimator.name: got gdpo, which normalises each named reward over the step; expected another, or the"
+        f" same reward_weights in all environments of {KEY}: {', '.join(weights)}"
+    )
+
+
+MIXTURE_RULES = (
+    environments_have_their_data,
+    environments_share_validation,
+    shared_prompts_are_read,
+    failures_are_treated_alike,
+    named_rewards_are_shared,
+)

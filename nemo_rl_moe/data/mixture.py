@@ -1,0 +1,114 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of several environments, mixed by their weights; the same in every run."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+
+import numpy as np
+
+from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.errors import DataError, counted
+
+
+class MixtureLoader:
+    """Give out the prompts of each step from several environments, in proportion to their weights.
+
+    Each environment has its own order of prompts, which goes on over steps and begins anew, in another order, when all
+    of its prompts were given out: one with few prompts repeats them more often. Which environment a prompt comes from
+    depends on the weights alone: always the one that lacks most of its share so far. So the shares of a step are the
+    weights, rounded, and what is rounded off comes in later steps. The order depends on the arguments alone, so that a
+    run goes on where it stopped.
+
+    Args:
+        datasets: Prompts of each environment by its name.
+        weights: Weight of each.
+        num_prompts_per_step: Prompts of a step.
+        seed: Seed of the orders.
+        shuffle: Draw an order; otherwise prompts keep that of their data.
+
+    Raises:
+        DataError: The prompts do not fill one step.
+    """
+
+    def __init__(
+        self,
+        datasets: Mapping[str, Sequence[Prompt]],
+        weights: Mapping[str, float],
+        num_prompts_per_step: int,
+        seed: int,
+        *,
+        shuffle: bool,
+    ):
+        self._num_steps = sum(map(len, datasets.values())) // num_prompts_per_step
+        if not self._num_steps:
+            raise DataError(
+                f"grpo.num_prompts_per_step: got {num_prompts_per_step}, but the training data has only "
+                f"{counted(sum(map(len, datasets.values())), 'prompt')} that can be used"
+            )
+        self._datasets, self._weights = datasets, weights
+        self._num_prompts_per_step, self._seed, self._shuffle = num_prompts_per_step, seed, shuffle
+        self._given_before = [dict.fromkeys(datasets, 0)]
+
+    def __len__(self) -> int:
+        """Return the number of steps of one epoch: as many as all prompts together fill."""
+        return self._num_steps
+
+    def epoch(self, epoch_index: int) -> Iterator[list[Prompt]]:
+        """Yield the prompts of each step of one epoch, counted from 0."""
+        size, order_of = self._num_prompts_per_step, self._orders()
+        while len(self._given_before) <= epoch_index:
+            self._given_before.append(self._given_after(self._given_before[-1]))
+        given = dict(self._given_before[epoch_index])
+        for _ in range(len(self)):
+            chosen = []
+            for name in islice(environments_by_weight(self._weights, given), size):
+                number, index = divmod(given[name] - 1, len(self._datasets[name]))
+                chosen.append(self._datasets[name][order_of(name, number)[index]])
+            yield chosen
+
+    def _given_after(self, given: Mapping[str, int]) -> dict[str, int]:
+        """Return the numbers of prompts of each environment behind an epoch that begins with others."""
+        found = dict(given)
+        for _ in islice(environments_by_weight(self._weights, found), len(self) * self._num_prompts_per_step):
+            pass
+        return found
+
+    def _orders(self) -> Callable[[str, int], Sequence[int]]:
+        """Return a function of an environment and how often its prompts were given out: the order of its prompts."""
+        latest: dict[str, tuple[int, Sequence[int]]] = {}
+
+        def order_of(name: str, number: int) -> Sequence[int]:
+            if latest.get(name, (None,))[0] != number:
+                size = len(self._datasets[name])
+                drawn = np.random.default_rng([self._seed, number, *name.encode()])
+                latest[name] = number, drawn.permutation(size).tolist() if self._shuffle else range(size)
+            return latest[name][1]
+
+        return order_of
+
+
+def environments_by_weight(weights: Mapping[str, float], given: dict[str, int]) -> Iterator[str]:
+    """Yield the environment of each prompt, without end: the one that lacks most of its share, ties in their order.
+
+    Args:
+        weights: Weight of each environment.
+        given: Prompts that each has had; counted on.
+    """
+    total = sum(weights.values())
+    while True:
+        number = sum(given.values()) + 1  # from the number and not step by step, so that no rounding errors add up
+        lacking = {name: weight / total * number - given[name] for name, weight in weights.items()}
+        name = max(lacking, key=lacking.__getitem__)
+        given[name] += 1
+        yield name
+
+
+def interleaved(datasets: Mapping[str, Sequence[Prompt]]) -> list[Prompt]:
+    """Return the prompts of all environments, so that the first of them are of each, in proportion to their numbers."""
+    places = [
+        ((index + 0.5) / len(dataset), number, prompt)
+        for number, dataset in enumerate(datasets.values())
+        for index, prompt in enumerate(dataset)
+    ]
+    return [prompt for _, _, prompt in sorted(places, key=lambda place: place[:2])]

@@ -1,0 +1,156 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of a run, of each of its environments."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
+from nemo_rl_moe.config.schema_mixture import THE_ONLY_ONE
+from nemo_rl_moe.data.mixture import interleaved
+from nemo_rl_moe.data.prompts import Prompt, PromptDataset, load_prompts, without_training_prompts
+from nemo_rl_moe.data.shared_records import SharedRecords
+from nemo_rl_moe.data.sources import load_limit
+from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.launch.setup import images_of_data
+from nemo_rl_moe.launch.tools import data_with_tools
+from nemo_rl_moe.models.image_rules import ImageRule
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
+
+
+def read_training_prompts(
+    config: GRPOMasterConfig,
+    tokenizer: Any,
+    console: ConsoleLogger,
+    *,
+    image_rule: ImageRule | None,
+    is_scored: bool = True,
+) -> dict[str, PromptDataset]:
+    """Read or sample the prompts to train on, of each environment by its name; see `read_prompts`.
+
+    Raises:
+        DataError: A file is missing, a line cannot be used, or an environment has no prompt.
+    """
+    found = {}
+    shared = _shared_records(config)
+    for name in config.env.environments:
+        source = config.data.of(name).train
+        try:
+            found[name] = read_prompts(
+                config,
+                source,
+                tokenizer,
+                console,
+                image_rule=image_rule,
+                is_scored=is_scored,
+                environment=name,
+                shared=shared,
+            )
+        except DataError as error:
+            if shared is None or not shared.lack(name):
+                raise
+            raise DataError(
+                f"data.train.path: {source.path} has no record of the environment {name} (data.environment_key:"
+                f" {config.data.environment_key})"
+            ) from error
+    return found
+
+
+def read_held_out_prompts(
+    config: GRPOMasterConfig,
+    tokenizer: Any,
+    console: ConsoleLogger,
+    training: Mapping[str, PromptDataset],
+    *,
+    image_rule: ImageRule | None,
+) -> Sequence[Prompt]:
+    """Read or sample the held-out prompts of all environments; empty: there is no validation.
+
+    Raises:
+        DataError: A file is missing, a line cannot be used, or no prompt is left.
+    """
+    found: dict[str, PromptDataset] = {}
+    shared, lacking = _shared_records(config), list[str]()
+    for name, data, source in _held_out_sources(config):
+        is_overfitting = is_same_file(data.train, source)
+        if is_overfitting:
+            console.message("validating with the training prompts: data.validation.path is data.train.path")
+        left_out = () if is_overfitting else chain.from_iterable(training.values())
+        try:
+            found[name] = read_prompts(
+                config, source, tokenizer, console, left_out, image_rule=image_rule, environment=name, shared=shared
+            )
+        except DataError:
+            if shared is None or not shared.lack(name):
+                raise
+            lacking.append(name)
+    if lacking and not found:
+        path = "" if config.data.validation is None else config.data.validation.path
+        raise DataError(f"data.validation.path: {path} has no record of {', '.join(lacking)}")
+    if lacking:
+        console.warn(f"data.validation.path: no record is of {', '.join(lacking)}, which is not validated")
+    return found[THE_ONLY_ONE] if THE_ONLY_ONE in found else interleaved(found)
+
+
+def _held_out_sources(config: GRPOMasterConfig) -> Iterator[tuple[str, PromptDataConfig, PromptSourceConfig]]:
+    """Yield the name of each environment that is validated, with its data and the source of its held-out prompts."""
+    for name in config.env.environments:
+        data = config.data.of(name)
+        if config.data.validation is not None and data.validation is not None:
+            yield name, data, data.validation
+
+
+def _shared_records(config: GRPOMasterConfig) -> SharedRecords | None:
+    """Return what finds the records of each environment in data that they share; None where they do not."""
+    if not config.env.mixture or config.data.environments:
+        return None
+    return SharedRecords(config.data.environment_key, tuple(config.env.mixture))
+
+
+def read_prompts(
+    config: GRPOMasterConfig,
+    source: PromptSourceConfig,
+    tokenizer: Any,
+    console: ConsoleLogger,
+    training: Iterable[Prompt] = (),
+    *,
+    image_rule: ImageRule | None,
+    is_scored: bool = True,
+    environment: str = THE_ONLY_ONE,
+    shared: SharedRecords | None = None,
+) -> PromptDataset:
+    """Read or sample one set of prompts, without the training prompts; tokenise it, and say what was left out.
+
+    Args:
+        image_rule: Rule by which the model takes images; None: it takes text alone.
+        is_scored: False: prompts need no answer, and repeated ones stay.
+        environment: Name of their environment.
+        shared: Finds the records of this environment in data of several; None: all are of this one.
+
+    Raises:
+        DataError: A file is missing, a line cannot be used, or no prompt is left.
+    """
+    longest = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
+    what = f"reading {source.path}" if source.path else f"sampling {source.num_items} prompts"
+    what += f" of the environment {environment}" if environment else ""
+    with console.phase(what), load_limit(config.data.load_timeout_s, source.path or "sampled prompts"):
+        images = images_of_data(config.data, source.path, tokenizer, image_rule)
+        env = config.env.environments[environment] if is_scored else None
+        data = data_with_tools(config, environment)
+        prompts = load_prompts(source, data, tokenizer, longest, env, images, environment, shared)
+        prompts = without_training_prompts(prompts, training)
+    console.message(prompts.report.summary())
+    return prompts
+
+
+def is_same_file(training: PromptSourceConfig, validation: PromptSourceConfig) -> bool:
+    """Return True where validation names the training prompts themselves, to see whether a run learns them by heart.
+
+    Otherwise held-out prompts that are training prompts too are an accident, and are left out.
+    """
+    path = training.path
+    if path is None or path != validation.path:
+        return False
+    return path.endswith(".jsonl") or training.split == validation.split

@@ -1,0 +1,62 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of a loss function; one of the user's own is named in its errors, and what it returns is checked."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from nemo_rl_moe.config.user_code import described, named_in_errors
+from nemo_rl_moe.errors import UserCodeError
+from nemo_rl_moe.metrics import Reduction
+from nemo_rl_moe.models.interfaces import LossFunction, LossInputs, LossOutputs
+
+_KEY = "loss function"
+_PACKAGE = __name__.partition(".")[0]
+
+
+def outputs_of(loss_function: LossFunction, inputs: LossInputs) -> LossOutputs:
+    """Compute the loss of a microbatch.
+
+    Raises:
+        UserCodeError: A loss function of the user's own raised, or returned something else than a scalar and metrics
+            that are scalars.
+    """
+    name = _own_name(loss_function)
+    if name is None:
+        return loss_function(inputs)
+    with named_in_errors(_KEY, name):
+        outputs = loss_function(inputs)
+    if problem := _problem(outputs):
+        raise UserCodeError(f"{_KEY}: {name} returned {problem}")
+    return outputs
+
+
+def _own_name(loss_function: LossFunction) -> str | None:
+    """Return `module:name` of what is not this package's; None for what is."""
+    named = loss_function if hasattr(loss_function, "__qualname__") else type(loss_function)
+    module = str(named.__module__)
+    return None if module.partition(".")[0] == _PACKAGE else f"{module}:{named.__qualname__}"
+
+
+def _problem(outputs: object) -> str | None:
+    """Return what cannot be used, and what was expected."""
+    if not isinstance(outputs, LossOutputs):
+        return f"{described(outputs)}, expected a LossOutputs"
+    if not _is_scalar(outputs.loss):
+        return f"a loss {_of_kind(outputs.loss)}, expected a tensor of shape []"
+    metrics: Mapping[str, object] = outputs.metrics
+    for name, metric in metrics.items():
+        if not (isinstance(metric, tuple) and len(metric) == 2 and isinstance(metric[1], Reduction)):
+            return f"the metric {name!r} as {described(metric)}, expected a tensor of shape [] with its Reduction"
+        if not _is_scalar(metric[0]):
+            return f"the metric {name!r} {_of_kind(metric[0])}, expected a tensor of shape []"
+    return None
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _of_kind(value: object) -> str:
+    return f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"as {described(value)}"

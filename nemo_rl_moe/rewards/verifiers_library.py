@@ -1,0 +1,174 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Environments of the verifiers library: loaded by their names, and a source of prompts."""
+
+import importlib.metadata
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.config.user_code import error_in_user_code
+from nemo_rl_moe.errors import ConfigurationError
+
+ID = "id"
+"""Key of `env.parameters` that names the environment; the others are arguments of its `load_environment`."""
+_KEY = "env.parameters.id"
+_INSTALL = "pip install 'nemo-rl-moe[verifiers]'"
+_OWN_LEVEL = "VF_LOG_LEVEL"
+"""Variable by which users of the library choose what it logs."""
+
+
+def load_verifiers(parameters: Mapping[str, object]) -> Any:
+    """Return an environment of the library; the same for the same parameters.
+
+    Args:
+        parameters: `id`, and arguments of the environment's `load_environment`.
+
+    Raises:
+        ConfigurationError: The library is missing or another release, there is no such environment, or it cannot be
+            made.
+    """
+    return _loaded(json.dumps(parameters, sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=4)
+def _loaded(text: str) -> Any:
+    arguments = json.loads(text)
+    name = arguments.pop(ID)
+    library = _library()
+    module = _module_name(name)
+    _search_working_folder()
+    try:
+        with _signals_kept(), _quiet():
+            environment = library.load_environment(name, **arguments)
+    except Exception as error:  # of the environment's own code, in the library's words
+        cause = error.__cause__ or error
+        if isinstance(cause, ModuleNotFoundError) and cause.name == module:
+            raise ConfigurationError(_unknown(name, module)) from error
+        if isinstance(cause, AttributeError) and "load_environment" in str(cause):
+            raise ConfigurationError(
+                f"{_KEY}: got {name!r}: the module {module} has no function load_environment"
+            ) from error
+        named = ", ".join(arguments) or "no arguments"
+        raise ConfigurationError(
+            f"env.parameters: {name} cannot be made with {named}: {error_in_user_code(cause)}"
+        ) from error
+    if environment.requires_group_rollouts:
+        raise ConfigurationError(
+            f"{_KEY}: got {name!r}, whose rubric scores the responses to a prompt together, expected an environment"
+            " that scores each by itself"
+        )
+    return environment
+
+
+def verifiers_rows(parameters: Mapping[str, object], *, trains: bool, num_items: int | None, seed: int) -> list[Any]:
+    """Return rows of the environment's own data, each with `prompt`.
+
+    Args:
+        trains: Those to train on, not those to evaluate with.
+        num_items: Most of them; None: all.
+        seed: Of their order.
+
+    Raises:
+        ConfigurationError: As `load_verifiers`; or it has no data.
+    """
+    environment = load_verifiers(parameters)
+    get = environment.get_dataset if trains else environment.get_eval_dataset
+    try:
+        with _quiet():
+            return list(get(-1 if num_items is None else num_items, seed=seed))
+    except Exception as error:
+        raise ConfigurationError(
+            f"{_KEY}: {parameters[ID]} gives no data to {'train on' if trains else 'validate with'}:"
+            f" {error_in_user_code(error)}"
+        ) from error
+
+
+def _library() -> Any:
+    """Import the library.
+
+    Raises:
+        ConfigurationError: It is missing, or a release with environments of another kind.
+    """
+    try:
+        import verifiers
+    except ImportError as error:
+        raise ConfigurationError(f"env.name: verifiers cannot be imported ({error}); {_INSTALL}") from error
+    try:
+        with _signals_kept():
+            _ = verifiers.load_environment  # imports most of it
+    except (AttributeError, ImportError) as error:
+        raise ConfigurationError(
+            f"env.name: verifiers {importlib.metadata.version('verifiers')} has no load_environment ({error}), expected"
+            f" a release from 0.2 up to below 0.4; {_INSTALL}"
+        ) from error
+    if _OWN_LEVEL not in os.environ:
+        logging.getLogger("verifiers").setLevel(logging.CRITICAL)  # failed rollouts are reported and counted here
+    return verifiers
+
+
+def _unknown(name: str, module: str) -> str:
+    """Return what to say of an environment that is not there."""
+    installed = _installed()
+    beside = [path.stem for path in Path.cwd().glob("*.py") if "load_environment" in path.read_text(errors="replace")]
+    known = sorted({*installed, *beside})
+    there = ", ".join(known) or "none"
+    return (
+        f"{_KEY}: got {name!r}, but there is no module {module}, neither installed nor in the working folder; there"
+        f" are: {there}{did_you_mean(nearest(name, known))}"
+    )
+
+
+def _installed() -> list[str]:
+    """Return the installed packages that are made for the library."""
+    return sorted(
+        {
+            distribution.metadata["Name"]
+            for distribution in importlib.metadata.distributions()
+            if any(each.lower().startswith("verifiers") for each in distribution.requires or ())
+            and not distribution.metadata["Name"].startswith(("nemo-rl-moe", "verifiers", "prime"))
+        }
+    )
+
+
+def _module_name(name: str) -> str:
+    return name.replace("-", "_").split("/")[-1]
+
+
+def _search_working_folder() -> None:
+    # A program that pip has installed does not search the folder that it is started in; the module is likely there.
+    working_folder = str(Path.cwd())
+    if working_folder not in sys.path and "" not in sys.path:
+        sys.path.append(working_folder)
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Keep the run's handlers of signals: the library's environments install their own, which end the process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what the library logs while it works from the console: errors are raised as well."""
+    logger = logging.getLogger("verifiers")
+    level = logger.level
+    if _OWN_LEVEL not in os.environ:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

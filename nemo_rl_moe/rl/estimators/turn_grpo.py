@@ -1,0 +1,68 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO with credit by turn: the return from each turn on, against those of the group at the same turn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nemo_rl_moe.rl.estimators.comparison import compare_within_groups
+from nemo_rl_moe.rl.estimators.interface import Estimator, EstimatorInputs
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+
+def turn_advantages(inputs: EstimatorInputs, *, divides: bool) -> Float[Tensor, "groups generations turns"]:
+    """Compute the advantage of each turn.
+
+    The return of turn k of response i is `G[i, k] = r[i, k] + r[i, k + 1] + ... + R[i]`: the rewards of this turn and
+    of later ones, and what the response's reward has beside those of its turns. As in GTPO (arXiv:2511.14846, without
+    a discount) a turn gets its return and not the whole reward: it has no part in what was earned before it. Returns
+    are compared as in GRPO, among the responses of the group that have a turn k:
+    `A[i, k] = (G[i, k] - mean_j G[j, k]) / std_j G[j, k]`.
+
+    A turn that no other response of the group has is compared with nothing; it gets the advantage of the turn before,
+    whose return holds its own. A single turn gives the advantages of the estimator `grpo`.
+    """
+    import torch
+
+    rewards, turn_rewards = inputs.rewards.double(), inputs.turn_rewards.double()
+    of_whole = (rewards - turn_rewards.sum(dim=2))[:, :, None]
+    returns = turn_rewards.flip(2).cumsum(dim=2).flip(2) + of_whole
+    has_turn = _has_turn(inputs, turn_rewards.shape[2])
+    found: list[Tensor] = []
+    for turn in range(returns.shape[2]):
+        compared = compare_within_groups(returns[:, :, turn], has_turn[:, :, turn], inputs.config, divides=divides)
+        is_alone = has_turn[:, :, turn] & (has_turn[:, :, turn].sum(dim=1) == 1)[:, None]
+        found.append(compared.where(~is_alone, found[-1]) if found else compared)
+    return torch.stack(found, dim=2)
+
+
+def turn_grpo_advantages(inputs: EstimatorInputs) -> Float[Tensor, "groups generations tokens"]:
+    """Compute the advantage of each token: that of its turn; 0 for tokens that no model sampled."""
+    of_turns = turn_advantages(inputs, divides=inputs.config.normalize_rewards)
+    of_tokens = of_turns.gather(2, inputs.token_turns.clamp(min=0))
+    return of_tokens.where(inputs.token_turns >= 0, 0.0)
+
+
+def any_turn_differs(inputs: EstimatorInputs) -> Bool[Tensor, " groups"]:
+    """Return which groups have a turn with an advantage: equal rewards may be earned in different turns."""
+    return (turn_advantages(inputs, divides=False) != 0).flatten(1).any(dim=1)
+
+
+def _has_turn(inputs: EstimatorInputs, num_turns: int) -> Bool[Tensor, "groups generations turns"]:
+    """Return which turns each compared response has; one that failed before its first response has that alone."""
+    import torch
+
+    last = inputs.token_turns.amax(dim=2).clamp(min=0)
+    return (torch.arange(num_turns) <= last[:, :, None]) & inputs.takes_part[:, :, None]
+
+
+TURN_GRPO = Estimator(
+    "turn_grpo",
+    turn_grpo_advantages,
+    reads=frozenset({"use_leave_one_out_baseline"}),
+    is_informative=any_turn_differs,
+)

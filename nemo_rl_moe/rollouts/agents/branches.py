@@ -1,0 +1,129 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The conversations of a trajectory as requests send them: each continues what it repeats, or begins a sequence."""
+
+from dataclasses import dataclass
+
+from nemo_rl_moe.data.continuation import Continuation, Extension, SampledTurn
+from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.template_inputs import TemplateInputs, ToolDefinition
+from nemo_rl_moe.data.turn_glue import NoExtension
+from nemo_rl_moe.generation.interface import TokenIds
+from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest, MessageKey, key_of
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence
+
+
+@dataclass(frozen=True)
+class _Response:
+    """A response, with the conversation up to it.
+
+    Attributes:
+        keys: Of all messages, its own included.
+        prompted: What it answers.
+        sequence: Has its tokens, which end at `size`.
+    """
+
+    keys: tuple[MessageKey, ...]
+    tools: tuple[ToolDefinition, ...]
+    prompted: Extension
+    token_ids: TokenIds
+    sequence: GrowingSequence
+    size: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the response to a request goes.
+
+    Attributes:
+        sequence: Ends in the generation prompt.
+        prompted: What is answered.
+    """
+
+    request: ChatRequest
+    sequence: GrowingSequence
+    prompted: Extension
+
+
+class TooLong(Exception):
+    """A request leaves no room for a response; its text says how long it is."""
+
+
+class Branches:
+    """All responses of a trajectory, by the messages that lead to them.
+
+    A request that repeats the messages up to a response and adds further ones continues its tokens: they are never
+    rendered again. Where other tokens follow them already, another sequence begins with a copy of them, not trained on
+    again. Any other request begins a sequence with a rendering of its messages.
+
+    Args:
+        session: Gets the sequences.
+        continuation: Renders messages.
+    """
+
+    def __init__(self, session: Session, continuation: Continuation):
+        self._session, self._continuation = session, continuation
+        self._responses: list[_Response] = []
+
+    def place(self, request: ChatRequest) -> Place:
+        """Prepare a sequence for the response to a request.
+
+        Raises:
+            TooLong: It would have no room; nothing has changed.
+            NoExtension: No tokens are known that show the messages.
+            RecordError: The chat template does not show the messages.
+        """
+        earlier = self._earlier(request)
+        if earlier is not None:
+            try:
+                return self._behind(earlier, request)
+            except NoExtension:
+                pass  # the template renders what was there in another way by now, as it may drop thinking
+        extension = self._continuation.begin(request.messages, _inputs(request))
+        self._require_room(0, extension)
+        return Place(request, self._session.begin_sequence(extension.token_ids), extension)
+
+    def add(self, place: Place, message: Message, token_ids: TokenIds) -> None:
+        """Take a response in, whose tokens stand in the sequence now.
+
+        Args:
+            message: As the agent gets it.
+        """
+        keys = (*map(key_of, place.request.messages), key_of(message))
+        tools, sequence = place.request.tools, place.sequence
+        self._responses.append(_Response(keys, tools, place.prompted, token_ids, sequence, len(sequence)))
+
+    def _earlier(self, request: ChatRequest) -> _Response | None:
+        """Return the last response that a request has in its history."""
+        keys = tuple(map(key_of, request.messages))
+        size = next((index for index in range(len(keys), 0, -1) if keys[index - 1][0] == "assistant"), 0)
+        for each in reversed(self._responses):
+            if each.keys == keys[:size] and each.tools == request.tools:
+                return each
+        return None
+
+    def _behind(self, earlier: _Response, request: ChatRequest) -> Place:
+        prompted, session = earlier.prompted, self._session
+        stops = session.sampling.stop_token_ids
+        turn = SampledTurn(prompted.messages, earlier.token_ids, stops, _inputs(request), prompted.text)
+        extension = self._continuation.extend(turn, request.messages[len(earlier.keys) :])
+        self._require_room(earlier.size, extension)
+        sequence = earlier.sequence
+        if len(sequence) == earlier.size:
+            sequence.add_given(extension.token_ids)
+        else:
+            sequence = session.begin_sequence([*sequence.token_ids[: earlier.size], *extension.token_ids])
+        return Place(request, sequence, extension)
+
+    def _require_room(self, size_before: int, extension: Extension) -> None:
+        size, limit = size_before + len(extension.token_ids), self._session.max_tokens
+        if size >= limit:
+            raise TooLong(
+                f"the messages have {size:,} tokens, which leaves no room for a response below {limit:,}"
+                " (policy.max_total_sequence_length)"
+            )
+
+
+def _inputs(request: ChatRequest) -> TemplateInputs:
+    return TemplateInputs(request.tools or None)

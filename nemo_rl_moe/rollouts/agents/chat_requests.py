@@ -1,0 +1,233 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Requests for chat completions: what they may ask for, and what is refused because training needs the run's own."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
+from nemo_rl_moe.config.tool_definitions import definition_problem
+from nemo_rl_moe.data.messages import Message, content_text, parse_messages
+from nemo_rl_moe.data.record_values import RecordError, kind_of
+from nemo_rl_moe.data.template_inputs import ToolDefinition
+from nemo_rl_moe.generation.interface import SamplingParameters
+
+_NO_MESSAGE_KEYS = ("refusal", "annotations", "audio", "function_call")
+"""Keys that clients put into the assistant's messages, and that chat templates do not know."""
+_WITHOUT_EFFECT = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "stream_options",
+    "safety_identifier",
+    "prompt_cache_key",
+)
+"""Parameters that change nothing of a response."""
+
+
+class RequestError(Exception):
+    """A request is refused.
+
+    Attributes:
+        status: Of HTTP.
+        code: In OpenAI's words where it has one.
+        parameter: At fault; None: no single one.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None, parameter: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.parameter = status, code, parameter
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Return it in OpenAI's form."""
+        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request that the model can answer.
+
+    Attributes:
+        reads_calls: Calls of tools in the response are returned as such.
+        max_tokens: Most tokens of the response; None: the run's.
+        wants_logprobs: The reply has the log-probability of each token.
+        wants_token_ids: The reply has the token ids of prompt and response.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolDefinition, ...] = ()
+    reads_calls: bool = False
+    max_tokens: int | None = None
+    wants_logprobs: bool = False
+    wants_token_ids: bool = False
+
+
+MessageKey = tuple[str, str, str]
+
+
+def key_of(message: Message) -> MessageKey:
+    """Return what makes two messages the same: of an assistant's its text, blanks around it aside, and its calls."""
+    text = content_text(message["content"])
+    if message["role"] != "assistant":
+        return message["role"], text, json.dumps([message.get("name"), message.get("tool_call_id")])
+    calls = [
+        (call["function"]["name"], _decoded(call["function"]["arguments"])) for call in message.get("tool_calls", ())
+    ]
+    return "assistant", text.strip(), json.dumps(calls, sort_keys=True)
+
+
+def _decoded(arguments: object) -> object:
+    """Return arguments of a call as an object: on the wire they are a text."""
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+class RequestRules:
+    """What requests of a run may ask for.
+
+    Args:
+        model: Its name.
+        sampling: How the run samples responses that are trained on.
+        no_tools: Why requests cannot have tools; None: they can.
+    """
+
+    def __init__(self, model: str, sampling: SamplingParameters, no_tools: str | None = None):
+        self.model, self._no_tools = model, no_tools
+        fixed = {
+            "temperature": ("policy.generation.temperature", sampling.temperature),
+            "top_p": ("policy.generation.top_p", sampling.top_p),
+            "top_k": ("policy.generation.top_k", -1 if sampling.top_k is None else sampling.top_k),
+        }
+        self._checks: dict[str, Callable[[Any], str | None]] = {
+            **{name: _must_equal(value, f"the run's {key}") for name, (key, value) in fixed.items()},
+            "n": _must_equal(1, "one response to a request"),
+            "stream": _must_equal(False, "a whole reply: it is not streamed"),
+            "presence_penalty": _must_equal(0, "no penalty, as training knows none"),
+            "frequency_penalty": _must_equal(0, "no penalty, as training knows none"),
+            "logit_bias": _must_equal({}, "none, as training knows none"),
+            "response_format": _must_equal({"type": "text"}, "free text, as training knows no constraint"),
+            "seed": _must_equal(None, "none: the run draws the seed of each response"),
+            "stop": _must_equal([], "none: policy.generation.stop_strings ends responses"),
+            "top_logprobs": _must_equal(0, "the tokens' own log-probabilities alone"),
+            "parallel_tool_calls": _must_equal(True, "all calls of a response"),
+            "tool_choice": lambda value: (
+                None if value in ("auto", "none") else "auto or none: training knows no constraint"
+            ),
+        }
+        self._used = (
+            "model",
+            "messages",
+            "tools",
+            "max_tokens",
+            "max_completion_tokens",
+            "logprobs",
+            "return_token_ids",
+        )
+
+    def parse(self, body: object) -> ChatRequest:
+        """Parse the body of a request.
+
+        Raises:
+            RequestError: It is malformed, or asks for something else than the run's own sampling.
+        """
+        if not isinstance(body, Mapping):
+            raise RequestError(f"the body is {kind_of(body)}, expected an object with model and messages")
+        given = {name: value for name, value in body.items() if value is not None}
+        for name, value in given.items():
+            self._check(name, value)
+        if (model := given.get("model")) != self.model:
+            message = f"model: got {_shown(model)}, expected {self.model!r}, the model in training"
+            raise RequestError(message, status=404, code="model_not_found", parameter="model")
+        tools = self._tools(given.get("tools", []))
+        limits = [_positive(name, given[name]) for name in ("max_tokens", "max_completion_tokens") if name in given]
+        return ChatRequest(
+            _messages(given.get("messages")),
+            tools,
+            reads_calls=bool(tools) and given.get("tool_choice") != "none",
+            max_tokens=min(limits, default=None),
+            wants_logprobs=given.get("logprobs") is True,
+            wants_token_ids=given.get("return_token_ids") is True,
+        )
+
+    def _check(self, name: str, value: Any) -> None:
+        if name in self._used or name in _WITHOUT_EFFECT:
+            return
+        if name not in self._checks:
+            known = (*self._used, *self._checks, *_WITHOUT_EFFECT)
+            raise RequestError(
+                f"{shortened(name)}: is no parameter that this endpoint knows{did_you_mean(nearest(name, known))}",
+                parameter=name,
+            )
+        if (expected := self._checks[name](value)) is not None:
+            raise RequestError(f"{name}: got {_shown(value)}, expected {expected}; leave it out", parameter=name)
+
+    def _tools(self, value: object) -> tuple[ToolDefinition, ...]:
+        if not isinstance(value, list):
+            raise RequestError(f"tools: got {kind_of(value)}, expected a list of definitions", parameter="tools")
+        for index, definition in enumerate(value):
+            if (problem := definition_problem(definition)) is not None:
+                raise RequestError(f"tools[{index}]: {problem}", parameter="tools")
+        if value and self._no_tools is not None:
+            raise RequestError(f"tools: got {len(value)}, expected none: {self._no_tools}", parameter="tools")
+        return tuple(value)
+
+
+def _must_equal(allowed: object, expected: str) -> Callable[[Any], str | None]:
+    shown = "" if isinstance(allowed, dict | list) or allowed is None else f" ({json.dumps(allowed)})"
+    return lambda value: None if value == allowed else f"{expected}{shown}"
+
+
+def _shown(value: object) -> str:
+    return shortened(json.dumps(value, default=str))
+
+
+def _positive(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise RequestError(f"{name}: got {_shown(value)}, expected a whole number from 1 on", parameter=name)
+    return value
+
+
+def _messages(value: object) -> tuple[Message, ...]:
+    """Parse messages; unlike in data, the assistant's may be empty: a model can answer nothing."""
+    given = value if isinstance(value, list) else []
+    sent = [_without_client_keys(each) if isinstance(each, Mapping) else each for each in given]
+    silent = {index for index, each in enumerate(sent) if isinstance(each, dict) and _is_silent(each)}
+    try:
+        found = parse_messages(
+            [{"role": "assistant", "content": "."} if index in silent else each for index, each in enumerate(sent)]
+            if isinstance(value, list)
+            else value,
+            "messages",
+        )
+    except RecordError as error:
+        raise RequestError(str(error), parameter="messages") from None
+    for index in silent:
+        found[index]["content"] = ""
+    for index, message in enumerate(found):
+        if not isinstance(message["content"], str):
+            raise RequestError(f"messages[{index}].content has images, expected text", parameter="messages")
+    if found[-1]["role"] == "assistant":
+        raise RequestError("the last message is the assistant's, expected one that it answers", parameter="messages")
+    return tuple(found)
+
+
+def _without_client_keys(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key not in _NO_MESSAGE_KEYS and value is not None}
+
+
+def _is_silent(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "assistant" and not message.get("content") and not message.get("tool_calls")
+
+
+def schemas_of(tools: Sequence[ToolDefinition]) -> dict[str, Mapping[str, Any]]:
+    """Return the schemas of the parameters of tools, as formats of calls read them."""
+    found = {}
+    for tool in tools:
+        parameters = tool["function"].get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        found[tool["function"]["name"]] = properties if isinstance(properties, Mapping) else {}
+    return found

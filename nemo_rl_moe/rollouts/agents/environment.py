@@ -1,0 +1,237 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The environment of a run with an agent: a program that asks the model through the endpoint, until it ends."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.record_values import RecordError
+from nemo_rl_moe.data.turn_glue import NoExtension
+from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.rewards.interface import Fault, Score
+from nemo_rl_moe.rollouts.agents.branches import Branches, Place, TooLong
+from nemo_rl_moe.rollouts.agents.chat_requests import RequestError, RequestRules
+from nemo_rl_moe.rollouts.agents.replies import message_of, read_turn, reply_to
+from nemo_rl_moe.rollouts.agents.server import EndpointServer
+from nemo_rl_moe.rollouts.agents.task import AgentTask
+from nemo_rl_moe.rollouts.agents.worker_pool import AgentEnd, AgentRun, AgentWorkers
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.tools.formats.interface import THINK_START, ToolFormat
+
+CALLS, MALFORMED_CALLS, REFUSED = "agent/tool_calls", "agent/malformed_calls", "agent/refused_requests"
+METRICS = (CALLS, MALFORMED_CALLS, REFUSED)
+_TAIL_TOKENS = 16
+
+
+@dataclass
+class _Asked:
+    """A request that waits for its reply.
+
+    Attributes:
+        reply: Cancelled where the client has left.
+    """
+
+    body: object
+    reply: "Future[dict[str, Any]]" = field(default_factory=Future)
+
+
+_Event = _Asked | AgentEnd | BaseException
+
+
+class AgentEnvironment:
+    """Trajectories that a program drives. Each request is answered before the next of its trajectory is looked at.
+
+    Args:
+        rules: What requests may ask for.
+        tool_format: Format in which the model writes calls; None: it writes none.
+        max_turns: Most responses of a trajectory; further requests are refused.
+        server: Takes requests.
+        workers: Run the agents.
+        reward_weights: Of each named reward; None where a score is one number.
+    """
+
+    def __init__(
+        self,
+        rules: RequestRules,
+        tool_format: ToolFormat | None,
+        max_turns: int,
+        server: EndpointServer,
+        workers: AgentWorkers,
+        reward_weights: Mapping[str, float] | None,
+    ):
+        self._rules, self._format, self._max_turns = rules, tool_format, max_turns
+        self._server, self._workers, self._weights = server, workers, reward_weights
+
+    async def rollout(self, session: Session) -> Trajectory:
+        """Make one trajectory; the agent gives the reward, or else the reward function scores the last response.
+
+        Raises:
+            DataError: The prompt has images.
+            WorkerDiedError: An agent's process cannot be started.
+        """
+        if session.model_inputs:
+            raise DataError(f"{session.prompt.sample_id}: the prompt has images, expected text: agents send text alone")
+        leased = self._workers.lease()
+        try:
+            await session.wait_aside(_until_done(leased))
+            return await self._driven(session, leased.result())
+        finally:
+            self._workers.give_back(leased)
+
+    async def _driven(self, session: Session, agent: AgentRun) -> Trajectory:
+        talk = _Talk(session, self._rules, self._format, self._max_turns)
+        events: asyncio.Queue[_Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        is_over = False
+
+        def take(event: _Event) -> None:
+            if not is_over:
+                events.put_nowait(event)
+            elif isinstance(event, _Asked):
+                _refuse(event, _has_ended())
+
+        def note(event: _Event) -> None:
+            loop.call_soon_threadsafe(take, event)
+
+        def ask(body: object) -> "Future[dict[str, Any]]":
+            asked = _Asked(body)
+            try:
+                note(asked)
+            except RuntimeError:  # the loop has been closed
+                _refuse(asked, _has_ended())
+            return asked.reply
+
+        with self._server.session(ask) as base_url:
+            prompt = session.prompt
+            task = AgentTask(
+                prompt.sample_id, prompt.record, prompt.messages, base_url, self._server.key, self._rules.model
+            )
+            agent.start(task).add_done_callback(lambda ended: _tell(note, ended))
+            try:
+                while True:
+                    event = await events.get()
+                    if isinstance(event, BaseException):
+                        raise event
+                    if isinstance(event, AgentEnd):
+                        break
+                    await talk.answer(event)
+            finally:
+                is_over = True
+                while not events.empty():
+                    take(events.get_nowait())
+        return await self._finished(session, event, talk)
+
+    async def _finished(self, session: Session, end: AgentEnd, talk: "_Talk") -> Trajectory:
+        metrics = {name: float(talk.counts[name]) for name in METRICS}
+        if end.fault is Fault.ERROR and talk.limit:
+            # It could not go on, and has not failed: an answer is never worse than one that is too long.
+            if isinstance(talk.limit, TooLong):
+                session.cut_short(str(talk.limit))
+            zero = Score(0.0, is_correct=False)
+            named = Score.named(dict.fromkeys(self._weights, 0.0), is_correct=False) if self._weights else zero
+            return session.finish(named, metrics, truncated_by=None if isinstance(talk.limit, TooLong) else "turns")
+        if end.fault is not None:
+            return session.failed(end.fault, end.message)
+        if not session.turns:
+            return session.failed(Fault.ERROR, "the agent has ended without a request that the model could answer")
+        return session.finish(await session.score() if end.score is None else end.score, metrics)
+
+
+class _Talk:
+    """The requests of one trajectory.
+
+    Attributes:
+        counts: By the names of `METRICS`.
+        limit: The last refusal at a limit of the run; None: there was none since the last reply.
+    """
+
+    def __init__(self, session: Session, rules: RequestRules, tool_format: ToolFormat | None, max_turns: int):
+        assert session.continuation is not None, "checked before anything starts"
+        self._session, self._rules, self._format, self._max_turns = session, rules, tool_format, max_turns
+        self._branches = Branches(session, session.continuation)
+        self._unread: dict[str, dict[str, Any]] = {}
+        self.counts: Counter[str] = Counter()
+        self.limit: Exception | None = None
+
+    async def answer(self, asked: _Asked) -> None:
+        """Answer a request, unless its client has left meanwhile."""
+        if asked.reply.cancelled():
+            return
+        try:
+            reply = await self._reply(asked.body)
+        except RequestError as error:
+            self.counts[REFUSED] += 1
+            _refuse(asked, error)
+            return
+        except BaseException:  # such as the trajectory's own end
+            _refuse(asked, _has_ended())
+            raise
+        if asked.reply.set_running_or_notify_cancel():
+            asked.reply.set_result(reply)
+        else:  # clients ask again after a time-out
+            self._unread[_text_of(asked.body)] = reply
+
+    async def _reply(self, body: object) -> dict[str, Any]:
+        if self._unread and (unread := self._unread.pop(_text_of(body), None)) is not None:
+            return unread
+        session = self._session
+        request = self._rules.parse(body)
+        if len(session.turns) >= self._max_turns:
+            self.limit = RequestError(f"the trajectory has {self._max_turns} responses, which are most (env.max_turns)")
+            raise self.limit
+        try:
+            place = self._branches.place(request)
+        except TooLong as error:
+            self.limit = error
+            raise RequestError(str(error), code="context_length_exceeded", parameter="messages") from None
+        except (NoExtension, RecordError) as error:
+            raise RequestError(one_line(error), parameter="messages") from None
+        self.limit = None
+        prompt_ids = list(place.sequence.token_ids)
+        room = min(session.max_tokens - len(prompt_ids), request.max_tokens or session.max_tokens)
+        turn = await session.continue_sequence(place.sequence, room)
+        read = read_turn(turn.text, request, self._format, begins_in_thinking=self._opens_thinking(place, prompt_ids))
+        message: Message = message_of(read, self.counts[CALLS])
+        self.counts[CALLS] += len(read.calls)
+        self.counts[MALFORMED_CALLS] += read.num_malformed
+        self._branches.add(place, message, turn.token_ids)
+        name = f"{session.group_id}-{len(session.turns)}"
+        return reply_to(request, turn, message, prompt_ids, name=name, model=self._rules.model, text_of=session.decode)
+
+    def _opens_thinking(self, place: Place, prompt_ids: list[int]) -> bool:
+        return self._session.decode(prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(THINK_START)
+
+
+async def _until_done(future: "Future[Any]") -> None:
+    await asyncio.wrap_future(future)
+
+
+def _tell(note: Callable[[_Event], None], ended: "Future[AgentEnd]") -> None:
+    """Tell how an agent has ended, unless nobody waits for it any more."""
+    if ended.cancelled():
+        return
+    try:
+        note(ended.exception() or ended.result())
+    except RuntimeError:  # the loop has been closed
+        return
+
+
+def _has_ended() -> RequestError:
+    return RequestError("the trajectory has ended", status=404, code="session_not_found")
+
+
+def _refuse(asked: _Asked, error: RequestError) -> None:
+    if asked.reply.set_running_or_notify_cancel():
+        asked.reply.set_exception(error)
+
+
+def _text_of(body: object) -> str:
+    return json.dumps(body, sort_keys=True)

@@ -1,0 +1,137 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Replies to requests for chat completions: the model's turn as a message, with its calls of tools."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.generation.interface import TokenIds
+from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest, schemas_of
+from nemo_rl_moe.rollouts.environment import Turn
+from nemo_rl_moe.tools.formats.interface import THINK_END, ParsedCall, Schemas, ToolCall, ToolFormat
+
+
+@dataclass(frozen=True)
+class ReadTurn:
+    """A turn of the model as an agent gets it.
+
+    Attributes:
+        content: Its text without calls.
+        calls: Calls in it; none where one of them cannot be read, which leaves the text as it is.
+        num_malformed: Calls that cannot be read.
+    """
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    num_malformed: int = 0
+
+
+def read_turn(text: str, request: ChatRequest, tool_format: ToolFormat | None, *, begins_in_thinking: bool) -> ReadTurn:
+    """Read the calls of a turn.
+
+    Args:
+        tool_format: None: the model writes none.
+        begins_in_thinking: The prompt has opened a think block.
+    """
+    if tool_format is None or not request.reads_calls:
+        return ReadTurn(text)
+    schemas = schemas_of(request.tools)
+    found = tool_format.calls(text, schemas, begins_in_thinking=begins_in_thinking)
+    calls = tuple(call for call in found if isinstance(call, ToolCall) and _is_encodable(call))
+    if len(calls) < len(found):
+        return ReadTurn(text, num_malformed=len(found) - len(calls))
+    if not calls:
+        return ReadTurn(text)
+    return ReadTurn(_before_calls(text, found, tool_format, schemas, begins_in_thinking=begins_in_thinking), calls)
+
+
+def message_of(turn: ReadTurn, first_call: int) -> Message:
+    """Return a turn as a message in OpenAI's form.
+
+    Args:
+        first_call: Number of its first call in the trajectory.
+    """
+    message: Message = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
+    if turn.calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call{(first_call + index) % 100_000:05}",  # some templates want nine characters
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for index, call in enumerate(turn.calls)
+        ]
+    return message
+
+
+def reply_to(
+    request: ChatRequest,
+    turn: Turn,
+    message: Message,
+    prompt_ids: Sequence[int],
+    *,
+    name: str,
+    model: str,
+    text_of: Callable[[TokenIds], str],
+) -> dict[str, Any]:
+    """Return the reply in OpenAI's form.
+
+    Args:
+        message: As `message_of` returns it.
+        prompt_ids: Tokens before the turn.
+        name: Of the reply.
+        model: Its name.
+        text_of: From token ids to text.
+    """
+    reason = "length" if turn.is_truncated else "tool_calls" if message.get("tool_calls") else "stop"
+    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+    if request.wants_logprobs:
+        pairs = zip(turn.token_ids, turn.logprobs, strict=True)
+        choice["logprobs"] = {"content": [_logprob(text_of((token,)), logprob) for token, logprob in pairs]}
+    reply = {
+        "id": name,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": len(prompt_ids),
+            "completion_tokens": len(turn.token_ids),
+            "total_tokens": len(prompt_ids) + len(turn.token_ids),
+        },
+    }
+    if request.wants_token_ids:
+        choice["token_ids"] = list(turn.token_ids)
+        reply["prompt_token_ids"] = list(prompt_ids)
+    return reply
+
+
+def _logprob(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
+
+
+def _is_encodable(call: ToolCall) -> bool:
+    """Return whether clients can send a call back: JSON in a text may hold half a character."""
+    try:
+        json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _before_calls(
+    text: str, calls: list[ParsedCall], tool_format: ToolFormat, schemas: Schemas, *, begins_in_thinking: bool
+) -> str:
+    """Return the text before the first call: formats say what is called, and not where."""
+    first = text.index(THINK_END) + len(THINK_END) if begins_in_thinking and THINK_END in text else 0
+    mark = tool_format.example[0]
+    place = text.rfind(mark)
+    while place >= first:
+        if tool_format.calls(text[place:], schemas) == calls:
+            return text[:place].rstrip()
+        place = text.rfind(mark, 0, place)
+    return text[:first]

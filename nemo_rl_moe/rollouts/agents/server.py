@@ -1,0 +1,126 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP server of agents' requests: loopback alone, with a key made for the run and a path for each trajectory."""
+
+import asyncio
+import hmac
+import json
+import secrets
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+from nemo_rl_moe.rollouts.agents.chat_requests import RequestError
+
+HOST = "127.0.0.1"
+MOST_BODY_BYTES = 64 << 20
+_CLOSING_LIMIT_S = 20.0
+_ENDED = "this trajectory has ended, or there was none of this name"
+
+Ask = Callable[[object], "Future[dict[str, Any]]"]
+"""From the body of a request to its reply; called in the server's thread, and does not block it."""
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class EndpointServer:
+    """An OpenAI-compatible server in a thread of its own; a context manager.
+
+    Args:
+        model: Name of the model.
+
+    Attributes:
+        key: That requests need, made at random.
+        port: On which it listens.
+    """
+
+    def __init__(self, model: str):
+        self._model = model
+        self.key = secrets.token_urlsafe(32)
+        self.port = 0
+        self._sessions: dict[str, Ask] = {}
+        self._loop = asyncio.new_event_loop()
+        self._started: Future[web.AppRunner] = Future()
+        self._thread = threading.Thread(target=self._run, name="endpoint of agents", daemon=True)
+
+    def __enter__(self) -> "EndpointServer":
+        self._thread.start()
+        self._runner = self._started.result()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._sessions.clear()
+        closing = asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop)
+        try:
+            closing.result(_CLOSING_LIMIT_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CLOSING_LIMIT_S)
+
+    @contextmanager
+    def session(self, ask: Ask) -> Iterator[str]:
+        """Answer the requests of one trajectory at an address of its own, which the context gives."""
+        name = secrets.token_urlsafe(16)
+        self._sessions[name] = ask
+        try:
+            yield f"http://{HOST}:{self.port}/sessions/{name}/v1"
+        finally:
+            self._sessions.pop(name, None)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._started.set_result(self._loop.run_until_complete(self._start()))
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _start(self) -> web.AppRunner:
+        app = web.Application(middlewares=[self._guarded], client_max_size=MOST_BODY_BYTES)
+        app.router.add_post("/sessions/{session}/v1/chat/completions", self._complete)
+        app.router.add_get("/sessions/{session}/v1/models", self._models)
+        # A client that has left is no longer answered.
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        site = web.TCPSite(runner, HOST, 0)
+        await site.start()
+        self.port = runner.addresses[0][1]
+        return runner
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Let through who has the key; answer errors in OpenAI's form."""
+        try:
+            given = request.headers.get("Authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
+                raise RequestError("the key is not the one of this run", status=401, code="invalid_api_key")
+            return await handler(request)
+        except RequestError as error:
+            return web.json_response(error.body, status=error.status)
+        except web.HTTPException as error:
+            message = f"{request.method} {request.path}: {error.reason}; there is .../v1/chat/completions alone"
+            return web.json_response(RequestError(message).body, status=error.status)
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        ask = self._ask_of(request)
+        try:
+            body = await request.json()
+        except (ValueError, RecursionError):  # JSON, its encoding or its depth
+            raise RequestError("the body is no JSON") from None
+        return web.json_response(await asyncio.wrap_future(ask(body)), dumps=json.dumps)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._ask_of(request)
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "nemo_rl_moe"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    def _ask_of(self, request: web.Request) -> Ask:
+        ask = self._sessions.get(request.match_info["session"])
+        if ask is None:
+            raise RequestError(_ENDED, status=404, code="session_not_found")
+        return ask

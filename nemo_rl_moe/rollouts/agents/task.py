@@ -1,0 +1,28 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What an agent is given."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """One trajectory for an agent. Each attempt at each response to a prompt is a task of its own.
+
+    Attributes:
+        sample_id: Where the prompt came from.
+        record: Whatever the data say of it.
+        messages: The prompt, as the agent may send it to the model, or not.
+        base_url: Of the endpoint, for this trajectory alone.
+        api_key: Of this run.
+        model: Name of the model.
+    """
+
+    sample_id: str
+    record: Mapping[str, Any]
+    messages: Sequence[Mapping[str, Any]]
+    base_url: str
+    api_key: str
+    model: str

@@ -1,0 +1,87 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Histories of messages as other libraries send them, each time the whole, and the sequences of a session."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from nemo_rl_moe.data.messages import Message, content_text
+from nemo_rl_moe.rollouts.environment import Session, Turn
+from nemo_rl_moe.tools.formats.interface import THINK_START
+
+_Known = tuple[str, str, tuple[tuple[str, str], ...]]
+
+
+class MessageHistory:
+    """The conversation of a session, for code that sends all messages with each request.
+
+    Where they continue the conversation, its sequence grows: what the model sampled stays as it is, token by token.
+    Otherwise another sequence begins.
+
+    Args:
+        session: Nobody else asks it.
+
+    Attributes:
+        begins_in_thinking: The prompt of the last response has opened a think block.
+    """
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._known = [_known(message) for message in session.prompt.messages]
+        self._has_answered = False
+        self.begins_in_thinking = False
+
+    async def respond(self, messages: Sequence[Message]) -> Turn:
+        """Continue messages by a response of the model.
+
+        Raises:
+            TrajectoryFull: They do not fit.
+            NoExtension: The chat template cannot show them.
+            RecordError: One of them is malformed.
+        """
+        sent = [_known(message) for message in messages]
+        new = list(messages[len(self._known) :])
+        if sent[: len(self._known)] != self._known or not self._may_follow(new):
+            self._session.begin_conversation(messages)
+        elif new:
+            self._session.append_messages(new)
+        if not self._session.has_room:
+            raise TrajectoryFull
+        self._known = sent
+        self.begins_in_thinking = self._session.ends_in(THINK_START)
+        return await self._session.generate()
+
+    def note_response(self, message: Message) -> None:
+        """Note in which form the last response is given to the code, which sends it back in that form."""
+        self._known.append(_known(message))
+        self._has_answered = True
+
+    def _may_follow(self, new: Sequence[Message]) -> bool:
+        if not self._has_answered:
+            return not new
+        return bool(new) and all(message.get("role") != "assistant" for message in new)
+
+
+class TrajectoryFull(Exception):
+    """What is to be added does not fit into the trajectory."""
+
+
+def _known(message: Mapping[str, object]) -> _Known:
+    """Return what two messages have in common that are the same."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    text = content if isinstance(content, str) else content_text(content if isinstance(content, list) else None)
+    return (
+        str(message.get("role")),
+        text,
+        tuple(_known_call(call) for call in (calls if isinstance(calls, list) else ())),
+    )
+
+
+def _known_call(call: object) -> tuple[str, str]:
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = json.loads(arguments)
+    return str(function.get("name")), json.dumps(arguments, sort_keys=True, default=str)

@@ -1,0 +1,145 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Environments of OpenEnv servers as drivers of trajectories: a response is an action, its observation the answer."""
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, OpenEnvConfig
+from nemo_rl_moe.errors import one_line
+from nemo_rl_moe.rewards.interface import Fault, Score
+from nemo_rl_moe.rewards.registry import answer_in
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.libraries.openenv_servers import OpenEnvServer, Places
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+
+RESET = "reset"
+"""Key of a record with arguments of the environment's `reset`."""
+STEPS = "openenv/steps"
+_AGAIN_S = 0.1
+
+
+@dataclass
+class _Episode:
+    """What an environment has given so far."""
+
+    reward: float = 0.0
+    num_steps: int = 0
+    is_done: bool = False
+    observation: str = ""
+
+
+class OpenEnvRollout:
+    """Rollouts in the environments of servers. Rewards of all steps add up.
+
+    Args:
+        servers: Those that the run has started; empty: the server of `openenv.url`.
+        env: Has the section `openenv`, and limits.
+    """
+
+    def __init__(self, servers: Sequence[OpenEnvServer], env: EnvironmentConfig):
+        assert env.openenv is not None
+        self._servers, self._env, self._config = servers, env, env.openenv
+        number = len(servers) or 1
+        self._places = Places([server for _ in range(env.openenv.sessions_per_server) for server in range(number)])
+
+    async def __call__(self, session: Session) -> Trajectory:
+        """Make one trajectory."""
+        taken: list[int] = []
+        try:
+            await session.wait_aside(self._places.wait_for_one(taken.append))
+            return await self._in_place(session, self._servers[taken[0]] if self._servers else None)
+        finally:
+            for server in taken:
+                self._places.give_back(server)
+
+    async def _in_place(self, session: Session, server: OpenEnvServer | None) -> Trajectory:
+        from openenv.core import GenericEnvClient
+
+        limit_s = self._env.timeout_s
+        url = str(self._config.url) if server is None else server.url
+        client = GenericEnvClient(base_url=url, connect_timeout_s=limit_s, message_timeout_s=limit_s)
+        try:
+            return await self._play(session, client)
+        except TimeoutError:
+            failed = session.failed(Fault.TIMEOUT, f"the server gave no answer within {limit_s:g} s (env.timeout_s)")
+        except Exception as error:  # of the connection, or what the server says has gone wrong
+            failed = session.failed(Fault.ERROR, one_line(error))
+        finally:
+            await client.disconnect()
+        if server is not None:
+            await asyncio.to_thread(server.replace_if_lost)
+        return failed
+
+    async def _play(self, session: Session, client: Any) -> Trajectory:
+        episode = _Episode()
+        self._note(episode, await self._reset(session, client))
+        if episode.observation:
+            session.begin_conversation(_with_observation(session, episode.observation))
+        while session.has_room and not episode.is_done:
+            turn = await session.generate()
+            if turn.is_truncated and not self._env.score_truncated:
+                break
+            self._note(episode, await client.step({self._config.action_key: self._action(turn.text)}))
+            episode.num_steps += 1
+            if episode.is_done or len(session.turns) == self._env.max_turns:
+                break
+            session.append_message({"role": "user", "content": episode.observation})
+        score = Score(episode.reward, is_correct=episode.reward > 0)
+        found = session.finish(score, {STEPS: float(episode.num_steps)})
+        is_wrong = found.is_truncated and not self._env.score_truncated
+        return replace(found, reward=0.0, is_correct=False) if is_wrong else found
+
+    async def _reset(self, session: Session, client: Any) -> Any:
+        """Begin an episode. All responses to a prompt begin in the same state; servers take a moment to free places."""
+        own = session.prompt.record.get(RESET)
+        arguments = {"seed": _seed_of(session.prompt.sample_id)} | (dict(own) if isinstance(own, Mapping) else {})
+        deadline = asyncio.get_running_loop().time() + self._env.timeout_s
+        while True:
+            try:
+                return await client.reset(**arguments)
+            except RuntimeError as error:
+                if "CAPACITY" not in str(error).upper() or asyncio.get_running_loop().time() > deadline:
+                    raise
+                await client.disconnect()
+                await asyncio.sleep(_AGAIN_S)
+
+    def _action(self, text: str) -> str:
+        return answer_in(text, self._env.answer_after).strip()
+
+    def _note(self, episode: _Episode, result: Any) -> None:
+        """Add what a step gives.
+
+        Raises:
+            ValueError: Its reward is no number, or it has no such observation.
+        """
+        reward = 0.0 if result.reward is None else float(result.reward)
+        if not math.isfinite(reward):
+            raise ValueError(f"the server gave the reward {result.reward!r}, expected a finite number")
+        episode.reward += reward
+        episode.is_done = bool(result.done)
+        observation = dict(result.observation)
+        if self._config.observation_key not in observation:
+            raise ValueError(_no_such_key(self._config, observation))
+        found = observation[self._config.observation_key]
+        episode.observation = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+
+
+def _no_such_key(config: OpenEnvConfig, observation: Mapping[str, object]) -> str:
+    there = ", ".join(observation) or "nothing"
+    return f"env.openenv.observation_key: got {config.observation_key!r}, but an observation has {there}"
+
+
+def _with_observation(session: Session, observation: str) -> list[dict[str, Any]]:
+    """Return the prompt with the first observation behind the text of its last turn."""
+    *earlier, last = session.prompt.messages
+    return [*earlier, {**last, "content": f"{last['content']}\n\n{observation}"}]
+
+
+def _seed_of(sample_id: str) -> int:
+    return int.from_bytes(blake2b(sample_id.encode(), digest_size=4).digest()) >> 1

@@ -1,0 +1,140 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Servers of OpenEnv environments: started on the loopback interface, replaced where they end or hang."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.masking import is_secret
+
+KEY = "env.openenv"
+START_S = 180.0
+"""Seconds in which a server has to answer."""
+CHECK_S = 10.0
+_POLL_S = 0.1
+_END_S = 5.0
+
+
+class OpenEnvServer:
+    """A server in a process of its own.
+
+    Args:
+        app: `package.module:app`, an ASGI app as `create_app` of the library makes it.
+    """
+
+    def __init__(self, app: str):
+        self._app = app
+        self._lock = threading.Lock()
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (as long as the server)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    def start(self) -> None:
+        """Begin to start it; does not wait."""
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "nemo_rl_moe.rollouts.libraries.openenv_server", self._app, str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            env={name: value for name, value in os.environ.items() if not is_secret(name)},
+        )
+
+    def wait(self) -> None:
+        """Wait until it answers.
+
+        Raises:
+            ConfigurationError: It ends before, or gives no answer.
+        """
+        assert self._process is not None
+        deadline = time.monotonic() + START_S
+        while not is_healthy(self.url, 1.0):
+            if self._process.poll() is not None:
+                raise ConfigurationError(
+                    f"{KEY}.app: {self._app} does not start (exit code {self._process.returncode}){self._said()}"
+                )
+            if time.monotonic() > deadline:
+                raise ConfigurationError(f"{KEY}.app: {self._app} gave no answer within {START_S:g} s{self._said()}")
+            time.sleep(_POLL_S)
+
+    def replace_if_lost(self) -> None:
+        """Start another one where this has ended, or does not answer."""
+        with self._lock:
+            if self._process is None or is_healthy(self.url, CHECK_S):
+                return
+            self.stop()
+            self.start()
+            self.wait()
+
+    def stop(self) -> None:
+        """End it."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait(_END_S)
+
+    def _said(self) -> str:
+        self._errors.seek(0)
+        lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
+        return f"; it said last: {lines[-1]}" if lines else ""
+
+
+def is_healthy(url: str, limit_s: float) -> bool:
+    """Return whether a server answers."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/health", timeout=limit_s) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+class Places:
+    """Sessions that servers can take at a time; trajectories of several event loops wait for a free one.
+
+    Args:
+        sessions: The server of each.
+    """
+
+    def __init__(self, sessions: Sequence[int]):
+        self._free = deque(sessions)
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._lock = threading.Lock()
+
+    async def wait_for_one(self, take: Callable[[int], None]) -> None:
+        """Wait for a free session, and give its server to the caller."""
+        while True:
+            with self._lock:
+                if self._free:
+                    take(self._free.popleft())
+                    return
+                future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._waiting.append(future)
+            await future
+
+    def give_back(self, server: int) -> None:
+        """Free a session."""
+        with self._lock:
+            self._free.append(server)
+            waiting, self._waiting = self._waiting, deque()
+        for future in waiting:
+            if not future.get_loop().is_closed():
+                future.get_loop().call_soon_threadsafe(_wake, future)
+
+
+def _wake(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

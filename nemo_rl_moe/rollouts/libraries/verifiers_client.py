@@ -1,0 +1,123 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The model as environments of the verifiers library see it: a client whose responses a session samples."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verifiers.clients import Client
+from verifiers.errors import OverlongPromptError
+from verifiers.types import Response, ResponseMessage, ToolCall, Usage
+
+from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.rollouts.environment import Session, Turn
+from nemo_rl_moe.rollouts.libraries.message_history import MessageHistory, TrajectoryFull
+from nemo_rl_moe.rollouts.tool_environment import NO_TOOL
+from nemo_rl_moe.tools.formats.interface import ToolCall as WrittenCall
+from nemo_rl_moe.tools.formats.interface import ToolFormat
+
+
+class SessionClient(Client):
+    """Client of one trajectory. Sampling is the run's, whatever the environment asks for.
+
+    Args:
+        session: Of the trajectory.
+        tool_format: Format in which the model writes calls; None: the environment has no tools.
+    """
+
+    def __init__(self, session: Session, tool_format: ToolFormat | None):
+        super().__init__(session)
+        self._session, self._format = session, tool_format
+        self._history = MessageHistory(session)
+        self._names: dict[str, str] = {}
+
+    async def get_response(
+        self,
+        prompt: Sequence[Any],
+        model: str,
+        sampling_args: Mapping[str, Any],
+        tools: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> Response:
+        """Continue messages by a response.
+
+        Raises:
+            OverlongPromptError: They do not fit.
+        """
+        try:
+            turn = await self._history.respond([self._as_message(message) for message in prompt])
+        except TrajectoryFull:
+            raise OverlongPromptError from None
+        calls = self._calls(turn, tools or ())
+        content = {"role": "assistant", "content": turn.text}
+        self._history.note_response(
+            {**content, "tool_calls": [{"name": each.name, "arguments": each.arguments} for each in calls]}
+        )
+        size = len(turn.token_ids)
+        return Response(
+            id=f"{self._session.prompt.sample_id}-{len(self._session.turns)}",
+            created=int(time.time()),
+            model=model,
+            usage=Usage(
+                prompt_tokens=self._session.num_tokens - size,
+                reasoning_tokens=0,
+                completion_tokens=size,
+                total_tokens=self._session.num_tokens,
+            ),
+            message=ResponseMessage(
+                **content,
+                tool_calls=calls or None,
+                finish_reason="length" if turn.is_truncated else "tool_calls" if calls else "stop",
+                is_truncated=turn.is_truncated,
+            ),
+        )
+
+    def setup_client(self, config: Any) -> Any:
+        raise NotImplementedError
+
+    async def to_native_tool(self, tool: Any) -> Any:
+        raise NotImplementedError
+
+    async def to_native_prompt(self, messages: Any) -> Any:
+        raise NotImplementedError
+
+    async def get_native_response(self, *arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+    async def raise_from_native_response(self, response: Any) -> None:
+        raise NotImplementedError
+
+    async def from_native_response(self, response: Any) -> Any:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Do nothing: the session belongs to the run."""
+
+    def _calls(self, turn: Turn, tools: Sequence[Any]) -> list[ToolCall]:
+        """Return the calls in a response; one that cannot be read is none, as with servers of models."""
+        if self._format is None or not tools:
+            return []
+        schemas = {tool.name: dict(tool.parameters.get("properties") or {}) for tool in tools}
+        found = self._format.calls(turn.text, schemas, begins_in_thinking=self._history.begins_in_thinking)
+        calls = []
+        for call in found:
+            if isinstance(call, WrittenCall):
+                call_id = f"call{len(self._names) % 100_000:05}"  # some templates want nine characters
+                self._names[call_id] = call.name
+                calls.append(ToolCall(id=call_id, name=call.name, arguments=json.dumps(dict(call.arguments))))
+        return calls
+
+    def _as_message(self, message: Any) -> Message:
+        """Return a message of the library in the standard form."""
+        given = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
+        made: Message = {"role": given["role"], "content": given.get("content", "")}
+        if calls := given.get("tool_calls"):
+            made["tool_calls"] = [
+                {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+                for call in calls
+            ]
+        if (call_id := given.get("tool_call_id")) is not None:
+            made |= {"tool_call_id": call_id, "name": self._names.get(call_id, NO_TOOL)}
+        return made

@@ -1,0 +1,52 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Environments of the verifiers library as drivers of trajectories."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from nemo_rl_moe.data.verifiers_prompts import ROW
+from nemo_rl_moe.rewards.interface import Fault, Score
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.tools.formats.interface import ToolFormat
+
+METRIC_PREFIX = "verifiers/"
+_MODEL = "policy"
+
+
+class VerifiersRollout:
+    """Rollouts of one environment: it sends messages, answers responses, and scores them by its rubric.
+
+    Args:
+        environment: Of the library.
+        tool_format: Format in which the model writes calls; None: the environment has no tools.
+        score_truncated: Keep rewards of trajectories that were cut; they are 0 otherwise.
+    """
+
+    def __init__(self, environment: Any, tool_format: ToolFormat | None, *, score_truncated: bool):
+        self._environment, self._format, self._score_truncated = environment, tool_format, score_truncated
+
+    async def __call__(self, session: Session) -> Trajectory:
+        """Make one trajectory."""
+        from nemo_rl_moe.rollouts.libraries.verifiers_client import SessionClient
+
+        output = await self._environment.run_rollout(
+            dict(session.prompt.record[ROW]), SessionClient(session, self._format), _MODEL, {}
+        )
+        if (error := output.get("error")) is not None:
+            return session.failed(Fault.ERROR, " ".join(str(error["error_chain_repr"]).split()))
+        reward = output["reward"]
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            return session.failed(Fault.ERROR, f"ValueError: the rubric gave {reward!r}, expected a finite number")
+        score = Score(float(reward), is_correct=reward >= self._environment.pass_threshold)
+        metrics = {
+            f"{METRIC_PREFIX}{name}": float(value)
+            for name, value in (output.get("metrics") or {}).items()
+            if isinstance(value, int | float)
+        }
+        found = session.finish(score, metrics)
+        if found.is_truncated and not self._score_truncated:
+            return replace(found, reward=0.0, is_correct=False)
+        return found

@@ -1,0 +1,73 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Plot of a step's experts by who wrote the tokens: a heatmap for each writer, and how far they part."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nemo_rl_moe.routing.metrics.load_arrays import utilization
+from nemo_rl_moe.routing.metrics.writers import WriterLoad, divergences
+from nemo_rl_moe.runs.loggers.expert_load_plots import cell_colors
+from nemo_rl_moe.runs.loggers.plots import BOTTOM, LEFT, TOP, add_title, as_png, axes_at, new_figure
+from nemo_rl_moe.shapes import Int
+from nemo_rl_moe.token_writers import WRITERS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WRITER_KEY = "plots/experts_by_writer"
+_WIDTH, _GAP, _LEAST_HEIGHT, _MOST_HEIGHT, _HEIGHT_OF_LAYER = 360, 50, 140, 480, 44
+_LABELS = ("in the prompt", "in the model's calls", "in the tools' results", "in the model's answers")
+_MOST_CELLS_WITH_TEXT, _MOST_LABELS = 80, 12
+_DARK = 0.5
+
+
+def writer_plots(step: int, load: WriterLoad) -> dict[str, bytes]:
+    """Return the plot as a PNG file, by the key under which it is logged; none of a step without tokens."""
+    if not load.counts.any():
+        return {}
+    return {WRITER_KEY: as_png(draw_writers(f"Experts by who wrote the token at step {step}", load))}
+
+
+def draw_writers(title: str, load: WriterLoad) -> "Figure":
+    """Plot each expert's load over its fair share, of each writer's tokens."""
+    num_layers, loads = len(load.layers), load.counts.sum(-1)
+    height = min(max(_HEIGHT_OF_LAYER * num_layers, _LEAST_HEIGHT), _MOST_HEIGHT)
+    figure = new_figure((LEFT + 2 * _WIDTH + _GAP + 40, TOP + 2 * (height + BOTTOM) + 36))
+    for writer in range(len(WRITERS)):
+        row, column = divmod(writer, 2)
+        axes = axes_at(figure, LEFT + column * (_WIDTH + _GAP), TOP + 24 + row * (height + BOTTOM), _WIDTH, height)
+        share = loads[writer].sum() / loads.sum()
+        axes.set_title(f"{_LABELS[writer]} ({share:.0%} of the tokens)", fontsize=11, loc="left")
+        _draw_load(axes, load, writer)
+        if column == 0:
+            axes.set_ylabel("layer")
+        if row == 1:
+            axes.set_xlabel("expert")
+    add_title(figure, title, _summary(load))
+    return figure
+
+
+def _draw_load(axes: "Axes", load: WriterLoad, writer: int) -> None:
+    counts: Int[np.ndarray, "layers experts"] = load.counts[writer]
+    colors = cell_colors(counts)
+    axes.imshow(colors, aspect="auto", interpolation="nearest")
+    every = max(1, -(-len(load.layers) // _MOST_LABELS))
+    axes.set_yticks(range(0, len(load.layers), every), labels=[str(layer) for layer in load.layers[::every]])
+    axes.locator_params(axis="x", integer=True)
+    if counts.size <= _MOST_CELLS_WITH_TEXT and counts.any():
+        for (row, expert), value in np.ndenumerate(utilization(counts)):
+            color = "white" if colors[row, expert].mean() < _DARK else "black"
+            axes.text(expert, row, f"{value:.1f}", ha="center", va="center", fontsize=8, color=color)
+
+
+def _summary(load: WriterLoad) -> str:
+    """Return the scale and the divergences in words."""
+    parts = ["load over fair share: blue below, red above"]
+    for name, words in (("results_from_own", "results from own tokens"), ("calls_from_answers", "calls from answers")):
+        of_layers = divergences(load.counts)[name]
+        if not np.isnan(of_layers).any():
+            parts.append(f"{words}: {of_layers.mean():.2f} bits")
+    return ";  ".join(parts)

@@ -1,0 +1,30 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Who wrote a token of a conversation: its prompt, the model or the environment; told from what was sampled."""
+
+import numpy as np
+
+from nemo_rl_moe.shapes import Bool, Int
+
+TOKEN_WRITERS = "token_writers"
+"""Name of the column of a batch."""
+PROMPT, CALL, RESULT, ANSWER = range(4)
+WRITERS = ("prompt", "call", "result", "answer")
+"""Names of the classes, as files and metrics have them.
+
+prompt: what stands before the first sampled token; call: responses that the environment goes on behind; result: what it
+adds, with the marks that the chat template puts around it; answer: the last response.
+"""
+
+
+def token_writers(is_sampled: Bool[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"]:
+    """Return the index in `WRITERS` of each token of a sequence."""
+    sampled = np.flatnonzero(is_sampled)
+    writers = np.full(len(is_sampled), PROMPT, dtype=np.int8)
+    if not len(sampled):
+        return writers
+    first, last = sampled[0], sampled[-1]
+    writers[first:] = np.where(is_sampled[first:], CALL, RESULT)
+    given = np.flatnonzero(~is_sampled[: last + 1])
+    writers[given[-1] + 1 if len(given) else 0 : last + 1] = ANSWER
+    return writers

@@ -1,0 +1,153 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A server of the Model Context Protocol as a child process, asked over its standard input and output."""
+
+import asyncio
+import sys
+import tempfile
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from nemo_rl_moe.config.schema_grpo import McpServerConfig
+
+Result = TypeVar("Result")
+_ENDS_WITH_ITS_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""Program that becomes the server; the kernel kills it with the thread that has started it."""
+_STOP_S = 10.0
+_MOST_PAGES = 100
+
+
+class McpToolError(Exception):
+    """A tool of a server answers that it has failed."""
+
+
+class McpServer:
+    """A server that runs from its first use on, and is replaced after a call that failed to return.
+
+    Its thread talks to it, so that the caller can be interrupted.
+
+    Args:
+        config: How it is started.
+    """
+
+    def __init__(self, config: McpServerConfig):
+        self._config = config
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="MCP server", daemon=True)
+        self._thread.start()
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (as long as the server)
+        self._session: Future[Any] | None = None
+        self._closing = asyncio.Event()
+
+    def start(self) -> None:
+        """Begin to start it, unless it runs; does not wait."""
+        if self._session is None:
+            self._session, self._closing = Future(), asyncio.Event()
+            asyncio.run_coroutine_threadsafe(self._serve(self._session, self._closing), self._loop)
+
+    def stop(self, timeout_s: float = 0.0) -> None:
+        """Begin to stop it; then a next call starts it again.
+
+        Args:
+            timeout_s: Seconds to wait for its end, and that of its thread.
+        """
+        self._session = None
+        self._loop.call_soon_threadsafe(self._closing.set)
+        if timeout_s:
+            self._loop.call_soon_threadsafe(asyncio.ensure_future, self._end_thread())
+            self._thread.join(timeout_s)
+
+    def tools(self, timeout_s: float) -> list[Any]:
+        """Return its tools as the library describes them.
+
+        Raises:
+            TimeoutError: It gives no answer in time.
+        """
+        session = self._ready(timeout_s)
+        return self._wait_for(_all_tools(session), timeout_s)
+
+    def call(self, name: str, arguments: Mapping[str, object]) -> str:
+        """Call a tool, and return its result as a text. Whatever interrupts the caller ends the server.
+
+        Raises:
+            McpToolError: The tool answers that it has failed.
+        """
+        session = self._ready(None)
+        try:
+            result = self._wait_for(session.call_tool(name, dict(arguments)), None)
+        except BaseException:
+            self.stop()
+            self.start()
+            raise
+        text = "\n".join(_as_text(part) for part in result.content)
+        if getattr(result, "is_error", False) or getattr(result, "isError", False):
+            raise McpToolError(text)
+        return text
+
+    def last_words(self) -> str:
+        """Return the last line that it has written to its standard error; empty: none."""
+        self._errors.seek(0)
+        lines = [line for line in self._errors.read().splitlines() if line.strip()]
+        return lines[-1].strip() if lines else ""
+
+    def _ready(self, timeout_s: float | None) -> Any:
+        self.start()
+        assert self._session is not None
+        starting = self._session
+        try:
+            return starting.result(timeout_s)
+        except Exception:
+            if starting.done():  # it has not started; where the time is up, it goes on to
+                self._session = None
+            raise
+
+    def _wait_for(self, what: Coroutine[Any, Any, Result], timeout_s: float | None) -> Result:
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result(timeout_s)
+
+    async def _serve(self, ready: "Future[Any]", closing: asyncio.Event) -> None:
+        from mcp import ClientSession, StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        config = self._config
+        parameters = StdioServerParameters(
+            command=sys.executable,
+            args=["-c", _ENDS_WITH_ITS_PARENT, config.command, *config.args],
+            env=dict(config.env) or None,
+        )
+        try:
+            async with stdio_client(parameters, errlog=self._errors) as streams, ClientSession(*streams) as session:
+                await session.initialize()
+                ready.set_result(session)
+                await closing.wait()
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    async def _end_thread(self) -> None:
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        await asyncio.wait(others, timeout=_STOP_S) if others else None
+        self._loop.stop()
+
+
+async def _all_tools(session: Any) -> list[Any]:
+    """Return the tools of all pages of the answer."""
+    from mcp.types import PaginatedRequestParams
+
+    found: list[Any] = []
+    cursor = None
+    for _ in range(_MOST_PAGES):
+        page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
+        found += page.tools
+        cursor = getattr(page, "next_cursor", None) or getattr(page, "nextCursor", None)
+        if not cursor:
+            break
+    return found
+
+
+def _as_text(part: Any) -> str:
+    """Return a part of a result as a text; of one that is none, its type."""
+    return str(part.text) if part.type == "text" else f"[{part.type}]"

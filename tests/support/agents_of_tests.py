@@ -1,0 +1,61 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Agents of tests, by what the question of their task says: they answer, raise, hang, die, or leave a child."""
+
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from openai import AsyncOpenAI, OpenAI
+
+from nemo_rl_moe.rollouts.agents.task import AgentTask
+
+MARK = "left-by-an-agent"
+"""In the command line of every child that an agent leaves."""
+
+
+def agent(task: AgentTask) -> Any:
+    """Do what the record says: `ask`, `raise`, `exit`, `die`, `hang` or `child`."""
+    what = task.record["what"]
+    if what == "none":
+        return None
+    client = OpenAI()  # the variables of the environment say where
+    reply = client.chat.completions.create(model=task.model, messages=list(task.messages))
+    print("the model said", reply.choices[0].message.content, flush=True)
+    if what == "raise":
+        raise ValueError("asked to raise")
+    if what == "exit":
+        sys.exit(3)
+    if what == "die":
+        os.abort()
+    if what == "environment":
+        return float(any("A_SECRET_TOKEN" in name for name in os.environ))
+    if what in ("hang", "child"):
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", MARK])
+        if what == "hang":
+            time.sleep(1000)
+    return len(reply.choices[0].message.content) / 10
+
+
+async def asks_twice(task: AgentTask) -> dict[str, float]:
+    """Ask a second question about the first answer, as a coroutine; the reward is the share of digits."""
+    client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
+    messages: list[Any] = [*task.messages]
+    first = await client.chat.completions.create(model=task.model, messages=messages, max_tokens=8)
+    messages += [first.choices[0].message, {"role": "user", "content": "12+3="}]
+    second = await client.chat.completions.create(model=task.model, messages=messages, max_tokens=8)
+    texts = [each.choices[0].message.content or "" for each in (first, second)]
+    digits = sum(character.isdigit() for text in texts for character in text)
+    return {"digits": digits / 16, "short": 1.0 - len(texts[1]) / 100}
+
+
+def hangs_at_times(task: AgentTask) -> float:
+    """Ask once; where the answer has a length that four divides, leave a child and hang."""
+    client = OpenAI(base_url=task.base_url, api_key=task.api_key)
+    text = client.chat.completions.create(model=task.model, messages=list(task.messages)).choices[0].message.content
+    if len(text) % 4 == 0:
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", MARK])
+        time.sleep(1000)
+    return len(text) / 10

@@ -1,0 +1,173 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Sections of several environments: completed from what they share, checked by their own names, one line a slip."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_rl_moe.checkpoints.changes import changed_keys, wrong_changes
+from nemo_rl_moe.config.algorithm import ALGORITHMS, metric_in_force
+from nemo_rl_moe.config.loading import dump_resolved, load_grpo_config
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.errors import ConfigurationError
+
+TWO = ("+env.mixture.math={weight: 1.0}", "+env.mixture.code={weight: 2, name: exact}")
+
+
+def load(*overrides: str, check_paths: bool = False) -> GRPOMasterConfig:
+    return load_grpo_config("grpo_tiny_moe.yaml", overrides, check_paths=check_paths)
+
+
+def test_an_environment_has_what_it_does_not_set_from_the_section_that_all_share() -> None:
+    config = load(
+        "env.timeout_s=3.0",
+        "+env.mixture.math={weight: 1.0}",
+        "+env.mixture.code={weight: 2, name: exact, tool_limits: {num_workers: 3}, answer_after: null}",
+        "+data.environments.math.prompt_template='{prompt}?'",
+        "+data.environments.code={train: {path: code.jsonl}, validation: null, answer_key: solution}",
+    )
+    math, code = config.env.mixture.values()
+    assert (math.name, code.name) == ("reasoning_gym", "exact")
+    assert (math.timeout_s, code.timeout_s) == (3.0, 3.0)
+    assert (math.answer_after, code.answer_after) == ("</think>", None)
+    assert (code.tool_limits.num_workers, code.tool_limits.call_timeout_s) == (3, math.tool_limits.call_timeout_s)
+    assert config.env.environments == config.env.mixture
+    of_math, of_code = config.data.of("math"), config.data.of("code")
+    assert (of_math.train, of_math.prompt_template) == (config.data.train, "{prompt}?")
+    assert (of_code.train.path, of_code.train.split) == ("code.jsonl", config.data.train.split)
+    assert (of_code.validation, of_code.answer_key, of_code.prompt_key) == (None, "solution", "prompt")
+    assert [key for key, _ in config.data.sources()] == ["data.environments.math", "data.environments.code"]
+
+
+def test_dicts_of_an_environment_replace_those_that_all_share() -> None:
+    named = {"env.name": "callable", "env.callable": "{function: 'm:f'}", "env.reward_weights": "{a: 1.0, b: 2.0}"}
+    shared = [f"{key}={value}" for key, value in named.items()]
+    config = load(*shared, "+env.mixture.one={weight: 1.0}", "+env.mixture.two={weight: 1.0, reward_weights: {c: 1.0}}")
+    assert [each.reward_weights for each in config.env.mixture.values()] == [{"a": 1.0, "b": 2.0}, {"c": 1.0}]
+    assert config.env.shared_reward_weights is None
+    same = load(*shared, "+env.mixture.one={weight: 1.0}", "+env.mixture.two={weight: 1.0}")
+    assert same.env.shared_reward_weights == {"a": 1.0, "b": 2.0}
+
+
+def test_without_a_mixture_the_section_is_the_only_environment() -> None:
+    config = load()
+    assert dict(config.env.environments) == {"": config.env}
+    assert list(config.data.sources()) == [("data", config.data)]
+    assert config.data.of("") is config.data
+
+
+def test_a_written_mixture_loads_to_the_same(tmp_path: Path) -> None:
+    config = load(*TWO, "+data.environments={math: {}, code: {prompt_key: question}}")
+    written = tmp_path / "config.yaml"
+    written.write_text(OmegaConf.to_yaml(OmegaConf.create(dump_resolved(config))))
+    assert load_grpo_config(written, check_paths=False) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ("+env.mixture.math={weight: 1.0, nam: exact}",),
+            "env.mixture.math.nam: unknown key; did you mean env.mixture.math.name?",
+        ),
+        (("+env.mixture.math={}",), "env.mixture.math.weight: missing; expected a number above 0 and up to 1000000"),
+        (
+            ("+env.mixture.math={weight: 0.0}",),
+            "env.mixture.math.weight: got 0.0 (float), expected a number above 0 and up to 1000000",
+        ),
+        (("+env.mixture.math=exact",), "env.mixture.math: got 'exact' (str), expected a section"),
+        (("env.mixture=math",), "env.mixture: got 'math' (str), expected a section"),
+        (
+            ("+env.mixture={a b: {weight: 1.0}}",),
+            "env.mixture: got the name 'a b', expected letters, digits, underscores and hyphens, at most 60",
+        ),
+        (
+            ("+env.mixture.math={weight: 1.0, tool_limits: {call_timeout: 3.0}}",),
+            "env.mixture.math.tool_limits.call_timeout: unknown key; did you mean"
+            " env.mixture.math.tool_limits.call_timeout_s?",
+        ),
+        (
+            ("+env.mixture.math={weight: 1.0, name: callable}",),
+            'env.mixture.math.callable: got null, expected a section such as {function: "my_module:score"} with'
+            " env.mixture.math.name callable",
+        ),
+        (
+            (*TWO, "+env.mixture.code.on_failure=zero"),
+            "env.mixture.code.on_failure: got zero, expected leave_out, as env.on_failure: it holds for all"
+            " environments of a run",
+        ),
+        (
+            (*TWO, "+data.environments={math: {}, coda: {}, code: {}}"),
+            "data.environments.coda: no environment of env.mixture, which names math, code; did you mean code?",
+        ),
+        (
+            (*TWO, "+data.environments={math: {}}"),
+            "data.environments.code: missing; expected a section such as {train: {path: prompts.jsonl}}, as there is"
+            " one for math",
+        ),
+        (
+            ("+data.environments.math={}",),
+            "data.environments: got math, expected {} with env.mixture {}: there is one environment",
+        ),
+        (
+            (*TWO, "data.train.path=prompts.txt"),
+            "data.train.path: got prompts.txt, expected data whose records name an environment of env.mixture"
+            " (data.environment_key: environment); or give each its own by data.environments",
+        ),
+        (
+            (*TWO, "+data.environments={math: {}, code: {train: {path: null, num_items: 3}}}"),
+            "data.environments.code.train.path: null draws prompts from a reasoning_gym task, but env.mixture.code.name"
+            " is exact; name a file or a dataset",
+        ),
+        (
+            (*TWO, "data.validation=null", "+data.environments={math: {}, code: {validation: {path: p, split: s}}}"),
+            "data.environments.code.validation.num_items: missing; expected a whole number above 0 or null",
+        ),
+        (
+            (*TWO, "+data.environments={math: {validation: null}, code: {validation: null}}"),
+            "data.validation: got a section, expected null, as no environment of data.environments has held-out"
+            " prompts",
+        ),
+        (
+            (*TWO, "grpo.adv_estimator.name=gdpo", "+env.mixture.math.reward_weights={a: 1.0}"),
+            "grpo.adv_estimator.name: got gdpo, which normalises each named reward over the step; expected another, or"
+            " the same reward_weights in all environments of env.mixture: math, code",
+        ),
+    ],
+)
+def test_a_slip_is_one_line_with_the_name_of_its_environment(overrides: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load(*overrides)
+    assert problem in caught.value.problems
+
+
+def test_files_of_each_environment_are_looked_for() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load(
+            *TWO,
+            "+data.environments={math: {train: {path: a.jsonl}}, code: {validation: {path: b.jsonl}}}",
+            check_paths=True,
+        )
+    found = [problem.partition(":")[0] for problem in caught.value.problems if "not found" in problem]
+    assert {"data.environments.math.train.path", "data.environments.code.validation.path"} <= set(found)
+    assert "data.train.path" not in found, "nothing reads it"
+
+
+def test_weights_may_not_change_when_a_run_goes_on() -> None:
+    before, now = dump_resolved(load(*TWO)), dump_resolved(load(*TWO, "env.mixture.code.weight=3"))
+    wrong = wrong_changes(ALGORITHMS["grpo"], changed_keys(before, now), with_optimizer=True)
+    assert list(wrong) == ["env.mixture.code.weight"]
+    limits = dump_resolved(load(*TWO, "+env.mixture.code.max_turns=3"))
+    assert not wrong_changes(ALGORITHMS["grpo"], changed_keys(before, limits), with_optimizer=True)
+    one_more = dump_resolved(load(*TWO, "+env.mixture.chat={weight: 1.0}"))
+    assert "env.mixture.chat.weight" in wrong_changes(
+        ALGORITHMS["grpo"], changed_keys(before, one_more), with_optimizer=True
+    )
+
+
+def test_the_best_checkpoint_is_by_accuracy_where_all_environments_say_right_or_wrong() -> None:
+    assert metric_in_force(load(*TWO)) == "val:accuracy"
+    graded = "+env.mixture.chat={weight: 1.0, name: callable, callable: {function: 'm:f'}}"
+    assert metric_in_force(load(*TWO, graded)) == "val:reward"

@@ -1,0 +1,45 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Names of a user's own code in messages: a dot where a colon is meant, and no addresses of objects."""
+
+from functools import partial
+
+import pytest
+
+from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.config.user_code import described, import_attribute, with_colon
+from nemo_rl_moe.errors import ConfigurationError, one_line
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("grpo.adv_estimator.name", "parts.rank_advantage"),
+        ("loss_fn.objective", "parts.rank_advantage"),
+        ("env.name", "parts.rank_advantage"),
+        ("policy.generation.backend", "parts.rank_advantage"),
+        ("grpo.rollouts.order", "parts.rank_advantage"),
+        ("logger.backends", "[parts.rank_advantage]"),
+    ],
+)
+def test_a_dot_for_a_colon_has_the_right_name_as_suggestion(key: str, value: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        load_grpo_config("grpo_tiny_moe.yaml", [f"{key}={value}"], check_paths=False)
+    line = next(problem for problem in error.value.problems if problem.startswith(f"{key}: got "))
+    assert line.endswith("package.module:name; did you mean parts:rank_advantage?")
+
+
+def test_a_reference_that_is_imported_has_it_too() -> None:
+    with pytest.raises(ConfigurationError, match=r"expected package\.module:function; did you mean parts:turns\?$"):
+        import_attribute("env.rollout", "parts.turns")
+
+
+@pytest.mark.parametrize("name", ["grpoo", "a b.c", "parts.", ".x", ""])
+def test_other_words_are_no_such_reference(name: str) -> None:
+    assert with_colon(name) is None
+
+
+def test_objects_are_shown_without_their_addresses() -> None:
+    assert described(with_colon) == "<function with_colon> (function)"
+    assert " at 0x" not in described([partial(with_colon, "a"), object()])
+    assert one_line(TypeError(f"{object()!r} is odd, at 0x10")) == "TypeError: <object object> is odd, at 0x10"

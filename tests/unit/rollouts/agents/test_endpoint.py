@@ -1,0 +1,220 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The endpoint's server and what it refuses; processes of agents that raise, hang or die."""
+
+import asyncio
+import json
+import socket
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.errors import WorkerDiedError
+from nemo_rl_moe.generation.interface import SamplingParameters
+from nemo_rl_moe.rewards.interface import Fault
+from nemo_rl_moe.rollouts.agents.chat_requests import RequestError, RequestRules
+from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
+from nemo_rl_moe.rollouts.agents.server import EndpointServer
+from nemo_rl_moe.rollouts.agents.worker import AgentProgram
+from nemo_rl_moe.rollouts.agents.worker_pool import AgentWorkers
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.agents_of_tests import MARK
+from tests.support.conversations import ALL
+from tests.support.scripted_session import scripted_session
+from tests.support.thread_agents import MODEL, QUESTION, ended
+
+QWEN = ALL["Qwen3, Qwen3-MoE"]
+SAMPLING = SamplingParameters(100, temperature=0.7)
+RULES = RequestRules(MODEL, SAMPLING)
+BODY: dict[str, Any] = {"model": MODEL, "messages": [QUESTION]}
+PROGRAM = AgentProgram("tests.support.agents_of_tests:agent", (), memory_mb=4000)
+
+
+def answered(body: object) -> "Future[dict[str, Any]]":
+    future: Future[dict[str, Any]] = Future()
+    future.set_result({"answered": body})
+    return future
+
+
+def post(url: str, key: str, body: object = BODY, path: str = "/chat/completions") -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(f"{url}{path}", content=content, headers={"Authorization": f"Bearer {key}"})
+
+
+def test_the_server_listens_on_loopback_with_a_key_of_the_run_and_a_path_of_the_trajectory() -> None:
+    with EndpointServer(MODEL) as server, EndpointServer(MODEL) as another:
+        assert server.key != another.key
+        own = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        assert [each.ip for each in own if each.port == server.port] == ["127.0.0.1"]
+        with server.session(answered) as url, server.session(answered) as second:
+            assert url.startswith(f"http://127.0.0.1:{server.port}/sessions/")
+            assert url != second
+            assert post(url, server.key).json() == {"answered": BODY}
+            for key in ("x", server.key[:-1], another.key):
+                refused = post(url, key)
+                assert refused.status_code == 401
+                assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert httpx.post(f"{url}/chat/completions", json=BODY).status_code == 401
+            # Who has no key does not learn which paths there are.
+            assert post(f"http://127.0.0.1:{server.port}/elsewhere", "x").status_code == 401
+            assert post(url, server.key, b"{").status_code == 400
+            assert post(url, server.key, b"[" * 100_000).status_code == 400
+            other = post(url, server.key, path="/responses")
+            assert other.status_code == 404
+            assert "/v1/chat/completions alone" in other.json()["error"]["message"]
+        ended_session = post(url, server.key)
+        assert (ended_session.status_code, ended_session.json()["error"]["code"]) == (404, "session_not_found")
+        unknown = url.replace("/sessions/", "/sessions/x")
+        assert post(unknown, server.key).status_code == 404
+        port = server.port
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"temperature": 0.0},
+            "temperature: got 0.0, expected the run's policy.generation.temperature (0.7)",
+        ),
+        ({"top_p": 0.9}, "top_p: got 0.9, expected the run's policy.generation.top_p (1.0); leave it out"),
+        ({"top_k": 5}, "top_k: got 5, expected the run's policy.generation.top_k (-1); leave it out"),
+        ({"n": 2}, "n: got 2, expected one response to a request (1); leave it out"),
+        ({"stream": True}, "stream: got true, expected a whole reply: it is not streamed (false); leave it out"),
+        (
+            {"stop": ["x"]},
+            'stop: got ["x"], expected none: policy.generation.stop_strings ends responses',
+        ),
+        ({"seed": 1}, "seed: got 1, expected none: the run draws the seed of each response; leave it out"),
+        ({"presence_penalty": 0.5}, "presence_penalty: got 0.5, expected no penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format: got"),
+        ({"tool_choice": "required"}, 'tool_choice: got "required", expected auto or none: training'),
+        ({"max_tokens": 0}, "max_tokens: got 0, expected a whole number from 1 on"),
+        ({"max_token": 5}, "max_token: is no parameter that this endpoint knows; did you mean"),
+        ({"model": "another"}, f"model: got \"another\", expected '{MODEL}', the model in training"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "users", "content": "x"}]}, "messages[0].role is 'users', expected"),
+        ({"messages": [QUESTION, {"role": "assistant", "content": "x"}]}, "the last message is the assistant's"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0]",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools[0]: expected the definition of a tool"),
+    ],
+)
+def test_what_training_cannot_take_is_refused_in_one_line(more: dict[str, Any], message: str) -> None:
+    """T19: no parameter is dropped in silence."""
+    with pytest.raises(RequestError) as caught:
+        RULES.parse(BODY | more)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+    assert caught.value.body["error"]["message"] == str(caught.value)
+
+
+def test_what_changes_nothing_is_accepted() -> None:
+    more = {"temperature": 0.7, "top_p": 1, "n": 1, "stream": False, "user": "me", "stop": None, "seed": None}
+    limits = {"max_tokens": 7, "max_completion_tokens": 5}
+    silent = {"role": "assistant", "content": None, "refusal": None, "annotations": []}
+    found = RULES.parse(BODY | more | limits | {"messages": [QUESTION, silent, QUESTION]})
+    assert found.max_tokens == 5
+    assert found.messages[1] == {"role": "assistant", "content": ""}
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return ""
+
+
+def session_of(what: str, responses: list[list[int]]) -> Session:
+    session = scripted_session(QWEN, [QUESTION], responses, reward=0.5)
+    session.prompt = Prompt("p:0", "", session.prompt.token_ids, {"what": what}, messages=(QUESTION,))
+    return session
+
+
+def test_an_agent_that_raises_hangs_or_dies_costs_its_trajectory_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T18: an agent that never ends. Nothing of any is left."""
+    monkeypatch.setenv("A_SECRET_TOKEN", "x")
+    log = tmp_path / "agents.log"
+    with EndpointServer(MODEL) as server, AgentWorkers(PROGRAM, 2, log) as workers:
+        environment = AgentEnvironment(RULES, None, 8, server, workers, None)
+
+        async def run(whats: list[str]) -> list[Trajectory]:
+            sessions = [session_of(what, [ended(QWEN, "three")]) for what in whats]
+            return list(await asyncio.gather(*map(environment.rollout, sessions)))
+
+        async def hang() -> None:
+            task = asyncio.create_task(environment.rollout(session_of("hang", [ended(QWEN, "three")])))
+            while not children():
+                await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        def children() -> list[psutil.Process]:
+            return [each for each in psutil.Process().children(recursive=True) if MARK in command_of(each)]
+
+        whats = ["ask", "raise", "exit", "die", "ask", "none", "environment"]
+        found = dict(zip(whats, asyncio.run(run(whats)), strict=True))
+        assert (found["ask"].reward, found["ask"].fault) == (0.5, None)
+        assert (found["raise"].fault, found["raise"].num_turns) == (Fault.ERROR, 1)
+        assert found["raise"].fault_message.startswith("ValueError: asked to raise (agents_of_tests.py:")
+        assert (found["exit"].fault, found["exit"].fault_message[:10]) == (Fault.ERROR, "SystemExit")
+        assert (found["die"].fault, found["die"].fault_message) == (
+            Fault.DIED,
+            "the process of the agent ended: signal SIGABRT",
+        )
+        assert found["none"].fault is Fault.ERROR
+        assert (found["environment"].reward, found["environment"].fault) == (0.0, None), "it sees no secrets"
+        asyncio.run(hang())
+        left = children()
+        assert psutil.wait_procs(left, timeout=60)[1] == []
+        # A process that was lost is replaced; one that leaves a child goes on, and the child ends with it.
+        assert [each.reward for each in asyncio.run(run(["ask", "child", "ask"]))] == [0.5] * 3
+        left = children()
+        assert len(left) == 1
+    assert psutil.wait_procs(left, timeout=60)[1] == []
+    assert not [each for each in psutil.Process().children() if "agents.worker" in command_of(each)]
+    assert "the model said three" in log.read_text()
+
+
+def test_a_command_gets_its_task_and_writes_its_reward(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, sys\n"
+        "from openai import OpenAI\n"
+        "task = json.load(sys.stdin)\n"
+        "reply = OpenAI().chat.completions.create(model=os.environ['AGENT_MODEL'], messages=task['messages'])\n"
+        "if task['record']['what'] == 'exit':\n"
+        "    sys.exit(4)\n"
+        "if task['record']['what'] == 'reward':\n"
+        "    open(os.environ['AGENT_REWARD_FILE'], 'w').write('0.75')\n"
+    )
+    command = AgentProgram(None, (sys.executable, str(program)), memory_mb=4000)
+    with EndpointServer(MODEL) as server, AgentWorkers(command, 1, tmp_path / "agents.log") as workers:
+        environment = AgentEnvironment(RULES, None, 8, server, workers, None)
+        found = {
+            what: asyncio.run(environment.rollout(session_of(what, [ended(QWEN, "three")])))
+            for what in ("reward", "scored", "exit")
+        }
+    assert {what: each.reward for what, each in found.items()} == {"reward": 0.75, "scored": 0.5, "exit": 0.0}
+    assert found["exit"].fault is Fault.ERROR
+    assert "ended with exit code 4" in found["exit"].fault_message
+
+
+def test_an_agent_that_cannot_be_loaded_is_told_with_its_reason(tmp_path: Path) -> None:
+    missing = AgentProgram("tests.support.agents_of_tests:agnet", (), memory_mb=4000)
+    with pytest.raises(WorkerDiedError) as caught:
+        AgentWorkers(missing, 1, tmp_path / "agents.log")
+    assert "has no agnet; did you mean agent" in str(caught.value)

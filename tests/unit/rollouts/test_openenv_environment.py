@@ -1,0 +1,174 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""OpenEnv environments on servers of their own: episodes, rewards, and servers that fail, hang or end."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, OpenEnvConfig
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.rewards.interface import Fault
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.libraries.openenv_environment import OpenEnvRollout
+from nemo_rl_moe.rollouts.libraries.openenv_servers import OpenEnvServer, Places
+from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.conversations import ALL
+from tests.support.scripted_session import scripted_session
+from tests.support.trajectories import only_sequence, sampled_ids
+
+QWEN = ALL["Qwen2.5, Qwen2-MoE"]
+APP = "tests.support.openenv_app:app"
+LIMIT_S = 120.0
+WITHOUT = "without openenv-core: make test-libraries"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[OpenEnvServer]:
+    pytest.importorskip("openenv", reason=WITHOUT)
+    running = OpenEnvServer(APP)
+    running.start()
+    running.wait()
+    yield running
+    running.stop()
+
+
+def env(timeout_s: float = LIMIT_S, max_turns: int = 4, observation_key: str = "said") -> EnvironmentConfig:
+    section = OpenEnvConfig(
+        app=APP,
+        url=None,
+        num_servers=1,
+        sessions_per_server=2,
+        action_key="text",
+        observation_key=observation_key,
+    )
+    return EnvironmentConfig.model_construct(
+        name="openenv",
+        openenv=section,
+        timeout_s=timeout_s,
+        max_turns=max_turns,
+        answer_after="</think>",
+        score_truncated=False,
+    )
+
+
+def session_of(*responses: str) -> Session:
+    session = scripted_session(
+        QWEN,
+        [{"role": "user", "content": "Play."}],
+        [[*QWEN.encode(each), QWEN.end_ids[-1]] for each in responses],
+    )
+    session.prompt = replace(session.prompt, record={"reset": {"number": 5}})
+    return session
+
+
+def play(server: OpenEnvServer, *responses: str, config: EnvironmentConfig | None = None) -> Trajectory:
+    rollout = RolloutFunction(OpenEnvRollout([server], config or env()), "openenv")
+    return asyncio.run(rollout.rollout(session_of(*responses)))
+
+
+def test_responses_are_actions_until_the_episode_is_done(server: OpenEnvServer) -> None:
+    found = play(server, "2", "<think>hm</think> 6", "5", "never said")
+    assert (found.reward, found.is_correct, found.num_turns, found.fault) == (0.5, True, 3, None)
+    assert found.metrics["openenv/steps"] == 3
+    text = QWEN.tokenizer.decode(only_sequence(found).token_ids)
+    assert text.index("Play.\n\nGuess a number below 8.") < text.index("larger") < text.index("smaller")
+    ended = [[*QWEN.encode(each), QWEN.end_ids[-1]] for each in ("2", "<think>hm</think> 6", "5")]
+    assert sampled_ids(found) == [token for ids in ended for token in ids]
+
+
+def test_turns_are_limited(server: OpenEnvServer) -> None:
+    found = play(server, "2", "2", "2", config=env(max_turns=2))
+    assert (found.reward, found.num_turns, found.is_correct) == (-0.5, 2, False)
+
+
+def test_more_trajectories_than_places_wait_for_one(server: OpenEnvServer) -> None:
+    rollout = OpenEnvRollout([server], env())
+
+    async def run() -> list[Trajectory]:
+        return await asyncio.gather(*(rollout(session_of("1", "5")) for _ in range(7)))
+
+    for _ in range(2):  # another event loop each time, as in the steps of a run
+        assert [found.reward for found in asyncio.run(run())] == [0.75] * 7
+
+
+def test_what_the_server_refuses_costs_the_trajectory(server: OpenEnvServer) -> None:
+    found = play(server, "two")
+    assert found.fault == Fault.ERROR
+    assert "no number" in found.fault_message
+    found = play(server, "2", config=env(observation_key="text"))
+    assert found.fault_message.startswith("ValueError: env.openenv.observation_key: got 'text', but an observation has")
+
+
+@pytest.mark.parametrize(("response", "fault"), [("hang", Fault.TIMEOUT), ("end", Fault.ERROR)])
+def test_a_server_that_hangs_or_ends_costs_the_trajectory_alone(
+    server: OpenEnvServer, response: str, fault: Fault
+) -> None:
+    assert play(server, response, config=env(timeout_s=3.0)).fault == fault
+    assert play(server, "5").reward == 1.0
+
+
+def test_a_server_that_answers_nobody_is_replaced(server: OpenEnvServer) -> None:
+    assert server._process is not None
+    first = psutil.Process(server._process.pid)
+    first.send_signal(signal.SIGSTOP)
+    assert play(server, "5", config=env(timeout_s=1.0)).fault is not None
+    assert play(server, "5").reward == 1.0
+    assert not first.is_running()
+
+
+def test_it_listens_on_the_loopback_interface_alone(server: OpenEnvServer) -> None:
+    assert server._process is not None
+    sockets = psutil.Process(server._process.pid).net_connections("inet")
+    assert {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+
+
+def test_a_server_ends_with_the_process_that_started_it() -> None:
+    pytest.importorskip("openenv", reason=WITHOUT)
+    code = (
+        "from nemo_rl_moe.rollouts.libraries.openenv_servers import OpenEnvServer\n"
+        f"server = OpenEnvServer({APP!r})\n"
+        "server.start(); server.wait(); print(server._process.pid, flush=True)\n"
+        "import time; time.sleep(3600)\n"
+    )
+    parent = psutil.Popen([sys.executable, "-c", code], stdout=-1, text=True, cwd=Path(__file__).parents[3])
+    process = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    psutil.wait_procs([process], timeout=LIMIT_S)
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(("app", "words"), [("no_such_module:app", "no_such_module"), ("json:app", "app")])
+def test_an_app_that_does_not_start_is_told_before_a_run(app: str, words: str) -> None:
+    pytest.importorskip("uvicorn")
+    server = OpenEnvServer(app)
+    server.start()
+    with pytest.raises(ConfigurationError, match=f"env.openenv.app: {app} does not start .*said last: .*{words}"):
+        server.wait()
+
+
+def test_a_place_that_is_given_back_is_taken_by_who_waits() -> None:
+    places = Places([0])
+    order: list[str] = []
+
+    async def visit(name: str, then: Callable[[], None]) -> None:
+        taken: list[int] = []
+        await places.wait_for_one(taken.append)
+        order.append(name)
+        await asyncio.sleep(0)
+        then()
+        places.give_back(taken[0])
+
+    async def run() -> None:
+        await asyncio.gather(*(visit(name, lambda: order.append("end")) for name in "abc"))
+
+    asyncio.run(run())
+    assert order == ["a", "end", "b", "end", "c", "end"]
