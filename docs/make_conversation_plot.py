@@ -147,15 +147,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=IMAGES, help="folder of the plot; default: %(default)s")
     chosen = parser.parse_args()
     executable = next(filter(None, map(shutil.which, EXECUTABLES)), None)
-    with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
+    with tempfile.TemporaryDirectory() as name:
         make_run(run := Path(name) / "exp_001")
         write_report([run], report := Path(name) / "report.html")
-        page = playwright.chromium.launch(executable_path=executable).new_page(viewport={"width": 1200, "height": 900})
-        open_report(page, report)
-        page.locator("section", has=page.locator("h3", has_text="Conversations")).last.screenshot(
-            path=chosen.output / "report_conversations.png"
-        )
-        shrink(chosen.output / "report_conversations.png")
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=executable)
+            page = browser.new_page(viewport={"width": 1200, "height": 900})
+            open_report(page, report)
+            card = page.locator("section", has=page.locator("h3", has_text="Conversations"))
+            card.last.screenshot(path=chosen.output / "report_conversations.png")
+    shrink(chosen.output / "report_conversations.png")
 
 
 if __name__ == "__main__":
