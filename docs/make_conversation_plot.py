@@ -126,7 +126,7 @@ async def play(
 def make_run(folder: Path) -> None:
     """Write the folder of a run with these trajectories."""
     tokenizer = load_tokenizer(str(MODEL))
-    folder.mkdir()
+    folder.mkdir(parents=True)
     found = [
         asyncio.run(play(tokenizer, question, responses, f"data/grpo.jsonl:{number}"))
         for number, (question, responses) in enumerate(SCRIPTS, 1)
@@ -148,7 +148,7 @@ def main() -> None:
     chosen = parser.parse_args()
     executable = next(filter(None, map(shutil.which, EXECUTABLES)), None)
     with tempfile.TemporaryDirectory() as name:
-        make_run(run := Path(name) / "exp_001")
+        make_run(run := Path(name) / "tools" / "exp_001")
         write_report([run], report := Path(name) / "report.html")
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=executable)
