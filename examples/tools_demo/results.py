@@ -14,7 +14,7 @@ import numpy as np
 from examples.studies.intervals import interval
 from examples.tools_demo.data import needs_tool
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.runs.folder.samples import SAMPLES_FILE_NAME
+from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 
 METHODS = {"tool": "with the calculator", "no_tool": "control: without it", "coin": "control: a coin as reward"}
 """Kinds of runs, and what they are in words."""

@@ -14,6 +14,7 @@ from nemo_rl_moe.algorithms.grpo_batch import (
     take_divergence_from_rewards,
 )
 from nemo_rl_moe.algorithms.grpo_metrics import Validator, advantage_metrics, group_metrics
+from nemo_rl_moe.algorithms.logged_samples import logged_samples
 from nemo_rl_moe.algorithms.run_observers import RunObserver, joined
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.algorithms.step_recorder import (
@@ -99,7 +100,7 @@ def train_grpo(
             training=training_metrics(result, metrics_of_groups(config, groups, batch) | divergence | observed),
             validation=validation,
             sample_ids=batch.sample_ids,
-            samples={"train": groups.trained} | responses,
+            samples={"train": logged_samples(config, groups)} | responses,
             failures=failures_of({"train": groups.generated} | responses),
             write_more=state.write,
         )

@@ -112,6 +112,7 @@ class RecordSinks:
     Attributes:
         log_artifact: Gets the step, and each of its artifacts with its name; before the step's record.
         log_samples: Gets the step, `train` or `val`, and the responses, where there are any.
+        show_samples: The same, before the step's record, whose row at a logger they belong into.
         log_failures: Gets the step and the failures of its responses or of its validation's, where there are any;
             before the step's record.
         flush: Has what was logged written, where some of it waits to be written together with later steps.
@@ -122,6 +123,7 @@ class RecordSinks:
     log_samples: Callable[[int, str, Sequence[Any]], None] = lambda step, split, samples: None
     flush: Callable[[], None] = lambda: None
     log_failures: Callable[[int, FailedResponses], None] = lambda step, failed: None
+    show_samples: Callable[[int, str, Sequence[Any]], None] = lambda step, split, samples: None
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,8 @@ class StepRecorder:
     ) -> None:
         for failed in failures:
             self._sinks.log_failures(step, failed)
+        for split, responses in samples.items():
+            self._sinks.show_samples(step, split, responses)
         self._sinks.logger.log_step(step, metrics)
         for split, responses in samples.items():
             self._sinks.log_samples(step, split, responses)

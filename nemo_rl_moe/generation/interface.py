@@ -127,6 +127,7 @@ class GeneratedSequence:
         num_cached_tokens: Tokens before these whose keys and values came from a prefix cache; None of an engine without
             one.
         is_partial: The engine was paused before its end: `followed_by` takes what comes under other weights.
+        waited_s: Seconds in which the request was held back: until others wait too, or while weights arrive.
     """
 
     token_ids: Int[np.ndarray, " tokens"]
@@ -137,6 +138,7 @@ class GeneratedSequence:
     kept_mass: Float[np.ndarray, " tokens"] | None = None
     num_cached_tokens: int | None = None
     is_partial: bool = False
+    waited_s: float = field(default=0.0, compare=False)
 
     def followed_by(self, later: "GeneratedSequence") -> "GeneratedSequence":
         """Return this one and its continuation as one sequence; each token keeps the version that sampled it.
@@ -159,6 +161,7 @@ class GeneratedSequence:
             routed_experts=routes if later.routed_experts is not None else None,
             kept_mass=np.concatenate(kept) if len(kept) == len(parts) else None,
             num_cached_tokens=sum(cached) if cached else None,
+            waited_s=self.waited_s + later.waited_s,
         )
 
 

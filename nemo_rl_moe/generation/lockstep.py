@@ -7,7 +7,9 @@ trainer's own workers pools so; an engine that takes requests as they come needs
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -35,12 +37,14 @@ class Lockstep(Generic[Request, Result]):
 
     Attributes:
         most_at_a_time: Most requests of one call of `answers`; None: all.
+        began_s: When the last call of `answers` began, on the monotonic clock.
     """
 
     def __init__(self, answers: Callable[[Sequence[Request]], Iterable[tuple[int, Result]]]):
         self._answers = answers
         self._queued: list[tuple[Request, asyncio.Future[Result]]] = []
         self.most_at_a_time: int | None = None
+        self.began_s = 0.0
 
     def queued(self, request: Request) -> "asyncio.Future[Result]":
         """Queue a request; return its future result."""
@@ -64,6 +68,7 @@ class Lockstep(Generic[Request, Result]):
         size = self.most_at_a_time or len(queued) or 1
         for start in range(0, len(queued), size):
             part = queued[start : start + size]
+            self.began_s = time.monotonic()
             for index, result in self._answers([request for request, _ in part]):
                 future = part[index][1]
                 if not future.done():
@@ -78,7 +83,9 @@ class LockstepEngine(Lockstep[GenerationRequest, GeneratedSequence]):
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
         """Continue one sequence, together with those of all other tasks."""
-        return await self.queued(request)
+        asked_s = time.monotonic()
+        found = await self.queued(request)
+        return replace(found, waited_s=max(0.0, self.began_s - asked_s))
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
         """Raise `RuntimeError`: the weights are the trainer's."""

@@ -19,9 +19,10 @@ from nemo_rl_moe.launch.tools import PreparedTools, continuation_of, prepare_too
 from nemo_rl_moe.rewards.interface import BatchReward
 from nemo_rl_moe.rewards.registry import make_reward_function
 from nemo_rl_moe.rewards.worker_pool import RewardWorkers
-from nemo_rl_moe.rollouts.environment import Environment, make_environment, name_of_environment
+from nemo_rl_moe.rollouts.environment import Environment
 from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.mixture import SessionSettings
+from nemo_rl_moe.rollouts.rollout_function import make_environment, name_of_environment
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
 
 if TYPE_CHECKING:

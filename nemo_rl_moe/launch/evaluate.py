@@ -21,7 +21,8 @@ from nemo_rl_moe.launch.output_folder import next_free, staged
 from nemo_rl_moe.launch.setup import ModelRun, announce_moe
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.runs.folder.folder import write_run_files
-from nemo_rl_moe.runs.folder.samples import SAMPLES_FILE_NAME, SampleLog
+from nemo_rl_moe.runs.folder.samples import SampleLog
+from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 RESULTS_FILE = "results.json"

@@ -15,10 +15,11 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.tools import continuation_of
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rewards.verifiers_library import load_verifiers
-from nemo_rl_moe.rollouts.environment import Environment, RolloutFunction
+from nemo_rl_moe.rollouts.environment import Environment
 from nemo_rl_moe.rollouts.libraries.openenv_environment import OpenEnvRollout
 from nemo_rl_moe.rollouts.libraries.openenv_servers import OpenEnvServer
 from nemo_rl_moe.rollouts.libraries.verifiers_environment import VerifiersRollout
+from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.tools.detection import format_of, require_continuable
 from nemo_rl_moe.tools.formats.interface import ToolFormat

@@ -39,7 +39,7 @@ from nemo_rl_moe.models.image_rules import ImageRule, load_image_rule
 from nemo_rl_moe.models.model_files import collect_model_files
 from nemo_rl_moe.models.position_limit import too_long_sequences
 from nemo_rl_moe.runs.folder.expert_load import FOLDER_NAME
-from nemo_rl_moe.runs.folder.samples import SAMPLES_FILE_NAME
+from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.runs.loggers.factory import mlflow_tracking_uri
 

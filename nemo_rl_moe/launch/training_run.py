@@ -331,7 +331,8 @@ class TrainingRun(ModelRun):
         if not isinstance(settings, GenerationLoggerConfig):
             return RecordSinks(loggers, log_artifact, flush=tables.flush)
         samples = self.use(SampleLog(folder, self.console, settings.num_samples_to_print, settings.num_samples_to_save))
-        return RecordSinks(loggers, log_artifact, samples.write, tables.flush, log_failures)
+        show_samples = partial(loggers.log_samples, samples.shown)
+        return RecordSinks(loggers, log_artifact, samples.write, tables.flush, log_failures, show_samples)
 
     def _stopped(self, summary: RunSummary, checkpoint_dir: Path | None) -> str:
         stopped = f"\nstopped after step {summary.num_steps} of {self.num_steps} ({summary.stopped_for})"

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments: they drive a trajectory from its prompt to its reward, in one turn or several."""
 
-import inspect
-from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,13 +10,12 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
-from nemo_rl_moe.config.user_code import described, error_in_user_code, import_attribute
+from nemo_rl_moe.config.user_code import described
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.data.turn_glue import NoExtension
 from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
 from nemo_rl_moe.rewards.interface import (
     LARGEST_REWARD,
@@ -31,6 +28,8 @@ from nemo_rl_moe.rewards.interface import (
 from nemo_rl_moe.rollouts.conversation import Conversation
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
 from nemo_rl_moe.rollouts.trajectory import FinishReason, Trajectory
+from nemo_rl_moe.rollouts.transcript import Transcript
+from nemo_rl_moe.runs.folder.conversations import ToolUse
 
 KEPT_MASS = "sampling_kept_mass"
 CACHED_TOKENS = "mean_cached_tokens_per_sample"
@@ -42,9 +41,7 @@ SubmitRequest = Callable[[GenerationRequest], Awaitable[GeneratedSequence]]
 SubmitItem = Callable[[ScoringItem], Awaitable[Score]]
 WaitAside = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 
-ROLLOUT_KEY = "env.rollout"
 _TAIL_TOKENS = 16
-_EXPECTED = "the Trajectory that session.finish(score) of its own session makes"
 _RESPONSE, _SCORE = "a response", "a score"
 _ONE_AT_A_TIME = "a session does one thing at a time: await each before the next"
 
@@ -88,6 +85,7 @@ class Session:
         model_inputs: Further inputs of the model; an environment may add some between turns.
         continuation: Renders messages that are appended; None: there is no chat template.
         wait_aside: Awaits something for which other trajectories are not kept waiting, such as a free process.
+        metrics: Further numbers, logged as means over trajectories; they stay where the trajectory fails.
     """
 
     prompt: Prompt
@@ -103,6 +101,7 @@ class Session:
     model_inputs: dict[str, ModelInput] = field(default_factory=dict)
     continuation: Continuation | None = None
     wait_aside: WaitAside = _awaited
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.turns: list[Turn] = []
@@ -117,6 +116,7 @@ class Session:
             self.decode,
             self.continuation,
         )
+        self._transcript = Transcript(prompt, self._sequences.last, self.decode)
         self._asked_for: str | None = None
         self._overlong = ""
         self._turn_rewards: dict[int, float] = {}
@@ -182,7 +182,8 @@ class Session:
         self._require_no_response_pending("a conversation was")
         conversation, extension = self._conversation.another(messages)
         if self._fit(len(extension.token_ids), 0):
-            self.begin_sequence(extension.token_ids)
+            sequence = self.begin_sequence(extension.token_ids)
+            self._transcript.begin(conversation.messages, sequence)
             self._conversation = conversation
 
     async def continue_sequence(self, sequence: GrowingSequence, room: int) -> Turn:
@@ -203,6 +204,7 @@ class Session:
             sampling=sampling,
             model_inputs=dict(self.model_inputs),
         )
+        asked_s, start = self._transcript.now_s(), len(sequence)
         with self._asking(_RESPONSE):
             found = await self.submit_request(request)
         token_ids = tuple(found.token_ids.tolist())
@@ -215,6 +217,7 @@ class Session:
         turn = Turn(token_ids, text, found.is_truncated, tuple(found.logprobs.tolist()))
         self.turns.append(turn)
         self._sequence_of_turn.append(sequence)
+        self._transcript.add_response(text, sequence, start, asked_s, found.waited_s)
         return turn
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -225,14 +228,23 @@ class Session:
         Raises:
             RuntimeError: A response is still waited for, behind which they would stand.
         """
-        self._require_no_response_pending("tokens were")
-        if len(token_ids) and self._fit(len(token_ids), self.num_tokens):
-            self._sequences.last.add_given(token_ids)
-            self._conversation.add_to_turn(token_ids, is_sampled=False)
+        self._append(token_ids, None)
 
     def append_text(self, text: str) -> None:
         """Add text of the environment; it is not trained on."""
-        self.append(self.encode(text))
+        self._append(self.encode(text), text)
+
+    def _append(self, token_ids: Sequence[int], text: str | None) -> None:
+        self._require_no_response_pending("tokens were")
+        if not len(token_ids):
+            return
+        shown, sequence = self.decode(token_ids) if text is None else text, self._sequences.last
+        if self._fit(len(token_ids), len(sequence)):
+            sequence.add_given(token_ids)
+            self._conversation.add_to_turn(token_ids, is_sampled=False)
+            self._transcript.add_given(shown, sequence)
+        else:
+            self._transcript.add_given(shown, None)
 
     def append_message(self, message: Mapping[str, object]) -> None:
         """Add a message behind a response, such as the result of a tool, and the next generation prompt.
@@ -254,11 +266,27 @@ class Session:
     def append_messages(self, messages: Sequence[Mapping[str, object]]) -> None:
         """Add messages behind a response, such as the results of several tools; see `append_message`."""
         self._require_no_response_pending("a message was")
-        answer = self._conversation.answer(messages)
+        try:
+            answer = self._conversation.answer(messages)
+        except NoExtension:
+            self._transcript.add_unread(messages)
+            raise
         size_before = self._sequences.size_before(answer.extension, answer.replaced)
         if self._fit(len(answer.extension.token_ids), size_before):
             self._sequences.extend(answer.extension, answer.replaced)
             self._conversation.accept(answer)
+            self._transcript.answer(answer.messages, self._sequences.last, size_before)
+        else:
+            self._transcript.add_unread(messages)
+
+    def note_call(self, call: ToolUse, seconds: float = 0.0) -> None:
+        """Note a call of a tool in the last response, for those who read the trajectory.
+
+        Args:
+            call: What was called, and what came of it.
+            seconds: How long it took; it is over now.
+        """
+        self._transcript.add_call(call, seconds)
 
     def _require_no_response_pending(self, what: str) -> None:
         if self._asked_for == _RESPONSE:
@@ -335,7 +363,7 @@ class Session:
 
         Args:
             score: What it is worth, beside the rewards of its turns.
-            metrics: Further numbers, logged as means over trajectories.
+            metrics: Further numbers, logged as means over trajectories, beside those in `metrics` of the session.
             truncated_by: Limit at which it was truncated, beside those on tokens, which are known; None: none.
 
         Raises:
@@ -347,7 +375,7 @@ class Session:
         ]
         turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in order]
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
-        own = _checked_metrics(metrics or {})
+        own = _checked_metrics({**self.metrics, **(metrics or {})})
         score = with_turn_rewards(score, turn_rewards if self._turn_rewards else [])
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
         cached = {} if self._num_cached is None else {CACHED_TOKENS: float(self._num_cached)}
@@ -366,6 +394,8 @@ class Session:
             overlong=self._overlong,
             rewards=dict(score.rewards),
             metrics={**own, **kept, **cached},
+            conversation=self._transcript.conversation(self._sequences.kept),
+            times=self._transcript.times(),
             environment=self.prompt.environment,
             turn_lengths=tuple(len(self.turns[turn].token_ids) for turn in order),
             turn_rewards=tuple(turn_rewards) if self._turn_rewards and score.fault is None else (),
@@ -431,68 +461,6 @@ class SingleTurn:
         """Make one trajectory."""
         await session.generate()
         return session.finish(await session.score())
-
-
-class RolloutFunction:
-    """An environment of a user's own, as a coroutine function of a session.
-
-    Args:
-        function: Makes one trajectory.
-        name: Its name in the configuration.
-    """
-
-    def __init__(self, function: Callable[[Session], Awaitable[object]], name: str):
-        self._function, self._name = function, name
-
-    async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory; where the function raises it ends as it is, with the fault."""
-        try:
-            return self._checked(await self._function(session), session)
-        except (Exception, CancelledError) as error:  # a tool's own cancellation; of the run's, nobody reads this
-            return session.failed(Fault.ERROR, error_in_user_code(error))
-
-    def _checked(self, found: object, session: Session) -> Trajectory:
-        """Check what a user's function has returned: its type is not known before."""
-        if not isinstance(found, Trajectory):
-            got = "None" if found is None else f"an object of type {type(found).__name__}"
-            raise TypeError(f"{ROLLOUT_KEY}: {self._name} returned {got}, expected {_EXPECTED}")
-        if found.group_id != session.group_id:
-            raise ValueError(
-                f"{ROLLOUT_KEY}: {self._name} returned a trajectory of {found.group_id} for {session.group_id},"
-                f" expected {_EXPECTED}"
-            )
-        return found
-
-
-def make_environment(config: EnvironmentConfig) -> Environment:
-    """Return the environment that a configuration describes: one turn, or a coroutine function of the user's own.
-
-    Raises:
-        ConfigurationError: There is no such function, or it is something else.
-    """
-    if config.rollout is None:
-        return SingleTurn()
-    function = import_attribute(ROLLOUT_KEY, config.rollout, form="package.module:function")
-    if not inspect.iscoroutinefunction(function):
-        raise ConfigurationError(
-            f"{ROLLOUT_KEY}: {config.rollout} is {described(function)}, expected a coroutine function (async def) that"
-            " takes a Session and returns its Trajectory"
-        )
-    return RolloutFunction(function, config.rollout)
-
-
-def name_of_environment(config: EnvironmentConfig, name: str = "") -> str:
-    """Return what scores responses, for messages: code of the user's own by key and value, or by its name."""
-    own = {ROLLOUT_KEY: config.rollout, "env.agent": config.agent}
-    own["env.agent_command"] = " ".join(config.agent_command) or None
-    if config.callable is not None and config.name == "callable":
-        own["env.callable.function"] = config.callable.function
-    elif config.is_custom:
-        own["env.name"] = config.name
-    return (
-        " with ".join(f"{key}: {value}" for key, value in own.items() if value is not None)
-        or f"the environment {name}".strip()
-    )
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:

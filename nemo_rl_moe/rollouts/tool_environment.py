@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment of a run with tools: the model calls them until it answers."""
 
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nemo_rl_moe.config.schema_grpo import ToolLimitsConfig
@@ -14,6 +13,7 @@ from nemo_rl_moe.errors import one_line
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.runs.folder.conversations import Outcome, ToolUse, as_arguments
 from nemo_rl_moe.tools.arguments import ArgumentError, checked_arguments
 from nemo_rl_moe.tools.definitions import Tools
 from nemo_rl_moe.tools.formats.interface import THINK_START, MalformedCall, ParsedCall, ToolCall, ToolFormat
@@ -30,15 +30,22 @@ NO_TOOL = "unknown"
 
 @dataclass
 class _Calls:
-    """Calls of a trajectory so far, counted for its metrics."""
+    """Calls of a trajectory so far.
 
-    counts: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
+    Attributes:
+        session: Its session, which keeps their metrics whatever becomes of it.
+        turn_s: Seconds that those of this turn have taken.
+    """
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Return them by the names of `METRICS`."""
-        return {name: float(self.counts[name]) for name in METRICS} | {SECONDS: self.seconds}
+    session: Session
+    turn_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.session.metrics.update(dict.fromkeys(METRICS, 0.0))
+
+    def count(self, name: str, number: float = 1.0) -> None:
+        """Add to a metric."""
+        self.session.metrics[name] += number
 
 
 class ToolConversation:
@@ -76,7 +83,7 @@ class ToolConversation:
 
     async def rollout(self, session: Session) -> Trajectory:
         """Make one trajectory; the reward function scores its last response."""
-        made = _Calls()
+        made = _Calls(session)
         truncated_by: Literal["turns"] | None = None
         while session.has_room:
             begins_in_thinking = session.ends_in(THINK_START)
@@ -96,46 +103,51 @@ class ToolConversation:
                 return session.failed(Fault.ERROR, one_line(error))
         score = await session.score()
         if score.fault is None:
-            score = replace(score, reward=score.reward - self._call_cost * made.counts[CALLS])
-        return session.finish(score, made.metrics, truncated_by=truncated_by)
+            score = replace(score, reward=score.reward - self._call_cost * session.metrics[CALLS])
+        return session.finish(score, truncated_by=truncated_by)
 
     async def _answers(self, calls: Sequence[ParsedCall], made: _Calls) -> list[dict[str, object]]:
         """Make the calls of a turn, and return the messages that answer them."""
-        seconds_before = made.seconds
+        made.turn_s = 0.0
         messages: list[dict[str, object]] = []
         for call in calls:
+            call_id = f"call{int(made.session.metrics[CALLS]) % 100_000:05}"  # some templates want nine characters
             # What the model wrote in place of a name may hold the text of a control token.
             messages.append(
                 {
                     "role": "tool",
                     "name": call.name if isinstance(call, ToolCall) and call.name in self._tools else NO_TOOL,
-                    "tool_call_id": f"call{made.counts[CALLS] % 100_000:05}",  # some templates want nine characters
-                    "content": await self._answer(call, made, made.seconds - seconds_before),
+                    "tool_call_id": call_id,
+                    "content": await self._answer(call, made, call_id),
                 }
             )
-            made.counts[CALLS] += 1
+            made.count(CALLS)
         return messages
 
-    async def _answer(self, call: ParsedCall, made: _Calls, turn_s: float) -> str:
-        """Make a call, and return the text for the model.
+    async def _answer(self, call: ParsedCall, made: _Calls, call_id: str) -> str:
+        """Make a call, note it, and return the text for the model."""
 
-        Args:
-            turn_s: Seconds that the calls before it in this turn have taken.
-        """
+        def note(outcome: Outcome, seconds: float = 0.0) -> None:
+            made.session.note_call(_as_written(call, call_id, outcome), seconds)
+
         try:
             name, arguments = self._checked(call)
         except ArgumentError as error:
-            made.counts[WRONG_CALLS] += 1
+            made.count(WRONG_CALLS)
+            note("wrong")
             return cut(error_text(str(error)), self._limits.max_result_characters)[0]
-        left_s = self._limits.turn_timeout_s - turn_s
+        left_s = self._limits.turn_timeout_s - made.turn_s
         if left_s <= 0:
-            made.counts[FAILED_CALLS] += 1
+            made.count(FAILED_CALLS)
+            note("not_called")
             return error_text(f"not called: the calls of this turn have taken {self._limits.turn_timeout_s:g} s")
         result = await self._call(name, arguments, min(self._limits.call_timeout_s, left_s))
-        made.seconds += result.seconds
-        made.counts[RESULTS_CUT] += result.is_cut
+        made.turn_s += result.seconds
+        made.count(SECONDS, result.seconds)
+        made.count(RESULTS_CUT, result.is_cut)
+        note(_outcome_of(result), result.seconds)
         if result.fault is not None:
-            made.counts[FAILED_CALLS] += 1
+            made.count(FAILED_CALLS)
             self._report_first_of_its_kind(name, result.fault, result.text)
         return result.text
 
@@ -161,3 +173,19 @@ class ToolConversation:
             hint = did_you_mean(nearest(call.name, self._tools))
             raise ArgumentError(f"there is no tool {shortened(call.name)!r}{hint}; expected one of {usages}")
         return call.name, checked_arguments(call.arguments, tool.parameters, tool.usage)
+
+
+_OUTCOMES: dict[Fault, Outcome] = {Fault.ERROR: "error", Fault.TIMEOUT: "timeout", Fault.DIED: "died"}
+
+
+def _outcome_of(result: ToolResult) -> Outcome:
+    if result.fault is not None:
+        return _OUTCOMES[result.fault]
+    return "cut" if result.is_cut else "ok"
+
+
+def _as_written(call: ParsedCall, call_id: str, outcome: Outcome) -> ToolUse:
+    """Return a call as the model wrote it."""
+    if isinstance(call, MalformedCall):
+        return ToolUse(call_id, "", "", outcome)
+    return ToolUse(call_id, call.name, as_arguments(call.arguments), outcome)

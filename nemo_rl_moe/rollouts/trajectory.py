@@ -16,6 +16,7 @@ from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.models.images import ModelImage, images_in
 from nemo_rl_moe.rewards.interface import Fault
+from nemo_rl_moe.runs.folder.conversations import ConversationTurn, RolloutTimes
 
 FinishReason = Literal["stop", "length", "turns", "time"]
 """stop: the model or the environment ended it; length: it was truncated at a limit on its tokens; turns: at a limit on
@@ -89,6 +90,9 @@ class Trajectory:
         rewards: Several rewards by name, of which `reward` is the weighted sum; empty where there is one number, and
             where the environment gave none.
         metrics: Further numbers of the environment, logged as means over trajectories.
+        conversation: Its turns, for the eye: the prompt's, those of the model and those of the environment.
+        times: What it did when; None: nobody noted it.
+        left_out: Why it is not trained on; empty where it is, and where nothing is, as in a validation.
         environment: Name in `env.mixture`; empty where a run has one environment.
         turn_lengths: Sampled tokens of each turn, in the order of the sampled tokens of all sequences; empty where it
             is not known, and taken for one turn.
@@ -110,6 +114,9 @@ class Trajectory:
     overlong: str = ""
     rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    conversation: tuple[ConversationTurn, ...] = ()
+    times: RolloutTimes | None = field(default=None, compare=False)
+    left_out: str = ""
     environment: str = ""
     turn_lengths: tuple[int, ...] = ()
     turn_rewards: tuple[float, ...] = ()

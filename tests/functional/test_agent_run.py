@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
-from nemo_rl_moe.runs.folder.samples import SAMPLES_FILE_NAME
+from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from tests.functional import grpo_runs, run_kills, sft_runs
 
 START_LIMIT_S, END_LIMIT_S = 240.0, 120.0

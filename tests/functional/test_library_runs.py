@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
-from nemo_rl_moe.runs.folder.samples import SAMPLES_FILE_NAME
+from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from nemo_rl_moe.tools.formats.interface import ParsedCall, Schemas, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from tests.functional import grpo_runs, sft_runs

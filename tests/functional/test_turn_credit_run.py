@@ -12,7 +12,7 @@ from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
-from nemo_rl_moe.runs.folder.samples import SAMPLES_FILE_NAME
+from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from tests.functional import grpo_runs, sft_runs
 
 pytestmark = [pytest.mark.shared_ray, pytest.mark.full]

@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl_moe.runs.folder.expert_load import read_expert_load
 from nemo_rl_moe.runs.folder.metrics import read_metrics
-from nemo_rl_moe.runs.folder.samples import named_thumbnails
+from nemo_rl_moe.runs.folder.saved_samples import named_thumbnails
 from tests.functional import dpo_runs, grpo_runs, sft_runs, vision_runs
 from tests.functional.test_resume import (
     CHECKPOINTING,

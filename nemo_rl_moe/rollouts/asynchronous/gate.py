@@ -3,6 +3,7 @@
 """The gate before a generation engine: closed while weights arrive, and who was broken off goes on behind it."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -55,13 +56,16 @@ class EngineGate:
         self._is_open.set()
 
     async def _ask(self, request: GenerationRequest) -> GeneratedSequence:
+        asked_s = time.monotonic()
         while not self._is_open.is_set():
             await self._is_open.wait()
+        waited_s = time.monotonic() - asked_s
         self._num_running += 1
         self._activity.request_began()
         self._is_idle.clear()
         try:
-            return await self._engine.generate(request)
+            found = await self._engine.generate(request)
+            return replace(found, waited_s=waited_s + found.waited_s)
         finally:
             self._num_running -= 1
             self._activity.request_ended()

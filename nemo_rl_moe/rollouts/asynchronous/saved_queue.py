@@ -14,7 +14,15 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import Shaped
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -26,6 +34,14 @@ from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.asynchronous.groups import Finished, Ticket
 from nemo_rl_moe.rollouts.asynchronous.prompts import OpenPrompt, QueueState
 from nemo_rl_moe.rollouts.trajectory import FinishReason, TokenSequence, Trajectory, sequences_of
+from nemo_rl_moe.runs.folder.conversations import (
+    ConversationTurn,
+    RolloutTimes,
+    conversation_json,
+    conversation_of,
+    times_json,
+    times_of,
+)
 
 FOLDER = "rollouts"
 """Folder of a checkpoint."""
@@ -39,6 +55,18 @@ _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_inf_nan=
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(strict=False)]
 """Number of an environment: a truth counts as 0 or 1, and NaN and infinities are texts in JSON."""
+
+
+Conversation = Annotated[
+    tuple[ConversationTurn, ...],
+    PlainValidator(lambda found: found if isinstance(found, tuple) else tuple(conversation_of(found))),
+    PlainSerializer(conversation_json),
+]
+Times = Annotated[
+    RolloutTimes,
+    PlainValidator(lambda found: found if isinstance(found, RolloutTimes) else times_of(found)),
+    PlainSerializer(times_json),
+]
 
 
 class _Sequence(BaseModel):
@@ -66,6 +94,8 @@ class _Trajectory(BaseModel):
     overlong: str
     rewards: dict[str, Number]
     metrics: dict[str, Number]
+    conversation: Conversation = ()
+    times: Times | None = None
     environment: str = ""
     turn_lengths: list[Count] = []
     turn_rewards: list[Number] = []
@@ -242,6 +272,8 @@ def _trajectory(trajectory: Trajectory, routes: Iterator[Shaped[np.ndarray, "row
         overlong=trajectory.overlong,
         rewards=dict(trajectory.rewards),
         metrics=dict(trajectory.metrics),
+        conversation=trajectory.conversation,
+        times=trajectory.times,
         environment=trajectory.environment,
         turn_lengths=list(trajectory.turn_lengths),
         turn_rewards=list(trajectory.turn_rewards),

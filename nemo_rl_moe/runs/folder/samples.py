@@ -1,22 +1,31 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`samples.jsonl`: the trajectories that a run keeps, written and read; each names the thumbnails of its images."""
+"""`samples.jsonl`: the trajectories that a run keeps, written.
+
+A line has step, split, prompt and response as texts, reward and verdict; where there is more than a prompt and a
+response also `conversation` and `times` (`conversations`), and `left_out` where it is not trained on. Each names the
+thumbnails of its images.
+"""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-import numpy as np
-
+from nemo_rl_moe.runs.folder.conversations import (
+    ConversationTurn,
+    RolloutTimes,
+    conversation_json,
+    says_more,
+    times_json,
+    trained,
+)
 from nemo_rl_moe.runs.folder.lines import LineFile
-from nemo_rl_moe.runs.folder.thumbnails import IMAGES_OF_A_SAMPLE, SavedImage, ThumbnailWriter, is_thumbnail_name
-from nemo_rl_moe.shapes import Int
+from nemo_rl_moe.runs.folder.sample_text import LEGEND, Line, ShownSample, sample_lines
+from nemo_rl_moe.runs.folder.saved_samples import PROMPTS_OF_A_STEP, SAMPLES_FILE_NAME, has_images, shown_sample
+from nemo_rl_moe.runs.folder.thumbnails import SavedImage, ThumbnailWriter
 
-SAMPLES_FILE_NAME = "samples.jsonl"
-_LONGEST_PRINTED = 400
 _FURTHER_FAILURES = 8
 
 
@@ -52,6 +61,12 @@ class SavedTrajectory(Protocol):
     @property
     def images(self) -> Sequence[SavedImage]: ...
     @property
+    def conversation(self) -> Sequence[ConversationTurn]: ...
+    @property
+    def times(self) -> RolloutTimes | None: ...
+    @property
+    def left_out(self) -> str: ...
+    @property
     def environment(self) -> str: ...
 
 
@@ -60,6 +75,7 @@ class Console(Protocol):
 
     def message(self, text: str) -> None: ...
     def warn(self, text: str) -> None: ...
+    def show(self, lines: Sequence[Line]) -> None: ...
 
 
 class SampleLog:
@@ -74,6 +90,7 @@ class SampleLog:
         self._thumbnails = ThumbnailWriter(run_folder, console.warn)
         self._console = console
         self._num_to_print, self._num_to_save = num_to_print, num_to_save
+        self._has_explained = False
 
     def __enter__(self) -> "SampleLog":
         return self
@@ -96,19 +113,25 @@ class SampleLog:
             json.dumps(_record(step, split, trajectory, names.get(id(trajectory), []))) for trajectory in kept
         )
         if split == "val":
-            for trajectory in _one_of_each_prompt(trajectories)[: self._num_to_print]:
-                self._console.message(_shown(trajectory))
+            self._print(self.shown(step, split, trajectories))
+
+    def shown(self, step: int, split: str, trajectories: Sequence[SavedTrajectory]) -> list[ShownSample]:
+        """Return the first response to each of the first prompts, as people look at it."""
+        chosen = _one_of_each_prompt(trajectories)[: self._num_to_print]
+        return [shown_sample(_record(step, split, trajectory, ())) for trajectory in chosen]
+
+    def _print(self, samples: Sequence[ShownSample]) -> None:
+        if not self._has_explained and any(sample.turns for sample in samples):
+            self._has_explained = True
+            self._console.message(f"  conversations: {LEGEND}")
+        for sample in samples:
+            self._console.show(sample_lines(sample))
 
     def _further_failures(self, trajectories: Sequence[SavedTrajectory]) -> list[SavedTrajectory]:
         """Return a few of the failed ones that are not among the first."""
         if self._num_to_save is None or self._num_to_save == 0:
             return []
         return [found for found in trajectories[self._num_to_save :] if found.fault is not None][:_FURTHER_FAILURES]
-
-
-def has_images(step: int) -> bool:
-    """Return whether a training step keeps images: all below 20, each tenth below 200, hundredth below 2000."""
-    return step % 10 ** (len(str(step // 2)) - 1) == 0
 
 
 def _one_of_each_prompt(trajectories: Sequence[SavedTrajectory]) -> list[SavedTrajectory]:
@@ -127,6 +150,14 @@ def _record(step: int, split: str, trajectory: SavedTrajectory, thumbnails: Sequ
         seldom["environment"] = trajectory.environment
     if thumbnails:
         seldom["thumbnails"] = list(thumbnails)
+    if trajectory.left_out:
+        seldom["left_out"] = trajectory.left_out
+    if says_more(trajectory.conversation):
+        is_trained = split == "train" and not trajectory.left_out
+        turns = trained(trajectory.conversation) if is_trained else trajectory.conversation
+        seldom["conversation"] = conversation_json(turns)
+        if trajectory.times is not None:
+            seldom["times"] = times_json(trajectory.times)
     return {
         "step": step,
         "split": split,
@@ -140,121 +171,3 @@ def _record(step: int, split: str, trajectory: SavedTrajectory, thumbnails: Sequ
         "fault": None if fault is None else f"{fault.value}: {trajectory.fault_message}",
         "weight_version": trajectory.weight_version,
     } | ({**seldom, "rewards": dict(trajectory.rewards)} if trajectory.rewards else seldom)
-
-
-def _shown(trajectory: SavedTrajectory) -> str:
-    """Return one line: `  right      228+378=  ->  <think></think>606`."""
-    verdict = "right" if trajectory.is_correct else "truncated" if trajectory.is_truncated else "wrong"
-    if trajectory.fault is not None:
-        verdict = "failed"
-    return f"  {verdict:11}{_on_one_line(trajectory.prompt_text)}  ->  {_on_one_line(trajectory.response_text)}"
-
-
-def _on_one_line(text: str) -> str:
-    one_line = text.replace("\n", "\\n")
-    return one_line if len(one_line) <= _LONGEST_PRINTED else f"{one_line[:_LONGEST_PRINTED]} [...]"
-
-
-_CUT = " [...]"
-STEPS_OF_A_SPLIT, PROMPTS_OF_A_STEP, LONGEST_TEXT = 4, 6, 2000
-
-
-def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Return responses to the first prompts of four evenly spaced steps of training and of validation."""
-    path = folder / SAMPLES_FILE_NAME
-    if not path.is_file():
-        return []
-    found: dict[str, dict[int, dict[str, dict[str, Any]]]] = {}
-    num_bad = 0
-    with path.open("rb") as lines:
-        for line in lines:
-            sample = _parse(line)
-            if sample is None:
-                num_bad += line.endswith(b"\n") and bool(line.strip())
-                continue
-            of_step = found.setdefault(sample["split"], {}).setdefault(sample["step"], {})
-            if len(of_step) < PROMPTS_OF_A_STEP:
-                of_step.setdefault(sample["sample_id"], sample)
-    if num_bad:
-        notes.append(f"{path}: lines that are no samples: {num_bad}")
-    chosen = []
-    for _, steps in sorted(found.items(), reverse=True):
-        for step in _shown_steps(steps):
-            chosen += list(steps[step].values())
-    return chosen
-
-
-def _shown_steps(steps: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> list[int]:
-    """Select evenly spaced steps of a split, and the last one; with images, the nearest steps that have some."""
-    in_order = sorted(steps)
-    *earlier, last = (in_order[position] for position in evenly_spaced(len(in_order), STEPS_OF_A_SPLIT).tolist())
-    with_images = [step for step in in_order if any("thumbnails" in sample for sample in steps[step].values())]
-    if with_images:
-        earlier = [min(with_images, key=lambda other, step=step: abs(other - step)) for step in earlier]  # type: ignore[misc]
-    return sorted({*earlier, last})
-
-
-def named_thumbnails(path: Path) -> set[str]:
-    """Return the names of all thumbnails in a file of samples; none where there is no such file."""
-    if not path.is_file():
-        return set()
-    with path.open("rb") as lines:
-        # Most lines have none, and need no parsing.
-        return {name for line in lines if b'"thumbnails"' in line for name in _thumbnails(_record_in(line))}
-
-
-def shortened(samples: Sequence[dict[str, Any]], length: int) -> list[dict[str, Any]]:
-    """Return the samples with at most `length` characters of each text."""
-    return [
-        {name: _short(value, length) if isinstance(value, str) else value for name, value in sample.items()}
-        for sample in samples
-    ]
-
-
-def _record_in(line: bytes) -> Any:
-    """Read the record of a line; empty where it is none."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-
-
-def _thumbnails(record: Any) -> list[str]:
-    """Return the names of a record that may have been edited: no other text of a file becomes part of a path."""
-    names = record.get("thumbnails") if isinstance(record, dict) else None
-    return [name for name in names[:IMAGES_OF_A_SAMPLE] if is_thumbnail_name(name)] if isinstance(names, list) else []
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-        reward = record.get("reward")
-        thumbnails = _thumbnails(record)
-        return {
-            "step": int(record["step"]),
-            "split": _short(record["split"]),
-            "sample_id": _short(record["sample_id"]),
-            "prompt": _short(record["prompt"]),
-            "response": _short(record["response"]),
-            "reward": f"{float(reward):.4g}" if reward is not None and not math.isnan(float(reward)) else "",
-            "verdict": _verdict(record),
-        } | ({"thumbnails": thumbnails} if thumbnails else {})
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
-        return None
-
-
-def _verdict(record: dict[str, Any]) -> str:
-    if record.get("fault"):
-        return str(record["fault"])[:LONGEST_TEXT]
-    return "right" if record.get("is_correct") else "truncated" if record.get("is_truncated") else "wrong"
-
-
-def _short(text: Any, length: int = LONGEST_TEXT) -> str:
-    words = str(text)
-    return words if len(words) <= length else f"{words[:length].removesuffix(_CUT)}{_CUT}"
-
-
-def evenly_spaced(number: int, most: int) -> Int[np.ndarray, " chosen"]:
-    """Select at most `most` of the positions 0 to `number` - 1, evenly spaced; the last one always."""
-    chosen = min(number, max(most, 1))
-    return np.ceil(np.arange(1, chosen + 1) * number / max(chosen, 1)).astype(np.int64) - 1

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TextIO
 
@@ -20,6 +20,7 @@ from rich.text import Text
 
 from nemo_rl_moe.errors import printable
 from nemo_rl_moe.runs.folder.metrics import RunOutcome
+from nemo_rl_moe.runs.folder.sample_text import Line
 
 # Key, the label it gets, and how its value is written. Only keys that a step carries appear.
 _TRAIN_FIELDS = (
@@ -155,6 +156,12 @@ class ConsoleLogger:
 
     def warn(self, text: str) -> None:
         self._print(f"warning: {text}", "yellow")
+
+    def show(self, lines: Sequence[Line]) -> None:
+        """Print lines of styled texts, which may be anybody's: a line stays one."""
+        for line in lines:
+            parts = [(printable(text, kept="\t"), style) for text, style in line]
+            self._console.print(Text.assemble(*parts), soft_wrap=True)
 
     @contextmanager
     def phase(self, text: str) -> Iterator[Callable[[float], None]]:

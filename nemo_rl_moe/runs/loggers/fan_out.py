@@ -13,12 +13,16 @@ from nemo_rl_moe.config.user_code import described
 from nemo_rl_moe.errors import UserCodeError
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.runs.folder.metrics import RunOutcome
+from nemo_rl_moe.runs.folder.sample_text import ShownSample
+from nemo_rl_moe.runs.folder.samples import SavedTrajectory
 from nemo_rl_moe.runs.loggers.alerts import Alert, AlertWatch
 from nemo_rl_moe.runs.loggers.artifacts import ARTIFACTS
 from nemo_rl_moe.runs.loggers.console import Notices, reason_of
 from nemo_rl_moe.runs.loggers.interface import FlushesToDisk, MetricLogger
 from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.runs.loggers.step_plots import StepPlots
+
+ChooseSamples = Callable[[int, str, Sequence[SavedTrajectory]], Sequence[ShownSample]]
 
 
 class FanOutLogger:
@@ -85,6 +89,15 @@ class FanOutLogger:
                 isolated.log_plots(step, draw)
         if self._alerts is not None:
             self._report(kind.alerts(self._alerts, step, artifact))
+
+    def log_samples(self, shown: ChooseSamples, step: int, split: str, trajectories: Sequence[SavedTrajectory]) -> None:
+        """Log the conversations of a validation, and of a training step with plots, before the step itself."""
+        is_due = split == "val" or (self._plots is not None and self._plots.are_due(step))
+        if not self._isolated or not is_due:
+            return
+        if conversations := [sample for sample in shown(step, split, trajectories) if sample.turns]:
+            for isolated in self._isolated:
+                isolated.log_samples(step, split, conversations)
 
     def log_failures(self, failed: FailedResponses) -> None:
         """Log failures of a step or its validation, before the step itself: alerts report them with its metrics."""

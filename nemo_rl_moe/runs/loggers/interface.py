@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interfaces of the loggers: of all of them, and of backends that run in a thread of their own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from nemo_rl_moe.runs.folder.metrics import RunOutcome
+from nemo_rl_moe.runs.folder.sample_text import ShownSample
 
 DrawPlots = Callable[[], Mapping[str, bytes]]
 """Function that draws the plots of a step: key, such as `plots/expert_load`, to PNG file. Takes seconds."""
@@ -96,6 +97,15 @@ class LoggerBase:
 
     def close(self, outcome: RunOutcome = "finished") -> None:
         """Do nothing."""
+
+
+@runtime_checkable
+class ShowsSamples(Protocol):
+    """Backend that shows conversations of a step."""
+
+    def log_samples(self, step: int, split: str, samples: Sequence[ShownSample]) -> None:
+        """Log samples with their conversations, before the step's metrics. Texts may hold anything."""
+        ...
 
 
 @runtime_checkable

@@ -6,13 +6,14 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from nemo_rl_moe.runs.folder.metrics import RunOutcome, StepRecord
+from nemo_rl_moe.runs.folder.sample_text import ShownSample
 from nemo_rl_moe.runs.loggers.console import Notices, reason_of
-from nemo_rl_moe.runs.loggers.interface import Backend, DrawPlots, SendsAlerts
+from nemo_rl_moe.runs.loggers.interface import Backend, DrawPlots, SendsAlerts, ShowsSamples
 
 _FAILURES_BEFORE_LEFT_OUT = 3
 
@@ -36,7 +37,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class _Job:
-    kind: Literal["step", "plots", "alert", "config"]
+    kind: Literal["step", "plots", "samples", "alert", "config"]
     what: str
     action: Callable[[Backend], None]
 
@@ -117,6 +118,15 @@ class IsolatedLogger:
 
         self._put(_Job("plots", f"the plots of step {step}", log))
 
+    def log_samples(self, step: int, split: str, samples: Sequence[ShownSample]) -> None:
+        """Queue samples, for a backend that shows any; called before the step itself."""
+
+        def log(backend: Backend) -> None:
+            if isinstance(backend, ShowsSamples):
+                backend.log_samples(step, split, samples)
+
+        self._put(_Job("samples", f"the samples of step {step}", log))
+
     def send_alert(self, title: str, text: str) -> None:
         """Queue an alert, for a backend that sends any."""
 
@@ -153,7 +163,7 @@ class IsolatedLogger:
                     self._thread.join(longer)
         finally:
             self.let_go()
-            for kind, lost in (("step", "steps"), ("plots", "steps' plots")):
+            for kind, lost in (("step", "steps"), ("plots", "steps' plots"), ("samples", "steps' samples")):
                 if number := self._dropped[kind]:
                     self._notices.warn(f"logger {self.name}: {number} {lost} were dropped while it was silent")
 
@@ -174,7 +184,9 @@ class IsolatedLogger:
                 self._abandon()
 
     def _put(self, job: _Job) -> None:
-        kind, limits = job.kind, {"step": self._patience.most_waiting, "plots": self._patience.most_plots_waiting}
+        kind = job.kind
+        few = self._patience.most_plots_waiting
+        limits = {"step": self._patience.most_waiting, "plots": few, "samples": few}
         with self._changed:
             if not self.is_active:
                 return
@@ -241,7 +253,7 @@ class IsolatedLogger:
     def _do(self, job: _Job, backend: Backend) -> None:
         """Do a job; a failure is reported once of its kind, and raise where it is one step too many in a row."""
         kind = job.kind
-        if kind == "plots" and self._failures[kind] >= _FAILURES_BEFORE_LEFT_OUT:
+        if kind in ("plots", "samples") and self._failures[kind] >= _FAILURES_BEFORE_LEFT_OUT:
             return
         try:
             job.action(backend)
@@ -252,7 +264,7 @@ class IsolatedLogger:
                 raise
             if kind not in self._has_warned and self.is_active:
                 self._has_warned.add(kind)
-                more = "; its metrics go on" if kind == "plots" else ""
+                more = "; its metrics go on" if kind in ("plots", "samples") else ""
                 self._notices.warn(f"logger {self.name} does not take {job.what}: {reason_of(error)}{more}")
 
     def _leave_out(self, failure: str, error: BaseException) -> None:

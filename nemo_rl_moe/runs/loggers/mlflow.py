@@ -12,6 +12,7 @@ from typing import Any
 
 from nemo_rl_moe.config.files import leaves
 from nemo_rl_moe.runs.folder.metrics import RunOutcome
+from nemo_rl_moe.runs.folder.sample_text import LEGEND, SAMPLE_LIMITS, ShownSample, as_text, sample_lines
 from nemo_rl_moe.runs.loggers.console import quiet
 
 # The most that one request may carry, and the lengths that servers in use accept.
@@ -73,6 +74,12 @@ class MlflowLogger:
         if step > self._last_before:
             for key, content in plots.items():
                 self._client.log_image(self.run_id, PIL.Image.open(BytesIO(content)), key=key, step=step)
+
+    def log_samples(self, step: int, split: str, samples: Sequence[ShownSample]) -> None:
+        """Store samples as a text, such as `samples/val_step_000100.txt`."""
+        if step > self._last_before or not self._last_before:
+            text = f"{LEGEND}\n\n" + "\n\n".join(as_text(sample_lines(sample, SAMPLE_LIMITS)) for sample in samples)
+            self._client.log_text(self.run_id, f"{text}\n", f"samples/{split}_step_{step:06}.txt")
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Log the configuration as parameters, such as `policy.megatron_cfg.track_moe_metrics`.

@@ -13,7 +13,7 @@ from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDERS, rewind_captu
 from nemo_rl_moe.runs.folder.failures import FAILURES_FILE_NAME
 from nemo_rl_moe.runs.folder.lines import rewind_lines
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME
-from nemo_rl_moe.runs.folder.samples import SAMPLES_FILE_NAME, named_thumbnails
+from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME, named_thumbnails
 from nemo_rl_moe.runs.folder.step_tables import rewind_steps
 from nemo_rl_moe.runs.folder.thumbnails import remove_thumbnails
 from nemo_rl_moe.runs.loggers.artifacts import ARTIFACTS

@@ -27,9 +27,13 @@ class StepPlots:
         self._lock = threading.Lock()
         self._has_failed = False
 
+    def are_due(self, step: int) -> bool:
+        """Return whether a step has plots."""
+        return is_plot_step(step, self._every_steps)
+
     def of_step(self, step: int, what: str, plots: DrawPlots) -> DrawPlots | None:
         """Return a function that draws plots of a step, once whoever asks; None where none is due."""
-        if not is_plot_step(step, self._every_steps):
+        if not self.are_due(step):
             return None
         drawn: Mapping[str, bytes] | None = None
 

@@ -4,7 +4,7 @@
 
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import yaml
 
 from nemo_rl_moe.runs.folder.lines import append_whole, to_plain
 from nemo_rl_moe.runs.folder.metrics import RunOutcome
+from nemo_rl_moe.runs.folder.sample_text import LEGEND, SAMPLE_LIMITS, ShownSample, as_text, sample_lines
 from nemo_rl_moe.runs.loggers.interface import LoggerBase
 
 
@@ -68,13 +69,20 @@ class TensorBoardLogger(LoggerBase):
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the configuration as YAML under the tag `config`, in TensorBoard's text view."""
+        text = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+        self._write_text(self._config_step, "config", text)
+
+    def log_samples(self, step: int, split: str, samples: Sequence[ShownSample]) -> None:
+        """Write samples under the tags `samples/train` and `samples/val`, in TensorBoard's text view."""
+        text = f"{LEGEND}\n\n" + "\n\n".join(as_text(sample_lines(sample, SAMPLE_LIMITS)) for sample in samples)
+        self._write_text(step, f"samples/{split}", text)
+
+    def _write_text(self, step: int, tag: str, text: str) -> None:
         from tensorboard.plugins.text.summary_v2 import text_pb
 
-        text = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
         # Markdown shows a block indented by four spaces as it stands.
         block = "".join(f"    {line}\n" for line in text.splitlines())
-        step = self._config_step
-        self._write(self._event_type(wall_time=time.time(), step=step, summary=text_pb("config", block)))
+        self._write(self._event_type(wall_time=time.time(), step=step, summary=text_pb(tag, block)))
 
     def close(self, outcome: RunOutcome = "finished") -> None:
         self._file.close()

@@ -13,15 +13,17 @@ import tempfile
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
+from nemo_rl_moe.errors import printable
 from nemo_rl_moe.routing.metrics.metric_keys import OUTLIER_PREFIX
 from nemo_rl_moe.runs.folder.lines import to_plain
 from nemo_rl_moe.runs.folder.metrics import RunOutcome, StepRecord
+from nemo_rl_moe.runs.folder.sample_text import LEGEND, SAMPLE_LIMITS, ShownSample, as_text, sample_lines
 from nemo_rl_moe.runs.loggers.step_plots import is_plot_step
 from nemo_rl_moe.runs.loggers.wandb_files import last_wandb_step
 
@@ -180,6 +182,21 @@ class WandbLogger:
         # The row is committed with the step's metrics, which follow.
         self._run.log(images, step=step, commit=False)
 
+    def log_samples(self, step: int, split: str, samples: Sequence[ShownSample]) -> None:
+        """Log samples as a table, whose cells are plain text."""
+        if step < self._first_step:
+            return
+        import wandb
+
+        texts = [
+            (sample.sample_id, sample.reward, sample.verdict, sample.left_out, _conversation(sample))
+            for sample in samples
+        ]
+        rows = [[step, *map(printable, row)] for row in texts]
+        table = wandb.Table(columns=["step", "sample", "reward", "verdict", "left out", _COLUMN], data=rows)
+        # The row is committed with the step's metrics, which follow.
+        self._run.log({f"samples/{split}": table}, step=step, commit=False)
+
     def send_alert(self, title: str, text: str) -> None:
         """Send an alert through W&B: by mail or Slack, as set up there."""
         self._run.alert(title, text, level="WARN")
@@ -196,6 +213,13 @@ class WandbLogger:
         finally:
             # The service may still write the last records after a run has finished.
             wandb.teardown()
+
+
+_COLUMN = f"conversation ({LEGEND})"
+
+
+def _conversation(sample: ShownSample) -> str:
+    return as_text(sample_lines(sample, SAMPLE_LIMITS))
 
 
 _TEMPORARY = ("tmp*wandb-artifacts", "tmp*wandb-media")

@@ -12,7 +12,7 @@ from jaxtyping import Int, Shaped
 from numpy.typing import NDArray
 
 from nemo_rl_moe.runs.folder.run_data import Series
-from nemo_rl_moe.runs.folder.samples import evenly_spaced
+from nemo_rl_moe.runs.folder.saved_samples import evenly_spaced
 
 ArrayReference = dict[str, Any]
 """Position of an array, as the page's script reads it: `blob`, `dtype`, `shape` and `offset`."""

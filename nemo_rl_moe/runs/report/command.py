@@ -46,6 +46,7 @@ _SCRIPTS = (
     "heatmap",
     "history",
     "tables",
+    "conversations",
     "routing",
     "modalities",
     "main",

@@ -18,7 +18,7 @@ from nemo_rl_moe.routing.metrics.load_arrays import (
 )
 from nemo_rl_moe.routing.metrics.modalities import modality_overlap, modality_separation, specialization
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory
-from nemo_rl_moe.runs.folder.samples import evenly_spaced
+from nemo_rl_moe.runs.folder.saved_samples import evenly_spaced
 from nemo_rl_moe.runs.report.arrays import ArrayPool, highest_of_stretches, in_parts, narrowest
 
 OUTLIERS_OF_A_KIND = 5

@@ -16,7 +16,7 @@ from nemo_rl_moe.config.files import leaves
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory
 from nemo_rl_moe.runs.folder.run_data import RunData, Series
-from nemo_rl_moe.runs.folder.samples import LONGEST_TEXT, evenly_spaced, read_samples, shortened
+from nemo_rl_moe.runs.folder.saved_samples import LONGEST_TEXT, evenly_spaced, read_samples, shortened
 from nemo_rl_moe.runs.folder.thumbnails import read_thumbnail
 from nemo_rl_moe.runs.report.arrays import ArrayPool, narrowest, thinned
 from nemo_rl_moe.runs.report.charts import SECTIONS, charts_of

@@ -13,7 +13,7 @@ from nemo_rl_moe.routing.agreement.row_kinds import MARGIN_EDGES, Row
 from nemo_rl_moe.runs.folder.advantages import AdvantageHistory
 from nemo_rl_moe.runs.folder.routing import RoutingHistory
 from nemo_rl_moe.runs.folder.run_data import Series
-from nemo_rl_moe.runs.folder.samples import evenly_spaced
+from nemo_rl_moe.runs.folder.saved_samples import evenly_spaced
 from nemo_rl_moe.runs.report.arrays import ArrayPool, highest_of_stretches, narrowest
 
 _MOST_COLUMNS, _MOST_FRAMES, _FEWEST = 300, 200, 10

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from nemo_rl_moe.errors import printable
 from nemo_rl_moe.routing.findings.tracker import likewise
+from nemo_rl_moe.runs.folder.sample_text import LEGEND, ShownSample, TextLimits, sample_lines
 from nemo_rl_moe.runs.loggers.console import clock_text
 from nemo_rl_moe.runs.report.run_findings import Episodes
 from nemo_rl_moe.runs.report.terminal_heatmap import terminal_heatmap
@@ -26,6 +27,7 @@ _LEAST_SECONDS_OF_QUIET, _STEPS_OF_QUIET = 30.0, 10
 _LEAST_WIDTH_WITH_RANGES = 80
 _LABEL_WIDTH, _VALUE_WIDTH, _RANGE_WIDTH = 10, 10, 24
 _LEAST_HEATMAP_LINES = 5
+_LEAST_CONVERSATION_LINES, _MARGIN_OF_TURNS = 6, 36
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,10 @@ def frame(run: WatchedRun, now: float, room: Room) -> list[Text]:
         if left >= _LEAST_HEATMAP_LINES:
             heatmap = terminal_heatmap(run.load, room.width, left, room.in_color)
     blocks = [block for block in (header, sparklines, heatmap, findings) if block]
-    return _cropped([line for block in blocks for line in [*block, Text()]][:-1], room)
+    lines = [line for block in blocks for line in [*block, Text()]]
+    rows = None if room.height is None else room.height - len(lines)
+    conversation = _conversation(run.conversation, rows, room.width)
+    return _cropped([*lines, *conversation] if conversation else lines[:-1], room)
 
 
 def status(run: WatchedRun, now: float) -> str:
@@ -153,6 +158,23 @@ def _findings(run: WatchedRun, width: int) -> list[Text]:
     for note in run.notes:
         lines += _wrapped(f"note: {note}", width, "dim")
     return lines
+
+
+def _conversation(sample: ShownSample | None, height: int | None, width: int) -> list[Text]:
+    """Return the newest conversation where there is room for a few of its lines; its time line stays."""
+    if sample is None or (height is not None and height < _LEAST_CONVERSATION_LINES):
+        return []
+    title = f"conversation, step {sample.step}, {sample.split}: {LEGEND}"
+    limits = TextLimits(characters=max(width - _MARGIN_OF_TURNS, 20), lines=1)
+    shown = [
+        Text.assemble(*((printable(text, kept=""), style) for text, style in line))
+        for line in sample_lines(sample, limits)
+    ]
+    most = len(shown) if height is None else height - 1
+    if len(shown) > most:
+        hidden = Text(f"    and {len(shown) - most + 1} more lines", style="dim")
+        shown = [*shown[: most - 2], hidden, shown[-1]]
+    return [Text(title, style="dim"), *shown]
 
 
 def _wrapped(text: str, width: int, style: str) -> list[Text]:

@@ -19,6 +19,8 @@ from nemo_rl_moe.runs.folder.line_tail import by_step
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, MetricHistory, MetricsTail, StepRecord
 from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, AnomaliesTail
 from nemo_rl_moe.runs.folder.run_data import RunData, describe_run
+from nemo_rl_moe.runs.folder.sample_text import ShownSample
+from nemo_rl_moe.runs.folder.saved_samples import NewestConversation
 from nemo_rl_moe.runs.report.run_findings import Episodes, episodes_of, findings_of, thresholds_of
 
 SHOWN_METRICS = {
@@ -47,6 +49,7 @@ class WatchedRun:
     Attributes:
         described: The run without its history.
         routing: `ROUTING_METRICS` of the last step with captured routes.
+        conversation: Of a sample of the newest step that has one.
     """
 
     described: RunData
@@ -58,6 +61,7 @@ class WatchedRun:
     routing: Mapping[str, float] = field(default_factory=dict)
     num_wrong_steps: int = 0
     load: ExpertLoadHistory | None = None
+    conversation: ShownSample | None = None
     episodes: Sequence[Episodes] = ()
     notes: Sequence[str] = ()
     recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_STEPS_OF_A_PACE + 1))
@@ -96,6 +100,8 @@ class RunWatcher:
             self._waiting.setdefault(step, []).extend(failures)
         if new.records:
             self._update(new.records)
+        # A run writes samples behind the metrics of their step.
+        self.run.conversation = self._conversation.read()
         self._update_capture(new.records, by_step(wrong.records))
         if new.records or wrong.records:
             self.run.episodes = episodes_of([*self._standing, *self._tracker.findings])
@@ -108,6 +114,7 @@ class RunWatcher:
         self._anomalies, self._last_capture_step = AnomaliesTail(self._folder), -1
         self._failures, self._waiting = FailuresTail(self._folder), dict[int, list[FailedResponses]]()
         self._load = ExpertLoadTail(self._folder)
+        self._conversation = NewestConversation(self._folder)
         self._series: MetricHistory = {}
         self._num_damaged: Counter[str] = Counter()
         self.run = WatchedRun(RunData(self._folder, {}, None), series=self._series)

@@ -14,8 +14,9 @@ import pytest
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
-from nemo_rl_moe.rollouts.environment import Environment, RolloutFunction, Session, SingleTurn
+from nemo_rl_moe.rollouts.environment import Environment, Session, SingleTurn
 from nemo_rl_moe.rollouts.limits import STOP_GRACE_S, RolloutLimits, RolloutsGivenUpError
+from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from tests.support.grpo_fakes import END_TOKEN, SAMPLING, as_numbers, from_numbers, prompts

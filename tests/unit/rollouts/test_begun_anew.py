@@ -13,7 +13,8 @@ from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.rewards.interface import Fault, Score
-from nemo_rl_moe.rollouts.environment import RolloutFunction, Session
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence, Trajectory, rollout_metrics
 from tests.support.conversations import ALL, Family, Message

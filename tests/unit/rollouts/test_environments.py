@@ -18,7 +18,8 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
-from nemo_rl_moe.rollouts.environment import RolloutFunction, Session, SingleTurn, make_environment
+from nemo_rl_moe.rollouts.environment import Session, SingleTurn
+from nemo_rl_moe.rollouts.rollout_function import RolloutFunction, make_environment
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, rollout_metrics
 from tests.support.grpo_fakes import (

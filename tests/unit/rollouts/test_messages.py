@@ -12,7 +12,8 @@ import torch
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
-from nemo_rl_moe.rollouts.environment import RolloutFunction, Session
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
 from tests.support.byte_tokenizer import make_byte_tokenizer

@@ -16,9 +16,10 @@ from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.errors import RewardWorkersFailedError
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
-from nemo_rl_moe.rollouts.environment import RolloutFunction, Session, SingleTurn
+from nemo_rl_moe.rollouts.environment import Session, SingleTurn
 from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.mixture import MixedEnvironment, MixedFaultWatch, MixedReward, SessionSettings
+from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker

@@ -15,9 +15,10 @@ import pytest
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, OpenEnvConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Fault
-from nemo_rl_moe.rollouts.environment import RolloutFunction, Session
+from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.libraries.openenv_environment import OpenEnvRollout
 from nemo_rl_moe.rollouts.libraries.openenv_servers import OpenEnvServer, Places
+from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.conversations import ALL
 from tests.support.scripted_session import scripted_session

@@ -14,7 +14,7 @@ import pytest
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts import limits as limits_module
-from nemo_rl_moe.rollouts.environment import RolloutFunction, Session
+from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.limits import (
     BLOCKED_S,
     QUIET_S,
@@ -23,6 +23,7 @@ from nemo_rl_moe.rollouts.limits import (
     RolloutLimits,
     RolloutsGivenUpError,
 )
+from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts
 

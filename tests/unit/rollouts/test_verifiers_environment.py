@@ -18,8 +18,9 @@ from nemo_rl_moe.data.verifiers_prompts import verifiers_prompts
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards import verifiers_library
 from nemo_rl_moe.rewards.interface import Fault
-from nemo_rl_moe.rollouts.environment import RolloutFunction, Session
+from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.libraries.verifiers_environment import VerifiersRollout
+from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.tools.detection import format_of
 from tests.support.conversations import ALL

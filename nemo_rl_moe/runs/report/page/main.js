@@ -94,7 +94,10 @@ async function buildReport() {
     addSection("Configuration", "stack", (place) => addConfiguration(place, runs, report.configuration));
   }
   if (runs.some((run) => run.samples.length > 0)) {
-    addSection("Responses", "stack", (place) => addSamples(place, runs));
+    addSection("Responses", "stack", (place) => {
+      addSamples(place, runs);
+      addConversations(place, runs);
+    });
   }
   await drawAll();
   document.documentElement.dataset.state = numFailed ? "incomplete" : "ready";

@@ -181,23 +181,25 @@ function addConfiguration(parent, runs, rows) {
   );
 }
 
-// Images that a response was about, each from the page itself.
+// An image that a response was about, from the page itself.
+function imageOf(name, thumbnails) {
+  return Object.hasOwn(thumbnails, name)
+    ? element("img", { class: "thumbnail", alt: "image", src: `data:image/png;base64,${thumbnails[name]}` })
+    : element("span", { class: "muted" }, "not shown ");
+}
+
 function imageCell(sample, thumbnails) {
-  const images = (sample.thumbnails || []).map((name) =>
-    Object.hasOwn(thumbnails, name)
-      ? element("img", { class: "thumbnail", alt: "image", src: `data:image/png;base64,${thumbnails[name]}` })
-      : element("span", { class: "muted" }, "not shown "),
-  );
-  return element("td", {}, ...images);
+  return element("td", {}, ...(sample.thumbnails || []).map((name) => imageOf(name, thumbnails)));
 }
 
 function addSamples(parent, runs) {
   for (const [runNumber, run] of runs.entries()) {
-    if (run.samples.length === 0) {
+    const samples = run.samples.filter((sample) => !sample.conversation);
+    if (samples.length === 0) {
       continue;
     }
-    const hasImages = run.samples.some((sample) => sample.thumbnails);
-    const rows = run.samples.map((sample) =>
+    const hasImages = samples.some((sample) => sample.thumbnails);
+    const rows = samples.map((sample) =>
       element(
         "tr",
         {},
@@ -207,7 +209,7 @@ function addSamples(parent, runs) {
         element("td", {}, element("pre", {}, sample.prompt)),
         element("td", {}, element("pre", {}, sample.response)),
         element("td", { class: "number" }, sample.reward),
-        element("td", {}, sample.verdict),
+        element("td", {}, sample.left_out ? `left out: ${sample.left_out}` : sample.verdict),
       ),
     );
     const heads = [

@@ -2,12 +2,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Words and elements. What comes from a run only ever becomes the text of an element.
 
+// Control characters, and those that turn the direction of what follows, are written out.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
+
+function visible(text) {
+  return String(text).replace(HIDDEN, (character) => `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`);
+}
+
 function element(tag, attributes, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
     made.setAttribute(name, value);
   }
-  made.append(...children.map((child) => (child instanceof Node ? child : document.createTextNode(String(child)))));
+  made.append(...children.map((child) => (child instanceof Node ? child : document.createTextNode(visible(child)))));
   return made;
 }
 

@@ -21,8 +21,9 @@ from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.asynchronous import loops
 from nemo_rl_moe.rollouts.asynchronous.schedule import read_schedule
 from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource
-from nemo_rl_moe.rollouts.environment import Environment, RolloutFunction, Session, SingleTurn
+from nemo_rl_moe.rollouts.environment import Environment, Session, SingleTurn
 from nemo_rl_moe.rollouts.limits import STOP_GRACE_S, RolloutLimits, RolloutsGivenUpError
+from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker

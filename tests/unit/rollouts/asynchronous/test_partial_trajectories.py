@@ -21,8 +21,9 @@ from nemo_rl_moe.rollouts.asynchronous.group_maker import GroupMaker, group_seed
 from nemo_rl_moe.rollouts.asynchronous.groups import Batch, Ticket
 from nemo_rl_moe.rollouts.asynchronous.prompts import PromptFeed
 from nemo_rl_moe.rollouts.asynchronous.staleness import make_policy
-from nemo_rl_moe.rollouts.environment import RolloutFunction, Session
+from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.limits import RolloutLimits
+from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from tests.support.grpo_fakes import SAMPLING, FakeRewardFunction, as_numbers, from_numbers

@@ -21,10 +21,14 @@ from nemo_rl_moe.rollouts.asynchronous.groups import Finished, Ticket
 from nemo_rl_moe.rollouts.asynchronous.prompts import OpenPrompt, QueueState
 from nemo_rl_moe.rollouts.asynchronous.saved_queue import FOLDER, JSON_FILE, TENSOR_FILE, read_queue, write_queue
 from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory, sequences_of
+from nemo_rl_moe.runs.folder.conversations import ConversationTurn, RolloutTimes, ToolUse
 from tests.support.grpo_fakes import prompts, trajectory
 from tests.support.trajectories import assert_same_trajectories, tokens_of, with_tokens
 
 State = QueueState[Prompt, list[Trajectory]]
+
+TURN = ConversationTurn("assistant", "a", 0, (1, 3), is_sampled=True, calls=(ToolUse("1", "add", "{}", "died"),))
+TIMES = RolloutTimes(2.0, ((0.0, 1.0),), ((1.0, 1.5),))
 
 
 def some_trajectory(number: int, routes: StoredRows | None = None) -> Trajectory:
@@ -45,6 +49,8 @@ def some_trajectory(number: int, routes: StoredRows | None = None) -> Trajectory
         overlong="too long",
         rewards={"accuracy": 0.1},
         metrics={"env/num": 2.5},
+        conversation=(TURN, replace(TURN, role="tool", sequence=None, calls=(), text="\u00e9\n")),
+        times=TIMES,
         environment="math",
         turn_lengths=(2, 1),
         turn_rewards=(0.0, 1 / 7),
@@ -78,6 +84,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert [(each.version, each.number) for each in found.queue] == [(4, 1), (4, 0)]
     for ours, theirs in zip(found.queue, state.queue, strict=True):
         assert_same_trajectories(ours.group, theirs.group)
+        assert all(each.times == TIMES for each in ours.group)
         assert all(each.logprobs.dtype == np.float32 for each in sequences_of(ours.group))
     routes = [each.routed_experts for each in sequences_of(found.queue[0].group)]
     assert fetch_rows(routes, 6, -1, list, (2, 1), "int16")[:, :, 0, 0].tolist() == [

@@ -4,7 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.runs.folder.samples import LONGEST_TEXT, PROMPTS_OF_A_STEP, STEPS_OF_A_SPLIT, read_samples, shortened
+from nemo_rl_moe.runs.folder.saved_samples import (
+    LONGEST_TEXT,
+    PROMPTS_OF_A_STEP,
+    STEPS_OF_A_SPLIT,
+    read_samples,
+    shortened,
+)
 from tests.support.made_runs import make_run
 
 

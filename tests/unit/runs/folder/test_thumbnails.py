@@ -17,7 +17,8 @@ from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.models.images import ModelImage, image_inputs
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.runs.folder import thumbnails
-from nemo_rl_moe.runs.folder.samples import PROMPTS_OF_A_STEP, SampleLog, has_images, read_samples
+from nemo_rl_moe.runs.folder.samples import SampleLog
+from nemo_rl_moe.runs.folder.saved_samples import PROMPTS_OF_A_STEP, has_images, read_samples
 from nemo_rl_moe.runs.folder.thumbnails import (
     IMAGES_OF_A_SAMPLE,
     LONGEST_SIDE,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl_moe.runs.folder.run_data import Series
-from nemo_rl_moe.runs.folder.samples import evenly_spaced
+from nemo_rl_moe.runs.folder.saved_samples import evenly_spaced
 from nemo_rl_moe.runs.report.arrays import highest_of_stretches, thinned
 
 

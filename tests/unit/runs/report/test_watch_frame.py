@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl_moe.routing.findings.tracker import Finding
+from nemo_rl_moe.runs.folder.conversations import ConversationTurn, RolloutTimes, ToolUse
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory
 from nemo_rl_moe.runs.folder.run_data import RunData
+from nemo_rl_moe.runs.folder.sample_text import ShownSample
 from nemo_rl_moe.runs.report.run_findings import Episodes
 from nemo_rl_moe.runs.report.watch_frame import Room, finding_lines, frame, packed, status
 from nemo_rl_moe.runs.report.watch_state import WatchedRun
@@ -171,3 +173,54 @@ def test_many_findings_leave_room_for_the_load() -> None:
     lines = text_of(watched(episodes=episodes), room=replace(PLAIN, height=24))
     assert "expert load, step 4: layers down, experts 0-1 across" in lines
     assert lines[-1] == "and 25 more lines"
+
+
+def conversation(text: str = "I call.") -> ShownSample:
+    turns = (
+        ConversationTurn("user", text, 0, (0, 9)),
+        ConversationTurn(
+            "assistant", text, 0, (9, 20), is_sampled=True, is_trained=True, calls=(ToolUse("1", text, "{}"),)
+        ),
+        ConversationTurn("tool", text, None, (0, 0), name=text),
+    )
+    times = RolloutTimes(4.0, ((0.0, 2.0),), ((2.0, 3.0),))
+    return ShownSample(4, "train", text, "q", "a", "1", "right", num_tokens=11, turns=turns, times=times)
+
+
+def test_the_newest_conversation_stands_below() -> None:
+    lines = text_of(watched(conversation=conversation()))
+    assert lines[lines.index("- no findings") + 2 :] == [
+        "conversation, step 4, train: * trained on, > written by the model and not trained on",
+        "  right      I call.: reward 1, 1 response, 1 call, 11 sampled tokens, 11 trained on",
+        "    user       I call.",
+        "  * assistant  I call.",
+        "      call     I call. {}  ok",
+        "    tool I call. I call.  [not read by the model]",
+        "    time       [################========........] 4 s: # generation 2 s, = tools 1 s, . waiting 1 s",
+    ]
+
+
+def test_a_conversation_has_the_lines_that_are_left() -> None:
+    run = watched(conversation=conversation())
+    whole = text_of(run)
+    seen = set()
+    for height in range(5, len(whole) + 3):
+        room = replace(PLAIN, height=height)
+        lines, without = text_of(run, room=room), text_of(watched(), room=room)
+        assert lines[: len(without)] == without
+        assert len(lines) <= height
+        if lines == without:
+            seen.add("none")
+        elif lines == whole:
+            seen.add("all")
+        else:
+            seen.add("some")
+            assert lines[-1].startswith("    time ")
+            assert "more lines" in "".join(lines[len(without) :])
+    assert seen == {"none", "some", "all"}
+
+
+def test_a_conversation_cannot_steer_the_terminal() -> None:
+    lines = text_of(watched(conversation=conversation(HOSTILE * 9)))
+    assert all(line.isprintable() and len(line) <= PLAIN.width for line in lines)
+    assert any("\\x1b[2J" in line for line in lines)

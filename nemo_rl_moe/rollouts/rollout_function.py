@@ -1,0 +1,79 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The environment of a run without tools: one turn, or a coroutine function of the user's own."""
+
+import inspect
+from asyncio import CancelledError
+from collections.abc import Awaitable, Callable
+
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.config.user_code import described, error_in_user_code, import_attribute
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.rewards.interface import Fault
+from nemo_rl_moe.rollouts.environment import Environment, Session, SingleTurn
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+
+ROLLOUT_KEY = "env.rollout"
+_EXPECTED = "the Trajectory that session.finish(score) of its own session makes"
+
+
+class RolloutFunction:
+    """An environment of a user's own, as a coroutine function of a session.
+
+    Args:
+        function: Makes one trajectory.
+        name: Its name in the configuration.
+    """
+
+    def __init__(self, function: Callable[[Session], Awaitable[object]], name: str):
+        self._function, self._name = function, name
+
+    async def rollout(self, session: Session) -> Trajectory:
+        """Make one trajectory; where the function raises it ends as it is, with the fault."""
+        try:
+            return self._checked(await self._function(session), session)
+        except (Exception, CancelledError) as error:  # a tool's own cancellation; of the run's, nobody reads this
+            return session.failed(Fault.ERROR, error_in_user_code(error))
+
+    def _checked(self, found: object, session: Session) -> Trajectory:
+        """Check what a user's function has returned: its type is not known before."""
+        if not isinstance(found, Trajectory):
+            got = "None" if found is None else f"an object of type {type(found).__name__}"
+            raise TypeError(f"{ROLLOUT_KEY}: {self._name} returned {got}, expected {_EXPECTED}")
+        if found.group_id != session.group_id:
+            raise ValueError(
+                f"{ROLLOUT_KEY}: {self._name} returned a trajectory of {found.group_id} for {session.group_id},"
+                f" expected {_EXPECTED}"
+            )
+        return found
+
+
+def make_environment(config: EnvironmentConfig) -> Environment:
+    """Return the environment that a configuration describes: one turn, or a coroutine function of the user's own.
+
+    Raises:
+        ConfigurationError: There is no such function, or it is something else.
+    """
+    if config.rollout is None:
+        return SingleTurn()
+    function = import_attribute(ROLLOUT_KEY, config.rollout, form="package.module:function")
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigurationError(
+            f"{ROLLOUT_KEY}: {config.rollout} is {described(function)}, expected a coroutine function (async def) that"
+            " takes a Session and returns its Trajectory"
+        )
+    return RolloutFunction(function, config.rollout)
+
+
+def name_of_environment(config: EnvironmentConfig, name: str = "") -> str:
+    """Return what scores responses, for messages: code of the user's own by key and value, or by its name."""
+    own = {ROLLOUT_KEY: config.rollout, "env.agent": config.agent}
+    own["env.agent_command"] = " ".join(config.agent_command) or None
+    if config.callable is not None and config.name == "callable":
+        own["env.callable.function"] = config.callable.function
+    elif config.is_custom:
+        own["env.name"] = config.name
+    return (
+        " with ".join(f"{key}: {value}" for key, value in own.items() if value is not None)
+        or f"the environment {name}".strip()
+    )

@@ -1,0 +1,165 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Transcript of a session: who said what, in which tokens, and when, for those who read the trajectory."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence
+from nemo_rl_moe.runs.folder.conversations import ConversationTurn, RolloutTimes, Span, ToolUse
+
+PROMPT, ENVIRONMENT, ASSISTANT = "prompt", "environment", "assistant"
+_IMAGE = "[image]"
+
+
+class Transcript:
+    """Turns of a trajectory while it grows. Texts are those of its messages and responses, and no copies.
+
+    What the environment has added to a sequence without a word, as requests of an agent do, is told as its text.
+
+    Args:
+        prompt: What it begins with.
+        sequence: The sequence that begins with it.
+        decode: From token ids to text.
+        clock: Seconds on a clock that only goes forward.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        sequence: GrowingSequence,
+        decode: Callable[[Sequence[int]], str],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._decode, self._clock, self._began_s = decode, clock, clock()
+        tokens = (0, len(prompt.token_ids))
+        turns = [_of_message(message, tokens) for message in prompt.messages]
+        self._turns = [_Placed(turn, sequence) for turn in turns or [ConversationTurn(PROMPT, prompt.text, 0, tokens)]]
+        self._num_prompt_turns = len(self._turns)
+        self._answers = range(0)
+        self._last_response: int | None = None
+        self._generation: list[Span] = []
+        self._tools: list[Span] = []
+
+    def now_s(self) -> float:
+        """Return the seconds since its start."""
+        return self._clock() - self._began_s
+
+    def begin(self, messages: Sequence[Message], sequence: GrowingSequence) -> None:
+        """Take the messages with which another sequence begins."""
+        self._answers = range(0)
+        tokens = (0, len(sequence))
+        self._turns += [_Placed(_of_message(message, tokens), sequence) for message in messages]
+
+    def add_response(self, text: str, sequence: GrowingSequence, start: int, asked_s: float, waited_s: float) -> None:
+        """Add a response of the model, which is there now.
+
+        Args:
+            sequence: Where it stands, from the token `start` on.
+            asked_s: When it was asked for, in seconds since the start.
+            waited_s: Seconds from then on in which no engine worked on it.
+        """
+        now_s = self.now_s()
+        if (known := self._end_of(sequence)) < start:
+            self._add(ENVIRONMENT, self._decode(sequence.token_ids[known:start]), sequence, (known, start))
+        self._last_response, self._answers = len(self._turns), range(0)
+        self._add(ASSISTANT, text, sequence, (start, len(sequence)))
+        self._generation.append((min(asked_s + waited_s, now_s), now_s))
+
+    def add_given(self, text: str, sequence: GrowingSequence | None) -> None:
+        """Add tokens of the environment that are no message, which end a sequence now.
+
+        Args:
+            sequence: None: they do not fit.
+        """
+        self._answers = range(0)
+        tokens = (0, 0) if sequence is None else (self._end_of(sequence), len(sequence))
+        self._add(ENVIRONMENT, text, sequence, tokens)
+
+    def answer(self, messages: Sequence[Message], sequence: GrowingSequence, first: int) -> None:
+        """Take the messages that answer a response, in place of those that did so far.
+
+        Args:
+            sequence: Where they stand, from the token `first` on.
+        """
+        start = self._answers.start if self._answers else len(self._turns)
+        tokens = (first, len(sequence))
+        turns = [_Placed(_of_message(message, tokens), sequence) for message in messages]
+        self._turns[start : start + len(self._answers)] = turns
+        self._answers = range(start, start + len(turns))
+
+    def add_unread(self, messages: Sequence[Mapping[str, object]]) -> None:
+        """Add messages that the model cannot read, as they do not fit or the chat template cannot show them."""
+        self._turns += [_Placed(_of_message(message, (0, 0)), None) for message in messages]
+
+    def add_call(self, call: ToolUse, seconds: float) -> None:
+        """Note a call in the last response, which is over now and took so many seconds."""
+        if self._last_response is None:
+            return
+        placed = self._turns[self._last_response]
+        turn = replace(placed.turn, calls=(*placed.turn.calls, call))
+        self._turns[self._last_response] = replace(placed, turn=turn)
+        now_s = self.now_s()
+        self._tools.append((max(0.0, now_s - seconds), now_s))
+
+    def conversation(self, kept: Sequence[GrowingSequence]) -> tuple[ConversationTurn, ...]:
+        """Return the turns so far.
+
+        Args:
+            kept: Sequences of the trajectory; what stands in others the model has not read. The prompt's turns are told
+                where its sequence is one of them.
+        """
+        numbers = {id(sequence): number for number, sequence in enumerate(kept)}
+        first = self._turns[0].sequence
+        told = self._turns if id(first) in numbers else self._turns[self._num_prompt_turns :]
+        return tuple(_numbered(placed.turn, numbers.get(id(placed.sequence))) for placed in told)
+
+    def _add(self, role: str, text: str, sequence: GrowingSequence | None, tokens: tuple[int, int]) -> None:
+        turn = ConversationTurn(role, text, 0, tokens, is_sampled=role == ASSISTANT)
+        self._turns.append(_Placed(turn, sequence))
+
+    def _end_of(self, sequence: GrowingSequence) -> int:
+        """Return the number of tokens of a sequence that are told."""
+        return max((placed.turn.tokens[1] for placed in self._turns if placed.sequence is sequence), default=0)
+
+    def times(self) -> RolloutTimes:
+        """Return what it did when."""
+        return RolloutTimes(self.now_s(), tuple(self._generation), tuple(self._tools))
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A turn, and the sequence in which it stands; None: the model has not read it."""
+
+    turn: ConversationTurn
+    sequence: GrowingSequence | None
+
+
+def _numbered(turn: ConversationTurn, sequence: int | None) -> ConversationTurn:
+    return replace(turn, sequence=sequence, tokens=turn.tokens if sequence is not None else (0, 0))
+
+
+def _of_message(message: Mapping[str, object], tokens: tuple[int, int]) -> ConversationTurn:
+    return ConversationTurn(
+        role=str(message.get("role", "")),
+        text=_text_of(message.get("content")),
+        sequence=None,
+        tokens=tokens,
+        name=_name(message.get("name")),
+        call_id=_name(message.get("tool_call_id")),
+    )
+
+
+def _name(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _text_of(content: object) -> str:
+    """Return the text of a message, images as `[image]`."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(str(part.get("text", _IMAGE)) for part in parts if isinstance(part, dict))

@@ -1,0 +1,180 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Samples as lines of text, for the console, the terminal view and loggers: who said what, and what was trained on.
+
+Texts of a run stand in them as they are; whoever prints them makes them printable (`errors.printable`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from nemo_rl_moe.errors import counted, printable
+from nemo_rl_moe.runs.folder.conversations import (
+    FAILED_OUTCOMES,
+    ConversationTurn,
+    RolloutTimes,
+    ToolUse,
+    says_more,
+)
+
+Styled = tuple[str, str]
+"""Text, and its style in a terminal."""
+Line = tuple[Styled, ...]
+TRAINED, SAMPLED = "*", ">"
+LEGEND = f"{TRAINED} trained on, {SAMPLED} written by the model and not trained on"
+UNREAD = "not read by the model"
+_STYLES = {TRAINED: "green", SAMPLED: "cyan", "tool": "magenta", "bar": "dim"}
+_ROLE_WIDTH, _BAR_WIDTH = 11, 32
+_BAR = {"generation": ("#", "green"), "tools": ("=", "magenta"), "waiting": (".", "dim")}
+LONGEST_ON_ONE_LINE = 400
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A sample as people look at it.
+
+    Attributes:
+        reward: As text; empty without one.
+        verdict: right, wrong, truncated, or why it could not be scored.
+        left_out: Why it was not trained on; empty where it was, or nothing is.
+        num_tokens: Tokens that the model sampled.
+        turns: Its conversation; empty where that is a prompt and a response.
+        times: What it did when.
+    """
+
+    step: int
+    split: str
+    sample_id: str
+    prompt: str
+    response: str
+    reward: str
+    verdict: str
+    left_out: str = ""
+    num_tokens: int = 0
+    turns: tuple[ConversationTurn, ...] = ()
+    times: RolloutTimes | None = None
+
+
+@dataclass(frozen=True)
+class TextLimits:
+    """Most that is shown of one text.
+
+    Attributes:
+        characters: Characters.
+        lines: Lines.
+    """
+
+    characters: int = LONGEST_ON_ONE_LINE
+    lines: int = 8
+
+
+SAMPLE_LIMITS = TextLimits(characters=4000, lines=100)
+"""Of texts at loggers, which fold long ones."""
+
+
+def sample_lines(sample: ShownSample, limits: TextLimits | None = None) -> list[Line]:
+    """Return the lines of a sample: one, or those of its conversation."""
+    verdict = sample.verdict if sample.verdict in ("right", "wrong", "truncated") else "failed"
+    left_out = f"  (left out: {_on_one_line(sample.left_out)})" if sample.left_out else ""
+    if not says_more(sample.turns):
+        text = f"{_on_one_line(sample.prompt)}  ->  {_on_one_line(sample.response)}"
+        return [((f"  {verdict:11}{text}{left_out}", ""),)]
+    head = f"  {verdict:11}{_on_one_line(sample.sample_id)}: {conversation_summary(sample)}{left_out}"
+    lines: list[Line] = [((head, "bold"),)]
+    if verdict == "failed":
+        lines.append((("    fault      ", "dim"), (_on_one_line(sample.verdict), "red")))
+    sequence = 0
+    for turn in sample.turns:
+        if turn.sequence is not None and turn.sequence != sequence:
+            sequence = turn.sequence
+            what = f"-- sequence {sequence + 1}, which does not continue the turns above --"
+            lines.append(((f"    {what}", "dim"),))
+        lines += _turn_lines(turn, limits or TextLimits())
+    if sample.times is not None:
+        lines.append(time_line(sample.times))
+    return lines
+
+
+def conversation_summary(sample: ShownSample) -> str:
+    """Return a few words on a conversation: its reward, responses, calls and trained tokens."""
+    calls = [call for turn in sample.turns for call in turn.calls]
+    num_failed = sum(call.outcome in FAILED_OUTCOMES for call in calls)
+    parts = [f"reward {sample.reward}"] if sample.reward else []
+    parts.append(counted(sum(turn.is_sampled for turn in sample.turns), "response"))
+    if calls:
+        parts.append(counted(len(calls), "call") + (f" ({num_failed} failed)" if num_failed else ""))
+    num_trained = sum(turn.tokens[1] - turn.tokens[0] for turn in sample.turns if turn.is_trained)
+    trained = "" if sample.split == "val" else f", {num_trained:,} trained on"
+    parts.append(counted(sample.num_tokens, "sampled token") + trained)
+    return ", ".join(parts)
+
+
+def as_text(lines: Sequence[Line]) -> str:
+    """Return lines as plain text whose control characters are written out."""
+    return "\n".join("".join(printable(text, kept="\t") for text, _ in line) for line in lines)
+
+
+def time_line(times: RolloutTimes) -> Line:
+    """Return what a trajectory did when, as a bar with its seconds."""
+    parts: list[Styled] = [("    time       [", "dim")]
+    parts += [_BAR[kind] for kind in _kinds_of_bar(times)]
+    parts.append(
+        (
+            f"] {times.seconds:.3g} s: # generation {times.generation_s:.3g} s, = tools {times.tools_s:.3g} s,"
+            f" . waiting {times.waiting_s:.3g} s",
+            "dim",
+        )
+    )
+    return tuple(parts)
+
+
+def cut_text(text: str, limits: TextLimits) -> tuple[str, int]:
+    """Return the beginning of a text, and how many characters are missing."""
+    head = "\n".join(text[: limits.characters].split("\n")[: limits.lines])
+    return head, len(text) - len(head)
+
+
+def called(call: ToolUse) -> str:
+    """Return a call as text."""
+    return f"{call.name} {call.arguments}".strip() or "a call that cannot be read"
+
+
+def _kinds_of_bar(times: RolloutTimes) -> Iterator[str]:
+    """Yield what takes each part of a bar; what is short is seen too."""
+    kinds = ["waiting"] * _BAR_WIDTH
+    for name, spans in (("generation", times.generation), ("tools", times.tools)):
+        for start, end in spans:
+            if end <= start:
+                continue
+            scale = _BAR_WIDTH / times.seconds if times.seconds else 0.0
+            first = min(int(start * scale), _BAR_WIDTH - 1)
+            last = min(max(round(end * scale), first + 1), _BAR_WIDTH)
+            kinds[first:last] = [name] * (last - first)
+    yield from kinds
+
+
+def _turn_lines(turn: ConversationTurn, limits: TextLimits) -> Iterator[Line]:
+    mark = TRAINED if turn.is_trained else SAMPLED if turn.is_sampled else " "
+    style = _STYLES.get(mark) or _STYLES.get(turn.role, "")
+    role = _on_one_line(f"{turn.role} {turn.name}".strip())
+    head, num_hidden = cut_text(turn.text, limits)
+    unread = f"  [{UNREAD}]" if turn.sequence is None else ""
+    hidden = f"  [+{num_hidden:,} characters]" if num_hidden else ""
+    first, *others = head.split("\n")
+    margin = ((f"  {mark} ", f"bold {style}".strip()),)
+    yield (*margin, (f"{role:{_ROLE_WIDTH - 1}} ", f"bold {style}".strip()), (first, style)) + (
+        () if others else ((hidden + unread, "dim"),)
+    )
+    for number, line in enumerate(others, 1):
+        end = ((hidden + unread, "dim"),) if number == len(others) else ()
+        yield (*margin, (" " * _ROLE_WIDTH, ""), (line, style), *end)
+    for call in turn.calls:
+        text, more = cut_text(called(call).replace("\n", "\\n"), limits)
+        outcome = "red" if call.outcome in FAILED_OUTCOMES else "dim"
+        cut = f" [+{more:,} characters]" if more else ""
+        yield (("      call     ", "dim"), (f"{text}{cut}", "magenta"), (f"  {call.outcome}", outcome))
+
+
+def _on_one_line(text: str) -> str:
+    one_line = text.replace("\n", "\\n")
+    return one_line if len(one_line) <= LONGEST_ON_ONE_LINE else f"{one_line[:LONGEST_ON_ONE_LINE]} [...]"
