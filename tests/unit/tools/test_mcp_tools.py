@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools of MCP servers: what the model is told of them, their results, and servers that fail."""
 
-import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -117,24 +116,23 @@ def test_a_server_that_ends_costs_its_call(server: McpServer) -> None:
     assert call(server, "look_up", word="chien") == ("chien x 3", None)
 
 
-def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+def test_a_server_ends_with_the_process_that_started_it() -> None:
+    """It does not look at its input, whose end would tell it."""
     pytest.importorskip("mcp", reason="without mcp: make test-libraries")
     code = (
-        "import sys, time\n"
+        "import sys, time, psutil\n"
         "from nemo_rl_moe.config.schema_grpo import McpServerConfig\n"
         "from nemo_rl_moe.tools.mcp_server import McpServer\n"
-        f"server = McpServer(McpServerConfig(command=sys.executable, args=[{str(SERVER)!r}], env={{}}))\n"
-        "print(server.call('environment', {}), flush=True)\n"
-        "import threading; threading.Thread(target=server.call, args=('hang', {}), daemon=True).start()\n"
+        f"McpServer(McpServerConfig(command=sys.executable, args=[{str(SERVER)!r}, '--mute'], env={{}})).start()\n"
+        "found = []\n"
+        "while not found:\n"
+        f"    found = [each.pid for each in psutil.Process().children() if {str(SERVER)!r} in each.cmdline()[1:2]]\n"
+        "    time.sleep(0.05)\n"
+        "print(found[0], flush=True)\n"
         "time.sleep(3600)\n"
     )
     parent = psutil.Popen([sys.executable, "-c", code], stdout=-1, text=True, cwd=SERVER.parents[2])
-    number = None
-    for line in parent.stdout:
-        if number := re.search(r"pid=(\d+)", line):
-            break
-    assert number is not None
-    process = psutil.Process(int(number[1]))
+    process = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
     parent.wait()
     require_end(process)
