@@ -69,21 +69,9 @@ def failures_are_treated_alike(config: GRPOMasterConfig) -> Iterator[str]:
             )
 
 
-def named_rewards_are_shared(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that an estimator which compares named rewards finds the same ones everywhere."""
-    weights = {name: each.reward_weights for name, each in config.env.mixture.items()}
-    if config.grpo.adv_estimator.name != "gdpo" or not weights or config.env.shared_reward_weights is not None:
-        return
-    yield (
-        f"grpo.adv_estimator.name: got gdpo, which normalises each named reward over the step; expected another, or the"
-        f" same reward_weights in all environments of {KEY}: {', '.join(weights)}"
-    )
-
-
 MIXTURE_RULES = (
     environments_have_their_data,
     environments_share_validation,
     shared_prompts_are_read,
     failures_are_treated_alike,
-    named_rewards_are_shared,
 )

@@ -224,7 +224,7 @@ def _problem(
     renamed = next((item for item in field.metadata if isinstance(item, RenamedValue) and item.old == value), None)
     if renamed is not None:
         return place, f"{name}: got {value!r}, which is now called {renamed.new}"
-    if location[-1] == "[key]" and isinstance(value, Mapping):
+    if location[-1] == "[key]" and isinstance(value, Mapping) and entry_model(field.annotation) is not None:
         (names, _) = get_args(field.annotation)
         shown = shortened(repr(place[-1]))
         return place, f"{'.'.join(place[:-1])}: got the name {shown}, expected {_expected(names)}"

@@ -61,11 +61,21 @@ def rewards_are_named(config: GRPOMasterConfig) -> Iterator[str]:
             yield f"{key}: got true, expected false {reason}: there is no one reward to change"
 
 
+def rewards_are_shared(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that all environments of a mixture have the same named rewards: each is normalised over the step."""
+    mixture = config.env.mixture
+    if mixture and config.env.shared_reward_weights is None:
+        yield (
+            "grpo.adv_estimator.name: got gdpo, which normalises each named reward over the step; expected another, or"
+            f" the same reward_weights in all environments of env.mixture: {', '.join(mixture)}"
+        )
+
+
 GDPO = Estimator(
     "gdpo",
     gdpo_advantages,
     reads=frozenset({"use_leave_one_out_baseline"}),
     reads_named_rewards=True,
     is_informative=any_reward_differs,
-    rules=(rewards_are_named,),
+    rules=(rewards_are_named, rewards_are_shared),
 )

@@ -46,8 +46,8 @@ Problems = Callable[..., list[str]]
         ),
         (
             "grpo.adv_estimator.name=rloo",
-            "grpo.adv_estimator.name: got 'rloo' (str), expected one of grpo, gdpo, reinforce_plus_plus,"
-            " reinforce_plus_plus_baseline, reinforce or package.module:name",
+            "grpo.adv_estimator.name: got 'rloo' (str), expected one of grpo, turn_grpo, gdpo,"
+            " reinforce_plus_plus, reinforce_plus_plus_baseline, reinforce or package.module:name",
         ),
         ("env.reward_weight={a: 1.0}", "env.reward_weight: unknown key; did you mean env.reward_weights?"),
         ("env.reward_weights=[1.0]", "env.reward_weights: got [1.0] (list), expected a section or null"),
@@ -114,8 +114,8 @@ Problems = Callable[..., list[str]]
         ),
         (
             "env.name=maths",
-            "env.name: got 'maths' (str), expected one of math, exact, reasoning_gym, callable or package.module:name;"
-            " did you mean math?",
+            "env.name: got 'maths' (str), expected one of math, exact, reasoning_gym, callable, verifiers, openenv or"
+            " package.module:name; did you mean math?",
         ),
         ("env.timeout_s=.inf", "env.timeout_s: got inf (float), expected a finite number above 0 and up to 100000000"),
         (
