@@ -64,6 +64,10 @@ def test_a_run_goes_on_whatever_tools_do(tmp_path: Path) -> None:
     for sample in called:
         assert "<tool_response>42</tool_response>" in sample["response"]
         assert ("expected integer" in sample["response"]) != ("no result within 1 s" in sample["response"])
+        calls = [call for turn in sample["conversation"] for call in turn.get("calls", [])]
+        assert {call["outcome"] for call in calls} in ({"ok", "wrong"}, {"ok", "timeout"})
+        assert any(turn["trained"] for turn in sample["conversation"]) == ("left_out" not in sample)
+        assert len(sample["times"]["tools"]) == len(calls)
     # An untrained model may end a turn with a token behind which its template cannot go on.
     faults = [sample["fault"] for sample in samples if sample.get("fault")]
     assert all("the turn ends with" in fault for fault in faults)
