@@ -41,7 +41,7 @@ def test_an_environment_of_verifiers_trains(tmp_path: Path, monkeypatch: pytest.
         "env__score_truncated": True,
         "data__train__path": None,
         "data__validation__path": None,
-        "grpo__max_num_steps": 2,
+        "grpo__max_num_epochs": 2,  # six prompts, four a step
         "grpo__val_num_generations": 1,
     }
     overrides = grpo_runs.settings(tmp_path, tmp_path, **changes, **sft_runs.only_jsonl())
