@@ -449,8 +449,8 @@ class EnvironmentConfig(StrictModel):
     """Most responses of a trajectory with `tools` or an agent; calls in the last one of `tools` are not made, and
     further requests of an agent are refused."""
     tool_call_cost: Annotated[float, Field(ge=0, le=1_000)]
-    """What each call of a tool takes from the reward of its trajectory, so that the model learns when not to call; 0:
-    nothing. `accuracy` does not change. Not with `reward_weights`."""
+    """Cost of each call of a tool, taken from the reward of its trajectory, so that the model learns when not to call;
+    0: none. `accuracy` does not change. Not with `reward_weights`."""
     rewritten_turns: Literal["begin_anew", "keep"]
     """What `session.append_message` does where the chat template now renders earlier turns in another way, such as
     without their thinking. begin_anew: a new training sequence begins with a fresh rendering, as the model is used

@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 Encoding = TypeVar("Encoding")
 
 CHARACTERS_AT_ONCE = 1_000_000
-"""Of one call: the tokenizers library takes up to 300 bytes a token until the call ends."""
+"""Most characters of one call: the tokenizers library takes up to 300 bytes a token until the call ends."""
 
 
 def encode_each(

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a process gives up before it runs code that a model may steer: secrets, and memory without end."""
+"""Limits of a process that runs code which a model may steer: no secrets, and bounded memory."""
 
 import ctypes
 import os

@@ -34,7 +34,7 @@ LOG_SUFFIX = ".agents.log"
 
 @dataclass(frozen=True)
 class PreparedAgent:
-    """What drives trajectories, and what its requests may ask for.
+    """An agent that has been checked, and the limits of its requests.
 
     Attributes:
         tool_format: Format in which the model writes calls; None: requests have no tools.

@@ -34,7 +34,7 @@ class _Response:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the response to a request goes.
+    """The place of the response to a request.
 
     Attributes:
         sequence: Ends in the generation prompt.

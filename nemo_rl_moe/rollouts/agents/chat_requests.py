@@ -87,7 +87,7 @@ def _decoded(arguments: object) -> object:
 
 
 class RequestRules:
-    """What requests of a run may ask for.
+    """Limits of the requests of a run.
 
     Args:
         model: Its name.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What an agent is given."""
+"""The task that an agent gets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -30,7 +30,7 @@ READY = b"ready"
 
 @dataclass(frozen=True)
 class AgentProgram:
-    """What drives trajectories.
+    """The function or the program that drives trajectories.
 
     Attributes:
         reference: `package.module:function`; None: a command.

@@ -74,6 +74,7 @@ class SessionClient(Client):
             ),
         )
 
+    # Abstract in the base class, which calls them in its own `get_response`; that one is replaced above.
     def setup_client(self, config: Any) -> Any:
         raise NotImplementedError
 
