@@ -22,7 +22,7 @@ from make_report_plots import EXECUTABLES, IMAGES, open_report, shrink
 from playwright.sync_api import sync_playwright
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl_moe.config.schema_grpo import ToolLimitsConfig
+from nemo_rl_moe.config.schema_environment import ToolLimitsConfig
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs

@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_rl_moe.config.checks_algorithms import DPO_RULES, GRPO_RULES
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_policy import RoleModelConfig
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest

@@ -9,7 +9,7 @@ from nemo_rl_moe.config.checks_libraries import LIBRARY_RULES
 from nemo_rl_moe.config.checks_mixture import MIXTURE_RULES
 from nemo_rl_moe.config.checks_rollouts import ROLLOUT_RULES
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_mixture import environment_key
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.config.user_code import is_custom

@@ -5,7 +5,8 @@
 from collections.abc import Iterator
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
+from nemo_rl_moe.config.schema_grpo import PromptDataConfig
 from nemo_rl_moe.config.schema_mixture import environment_key
 
 

@@ -8,7 +8,8 @@ from typing import Annotated
 from pydantic import Field
 
 from nemo_rl_moe.config.schema_base import ExpectedWords, StrictModel, Text
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
+from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 
 EnvironmentName = Annotated[
     str,

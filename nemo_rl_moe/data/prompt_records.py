@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
+from nemo_rl_moe.config.schema_grpo import PromptDataConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.data.image_records import ImageReference, without_content
 from nemo_rl_moe.data.messages import Message, content_text, parse_turns, text_of, with_text_around

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
+from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.chat_template import prompt_renderer_for
 from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, ReportWords, counted_notes, read_items
 from nemo_rl_moe.data.encoding import encode_each

@@ -5,7 +5,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptSourceConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
+from nemo_rl_moe.config.schema_grpo import PromptSourceConfig
 from nemo_rl_moe.data.messages import parse_turns, text_of
 from nemo_rl_moe.data.prompt_records import PromptRecord
 from nemo_rl_moe.data.record_values import RecordError, decoded_json

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.tools import continuation_of

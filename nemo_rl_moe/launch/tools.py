@@ -9,7 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
+from nemo_rl_moe.config.schema_grpo import PromptDataConfig
 from nemo_rl_moe.config.schema_mixture import THE_ONLY_ONE
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.template_inputs import run_wide_inputs

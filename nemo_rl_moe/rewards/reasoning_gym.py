@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nemo_rl_moe.config.schema_grpo import ReasoningGymConfig
+from nemo_rl_moe.config.schema_environment import ReasoningGymConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.rewards.interface import Score, ScoringItem

@@ -5,7 +5,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.user_code import described, error_in_user_code, import_function, is_custom
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.exact import ExactReward

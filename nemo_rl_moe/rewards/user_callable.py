@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl_moe.config.schema_grpo import CallableConfig
+from nemo_rl_moe.config.schema_environment import CallableConfig
 from nemo_rl_moe.config.user_code import described, import_function
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score, ScoringItem

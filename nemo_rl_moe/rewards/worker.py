@@ -6,7 +6,7 @@ import faulthandler
 from collections.abc import Sequence
 
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.user_code import error_in_user_code
 from nemo_rl_moe.rewards.interface import Fault, RewardFunction, Score, ScoringItem
 from nemo_rl_moe.rewards.registry import make_reward_function

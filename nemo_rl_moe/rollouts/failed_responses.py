@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from nemo_rl_moe.config.schema_grpo import OnFailure
+from nemo_rl_moe.config.schema_environment import OnFailure
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 

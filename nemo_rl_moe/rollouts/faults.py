@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Sequence
 
-from nemo_rl_moe.config.schema_grpo import OnFailure
+from nemo_rl_moe.config.schema_environment import OnFailure
 from nemo_rl_moe.errors import RewardWorkersFailedError
 from nemo_rl_moe.rewards.interface import METRIC_NAMES, Fault
 from nemo_rl_moe.rollouts.trajectory import OVERLONG_METRIC, Trajectory

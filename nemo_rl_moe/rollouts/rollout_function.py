@@ -6,7 +6,7 @@ import inspect
 from asyncio import CancelledError
 from collections.abc import Awaitable, Callable
 
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.user_code import described, error_in_user_code, import_attribute
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Fault

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nemo_rl_moe.config.schema_grpo import ToolLimitsConfig
+from nemo_rl_moe.config.schema_environment import ToolLimitsConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
 from nemo_rl_moe.data.turn_glue import NoExtension
 from nemo_rl_moe.errors import one_line

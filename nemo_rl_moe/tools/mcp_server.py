@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from nemo_rl_moe.config.schema_grpo import McpServerConfig
+from nemo_rl_moe.config.schema_environment import McpServerConfig
 
 Result = TypeVar("Result")
 _ENDS_WITH_ITS_PARENT = (

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from nemo_rl_moe.config.schema_grpo import McpServerConfig
+from nemo_rl_moe.config.schema_environment import McpServerConfig
 from nemo_rl_moe.config.tool_definitions import definition_problem
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.tools.arguments import Parameter, kind_in_words

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import ray
 
-from nemo_rl_moe.config.schema_grpo import CallableConfig, EnvironmentConfig, ReasoningGymConfig
+from nemo_rl_moe.config.schema_environment import CallableConfig, EnvironmentConfig, ReasoningGymConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import usable_cores
 from nemo_rl_moe.errors import WorkerDiedError

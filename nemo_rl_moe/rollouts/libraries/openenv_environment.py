@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, OpenEnvConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig, OpenEnvConfig
 from nemo_rl_moe.errors import one_line
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rewards.registry import answer_in

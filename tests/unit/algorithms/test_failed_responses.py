@@ -19,7 +19,7 @@ from nemo_rl_moe.algorithms.grpo_batch import (
 )
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.config.schema_grpo import OnFailure
+from nemo_rl_moe.config.schema_environment import OnFailure
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.distributed.batch import count_trained_sequences, per_token
 from nemo_rl_moe.metrics import PhaseClock

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl_moe import demo_data
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
+from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.prompts import load_prompts
 from nemo_rl_moe.data.sft import load_sft_dataset

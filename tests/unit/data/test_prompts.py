@@ -9,7 +9,8 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
+from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.prompts import Prompt, PromptLoader, load_prompts, without_training_prompts
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.errors import ConfigurationError, DataError

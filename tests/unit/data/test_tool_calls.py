@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
+from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.prompts import load_prompts
 from nemo_rl_moe.data.record_values import RecordError

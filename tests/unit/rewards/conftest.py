@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.rewards.interface import ScoringItem
 
 

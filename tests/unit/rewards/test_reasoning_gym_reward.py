@@ -4,7 +4,7 @@
 
 import pytest
 
-from nemo_rl_moe.config.schema_grpo import ReasoningGymConfig
+from nemo_rl_moe.config.schema_environment import ReasoningGymConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rewards.reasoning_gym import ReasoningGymReward, draw_items

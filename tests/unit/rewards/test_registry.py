@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rewards.registry import REWARD_FUNCTIONS, make_reward_function

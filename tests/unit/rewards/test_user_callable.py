@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from nemo_rl_moe.config.schema_grpo import CallableConfig
+from nemo_rl_moe.config.schema_environment import CallableConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rewards.user_callable import CallableReward

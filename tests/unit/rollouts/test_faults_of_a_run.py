@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl_moe.config.schema_grpo import OnFailure
+from nemo_rl_moe.config.schema_environment import OnFailure
 from nemo_rl_moe.errors import EXIT_RUN_FAILED, RewardWorkersFailedError
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem

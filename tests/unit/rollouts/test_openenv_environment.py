@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, OpenEnvConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig, OpenEnvConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.environment import Session

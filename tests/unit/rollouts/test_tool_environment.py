@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_rl_moe.config.schema_grpo import ToolLimitsConfig
+from nemo_rl_moe.config.schema_environment import ToolLimitsConfig
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.errors import ConfigurationError, WorkerDiedError

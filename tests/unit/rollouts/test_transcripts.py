@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from nemo_rl_moe.config.schema_grpo import ToolLimitsConfig
+from nemo_rl_moe.config.schema_environment import ToolLimitsConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.turn_glue import NoExtension

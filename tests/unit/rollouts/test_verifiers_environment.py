@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptSourceConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
+from nemo_rl_moe.config.schema_grpo import PromptSourceConfig
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.template_inputs import NO_INPUTS
 from nemo_rl_moe.data.verifiers_prompts import verifiers_prompts
