@@ -55,6 +55,11 @@ def policy_is_sampled_as_it_is(config: DistillationMasterConfig) -> Iterator[str
         yield "policy.generation: on-policy distillation needs temperature 1, top_p 1 and top_k null"
 
 
+def loss_of(config: DistillationMasterConfig) -> PolicyGradientLoss:
+    """Return the loss: that of GRPO, on the advantages of tokens."""
+    return PolicyGradientLoss(config.loss_fn, on_policy=ratio_is_one(config))
+
+
 def run_distillation(config: DistillationMasterConfig, run: TrainingRun) -> None:
     """Run on-policy distillation from start to end."""
     prepared, teacher_model = prepare_rollouts(config, run), run.prepare_role("teacher")
@@ -94,7 +99,7 @@ class Distillation:
     def train(self, recorder: StepRecorder) -> RunSummary:
         """Train from where the run stands to its last step, and ends each step with the recorder."""
         last_step = num_training_steps(self.config.grpo, self.source.steps_per_epoch)
-        loss_function = PolicyGradientLoss(self.config.loss_fn, on_policy=ratio_is_one(self.config))
+        loss_function = loss_of(self.config)
         self.source.load_state(recorder.state.batches_taken)
         update_engine(self.engine, self.policy, PhaseClock())
         step = recorder.state.step
@@ -149,4 +154,5 @@ ALGORITHM = Algorithm(
     needs_reference=GRPO.needs_reference,
     roles=lambda config: {"teacher": config.opd.teacher},
     responses_at_a_time=GRPO.responses_at_a_time,
+    losses=lambda config: [loss_of(config)],
 )

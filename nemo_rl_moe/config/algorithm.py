@@ -6,7 +6,7 @@ Commands, configuration, checkpoints, reports and memory plans read all that the
 named by `algorithm: my_module:ALGORITHM` in a configuration. Imports no torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,6 +50,8 @@ class Algorithm:
         responses_at_a_time: Most responses that are generated at a time; None: the algorithm generates nothing.
         rollouts_run_ahead: Whether `run` takes its trajectories from `launch.grpo.start_source` and tells the source of
             each update of the weights; without, `grpo.rollouts.mode: asynchronous` is refused.
+        losses: Loss functions that `run` trains with. Each is called once on three tokens before anything starts, so
+            that what is wrong with its loss or a metric is reported then; without, when the first step trains.
         best_metric: Metric of `checkpointing.metric_name: auto`; more of it is better.
         reference: `package.module:ATTRIBUTE` by which configurations name it, set at import; None: a built-in one.
     """
@@ -68,6 +70,7 @@ class Algorithm:
     optional_places: Callable[[Any], Mapping[str, str]] = lambda config: {}
     responses_at_a_time: Callable[[Any], int] | None = None
     rollouts_run_ahead: bool = False
+    losses: Callable[[Any], Sequence[Callable[[Any], object]]] = lambda config: ()
     best_metric: Callable[[Any], str] = lambda config: "val:accuracy"
     reference: str | None = None
 

@@ -83,8 +83,12 @@ def launch_run(config: MasterConfig, launch: RunLaunch, stop_signals: StopSignal
         WorkerDiedError: A worker failed.
         TrainingDivergedError: Too many updates in a row were skipped.
     """
-    run_algorithm = entry_point_of(algorithm_of(config))
+    algorithm = algorithm_of(config)
+    run_algorithm = entry_point_of(algorithm)
+    from nemo_rl_moe.algorithms.losses.trial import check_losses
     from nemo_rl_moe.launch.training_run import TrainingRun
+
+    check_losses(algorithm, config)
 
     with TrainingRun(config, launch, stop_signals) as run:
         run_algorithm(config, run)

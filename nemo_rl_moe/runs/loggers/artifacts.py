@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.errors import UserCodeError
 from nemo_rl_moe.runs.folder.advantages import AdvantageWriter
 from nemo_rl_moe.runs.folder.artifacts import (
     BY_LAG,
@@ -116,6 +118,16 @@ class ArtifactTables:
         }
 
     def write(self, step: int, name: str, artifact: Any) -> None:
+        """Write an artifact of a step.
+
+        Raises:
+            UserCodeError: An observer returned it by a name that is not registered.
+        """
+        if name not in self._writers:
+            raise UserCodeError(
+                f"ARTIFACTS in nemo_rl_moe/runs/loggers/artifacts.py has no {name!r}, which an observer of step {step}"
+                f" returned{did_you_mean(nearest(name, self._writers))}"
+            )
         self._writers[name].write(step, artifact)
 
     def flush(self) -> None:

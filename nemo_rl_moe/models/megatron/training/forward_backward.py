@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch
 from nemo_rl_moe.metrics import Reduction
+from nemo_rl_moe.models.checked_loss import outputs_of
 from nemo_rl_moe.models.interfaces import Head, LossFunction, LossInputs, needs_of
 from nemo_rl_moe.models.megatron.model.releases import needs_padding_mask, padding_mask_for_stage
-from nemo_rl_moe.models.megatron.training.checked_loss import outputs_of
 from nemo_rl_moe.models.megatron.training.chunked_head import hidden_states_only, statistics_of_heads
 from nemo_rl_moe.models.megatron.training.context_parallel import place_of_rank
 from nemo_rl_moe.models.megatron.training.microbatch import (

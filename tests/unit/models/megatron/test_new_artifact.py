@@ -20,6 +20,7 @@ from nemo_rl_moe.algorithms.step_recorder import RecordSinks, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import SFTConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
+from nemo_rl_moe.errors import UserCodeError
 from nemo_rl_moe.models.interfaces import LossFunction, TrainResult
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
@@ -147,3 +148,12 @@ def test_it_is_written_and_plotted_and_rewound(tmp_path: Path, monkeypatch: pyte
     assert plotted == {step: plot_tokens(step, np.array(expected[step - 1]))[key] for step in (1, 2)}
     rewind_run_folder(tmp_path, 2)
     assert read_steps(TABLE, tmp_path).axes[0].tolist() == [1, 2]
+
+
+def test_an_artifact_that_is_not_registered_is_named(tmp_path: Path) -> None:
+    with closing(ArtifactTables(tmp_path, pytest.fail)) as tables, pytest.raises(UserCodeError) as error:
+        tables.write(3, "expert_laod", np.zeros(3))
+    assert str(error.value) == (
+        "ARTIFACTS in nemo_rl_moe/runs/loggers/artifacts.py has no 'expert_laod', which an observer of step 3 returned;"
+        " did you mean expert_load?"
+    )

@@ -11,8 +11,8 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.distributed.worker_process import describe_failure
 from nemo_rl_moe.errors import UserCodeError
 from nemo_rl_moe.metrics import Reduction
+from nemo_rl_moe.models.checked_loss import outputs_of
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
-from nemo_rl_moe.models.megatron.training.checked_loss import outputs_of
 from tests.unit.algorithms.policy_loss_reference import random_inputs
 
 SCALAR = torch.tensor(1.0)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of a loss function; one of the user's own is named in its errors, and what it returns is checked."""
 
+import re
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -27,25 +28,32 @@ def outputs_of(loss_function: LossFunction, inputs: LossInputs) -> LossOutputs:
         return loss_function(inputs)
     with named_in_errors(_KEY, name):
         outputs = loss_function(inputs)
-    if problem := _problem(outputs):
+    if problem := problem_of(outputs):
         raise UserCodeError(f"{_KEY}: {name} returned {problem}")
     return outputs
 
 
-def _own_name(loss_function: LossFunction) -> str | None:
-    """Return `module:name` of what is not this package's; None for what is."""
+def name_of(loss_function: object) -> str:
+    """Return `module:name` of a function, or of an object's class."""
     named = loss_function if hasattr(loss_function, "__qualname__") else type(loss_function)
-    module = str(named.__module__)
-    return None if module.partition(".")[0] == _PACKAGE else f"{module}:{named.__qualname__}"
+    return f"{named.__module__}:{named.__qualname__}"
 
 
-def _problem(outputs: object) -> str | None:
-    """Return what cannot be used, and what was expected."""
+def _own_name(loss_function: LossFunction) -> str | None:
+    """Return the name of what is not this package's; None for what is."""
+    name = name_of(loss_function)
+    return None if re.split("[.:]", name)[0] == _PACKAGE else name
+
+
+def problem_of(outputs: object) -> str | None:
+    """Return what a loss function returned that cannot be used, and what was expected; None: it can."""
     if not isinstance(outputs, LossOutputs):
         return f"{described(outputs)}, expected a LossOutputs"
     if not _is_scalar(outputs.loss):
         return f"a loss {_of_kind(outputs.loss)}, expected a tensor of shape []"
-    metrics: Mapping[str, object] = outputs.metrics
+    metrics: object = outputs.metrics
+    if not isinstance(metrics, Mapping):
+        return f"metrics as {described(metrics)}, expected a dict"
     for name, metric in metrics.items():
         if not (isinstance(metric, tuple) and len(metric) == 2 and isinstance(metric[1], Reduction)):
             return f"the metric {name!r} as {described(metric)}, expected a tensor of shape [] with its Reduction"
