@@ -16,7 +16,7 @@ from examples.studies.command import SETTINGS_FILE, check_settings, count, exit_
 
 OUTPUT = Path("results/staleness_study")
 _DESCRIPTION = """\
-GRPO runs of the demo's tiny Mixture-of-Experts model on CPU cores: cells of a lag, a correction and a replay of routed
+GRPO runs of a demo's tiny Mixture-of-Experts model on CPU cores: cells of a lag, a correction and a replay of routed
 experts, each with several seeds. Stopped, the same command goes on with the runs that are missing. It is started in the
 repository's root. --dry-run says how many hours a choice takes, and starts nothing.
 """
@@ -48,6 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--seeds", type=count, default=12, metavar="N", help="of each cell (default: %(default)s)")
     run.add_argument("--first-seed", type=int, default=0, metavar="N", help="the first of them (default: 0)")
     run.add_argument("--jobs", type=count, default=1, metavar="N", help="runs at a time, on a core each (default: 1)")
+    run.add_argument(
+        "--task",
+        choices=("addition", "calculator"),
+        default="addition",
+        help="sums, or questions with a calculator as in make demo-tools (default: %(default)s)",
+    )
     run.add_argument("--model", metavar="DIR", help="begin with this model instead of one that the command trains")
     run.add_argument("--dry-run", action="store_true", help="say what would run, and how long; start nothing")
     run.add_argument("--job", type=int, help=argparse.SUPPRESS)
@@ -62,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     from examples.staleness_study.configuration import study_of
-    from examples.studies.preparation import make_data, make_model
+    from examples.staleness_study.tasks import TASKS
     from examples.studies.results import read_results
     from examples.studies.session import median_seconds
 
@@ -77,12 +83,14 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     if options.dry_run or not pending:
         return 0
     output.mkdir(parents=True, exist_ok=True)
-    check_settings(output / SETTINGS_FILE, {"model": options.model, "overrides": options.overrides})
-    data = make_data(output)
-    model = options.model or str(make_model("small", output, data))
+    settings = {"task": options.task, "model": options.model, "overrides": options.overrides}
+    check_settings(output / SETTINGS_FILE, settings)
+    task = TASKS[options.task]
+    data = task.make_data(output)
+    model = options.model or str(task.make_model(output, data))
     if options.jobs > 1:
         return run_jobs("examples.staleness_study", words, options.jobs)
-    study = study_of(output, model, data, options.overrides)
+    study = study_of(output, task.config, model, data, options.overrides)
     return run_session(study, pending, len(runs), options.job, SECONDS_PER_RUN)
 
 

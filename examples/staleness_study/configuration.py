@@ -17,15 +17,14 @@ from nemo_rl_moe.data.loader import epoch_order
 from nemo_rl_moe.data.sources import count_lines
 from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledGroup, ScheduledStep
 
-STUDY_CONFIG = Path(__file__).with_name("study.yaml")
 
-
-def study_of(output: Path, model_name: str, data: Path, overrides: Sequence[str]) -> Study[Run]:
+def study_of(output: Path, base: Path, model_name: str, data: Path, overrides: Sequence[str]) -> Study[Run]:
     """Return the study of a folder.
 
     Args:
+        base: Settings of all runs of the task.
         model_name: Folder of the model that runs begin with.
-        data: Folder of the demo's sums.
+        data: Folder of the task's prompts.
         overrides: Further settings of all runs, over everything else.
     """
     prompts = data / "grpo.jsonl"
@@ -38,7 +37,7 @@ def study_of(output: Path, model_name: str, data: Path, overrides: Sequence[str]
             f"data.validation.path={data / 'validation_prompts.jsonl'}",
             f"logger.log_dir={output / 'runs' / run.name}",
         ]
-        found = load_grpo_config(STUDY_CONFIG, [*common, *run.overrides(str(schedule)), *overrides])
+        found = load_grpo_config(base, [*common, *run.overrides(str(schedule)), *overrides])
         write_schedule(schedule, scheduled_steps(prompts, found, run.lag))
         return found
 

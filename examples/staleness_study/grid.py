@@ -18,7 +18,7 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "cispo": ("loss_fn.objective=cispo",),
 }
-"""Name to the overrides of `study.yaml`. But for `tis`, the ratio is one to the weights that sampled a token."""
+"""Name to the overrides of a task's settings. But for `tis`, the ratio is one to the weights that sampled a token."""
 REPLAYS: dict[str, tuple[str, ...]] = {"none": (), "r3": ("policy.megatron_cfg.routing_replay=rollout",)}
 LAGS = (0, 1, 2, 4, 8)
 SECONDS_PER_RUN = 95.0
@@ -62,7 +62,7 @@ class Run:
         return f"{self.method.correction}-{self.method.replay}-lag{self.lag}-s{self.seed:02d}"
 
     def overrides(self, schedule: str) -> list[str]:
-        """Return the settings of the run, over `study.yaml`."""
+        """Return the settings of the run, over its task's."""
         return [
             f"grpo.seed={self.seed}",
             f"grpo.rollouts.replay_schedule={schedule}",

@@ -87,9 +87,9 @@ def check_settings(path: Path, wanted: dict[str, object]) -> None:
         return
     found = json.loads(path.read_text(encoding="utf-8"))
     for key, value in wanted.items():
-        if found[key] != value:
+        if found.get(key) != value:
             raise ConfigurationError(
-                f"--output {path.parent}: its runs have the {key} {found[key]}, got {value}; expected the same, or"
+                f"--output {path.parent}: its runs have the {key} {found.get(key)}, got {value}; expected the same, or"
                 " another folder"
             )
 

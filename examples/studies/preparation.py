@@ -1,11 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a study: the demo's sums, and a model fine-tuned on them by this package's own commands."""
+"""Start of a study: data of a demo, and a model fine-tuned on them by this package's own commands."""
 
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER
@@ -13,6 +14,7 @@ from nemo_rl_moe.errors import WorkerDiedError
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 TINY_MODEL = REPOSITORY_ROOT / "examples" / "assets" / "tiny_qwen3_moe"
+CALCULATOR_MODEL = REPOSITORY_ROOT / "examples" / "assets" / "tiny_qwen3_moe_calculator"
 
 DEEP_MODEL = {"num_hidden_layers": 12, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
 """Fields of the tiny model's `config.json` that the deep model changes."""
@@ -37,19 +39,41 @@ def make_model(model: str, output: Path, data: Path) -> Path:
         WorkerDiedError: The training failed.
     """
     place = output / "models" / model
+    return _fine_tuned(place, data, "sft_tiny_moe.yaml", _config_folder(model, place), SFT_OVERRIDES[model])
+
+
+def calculator_data(output: Path) -> Path:
+    """Return the questions of the demo with a tool; made once."""
+    folder = output / "data"
+    if not (folder / "manifest.json").is_file():  # the last file of them
+        _call(["-m", "examples.tools_demo.data", "--output", str(folder)])
+    return folder
+
+
+def calculator_model(output: Path, data: Path) -> Path:
+    """Return the folder of the model that knows how to call a calculator; trained once.
+
+    Raises:
+        WorkerDiedError: The training failed.
+    """
+    return _fine_tuned(output / "models" / "calculator", data, "sft_tiny_moe_tools.yaml", CALCULATOR_MODEL)
+
+
+def _fine_tuned(place: Path, data: Path, config: str, model: Path, overrides: Sequence[str] = ()) -> Path:
+    """Fine-tune a model, or go on with it; return the folder of its last weights."""
     weights = place / "checkpoints" / FINAL_WEIGHTS_FOLDER
     if (weights / "config.json").is_file():
         return weights
     _call(
         [
-            *("-m", "nemo_rl_moe.cli", "sft", "--config", "sft_tiny_moe.yaml"),
-            f"policy.model_name={_config_folder(model, place)}",
+            *("-m", "nemo_rl_moe.cli", "sft", "--config", config),
+            f"policy.model_name={model}",
             f"data.train.path={data / 'train.jsonl'}",
             f"data.validation.path={data / 'validation.jsonl'}",
             f"checkpointing.checkpoint_dir={weights.parent}",
             f"logger.log_dir={place / 'logs'}",
             *(f"logger.{name}_enabled=false" for name in ("tensorboard", "wandb", "mlflow")),
-            *SFT_OVERRIDES[model],
+            *overrides,
         ]
     )
     return weights

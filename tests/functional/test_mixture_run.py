@@ -116,6 +116,28 @@ def test_two_environments_are_mixed_and_a_run_goes_on_to_the_bit(tmp_path: Path)
     assert steps_of(parts)[NUM_STEPS] == steps[NUM_STEPS]
 
 
+@pytest.mark.full
+def test_two_environments_are_mixed_where_rollouts_run_ahead(tmp_path: Path) -> None:
+    data = make_prompts(tmp_path / "data")
+    changes = {
+        "grpo__rollouts__mode": "asynchronous",
+        "grpo__rollouts__order": "in_order",
+        "policy__generation__backend": "tests.support.transformers_engine:make_streaming_engine",
+        "loss_fn__importance_sampling_correction": "truncated",
+    }
+    done = grpo_runs.run_here(settings(tmp_path, data, **changes), tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps = steps_of(tmp_path)
+    for step in range(1, NUM_STEPS + 1):
+        metrics = steps[step]
+        assert metrics["train/env/tools/share"] == 0.25
+        assert metrics["train/env/tools/reward"] == 1.0
+        assert metrics["train/env/tools/tools/calls"] > 0
+        assert metrics["train/env/plain/reward"] < 1.0
+        assert math.isfinite(metrics["train/loss"])
+    assert [steps[step]["train/staleness/max"] for step in range(1, NUM_STEPS + 1)] == [0.0, 1.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("slip", ["tool", 3])
 def test_a_record_of_an_environment_that_does_not_exist_ends_the_run_before_it_starts(
     slip: object, tmp_path: Path

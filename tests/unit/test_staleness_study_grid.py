@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 
 from examples.staleness_study.__main__ import main
-from examples.staleness_study.configuration import STUDY_CONFIG, scheduled_steps, study_of, write_schedule
+from examples.staleness_study.configuration import scheduled_steps, study_of, write_schedule
 from examples.staleness_study.grid import CORRECTIONS, LAGS, REPLAYS, Method, Run, plan
 from examples.staleness_study.measures import MEASURES, Results
 from examples.staleness_study.tables import difference, draw, tables
+from examples.staleness_study.tasks import TASKS
 from examples.studies.results import Result, measures_of
 from nemo_rl_moe.config.loading import dump_resolved, load_grpo_config
 from nemo_rl_moe.rollouts.asynchronous.schedule import read_schedule
 from tests.conftest import REPOSITORY_ROOT
 
+ADDITION = TASKS["addition"].config
 CLIPPED, TIS = Method("clipped", "none"), Method("tis", "none")
 
 
@@ -27,11 +29,13 @@ def test_grid() -> None:
     assert [run.lag for run in plan(["tis"], ["none"], (8, 0), range(1))] == [0, 8]
 
 
-def test_every_cell_is_a_valid_configuration_of_its_own() -> None:
+@pytest.mark.parametrize("task", TASKS)
+def test_every_cell_is_a_valid_configuration_of_its_own(task: str) -> None:
     seen = set()
     for correction, replay in product(CORRECTIONS, REPLAYS):
         overrides = Run(Method(correction, replay), 2, 5).overrides("schedule.jsonl")
-        config = load_grpo_config(STUDY_CONFIG, overrides, check_paths=False)
+        config = load_grpo_config(TASKS[task].config, overrides, check_paths=False)
+        assert bool(config.env.tools) == (task == "calculator")
         assert config.grpo.seed == 5
         assert config.grpo.rollouts.replay_schedule == "schedule.jsonl"
         seen.add(str(dump_resolved(config)))
@@ -48,7 +52,7 @@ def test_a_schedule_samples_each_group_so_many_steps_earlier(tmp_path: Path, upd
         "grpo.rollouts.replay_schedule=schedule.jsonl",
         f"grpo.rollouts.max_staleness={2 * updates}",
     ]
-    config = load_grpo_config(STUDY_CONFIG, overrides, check_paths=False)
+    config = load_grpo_config(ADDITION, overrides, check_paths=False)
     steps = scheduled_steps(prompts, config, lag=2)
     assert [step.version for step in steps] == [updates * step for step in range(5)]
     versions = [{group.version for group in step.groups} for step in steps]
@@ -65,7 +69,7 @@ def test_settings_of_a_run(tmp_path: Path) -> None:
     for name in ("grpo.jsonl", "validation_prompts.jsonl"):
         (tmp_path / name).write_text("{}\n" * 40)
     tiny = str(REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe")
-    study = study_of(tmp_path, tiny, tmp_path, ["policy.init=random"])
+    study = study_of(tmp_path, ADDITION, tiny, tmp_path, ["policy.init=random"])
     config = study.config(Run(Method("cispo", "r3"), 4, 3))
     assert (config.loss_fn.objective, config.policy.megatron_cfg.routing_replay) == ("cispo", "rollout")
     assert len(read_schedule(Path(str(config.grpo.rollouts.replay_schedule)))) == 2

@@ -1,0 +1,160 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds a step of synchronous and of asynchronous GRPO: real runs on two CPU cores. Prints one JSON line.
+
+The demo's model trains in one process and generates in another (`backend: megatron_separate`), a thread each. Both
+modes run in turns, each as `nemo-rl-moe grpo`, so that a machine that is busy for a while slows both. --prompts chooses
+which part of a step is longer: a decoding step costs nearly as much for few sequences as for many, training does not.
+
+The bound is a synchronous step over the longer of its two parts, generation with rewards and everything else: what a
+perfect overlap would bring.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from small_model import CONFIGS, REPOSITORY, make_parser, overrides_of, positive, surroundings
+
+EXAMPLES = """\
+examples:
+  python benchmarks/asynchronous_runs.py                        after `make demo`, which makes its model and data
+  python benchmarks/asynchronous_runs.py --prompts 16 --rounds 5"""
+MODES = ("synchronous", "asynchronous")
+WARM_UP_STEPS = 5
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    rows = [measured(prompts, options) for prompts in options.prompts]
+    print(json.dumps({"name": "asynchronous_runs", "rows": rows, "rounds": options.rounds, **surroundings()}))
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser(__doc__, EXAMPLES)
+    parser.add_argument(
+        "--prompts",
+        type=positive,
+        nargs="+",
+        default=[16, 6],
+        metavar="N",
+        help="prompts a step, of 8 responses each (default: 16 and 6)",
+    )
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="runs of each mode (default: 3)")
+    parser.add_argument("--steps", type=positive, default=20, metavar="N", help="measured steps of a run (default: 20)")
+    parser.add_argument(
+        "--model", type=Path, default=Path("results/sft_tiny_moe/final"), metavar="DIR", help="default: %(default)s"
+    )
+    parser.add_argument("--data", type=Path, default=Path("data/addition"), metavar="DIR", help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    for path in (options.model, options.data):
+        if not path.is_dir():
+            parser.error(f"{path} is missing: `make demo` makes it")
+    return options
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Mean seconds of a run's steps.
+
+    Attributes:
+        step: From the end of one step to the end of the next.
+        generation: Until responses and their rewards are there.
+    """
+
+    step: float
+    generation: float
+
+    @property
+    def rest(self) -> float:
+        """Seconds of everything but generation, in a synchronous step."""
+        return self.step - self.generation
+
+
+def measured(prompts: int, options: argparse.Namespace) -> dict[str, object]:
+    """Return the figures of one size of step, from runs of both modes in turns."""
+    found: dict[str, list[Timing]] = {mode: [] for mode in MODES}
+    for repeat in range(options.rounds):
+        for mode in MODES if repeat % 2 == 0 else reversed(MODES):
+            print(f"{prompts} prompts, run {repeat + 1} of {options.rounds}, {mode}", file=sys.stderr, flush=True)
+            found[mode].append(timed(mode, prompts, options))
+    return {"prompts": prompts, **figures(found)}
+
+
+def figures(found: Mapping[str, Sequence[Timing]]) -> dict[str, float]:
+    """Compute speed-up and bound from the medians over runs."""
+    synchronous = statistics.median(timing.step for timing in found["synchronous"])
+    generation = statistics.median(timing.generation for timing in found["synchronous"])
+    rest = statistics.median(timing.rest for timing in found["synchronous"])
+    asynchronous = statistics.median(timing.step for timing in found["asynchronous"])
+    speedup, bound = synchronous / asynchronous, synchronous / max(generation, rest)
+    return {
+        "synchronous_step_s": synchronous,
+        "generation_s": generation,
+        "rest_s": rest,
+        "asynchronous_step_s": asynchronous,
+        "speedup": speedup,
+        "bound": bound,
+        "share_of_bound": speedup / bound,
+    }
+
+
+def timed(mode: str, prompts: int, options: argparse.Namespace) -> Timing:
+    """Run GRPO in a mode; return its seconds a step.
+
+    Raises:
+        RuntimeError: The run failed; with the end of its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        words = overrides_of(
+            {
+                "grpo.rollouts.mode": mode,
+                "grpo.num_prompts_per_step": prompts,
+                "grpo.max_num_steps": WARM_UP_STEPS + options.steps,
+                "grpo.max_num_epochs": 100,
+                "grpo.val_period": 0,
+                "grpo.val_at_start": "false",
+                "policy.train_global_batch_size": prompts * 8,
+                "policy.model_name": options.model.resolve(),
+                "data.train.path": (options.data / "grpo.jsonl").resolve(),
+                "data.validation.path": (options.data / "validation_prompts.jsonl").resolve(),
+                "checkpointing.enabled": "false",
+                "cluster.cpu_workers_per_node": 1,
+                "cluster.roles.generation.cpu_workers_per_node": 1,
+                "logger.log_dir": folder,
+                "logger.wandb_enabled": "false",
+                "logger.mlflow_enabled": "false",
+                "logger.num_samples_to_print": 0,
+                **({"loss_fn.importance_sampling_correction": "none"} if mode == "synchronous" else {}),
+            }
+        )
+        config = CONFIGS / "grpo_tiny_moe_async_separate.yaml"
+        command = [sys.executable, "-m", "nemo_rl_moe.cli", "grpo", "--config", str(config), *words]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{mode} run, exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+        (metrics,) = Path(folder).glob("*/metrics.jsonl")
+        return timing_of([json.loads(line) for line in metrics.read_text().splitlines()])
+
+
+def timing_of(records: Sequence[Mapping[str, object]]) -> Timing:
+    """Compute a run's seconds from its records, warm-up left out."""
+    steps = {}
+    for record in records:
+        metrics = record["metrics"]
+        assert isinstance(metrics, dict)
+        if "timing/step/seconds" in metrics:
+            steps[record["step"]] = record["time"], metrics["timing/generation/seconds"]
+    ends = [end for end, _ in steps.values()][WARM_UP_STEPS - 1 :]
+    generation = [seconds for _, seconds in steps.values()][WARM_UP_STEPS:]
+    return Timing((ends[-1] - ends[0]) / (len(ends) - 1), statistics.fmean(generation))
+
+
+if __name__ == "__main__":
+    main()
