@@ -116,7 +116,7 @@ def test_two_environments_are_mixed_and_a_run_goes_on_to_the_bit(tmp_path: Path)
     assert steps_of(parts)[NUM_STEPS] == steps[NUM_STEPS]
 
 
-@pytest.mark.parametrize("slip", ["tool", 3])
+@pytest.mark.parametrize("slip", ["tool", pytest.param(3, marks=pytest.mark.full)])
 def test_a_record_of_an_environment_that_does_not_exist_ends_the_run_before_it_starts(
     slip: object, tmp_path: Path
 ) -> None:
