@@ -177,8 +177,8 @@ DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batc
     [
         # Rollouts are six requests; a validation before them four, with the same weights.
         (["grpo.val_at_start=true"], 0, [(4, 6), (6,)]),
-        pytest.param(["grpo.val_period=1"], 0, [(6,), (4, 6)], marks=pytest.mark.full),
-        pytest.param([*DYNAMIC], 0, [(6, 6), (6, 6)], marks=pytest.mark.full),
+        pytest.param(["grpo.val_period=1"], 0, [(6,), (4, 6)], marks=pytest.mark.slow),
+        pytest.param([*DYNAMIC], 0, [(6, 6), (6, 6)], marks=pytest.mark.slow),
         pytest.param(
             [*DYNAMIC, "grpo.val_at_start=true", "grpo.val_period=1"], 0, [(4, 6, 6), (4, 6, 6)], marks=pytest.mark.full
         ),

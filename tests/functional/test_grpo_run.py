@@ -218,7 +218,7 @@ def test_layout_generates_and_trains_as_two_data_parallel_workers_do(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("estimator", ["grpo", "gdpo"])
+@pytest.mark.parametrize("estimator", [pytest.param("grpo", marks=pytest.mark.slow), "gdpo"])
 def test_several_rewards_are_weighed_logged_and_saved_apart(tmp_path: Path, data: Path, estimator: str) -> None:
     weights = {"short": 0.5, "digits": 2.0, "even": 0.0}
     run = finished_run(

@@ -283,7 +283,7 @@ def refuse_model(rank: int, world_size: int, *, refusing: Collection[int]) -> An
 
 
 @pytest.mark.parametrize(
-    ("refusing", "where"), [((0, 1), ""), pytest.param((1,), " (on rank 1)", marks=pytest.mark.full)]
+    ("refusing", "where"), [((0, 1), ""), pytest.param((1,), " (on rank 1)", marks=pytest.mark.slow)]
 )
 def test_errors_that_ranks_return_at_the_start(cluster: RayCluster, refusing: tuple[int, ...], where: str):
     with pytest.raises(ConfigurationError) as error:
