@@ -12,6 +12,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.support import quick_list
+
 REPOSITORY_ROOT = Path(__file__).resolve().parents[1]
 
 # Set while pytest collects, before any test module imports torch, transformers or Ray, and inherited by processes that
@@ -34,15 +36,21 @@ _MODULES_WITH_RANKS = {
     "tests.support.with_transformer_engine",
 }
 
-# On a busy machine the clock says nothing about a property; and what passes once is to pass again.
-hypothesis.settings.register_profile(
-    "shared machine", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("shared machine")
-
-
 # Collecting makes 700,000 objects that all stay; looking through them for rubbish takes a quarter of its time.
 gc.disable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets how properties are tried: on fewer examples in the quick list, and never by the clock of a busy machine."""
+    quick_list.begin(config.option.markexpr)
+    hypothesis.settings.register_profile(
+        "tests",
+        deadline=None,
+        derandomize=True,  # what passes once is to pass again
+        max_examples=quick_list.examples(100),
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("tests")
 
 
 def pytest_collection_finish() -> None:

@@ -138,8 +138,10 @@ def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]
         The resolved mapping, and a line for each value that could not be resolved, by place; such a value stays as
         written. A value `???` is left out: an override must give it.
     """
-    problems = {}
+    problems: dict[Place, str] = {}
     allowed: dict[str, Any] = _without_missing(config)
+    if (plain := _plainly_resolved(allowed)) is not None:
+        return plain, problems
     names = present_keys(allowed)
     nodes = OmegaConf.create(allowed)
     for path, text in _texts(allowed):
@@ -158,6 +160,38 @@ def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]
     resolved = OmegaConf.to_container(OmegaConf.create(_with_blanks(allowed, set(problems))), resolve=True)
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}, problems
+
+
+def _plainly_resolved(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Resolve a mapping whose interpolations are all `${section.key}` of single values, without OmegaConf.
+
+    OmegaConf takes most of the time of a load. None: there are others, which are left to it.
+    """
+    found = _copied(config)
+    for path, text in _texts(config):
+        if "${" not in text:
+            continue
+        reference = _NAMES_A_KEY.fullmatch(text)
+        if reference is None or reference["key"].startswith("."):
+            return None
+        value: Any = config
+        for part in reference["key"].split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return None
+            value = value[part]
+        if not isinstance(value, str | int | float | None) or (isinstance(value, str) and "${" in value):
+            return None
+        section: Any = found
+        for part in path[:-1]:
+            section = section[part]
+        section[path[-1]] = value
+    return {str(key): value for key, value in found.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(entry) for key, entry in value.items()}
+    return [_copied(entry) for entry in value] if isinstance(value, list) else value
 
 
 def dotted(path: Sequence[str | int]) -> str:

@@ -158,7 +158,11 @@ class Session:
         if not room:
             why = self._overlong or f"at {self.max_tokens} tokens"
             raise ValueError(f"{self.prompt.sample_id}: the trajectory is full, {why}")
-        turn = await self.continue_sequence(self._sequences.last, room)
+        sequence, asked_s = self._sequences.last, self._transcript.now_s()
+        # Not by `continue_sequence`: the way of a request stays one that can be followed.
+        with self._asking(_RESPONSE):
+            found = await self.submit_request(self._request(sequence, room))
+        turn = self._add_response(sequence, found, asked_s)
         self._conversation.add_to_turn(turn.token_ids, is_sampled=True)
         return turn
 
@@ -195,19 +199,24 @@ class Session:
         Raises:
             RuntimeError: An earlier response or score is still waited for.
         """
+        asked_s = self._transcript.now_s()
+        with self._asking(_RESPONSE):
+            found = await self.submit_request(self._request(sequence, room))
+        return self._add_response(sequence, found, asked_s)
+
+    def _request(self, sequence: GrowingSequence, room: int) -> GenerationRequest:
         sampling = self.sampling
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
-        request = GenerationRequest(
+        return GenerationRequest(
             token_ids=tuple(sequence.token_ids),
             seed=_seed_of_turn(self.seed, len(self.turns)),
             sampling=sampling,
             model_inputs=dict(self.model_inputs),
         )
-        asked_s, start = self._transcript.now_s(), len(sequence)
-        with self._asking(_RESPONSE):
-            found = await self.submit_request(request)
-        token_ids = tuple(found.token_ids.tolist())
+
+    def _add_response(self, sequence: GrowingSequence, found: GeneratedSequence, asked_s: float) -> Turn:
+        token_ids, start = tuple(found.token_ids.tolist()), len(sequence)
         sequence.add_sampled(found)
         if found.kept_mass is not None:
             self._kept_mass += found.kept_mass.tolist()

@@ -14,22 +14,29 @@ from tests.support.clusters import cluster_config
 # TRL is on the path in `make test-trl` alone.
 collect_ignore = [] if find_spec("trl") else ["test_trainer_hooks.py"]
 
-# Files in their order; others come last. Those with a Ray of their own, or with none, first: one among the others would
-# end the shared Ray, which takes ten seconds to start. Of each kind the longest first: two files run at a time, and the
-# end of all is the end of the longest one that began late.
+# Files in their order; others come last of their kind. Those with a Ray of their own, or with none, come before all
+# that share one: one among the others would end the shared Ray, which takes ten seconds to start. Of each kind the
+# longest first: two files run at a time, and the end of all is the end of the longest one that began late.
 ORDER = (
-    "test_worker_faults",
     "test_sft_run",
+    "test_worker_faults",
+    "test_engine_sleep",
+    "test_tool_workers",
     "test_run_failures",
     "test_reward_workers",
     "test_memory_monitor",
     "test_watch",
     "test_drills",
     "test_evaluate",
+    "test_tool_run",
+    "test_agent_run",
+    "test_asynchronous_run",
     "test_resume",
     "test_golden_curves",
     "test_grpo_run",
+    "test_separate_engine_runs",
     "test_refit",
+    "test_critic_run",
     "test_convert",
     "test_damage",
     "test_layouts_through_ray",
@@ -41,9 +48,10 @@ ORDER = (
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take long first, and those that share a Ray side by side."""
+    """Puts the files that share a Ray behind the others, and of each kind those that take long first."""
     places = {name: place for place, name in enumerate(ORDER)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(ORDER)))
+    sharing = {item.path for item in items if item.get_closest_marker("shared_ray")}
+    items.sort(key=lambda item: (item.path in sharing, places.get(item.path.stem, len(ORDER)), item.path))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -120,7 +120,7 @@ def run(overrides: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         env=sft_runs.environment(),
         cwd=cwd,
-        timeout=280,
+        timeout=540,
         check=False,
     )
 

@@ -5,6 +5,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from tests.functional import grpo_runs, run_kills, sft_runs
 
+pytestmark = pytest.mark.shared_ray
 START_LIMIT_S, END_LIMIT_S = 240.0, 120.0
 NUM_STEPS = 2
 
@@ -38,18 +40,25 @@ def settings(folder: Path, **changes: object) -> list[str]:
     return grpo_runs.settings(folder, data, **agent, **sft_runs.only_jsonl())
 
 
-@pytest.mark.shared_ray
-def test_what_an_agent_asks_for_is_trained_on(tmp_path: Path) -> None:
-    runs = []
-    for name in ("first", "again"):
-        folder = tmp_path / name
-        done = grpo_runs.run_here(settings(folder), folder)
-        assert done.returncode == 0, done.stderr
-        run_folder = sft_runs.only_run_folder(folder)
-        steps = [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
-        samples = [json.loads(line) for line in (run_folder / SAMPLES_FILE_NAME).read_text().splitlines()]
-        runs.append((steps, samples))
-    steps, samples = runs[0]
+Outcome = tuple[list[dict[str, float]], list[dict[str, Any]]]
+
+
+def trained(folder: Path) -> Outcome:
+    """Return the metrics of the steps of a run that has ended well, and its samples."""
+    done = grpo_runs.run_here(settings(folder), folder)
+    assert done.returncode == 0, done.stderr
+    run_folder = sft_runs.only_run_folder(folder)
+    steps = [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
+    return steps, [json.loads(line) for line in (run_folder / SAMPLES_FILE_NAME).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return trained(tmp_path_factory.mktemp("agent"))
+
+
+def test_what_an_agent_asks_for_is_trained_on(outcome: Outcome) -> None:
+    steps, samples = outcome
     assert len(steps) == NUM_STEPS
     assert all(sample["num_turns"] == 2 for sample in samples)
     for metrics in steps:
@@ -66,10 +75,16 @@ def test_what_an_agent_asks_for_is_trained_on(tmp_path: Path) -> None:
         assert metrics["train/reward"] == pytest.approx(
             metrics["train/rewards/digits/mean"] + 0.5 * metrics["train/rewards/short/mean"]
         )
-    # In lockstep a run repeats, however the agents were scheduled.
-    assert [sample["response"] for sample in runs[1][1]] == [sample["response"] for sample in samples]
+
+
+@pytest.mark.full
+def test_in_lockstep_a_run_repeats_however_the_agents_were_scheduled(outcome: Outcome, tmp_path: Path) -> None:
+    (steps, samples), (steps_again, samples_again) = outcome, trained(tmp_path)
+    assert [sample["response"] for sample in samples_again] == [sample["response"] for sample in samples]
     names = ("train/loss", "train/reward", "train/grad_norm")
-    assert [[each[name] for name in names] for each in runs[1][0]] == [[each[name] for name in names] for each in steps]
+    assert [[each[name] for name in names] for each in steps_again] == [
+        [each[name] for name in names] for each in steps
+    ]
 
 
 @pytest.mark.full

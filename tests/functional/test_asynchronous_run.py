@@ -56,6 +56,7 @@ def series(run_folder: Path, name: str) -> list[float]:
     return [record.metrics[name] for record in records if name in record.metrics]
 
 
+@pytest.mark.full
 def test_without_staleness_it_is_the_synchronous_run_to_the_bit(tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path / "data", 12)
     several_turns = {"env__rollout": "tests.functional.grpo_runs:ask_twice", "policy__train_global_batch_size": 8}
@@ -68,16 +69,26 @@ def test_without_staleness_it_is_the_synchronous_run_to_the_bit(tmp_path: Path) 
     assert series(found, "train/staleness/max") == [0.0, 0.0, 0.0]
 
 
-def test_a_run_ahead_trains_and_its_schedule_repeats_it(tmp_path: Path) -> None:
-    data = grpo_runs.make_prompts(tmp_path / "data", 12)
-    ahead = trained(
-        tmp_path / "ahead", data, **ASYNCHRONOUS, **COPY, loss_fn__importance_sampling_correction="truncated"
-    )
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run whose groups run ahead of training."""
+    folder = tmp_path_factory.mktemp("ahead")
+    data = grpo_runs.make_prompts(folder / "data", 12)
+    return trained(folder / "ahead", data, **ASYNCHRONOUS, **COPY, loss_fn__importance_sampling_correction="truncated")
+
+
+def test_a_run_ahead_trains(ahead: Path) -> None:
     steps = read_schedule(ahead / SCHEDULE_FILE)
     assert [step.version for step in steps] == [0, 1, 2]
     lags = [step.version - group.version for step in steps for group in step.groups]
     assert set(lags) == {0, 1}, "no group is older, and some groups ran ahead"
     assert series(ahead, "train/staleness/max") == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.full
+def test_the_schedule_of_a_run_ahead_repeats_it(ahead: Path, tmp_path: Path) -> None:
+    data = grpo_runs.make_prompts(tmp_path / "data", 12)
+    steps = read_schedule(ahead / SCHEDULE_FILE)
     repeated = [
         trained(
             tmp_path / f"repeated_{number}",
@@ -97,6 +108,7 @@ def test_a_run_ahead_trains_and_its_schedule_repeats_it(tmp_path: Path) -> None:
     assert weights_of(first) == weights_of(second) != {}
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_trains_on_each_prompt_once(tmp_path: Path) -> None:
     """A13: what was consumed is kept by prompt; finished groups come back, running ones are drawn again."""
     data = grpo_runs.make_prompts(tmp_path / "data", 16)

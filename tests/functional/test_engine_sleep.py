@@ -177,8 +177,8 @@ DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batc
     [
         # Rollouts are six requests; a validation before them four, with the same weights.
         (["grpo.val_at_start=true"], 0, [(4, 6), (6,)]),
-        pytest.param(["grpo.val_period=1"], 0, [(6,), (4, 6)], marks=pytest.mark.full),
-        pytest.param([*DYNAMIC], 0, [(6, 6), (6, 6)], marks=pytest.mark.full),
+        pytest.param(["grpo.val_period=1"], 0, [(6,), (4, 6)], marks=pytest.mark.slow),
+        pytest.param([*DYNAMIC], 0, [(6, 6), (6, 6)], marks=pytest.mark.slow),
         pytest.param(
             [*DYNAMIC, "grpo.val_at_start=true", "grpo.val_period=1"], 0, [(4, 6, 6), (4, 6, 6)], marks=pytest.mark.full
         ),
@@ -272,7 +272,11 @@ def test_steps_without_tokens_are_no_progress(place: tuple[RayCluster, Path], mo
 
 @pytest.mark.parametrize(
     ("prefix_caching", "weights", "num_cached"),
-    [("none", (20, 20, 21, 21), None), ("reset", (20, 20, 21, 21), (0, 5, 0, 5)), ("keep", (20,) * 4, (0, 5, 5, 5))],
+    [
+        pytest.param("none", (20, 20, 21, 21), None, marks=pytest.mark.full),
+        ("reset", (20, 20, 21, 21), (0, 5, 0, 5)),
+        pytest.param("keep", (20,) * 4, (0, 5, 5, 5), marks=pytest.mark.full),
+    ],
 )
 def test_a_prefix_cache_is_reset_at_each_update_or_kept(
     place: tuple[RayCluster, Path],

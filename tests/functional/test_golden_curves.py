@@ -31,7 +31,7 @@ def absolute_of(name: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [pytest.param(name, marks=pytest.mark.full if name == "dpo" else ()) for name in ALGORITHMS]
+    "algorithm", [pytest.param(name, marks=() if name == "grpo" else pytest.mark.full) for name in ALGORITHMS]
 )
 def test_five_steps_give_the_kept_metrics(algorithm: str, tmp_path: Path, repository_root: Path) -> None:
     golden = json.loads((repository_root / "tests/golden_curves.json").read_text())[algorithm]

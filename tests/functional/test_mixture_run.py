@@ -138,7 +138,7 @@ def test_two_environments_are_mixed_where_rollouts_run_ahead(tmp_path: Path) -> 
     assert [steps[step]["train/staleness/max"] for step in range(1, NUM_STEPS + 1)] == [0.0, 1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("slip", ["tool", 3])
+@pytest.mark.parametrize("slip", ["tool", pytest.param(3, marks=pytest.mark.full)])
 def test_a_record_of_an_environment_that_does_not_exist_ends_the_run_before_it_starts(
     slip: object, tmp_path: Path
 ) -> None:

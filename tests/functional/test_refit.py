@@ -222,6 +222,7 @@ def samples(run_folder: Path, split: str) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.mark.full
 def test_grpo_with_another_engine_is_the_same_run(runs: dict[str, Path]) -> None:
     for split in ("val", "train"):
         assert samples(runs["transformers"], split) == samples(runs["megatron"], split)
@@ -236,6 +237,7 @@ def test_grpo_with_another_engine_is_the_same_run(runs: dict[str, Path]) -> None
     assert max(value for _, value in history["train/token_mult_prob_error"]) < 1 + 1e-6
 
 
+@pytest.mark.full
 def test_the_time_of_the_refit_is_reported(runs: dict[str, Path]) -> None:
     history = read_jsonl(runs["transformers"] / "metrics.jsonl")
     assert [step for step, _ in history["timing/refit/seconds"]] == [1, 2, 3]
@@ -243,6 +245,7 @@ def test_the_time_of_the_refit_is_reported(runs: dict[str, Path]) -> None:
     assert "timing/refit/seconds" not in read_jsonl(runs["megatron"] / "metrics.jsonl")
 
 
+@pytest.mark.full
 def test_each_refit_is_checked_tensor_by_tensor(runs: dict[str, Path]) -> None:
     history = read_jsonl(runs["transformers"] / "metrics.jsonl")
     assert history["train/refit/weights_compared"] == [(step, 1.0) for step in (1, 2, 3)], "all of them"

@@ -93,7 +93,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
         text=True,
         env=sft_runs.environment(),
         cwd=folder / "work",
-        timeout=280,
+        timeout=540,
     )
     return FinishedRun(folder, overrides, done.stdout, done.stderr, done.returncode)
 

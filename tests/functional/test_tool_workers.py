@@ -130,6 +130,7 @@ def test_secrets_of_the_environment_are_hidden(workers: ToolWorkers) -> None:
     assert [result.text for result in found] == ["not set", "not set", os.environ.get("HOME", "not set")]
 
 
+@pytest.mark.full
 def test_nothing_is_left_behind() -> None:
     with started(1) as workers:
         (worker,) = process_ids(workers)
@@ -139,6 +140,7 @@ def test_nothing_is_left_behind() -> None:
     assert not alive
 
 
+@pytest.mark.full
 def test_calls_that_run_while_all_is_stopped_end() -> None:
     workers = started(1)
 
@@ -155,6 +157,7 @@ def test_calls_that_run_while_all_is_stopped_end() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.full
 def test_a_worker_that_is_killed_from_outside_is_replaced() -> None:
     with started(1) as workers:
         os.kill(process_ids(workers)[0], signal.SIGKILL)

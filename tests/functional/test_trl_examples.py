@@ -36,7 +36,7 @@ def test_each_script_trains_and_logs_the_routing(place: Path, name: str) -> None
         cwd=place,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=540,
         check=False,
     )
     assert done.returncode == 0, done.stderr

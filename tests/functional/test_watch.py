@@ -174,6 +174,7 @@ def test_fits_itself_to_the_terminal(tmp_path: Path) -> None:
         assert OWN_SCREEN_LEFT in terminal.output
 
 
+@pytest.mark.full
 def test_no_color_is_respected(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {1: metrics_of(1)}, random_counts(1, 2, 128, 9000), config=CONFIG)
     with watching(run, NO_COLOR="1") as terminal:

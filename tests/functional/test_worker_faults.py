@@ -267,6 +267,7 @@ def test_calls_environment_and_shared_arguments(group: WorkerGroup[Ranks]):
     assert group.call_all(Ranks.num_threads) == [3, 3]
 
 
+@pytest.mark.full
 def test_raise_at_start(cluster: RayCluster, tmp_path: Path):
     with pytest.raises(WorkerDiedError) as error:
         WorkerGroup(cluster, partial(Ranks, notes=str(tmp_path), start="raise"), START_TIMEOUT_S, CALL_TIMEOUT_S)
@@ -281,7 +282,9 @@ def refuse_model(rank: int, world_size: int, *, refusing: Collection[int]) -> An
     return ConfigurationError(["no weights", "no tokenizer"]) if rank in refusing else object()
 
 
-@pytest.mark.parametrize(("refusing", "where"), [((0, 1), ""), ((1,), " (on rank 1)")])
+@pytest.mark.parametrize(
+    ("refusing", "where"), [((0, 1), ""), pytest.param((1,), " (on rank 1)", marks=pytest.mark.slow)]
+)
 def test_errors_that_ranks_return_at_the_start(cluster: RayCluster, refusing: tuple[int, ...], where: str):
     with pytest.raises(ConfigurationError) as error:
         WorkerGroup(cluster, partial(refuse_model, refusing=refusing), START_TIMEOUT_S, CALL_TIMEOUT_S)
@@ -381,6 +384,7 @@ def test_a_workers_child_is_stopped_too(group: WorkerGroup[Ranks], tmp_path_fact
     assert_all_gone(notes, expected=1)
 
 
+@pytest.mark.full
 def test_an_error_that_ranks_survive_comes_back_as_it_is(group: WorkerGroup[Ranks]):
     with pytest.raises(DamagedCheckpointError) as error:
         group.call_all(Ranks.refuse_checkpoint)

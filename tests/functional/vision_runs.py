@@ -20,7 +20,7 @@ def make_shapes(folder: Path) -> Path:
     script = sft_runs.REPOSITORY_ROOT / "examples/make_shapes_data.py"
     sizes = ["--num-train", "96", "--num-validation", "8", "--num-grpo-prompts", "40"]
     command = [sys.executable, str(script), "--output", str(folder), *sizes]
-    subprocess.run(command, check=True, capture_output=True, timeout=280)
+    subprocess.run(command, check=True, capture_output=True, timeout=540)
     return folder
 
 

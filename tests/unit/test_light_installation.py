@@ -66,6 +66,7 @@ def test_the_commands_of_training_are_known_without_it() -> None:
     assert set(commands) == {*cli.OF_TRAINING, *cli._OF_FOLDERS}
 
 
+@pytest.mark.full
 def test_an_audit_runs(tmp_path: Path, of_training: str) -> None:
     columns = {"rollout_experts": [[[0, 1]], [[2, 3]]]}
     CaptureFolderWriter(tmp_path, CaptureDescription((0,), 4, 2)).write(1, [CapturedSequence("a", 2, columns)])

@@ -234,7 +234,11 @@ def broadcast_and_hide_the_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "text"), [(send_first, "NCCL would wait for ever"), (broadcast_and_hide_the_error, "no torch.int16")]
+    ("function", "text"),
+    [
+        (send_first, "NCCL would wait for ever"),
+        pytest.param(broadcast_and_hide_the_error, "no torch.int16", marks=pytest.mark.full),
+    ],
 )
 def test_every_job_of_ranks_is_under_these_rules(function: Callable[[], None], text: str) -> None:
     with pytest.raises(RankError, match=text):

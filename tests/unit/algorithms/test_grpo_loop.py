@@ -45,6 +45,7 @@ from tests.support.grpo_fakes import (
     small_config,
 )
 from tests.support.made_captures import routing_report
+from tests.support.quick_list import examples
 from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
 
 VALIDATES = ("grpo.val_at_start=true", "grpo.val_at_end=true")
@@ -294,7 +295,7 @@ def test_when_it_validates(overrides: tuple[str, ...], expected: list[int]) -> N
     assert loop.diary.count("generate") == 6 + len(expected)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     period=st.integers(0, 4),
     at_start=st.booleans(),

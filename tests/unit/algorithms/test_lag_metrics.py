@@ -27,6 +27,7 @@ from nemo_rl_moe.routing.metrics.mismatch_split import gap_metrics
 from nemo_rl_moe.runs.folder.by_lag import LAG_STATISTICS, LagTable
 from nemo_rl_moe.token_lag import LAG_CLASSES, LOWEST_LAGS, NO_LAG, TOKEN_LAG, lag_classes
 from tests.support.grpo_fakes import PAD_TOKEN, small_config, trajectory
+from tests.support.quick_list import examples
 from tests.support.trajectories import with_tokens
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
 
@@ -108,7 +109,7 @@ def test_each_class_against_the_formulas_of_the_mismatch(seed: int) -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(0, 12), st.integers(1, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_the_mean_over_lags_weighted_by_tokens_is_the_metric_of_the_loss(seed: int, highest: int, cut: int) -> None:
     inputs = random_inputs(seed)
     inputs = replace(inputs, global_valid_tokens=int(inputs.token_mask.sum()))

@@ -14,6 +14,7 @@ from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.distributed.batch import per_token
 from nemo_rl_moe.models.interfaces import Head, LossInputs
+from tests.support.quick_list import some_of
 from tests.unit.algorithms.policy_loss_reference import (
     columns_of,
     config_of,
@@ -96,7 +97,7 @@ def test_value_and_gradient_equal_the_second_writing() -> None:
         assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-14), message
 
 
-@pytest.mark.parametrize("config", WITH_FINITE_DIFFERENCES[::7])
+@pytest.mark.parametrize("config", some_of(WITH_FINITE_DIFFERENCES[::7], 7))
 def test_gradient_equals_finite_differences(config: PolicyGradientLossConfig) -> None:
     inputs = random_inputs(seed=1)
 
@@ -264,7 +265,7 @@ def test_a_missing_tensor_is_named(name: str) -> None:
         PolicyGradientLoss(config_of(reference_policy_kl_penalty=0.1), on_policy=False)(inputs)
 
 
-@pytest.mark.parametrize(("config", "on_policy"), FEW_CASES)
+@pytest.mark.parametrize(("config", "on_policy"), some_of(FEW_CASES, 10))
 def test_nothing_waits_for_the_device(config: PolicyGradientLossConfig, on_policy: bool) -> None:
     # A meta tensor has no values: whatever asks for one raises.
     inputs = random_inputs(seed=9)

@@ -15,6 +15,7 @@ from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.metrics import MetricSeries, concatenate
 from nemo_rl_moe.models.interfaces import LossInputs
+from tests.support.quick_list import examples
 from tests.unit.algorithms.policy_loss_reference import config_of, inputs_of, random_inputs, values_of
 
 SEQUENCES, TARGETS = 7, 5
@@ -71,7 +72,7 @@ def whole_batch(seed: int) -> LossInputs:
     return inputs_of(sampled.logprobs, sampled.token_mask, **values_of(sampled))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     config=configurations,
     on_policy=st.booleans(),

@@ -16,6 +16,7 @@ from nemo_rl_moe.config.schema import PreferenceLossConfig
 from nemo_rl_moe.data.preferences import REFERENCE_SUMS
 from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
 from nemo_rl_moe.models.interfaces import LossInputs
+from tests.support.quick_list import examples
 from tests.unit.algorithms.preference_reference import config_of, inputs_of, random_pairs, reference_losses
 
 PAIRS, TARGETS = 5, 6
@@ -132,7 +133,7 @@ def test_equal_rewards_are_not_right() -> None:
     assert found["preference_loss"] == pytest.approx(math.log(2))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(config=configurations, seed=st.integers(0, 1000))
 def test_equals_a_second_writing_of_it_and_its_gradient(config: PreferenceLossConfig, seed: int) -> None:
     inputs = random_pairs(seed, PAIRS, TARGETS)
@@ -167,7 +168,7 @@ def part(whole: LossInputs, logprobs: Tensor, pairs: Sequence[int], padding: int
     return inputs_of(values, mask, whole.columns[REFERENCE_SUMS].values[rows], whole.global_sequences)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     config=configurations,
     microbatches=cuts(),

@@ -20,6 +20,7 @@ from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.training_batch import turns_of_tokens
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence, Trajectory
 from tests.support.grpo_fakes import PAD_TOKEN, small_config, trajectory
+from tests.support.quick_list import examples
 from tests.support.trajectories import tokens_of, with_tokens
 
 Turns = Sequence[float]
@@ -127,7 +128,7 @@ def a_group(draw: st.DrawFn, min_turns: int = 1, max_turns: int = 4) -> list[tup
 
 
 @given(a_group(max_turns=1), st.booleans(), st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_one_turn_is_grpo(group: list[tuple[list[float], float]], divides: bool, leaves_out: bool) -> None:
     found = [response(*each) for each in group]
     chosen = (
@@ -140,7 +141,7 @@ def test_one_turn_is_grpo(group: list[tuple[list[float], float]], divides: bool,
 
 
 @given(a_group())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_advantages_of_each_turn_add_up_to_nothing(group: list[tuple[list[float], float]]) -> None:
     turns = by_turn(config_of(), [response(*each) for each in group])
     for place in range(4):
@@ -150,7 +151,7 @@ def test_advantages_of_each_turn_add_up_to_nothing(group: list[tuple[list[float]
 
 
 @given(a_group(min_turns=2), st.integers(0, 4), st.integers(1, 3))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_what_a_turn_earns_changes_no_later_turn(group: list[tuple[list[float], float]], who: int, amount: int) -> None:
     config = config_of()
     before = by_turn(config, [response(*each) for each in group])

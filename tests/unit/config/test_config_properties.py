@@ -17,6 +17,7 @@ from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.config.suggestions import nearest, nearest_key
 from nemo_rl_moe.config.validation import known_keys
 from nemo_rl_moe.errors import ConfigurationError
+from tests.support.quick_list import examples
 
 KEYS = known_keys(SFTMasterConfig)
 
@@ -84,7 +85,7 @@ def test_any_value_for_any_key_loads_or_is_reported(key: str, text: str) -> None
 yaml_like = st.text(st.sampled_from("ab:-[]{},\n '\"$#&*!%@|>~?.0\\"), max_size=40)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(text=yaml_like)
 def test_any_file_is_reported(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from nemo_rl_moe.config import overrides
+from nemo_rl_moe.config.files import exemplar_names, find_config, read_with_defaults
 from nemo_rl_moe.config.loading import load_config
-from nemo_rl_moe.config.overrides import apply_overrides
+from nemo_rl_moe.config.overrides import apply_overrides, resolve
 
 
 def test_set_add_and_remove_in_order_without_touching_the_input() -> None:
@@ -42,3 +46,22 @@ def test_override_acts_before_interpolation() -> None:
 def test_an_algorithm_is_named_in_the_file() -> None:
     _, problems = apply_overrides({"grpo": {"seed": 1}}, ["algorithm=my_module:ALGORITHM"], ["grpo.seed"])
     assert problems == ["algorithm: is read from the file alone, which `nemo-rl-moe run --config FILE` starts"]
+
+
+@pytest.mark.parametrize("name", exemplar_names())
+def test_plain_references_resolve_as_omegaconf_resolves_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    merged = read_with_defaults(find_config(name)) | {"none": None, "of": ["${none}", "${policy.precision}"]}
+    found = resolve(merged)
+    assert overrides._plainly_resolved(merged) == found[0], "OmegaConf was not needed"
+    monkeypatch.setattr(overrides, "_plainly_resolved", lambda config: None)
+    assert found == resolve(merged)
+    assert found[0]["of"] == [None, merged["policy"]["precision"]]
+    assert merged["of"] == ["${none}", "${policy.precision}"]
+
+
+@pytest.mark.parametrize(
+    "text", ["a ${policy.precision}", "${.precision}", "${policy}", "${alias}", "${not.there}", r"\${policy.precision}"]
+)
+def test_other_references_are_left_to_omegaconf(text: str) -> None:
+    values = {"policy": {"precision": "float32", "text": text}, "alias": "${policy.precision}"}
+    assert overrides._plainly_resolved(values) is None

@@ -14,6 +14,7 @@ from nemo_rl_moe.data.template_inputs import TemplateInputs
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.chat_templates import NEWLINE_BETWEEN_TURNS, OPENS_AND_KEEPS_THINKING, THINKING
 from tests.support.conversations import ALL, TOOL, Conversation, Family, Message
+from tests.support.quick_list import some_of
 
 STANDS_BEFORE = "the chat template renders what stands before the turn in another way once it follows"
 OTHER_END = "the chat template ends a turn that another follows with no token that ends the model's own"
@@ -48,7 +49,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "tools", "role"), CASES)
+@pytest.mark.parametrize(("name", "tools", "role"), some_of(CASES, 20))
 def test_a_conversation_is_extended_where_a_fresh_rendering_only_appends(name: str, tools: bool, role: str) -> None:
     family = ALL[name]
     reason, most = REFUSED.get((name, tools, role), ("", NUM_TURNS))

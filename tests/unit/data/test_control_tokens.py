@@ -17,6 +17,7 @@ from nemo_rl_moe.data.turn_spans import RenderError
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.chat_templates import THINKING
 from tests.support.conversations import ALL, Family, Message
+from tests.support.quick_list import examples
 
 BYTE_LEVEL = sorted(name for name in ALL if not name.startswith("tiny_"))
 RESULTS = [name for name in BYTE_LEVEL if ALL[name].shows_results]
@@ -60,7 +61,7 @@ def cases(draw: st.DrawFn) -> tuple[str, str, list[str]]:
     return name, role, draw(st.lists(content, min_size=1, max_size=3 if role == "tool" else 1))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(cases())
 def test_contents_bring_no_control_token_and_lose_no_letter(case: tuple[str, str, list[str]]) -> None:
     name, role, contents = case

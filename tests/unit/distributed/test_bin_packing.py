@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_moe.distributed.bin_packing import MOST_REFUSED, deal_by_work, first_fit_decreasing, split_evenly
 from nemo_rl_moe.distributed.patch_limit import PatchRoom
+from tests.support.quick_list import examples
 
 
 def slow_first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
@@ -31,7 +32,7 @@ def test_first_fit_of_few(sizes: list[int]):
     assert first_fit_decreasing(sizes, capacity=10) == [[item] for item in range(len(sizes))]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.lists(st.integers(1, 20), max_size=60))
 def test_first_fit_is_the_definition(sizes: list[int]):
     assert first_fit_decreasing(sizes, capacity=20) == slow_first_fit_decreasing(sizes, 20)
@@ -51,7 +52,7 @@ def test_a_bin_that_is_full_of_patches_is_not_asked_for_ever(monkeypatch: pytest
     assert len(asked) <= MOST_REFUSED * count
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=30))
 def test_split_is_a_partition_within_one_item(sizes: list[int]):
     sizes.sort(reverse=True)
@@ -67,7 +68,7 @@ def test_deal_by_hand():
     assert deal_by_work([9, 2, 7, 3, 5, 4], num_ranks=2) == [[0, 5, 1], [2, 4, 3]]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.integers(1, 5), st.integers(0, 8), st.data())
 def test_deal_gives_equal_counts_and_near_equal_work(num_ranks: int, turns: int, data: st.DataObject):
     count = num_ranks * turns

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_moe.distributed.length_partition import cheapest_partition
+from tests.support.quick_list import examples
 
 MAX_TOKENS = 24
 
@@ -33,7 +34,7 @@ def every_partition(lengths: list[int], unit: int) -> list[tuple[int, ...]]:
     return found
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=9), st.integers(0, 12), st.sampled_from([1, 2, 3]))
 def test_no_partition_is_cheaper(unsorted: list[int], overhead: int, unit: int) -> None:
     lengths = sorted(unsorted, reverse=True)
@@ -47,7 +48,7 @@ def test_no_partition_is_cheaper(unsorted: list[int], overhead: int, unit: int) 
     assert len(ends) == min(len(other) for other in others if cost_of(lengths, other, overhead) == least)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.lists(st.integers(1, MAX_TOKENS), min_size=2, max_size=6), st.integers(0, 12))
 def test_neighbours_in_length_are_no_worse_than_any_other_sets(unsorted: list[int], overhead: int) -> None:
     """Over all ways to put sequences into any microbatches at all, by brute force."""

@@ -14,6 +14,7 @@ from nemo_rl_moe.distributed.microbatches import (
     plan_microbatches,
 )
 from nemo_rl_moe.errors import ConfigurationError
+from tests.support.quick_list import examples
 
 MAX_LENGTH = 40
 
@@ -47,7 +48,7 @@ def training_cases(draw: st.DrawFn) -> dict:
     }
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(training_cases())
 def test_training_plan_keeps_its_promises(case: dict):
     plan = plan_microbatches(**case)
@@ -69,7 +70,7 @@ def test_training_plan_keeps_its_promises(case: dict):
     assert plan == plan_microbatches(**case)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(
     st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=40),
     st.integers(1, 5),
@@ -196,7 +197,7 @@ def test_an_empty_sequence_or_batch_is_refused():
         plan_evaluation([], num_data_parallel_ranks=1, batching=PlainBatching(1))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(
     st.lists(st.integers(1, MAX_LENGTH // 2), min_size=24, max_size=24),
     st.sampled_from([2, 3]),

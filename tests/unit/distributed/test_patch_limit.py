@@ -19,6 +19,7 @@ from nemo_rl_moe.distributed.microbatches import (
     plan_microbatches,
 )
 from nemo_rl_moe.distributed.patch_limit import Images, most_neighbours, of_groups
+from tests.support.quick_list import examples
 
 SIZES = {number: 1 + 3 * number for number in range(7)}
 """Patches of each image that there is."""
@@ -33,7 +34,7 @@ def patches(images: Iterable[Mapping[int, int]]) -> int:
     return sum({number: size for own in images for number, size in own.items()}.values())
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.lists(images_of_one, max_size=12), st.sampled_from([None, 1, LIMIT]))
 def test_most_neighbours_is_the_definition(images: list[Images], most: int | None) -> None:
     expected = []
@@ -50,7 +51,7 @@ def _fits(images: list[Images], most: int) -> bool:
     return patches(images) <= most or all(own == images[0] for own in images)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(1, 20), images_of_one), max_size=30))
 def test_first_fit_with_images_is_the_definition(items: list[tuple[int, Images]]) -> None:
     sizes, images = [size for size, _ in items], [own for _, own in items]
@@ -83,7 +84,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(cases())
 def test_no_microbatch_takes_more_than_the_limit_or_one_group_alone(case: dict[str, Any]) -> None:
     size, ranks, multiple = case["global_batch_size"], case["num_data_parallel_ranks"], case["microbatch_multiple"]

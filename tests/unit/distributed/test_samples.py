@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nemo_rl_moe.distributed.batch import count_trained_sequences, make_shard, with_empty_rows
 from nemo_rl_moe.distributed.microbatches import DynamicBatching, PackedBatching, PlainBatching, plan_microbatches
 from nemo_rl_moe.errors import ConfigurationError
+from tests.support.quick_list import examples
 from tests.support.tiny_model import tiny_batch
 
 MAX_LENGTH = 40
@@ -47,7 +48,7 @@ def size_of(batching: Any, lengths: list[int]) -> int:
     return len(lengths) * max(lengths)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(cases())
 def test_each_sequence_runs_once_in_the_update_of_its_sample(case: dict[str, Any]) -> None:
     plan = plan_microbatches(**case)
@@ -77,7 +78,7 @@ def test_each_sequence_runs_once_in_the_update_of_its_sample(case: dict[str, Any
     assert fillers == list(range(len(lengths), len(lengths) + plan.num_fillers))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(cases(most_sequences=1))
 def test_samples_of_one_sequence_are_planned_as_sequences(case: dict[str, Any]) -> None:
     sizes = case.pop("sample_sizes")

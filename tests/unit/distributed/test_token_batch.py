@@ -13,6 +13,7 @@ from nemo_rl_moe.distributed.batch import (
     per_sequence,
     per_token,
 )
+from tests.support.quick_list import examples
 
 
 def make_batch(lengths: list[int], columns: int | None = None) -> TokenBatch:
@@ -59,7 +60,7 @@ def test_the_first_token_never_counts():
     assert count_trained_sequences(batch) == 1
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
 def test_selecting_keeps_every_real_token(lengths: list[int], data: st.DataObject):
     batch = make_batch(lengths, columns=12)

@@ -53,6 +53,7 @@ def test_agents_that_cannot_be_used_are_refused(more: list[str], message: str) -
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.full
 def test_the_command_names_the_key_and_leaves_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = grpo_runs.make_prompts(tmp_path, 3)
     paths = [f"data.train.path={data / 'grpo.jsonl'}", "data.validation=null", "grpo.val_period=0"]

@@ -22,6 +22,7 @@ from nemo_rl_moe.models.safetensors_files import (
     split_into_files,
 )
 from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder
+from tests.support.quick_list import examples
 
 DTYPES = st.sampled_from(list(TYPES.values()))
 
@@ -36,7 +37,7 @@ def shape_and_ranges(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]]]
     return shape, ranges
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(sampled=shape_and_ranges(), dtype=DTYPES, target_dtype=DTYPES, most_mapped_bytes=st.integers(1, 200))
 def test_slices_are_those_of_indexing(
     sampled: tuple[list[int], list[tuple[int, int]]],
@@ -107,7 +108,7 @@ def test_index_counts_bytes_and_parameters() -> None:
     }
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     tensors=st.lists(st.tuples(st.lists(st.integers(1, 4), min_size=1, max_size=3), DTYPES), min_size=1, max_size=6),
     max_bytes=st.integers(1, 300),

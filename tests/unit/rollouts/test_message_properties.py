@@ -15,6 +15,7 @@ from nemo_rl_moe.data.template_inputs import TemplateInputs
 from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED
 from tests.support.conversations import ALL, TOOL, Conversation
+from tests.support.quick_list import examples
 from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, scripted_session
 
 
@@ -32,7 +33,7 @@ def cases(draw: st.DrawFn) -> tuple[str, bool, list[str], int]:
     return name, tools, draw(st.lists(roles, min_size=1, max_size=5)), draw(st.integers(0, 2**32))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(cases())
 def test_a_session_is_a_fresh_rendering_as_long_as_the_template_only_appends(
     case: tuple[str, bool, list[str], int],

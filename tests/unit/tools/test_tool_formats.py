@@ -21,6 +21,7 @@ from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.call_templates import CALL_TEMPLATES
 from tests.support.conversations import ALL
+from tests.support.quick_list import examples, some_of
 
 SCHEMA = {
     "text": {"type": "string"},
@@ -107,8 +108,8 @@ def test_the_format_is_found_by_the_chat_template(name: str) -> None:
     assert format_of(tokenizer, None, NO_INPUTS) is TOOL_FORMATS[expected]
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@pytest.mark.parametrize("name", some_of(TOKENIZERS, 6))
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(calls=CALLS)
 def test_calls_that_a_chat_template_writes_are_read_in_their_order(name: str, calls: list[ToolCall]) -> None:
     expected, tokenizer = TOKENIZERS[name]
@@ -123,7 +124,7 @@ def test_calls_that_a_chat_template_writes_are_read_in_their_order(name: str, ca
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(text=st.lists(st.sampled_from(MARKS) | TEXT, max_size=12).map("".join), begins_in_thinking=st.booleans())
 @example(text="[" * 100_000, begins_in_thinking=False)
 @example(text="<tool_call>" + "[" * 100_000, begins_in_thinking=False)

@@ -25,6 +25,7 @@ from nemo_rl_moe.models.policy.model_workers import choose_batching
 from tests.support.checkpoint_run import load_and_train, train_and_save
 from tests.support.context_run import assert_as_one_rank, exported, one_rank, shared_run
 from tests.support.family_models import FAMILY_MODELS
+from tests.support.quick_list import examples
 from tests.support.tiny_model import layout, sharing_sequences, tiny_hf_config, tiny_policy
 from tests.support.training_run import RunSettings, full_weights, train_run
 from tests.support.with_transformer_engine import run_ranks_with_engine
@@ -41,7 +42,7 @@ def test_columns_by_hand() -> None:
         zigzag_columns([8, 6], 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(chunks=st.lists(st.integers(1, 4), min_size=1, max_size=4), num_ranks=st.integers(2, 5))
 def test_ranks_hold_all_columns_once_and_as_much_work(chunks: list[int], num_ranks: int) -> None:
     segments = [2 * num_ranks * chunk for chunk in chunks]

@@ -47,6 +47,7 @@ assert not any(name.startswith("megatron") for name in sys.modules)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_wrong_order_and_unknown_versions_are_refused() -> None:
     program = """
 import importlib.metadata, sys, torch

@@ -135,7 +135,7 @@ def uses_cached_forward(policy: PolicyConfig) -> bool:
     ("world_size", "changes", "expected"),
     [
         (1, {"layer_spec": "auto"}, True),
-        (1, {"layer_spec": "local"}, False),
+        pytest.param(1, {"layer_spec": "local"}, False, marks=pytest.mark.full),
         # Padding would take real tokens' places.
         pytest.param(1, {"layer_spec": "auto", "moe_expert_capacity_factor": 1.5}, False, marks=pytest.mark.full),
         # Each rounding would have to be that of training.

@@ -14,6 +14,7 @@ from torch import Tensor
 from nemo_rl_moe.models.families.rules import InterleavedRows, QueryGroups, Rows, Rule, Source, rule
 from nemo_rl_moe.models.megatron.weights.hf_sources import SourcePart, source_parts
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece
+from tests.support.quick_list import examples
 
 EXPERTS, EXPERT = 3, 1
 
@@ -118,7 +119,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, int, Any]:
     return case, shards, hf_config
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(sampled_case=cases())
 def test_slices_of_tensors_make_the_slice_of_the_parameter(sampled_case: tuple[Case, int, Any]) -> None:
     case, num_shards, hf_config = sampled_case

@@ -185,7 +185,7 @@ SLOW_CASES = {
     "dense, tied",
     "dense, tied, pipeline",
 }
-QUICK_CASES = {"one rank", "pipeline, tied", "frozen routers", "all at once", "biases and sinks"}
+QUICK_CASES = {"one rank", "pipeline, tied", "biases and sinks"}
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:

@@ -19,6 +19,7 @@ from nemo_rl_moe.models.megatron.training.microbatch import (
     pack_microbatch,
     pad_microbatch,
 )
+from tests.support.quick_list import examples
 
 CPU = torch.device("cpu")
 
@@ -112,7 +113,7 @@ def test_what_the_model_reads_goes_to_the_device_once(make: Callable[..., ModelM
     assert without.model_columns.keys() == inputs[0].keys() - {PIXELS}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sequences=st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=9), min_size=1, max_size=5),
     multiple=st.sampled_from([1, 2, 4]),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from nemo_rl_moe.errors import GenerationError
 from nemo_rl_moe.rollouts.asynchronous.dispatcher import FAILURES_IN_A_ROW
 from nemo_rl_moe.rollouts.asynchronous.groups import Reason, Ticket
+from tests.support.quick_list import examples
 from tests.support.scripted_rollouts import STUCK, Fate, ScriptedPrompt, ScriptedRun
 from tests.support.virtual_clock import run_virtually
 
@@ -81,7 +82,7 @@ def check_bounds(run: ScriptedRun, on_stale: str) -> None:
     assert len(run.positions) == len(set(run.positions)), "a prompt was trained on twice"
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(scripts(), TIMES, TIMES, st.none() | st.integers(0, 4))
 def test_each_group_ends_once_and_in_time(
     script: dict[str, Any], step_s: float, update_s: float, stop_after: int | None
@@ -106,7 +107,7 @@ def test_each_group_ends_once_and_in_time(
     run_virtually(body())
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(scripts(), TIMES, TIMES, st.integers(0, 4), st.booleans())
 def test_a_run_that_goes_on_loses_and_repeats_nothing(
     script: dict[str, Any], step_s: float, update_s: float, steps: int, is_stopped_before: bool
@@ -137,7 +138,7 @@ def test_a_run_that_goes_on_loses_and_repeats_nothing(
     run_virtually(body())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.sampled_from(["windowed", "ready_first"]),
     st.integers(2, 3),
@@ -166,7 +167,7 @@ def test_with_wait_nothing_that_is_overtaken_gets_too_old(
     run_virtually(body())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(scripts(), TIMES)
 def test_in_order_does_not_depend_on_time(script: dict[str, Any], step_s: float) -> None:
     """If no group fails, every step trains on the next prompts, however long each takes."""

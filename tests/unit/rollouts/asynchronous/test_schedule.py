@@ -17,6 +17,7 @@ from nemo_rl_moe.rollouts.asynchronous.schedule import (
     read_schedule,
     replay_policy,
 )
+from tests.support.quick_list import examples
 from tests.support.scripted_rollouts import Fate, ScriptedRun, scripted_prompts
 from tests.support.virtual_clock import run_virtually
 
@@ -55,7 +56,7 @@ def repeated(schedule: list[ScheduledStep], fates: dict[int, Fate], concurrency:
     return run_virtually(body())
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(SECONDS, SECONDS, st.sampled_from(["drop", "wait"]), st.none() | st.integers(1, 3))
 def test_a_repeated_run_trains_on_the_same_groups_with_the_same_weights(
     seconds: list[float], others: list[float], on_stale: str, concurrency: int | None

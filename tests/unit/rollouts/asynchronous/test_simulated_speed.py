@@ -9,6 +9,7 @@ from benchmarks.asynchronous_rollouts import SCENARIOS, result_of
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 
 
+@pytest.mark.full
 def test_overlap_reaches_its_bound_where_training_is_longer() -> None:
     result = result_of(BY_NAME["training_longer"], num_steps=8, warm_up=2)
     assert result["synchronous_step_s"] == pytest.approx(1.35)

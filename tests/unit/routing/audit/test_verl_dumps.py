@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.routing.audit.adapters.inert_pickle import read_pickle
 from nemo_rl_moe.routing.audit.adapters.verl import read
+from tests.support.quick_list import examples
 from tests.support.verl_dumps import Serialization, verl_dump
 
 EXPERT_TYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -21,7 +22,7 @@ FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize("method", ["torch", "numpy"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sizes=st.tuples(*(st.integers(1, most) for most in (3, 5, 6, 3, 2))),
     experts=st.sampled_from(EXPERT_TYPES),

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nemo_rl_moe.routing.findings.tracker import QUIET_STEPS, Finding, FindingTracker, Thresholds
 from tests.support.made_runs import THRESHOLDS, random_counts
+from tests.support.quick_list import examples
 
 EVEN = [100, 100, 100, 100]
 OFF, DEAD_ONLY = Thresholds(None, None, None, 1), Thresholds(3, None, None, 1)
@@ -169,7 +170,7 @@ def test_findings_stand_in_the_order_in_which_they_began() -> None:
     assert [(finding.layer, finding.first_step) for finding in findings] == [(1, 1), (0, 3)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     num_experts=st.sampled_from([2, 4, 8, 32]),
     topk=st.integers(1, 8),

@@ -11,8 +11,9 @@ from torch import Tensor
 from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.routing.metrics.metric_keys import OUTLIER_PREFIX
+from tests.support.quick_list import examples
 
-QUICK = settings(deadline=None, max_examples=40)
+QUICK = settings(deadline=None, max_examples=examples(40))
 
 
 @st.composite

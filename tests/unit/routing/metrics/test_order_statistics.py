@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_moe.routing.metrics.load_statistics import positions_at_ranks
+from tests.support.quick_list import examples
 
 # Few distinct values make ties; wide ranges make buckets that hold nearly everything.
 VALUES = st.one_of(
@@ -17,7 +18,7 @@ VALUES = st.one_of(
 
 
 @given(values=VALUES)
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @example(values=[0.0] * 20 + [1e9] + [1e-9] * 5)
 @example(values=[3.0])
 def test_all_ranks_give_the_order_of_value_and_position(values: list[float]) -> None:
@@ -27,7 +28,7 @@ def test_all_ranks_give_the_order_of_value_and_position(values: list[float]) -> 
 
 
 @given(values=VALUES, random=st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_some_ranks_in_any_order(values: list[float], random: Random) -> None:
     order = sorted(range(len(values)), key=lambda position: (values[position], position))
     ranks = [random.randrange(len(values)) for _ in range(4)]

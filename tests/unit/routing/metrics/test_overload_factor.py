@@ -16,6 +16,7 @@ from nemo_rl_moe.routing.metrics.overload_factor import (
     what_if_metrics,
 )
 from tests.support.overload import predict_overload, summarise_overload
+from tests.support.quick_list import examples
 
 Events = list[tuple[int, int, int]]
 
@@ -179,7 +180,7 @@ def test_without_events_there_is_no_cumulative_key() -> None:
     ranks=st.sampled_from([1, 2, 3, 6]),
     seed=st.integers(0, 1000),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_bounds_and_agreement_with_loops(shape: tuple[int, int, int], ranks: int, seed: int) -> None:
     slices, microbatches, layers = shape
     counts = random_counts(*shape, 6, seed=seed) * (random_counts(*shape, 1, seed=seed + 1) > 5)

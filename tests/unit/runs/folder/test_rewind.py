@@ -21,6 +21,7 @@ from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, Captu
 from nemo_rl_moe.runs.folder.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from tests.support.full_disk import fill
+from tests.support.quick_list import examples
 
 
 def write_lines(path: Path, steps: list[int], torn: str = "") -> None:
@@ -106,7 +107,7 @@ def test_a_file_that_cannot_be_cut_is_named(small_disk: Path, name: str) -> None
     ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(1, 14), st.integers(-1, 15), st.integers(0, 6))
 def test_expert_load_goes_on_after_any_step(
     tmp_path_factory: pytest.TempPathFactory, last: int, step: int, further: int

@@ -1,0 +1,42 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The quick list of a subject with many alike cases: a few of them; continuous integration runs all."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+_SHARE = 4
+_is_quick = False
+
+
+def begin(marks: str) -> None:
+    """Note, before test modules are imported, which marks pytest selects by."""
+    global _is_quick
+    _is_quick = "not full" in marks
+
+
+def examples(number: int) -> int:
+    """Return how many examples a property is tried on: a quarter in the quick list."""
+    return -(-number // _SHARE) if _is_quick else number
+
+
+def some_of(cases: Iterable[Any], number: int) -> list[Any]:
+    """Return all cases of a parameter: so many, spread evenly, are in the quick list, the others are `full`.
+
+    Args:
+        cases: As for `parametrize`; a tuple has a value for each of several names.
+    """
+    listed = [_as_param(case) for case in cases]
+    chosen = {round(place * (len(listed) - 1) / max(number - 1, 1)) for place in range(number)}
+    return [
+        case if place in chosen else pytest.param(*case.values, id=case.id, marks=(*case.marks, pytest.mark.full))
+        for place, case in enumerate(listed)
+    ]
+
+
+def _as_param(case: Any) -> Any:
+    if isinstance(case, type(pytest.param())):
+        return case
+    return pytest.param(*case) if isinstance(case, tuple) else pytest.param(case)
