@@ -325,7 +325,10 @@ def roles_are_placed(config: MasterConfig) -> Iterator[str]:
     for name in sorted(config.cluster.roles.keys() - known_names):
         if name == GENERATION_ROLE and (generates := generating(config.policy)) is not None:
             backend = generates.generation.backend
-            yield f"cluster.roles.{name}: policy.generation.backend {backend} generates on the policy's own workers"
+            yield (
+                f"cluster.roles.{name}: expected none with policy.generation.backend {backend}, which generates on the"
+                f" policy's own workers; to remove it: ~cluster.roles.{name}"
+            )
             continue
         known = f"its roles: {', '.join(known_names)}" if known_names else "it has none; set cluster.roles {}"
         yield f"cluster.roles.{name}: no role of the algorithm {algorithm.name}; {known}"

@@ -24,7 +24,8 @@ def engine_runs_beside_training(config: GRPOMasterConfig) -> Iterator[str]:
     elif rollouts.max_staleness > 0 and generation.engine.shares_weights and rollouts.replay_schedule is None:
         yield (
             f"{LAG_KEY}: got {rollouts.max_staleness}, expected 0 with policy.generation.backend {generation.backend},"
-            " which generates with the weights that are trained; an engine with a copy of them can run ahead"
+            " which generates with the weights that are trained; vllm and megatron_separate have copies and can run"
+            " ahead"
         )
 
 
@@ -51,15 +52,15 @@ def old_tokens_are_corrected(config: GRPOMasterConfig) -> Iterator[str]:
     if lag == 0 or loss.importance_sampling_correction != "none":
         return
     forced = {
-        "loss_fn.force_on_policy_ratio: got always": loss.force_on_policy_ratio == "always",
-        "loss_fn.objective: got reinforce": loss.objective == "reinforce",
+        "loss_fn.force_on_policy_ratio: got always, expected auto or never": loss.force_on_policy_ratio == "always",
+        "loss_fn.objective: got reinforce, expected clipped or cispo": loss.objective == "reinforce",
     }
     cause = f"{LAG_KEY} {lag}" if config.grpo.rollouts.replay_schedule is None else f"{KEY}.replay_schedule"
     for setting, is_chosen in forced.items():
         if is_chosen:
             yield (
-                f"{setting}, expected another with loss_fn.importance_sampling_correction none and {cause}: old"
-                " weights sampled the tokens, and nothing would weigh them; truncated does"
+                f"{setting} with loss_fn.importance_sampling_correction none and {cause}: old weights sampled the"
+                " tokens, and nothing would weigh them; a correction, such as truncated, does"
             )
 
 

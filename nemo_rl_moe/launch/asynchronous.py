@@ -68,7 +68,7 @@ def plan_rollouts(config: GRPOMasterConfig) -> RolloutPlan | None:
 
     Raises:
         ConfigurationError: There is no such order.
-        DataError: The schedule cannot be read, or is one of steps of another size.
+        DataError: The schedule cannot be read, has no steps, or steps of another size.
     """
     rollouts = config.grpo.rollouts
     if not rollouts.is_asynchronous:
@@ -82,12 +82,14 @@ def plan_rollouts(config: GRPOMasterConfig) -> RolloutPlan | None:
     )
     if rollouts.replay_schedule is None:
         return RolloutPlan(make_policy("grpo.rollouts.order", rollouts.order, bounds, rollouts.on_stale), None)
-    path = Path(rollouts.replay_schedule)
+    path, key = Path(rollouts.replay_schedule), "grpo.rollouts.replay_schedule"
     try:
         schedule = read_schedule(path)
+        return RolloutPlan(replay_policy(schedule, bounds), schedule)
     except OSError as error:
-        raise DataError(f"grpo.rollouts.replay_schedule: {path} cannot be read: {error.strerror}") from None
-    return RolloutPlan(replay_policy(schedule, bounds), schedule)
+        raise DataError(f"{key}: {path} cannot be read: {error.strerror}") from None
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from None
 
 
 @contextmanager

@@ -106,7 +106,8 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
         WorkerDiedError: A worker failed.
     """
-    prepared, plan = prepare_rollouts(config, run), plan_rollouts(config)
+    plan = plan_rollouts(config)  # first: what is wrong with a schedule is reported before models and data are read
+    prepared = prepare_rollouts(config, run)
     loader = prepared.loader(config)
     run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config))
     if run.is_complete:

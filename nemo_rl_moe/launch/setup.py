@@ -361,6 +361,7 @@ def summarise(
         )
     lines += scoring
     lines.append("Where to look:")
+    lines.append(f"  the run on one page           nemo-rl-moe report {run_folder}")
     lines.append(f"  every metric, a line a step   {run_folder / 'metrics.jsonl'}")
     if (run_folder / FOLDER_NAME).is_dir():
         lines.append(f"  load of every expert          {run_folder / FOLDER_NAME}")

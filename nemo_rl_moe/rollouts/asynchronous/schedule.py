@@ -78,18 +78,22 @@ def read_schedule(path: Path) -> list[ScheduledStep]:
     checkpoint: the later ones count.
 
     Raises:
-        DataError: A line is not a step.
+        DataError: A line is not a step, or there is none.
     """
     steps: list[ScheduledStep] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
             record = json.loads(line)
             step = ScheduledStep(record["version"], tuple(ScheduledGroup(**group) for group in record["groups"]))
-        except (ValueError, TypeError, KeyError) as error:
-            raise DataError(f"{path}:{number}: not a step of a schedule: {error}") from None
+        except (ValueError, TypeError, KeyError):
+            raise DataError(
+                f"{path}:{number}: not a step of a schedule; expected schedule.jsonl of an asynchronous run"
+            ) from None
         while steps and steps[-1].version >= step.version:
             steps.pop()
         steps.append(step)
+    if not steps:
+        raise DataError(f"{path}: has no steps")
     return steps
 
 

@@ -53,7 +53,7 @@ BROKEN = [
         (f"{ROLLOUTS}.mode=asynchronous",),
         "engine_runs_beside_training",
         f"{LAG}: got 1, expected 0 with policy.generation.backend megatron, which generates with the weights that are"
-        " trained; an engine with a copy of them can run ahead",
+        " trained; vllm and megatron_separate have copies and can run ahead",
     ),
     (
         (*ON_GPUS, f"{ROLLOUTS}.mode=asynchronous"),
@@ -74,21 +74,23 @@ BROKEN = [
     (
         (*AHEAD, f"{LAG}=2", "loss_fn.force_on_policy_ratio=always"),
         "old_tokens_are_corrected",
-        "loss_fn.force_on_policy_ratio: got always, expected another with loss_fn.importance_sampling_correction none"
-        f" and {LAG} 2: old weights sampled the tokens, and nothing would weigh them; truncated does",
+        "loss_fn.force_on_policy_ratio: got always, expected auto or never with"
+        f" loss_fn.importance_sampling_correction none and {LAG} 2: old weights sampled the tokens, and nothing would"
+        " weigh them; a correction, such as truncated, does",
     ),
     (
         (*AHEAD, f"{LAG}=0", f"{ROLLOUTS}.replay_schedule=old.jsonl", "loss_fn.force_on_policy_ratio=always"),
         "old_tokens_are_corrected",
-        "loss_fn.force_on_policy_ratio: got always, expected another with loss_fn.importance_sampling_correction none"
-        f" and {ROLLOUTS}.replay_schedule: old weights sampled the tokens, and nothing would weigh them; truncated"
-        " does",
+        "loss_fn.force_on_policy_ratio: got always, expected auto or never with"
+        f" loss_fn.importance_sampling_correction none and {ROLLOUTS}.replay_schedule: old weights sampled the tokens,"
+        " and nothing would weigh them; a correction, such as truncated, does",
     ),
     (
         (*AHEAD, "loss_fn.objective=reinforce"),
         "old_tokens_are_corrected",
-        "loss_fn.objective: got reinforce, expected another with loss_fn.importance_sampling_correction none and"
-        f" {LAG} 1: old weights sampled the tokens, and nothing would weigh them; truncated does",
+        "loss_fn.objective: got reinforce, expected clipped or cispo with loss_fn.importance_sampling_correction none"
+        f" and {LAG} 1: old weights sampled the tokens, and nothing would weigh them; a correction, such as truncated,"
+        " does",
     ),
     (
         (*AHEAD, f"{LAG}=2", "grpo.num_prompts_per_step=32", f"{REPLAY}=old_policy"),

@@ -51,7 +51,8 @@ def test_a_place_for_engines_needs_engines() -> None:
     with pytest.raises(ConfigurationError) as error:
         load_grpo_config("grpo_tiny_moe.yaml", ["+cluster.roles.generation={}"], check_paths=False)
     assert error.value.problems == [
-        "cluster.roles.generation: policy.generation.backend megatron generates on the policy's own workers"
+        "cluster.roles.generation: expected none with policy.generation.backend megatron, which generates on the"
+        " policy's own workers; to remove it: ~cluster.roles.generation"
     ]
     chosen = ["+cluster.roles.generation={cpu_workers_per_node: 2}", "policy.generation.backend=vllm"]
     assert load_grpo_config("grpo_tiny_moe.yaml", chosen, check_paths=False).cluster.roles.keys() == {"generation"}

@@ -17,6 +17,7 @@ def test_responses_are_named_where_the_run_wrote_some(content: str | None, is_na
     config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
     lines = summarise(config, RunSummary.of(LoopState(step=3), None), tmp_path, weights=None).splitlines()
     assert (f"  responses, a line each        {tmp_path / 'samples.jsonl'}" in lines) is is_named
+    assert f"  the run on one page           nemo-rl-moe report {tmp_path}" in lines
     assert f"  every metric, a line a step   {tmp_path / 'metrics.jsonl'}" in lines
 
 

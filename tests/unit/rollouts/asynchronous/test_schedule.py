@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_moe.errors import DataError, UserError
+from nemo_rl_moe.launch.asynchronous import plan_rollouts
 from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
 from nemo_rl_moe.rollouts.asynchronous.schedule import (
     ReplayedFeed,
@@ -17,6 +18,7 @@ from nemo_rl_moe.rollouts.asynchronous.schedule import (
     read_schedule,
     replay_policy,
 )
+from tests.support.grpo_fakes import small_config
 from tests.support.quick_list import examples
 from tests.support.scripted_rollouts import Fate, ScriptedRun, scripted_prompts
 from tests.support.virtual_clock import run_virtually
@@ -104,8 +106,29 @@ def test_a_file_keeps_a_schedule(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "schedule.jsonl"
     path.write_text(f"{line_of(ScheduledStep(0, ()), 1)}\n{line}\n")
-    with pytest.raises(DataError, match=r"schedule.jsonl:2: not a step of a schedule"):
+    with pytest.raises(DataError, match=r"schedule.jsonl:2: not a step of a schedule; expected schedule.jsonl of an"):
         read_schedule(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "{path} cannot be read: No such file or directory"),
+        (b"", "{path}: has no steps"),
+        (b"\xff\n", "{path}:1: not a step of a schedule; expected schedule.jsonl of an asynchronous run"),
+        (b'{"version": 0, "groups": []}\n', "the schedule has steps of another size than the 2 groups of this run"),
+    ],
+)
+def test_a_schedule_that_cannot_be_repeated_is_reported_with_its_key(
+    tmp_path: Path, content: bytes | None, problem: str
+) -> None:
+    path = tmp_path / "schedule.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    chosen = ("grpo.rollouts.mode=asynchronous", f"grpo.rollouts.replay_schedule={path}")
+    with pytest.raises(DataError) as error:
+        plan_rollouts(small_config(*chosen, "policy.generation.backend=vllm"))
+    assert str(error.value) == f"grpo.rollouts.replay_schedule: {problem.format(path=path)}"
 
 
 def test_other_prompts_are_refused() -> None:

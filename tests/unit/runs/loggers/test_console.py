@@ -57,6 +57,12 @@ def test_a_step_reports_of_its_refit() -> None:
     assert train_line(1, 2, metrics, None) == expected
 
 
+def test_a_step_of_an_asynchronous_run_reports_its_staleness_and_who_waited() -> None:
+    idle = {"train/rollouts/idle_share/trainer": 0.0037, "train/rollouts/idle_share/engines": 0.4666}
+    metrics = {"train/loss": 0.5, "train/staleness/mean": 1.25, "train/staleness/max": 2.0, **idle}
+    assert train_line(1, 2, metrics, None) == "step 1/2  loss 0.5000  staleness 1.2  trainer_idle 0%  engines_idle 47%"
+
+
 def test_validation_has_its_own_line_after_the_step() -> None:
     stream = io.StringIO()
     console = ConsoleLogger(200, stream=stream)
