@@ -3,6 +3,7 @@
 """Recorded schedules: files of them, and runs that repeat them, however long groups take this time."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_moe.errors import DataError, UserError
 from nemo_rl_moe.launch.asynchronous import plan_rollouts
+from nemo_rl_moe.launch.grpo import run_grpo
 from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
 from nemo_rl_moe.rollouts.asynchronous.schedule import (
     ReplayedFeed,
@@ -129,6 +131,13 @@ def test_a_schedule_that_cannot_be_repeated_is_reported_with_its_key(
     with pytest.raises(DataError) as error:
         plan_rollouts(small_config(*chosen, "policy.generation.backend=vllm"))
     assert str(error.value) == f"grpo.rollouts.replay_schedule: {problem.format(path=path)}"
+
+
+def test_a_schedule_is_read_before_models_and_data(tmp_path: Path) -> None:
+    chosen = ("grpo.rollouts.mode=asynchronous", f"grpo.rollouts.replay_schedule={tmp_path / 'schedule.jsonl'}")
+    untouched: Any = None
+    with pytest.raises(DataError, match=r"^grpo.rollouts.replay_schedule: .* cannot be read"):
+        run_grpo(small_config(*chosen), untouched)
 
 
 def test_other_prompts_are_refused() -> None:
