@@ -87,7 +87,7 @@ def test_a_run_ahead_trains(ahead: Path) -> None:
 
 @pytest.mark.full
 def test_the_schedule_of_a_run_ahead_repeats_it(ahead: Path, tmp_path: Path) -> None:
-    data = grpo_runs.make_prompts(tmp_path / "data", 12)
+    data = ahead.parents[2] / "data"  # a schedule names the records of its files
     steps = read_schedule(ahead / SCHEDULE_FILE)
     repeated = [
         trained(
