@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator
 
+from nemo_rl_moe.config.engines import BUILT_IN
 from nemo_rl_moe.config.schema import GRPOMasterConfig, engines_share_gpus
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 
@@ -22,10 +23,10 @@ def engine_runs_beside_training(config: GRPOMasterConfig) -> Iterator[str]:
             " sleep while the trainer uses their GPUs"
         )
     elif rollouts.max_staleness > 0 and generation.engine.shares_weights and rollouts.replay_schedule is None:
+        with_copies = " and ".join(name for name, engine in BUILT_IN.items() if not engine.shares_weights)
         yield (
             f"{LAG_KEY}: got {rollouts.max_staleness}, expected 0 with policy.generation.backend {generation.backend},"
-            " which generates with the weights that are trained; vllm and megatron_separate have copies and can run"
-            " ahead"
+            f" which generates with the weights that are trained; {with_copies} have copies and can run ahead"
         )
 
 

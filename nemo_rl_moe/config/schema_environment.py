@@ -174,9 +174,9 @@ class EnvironmentConfig(StrictModel):
     """Cost of each call of a tool, taken from the reward of its trajectory, so that the model learns when not to call;
     0: none. `accuracy` does not change. Not with `reward_weights`."""
     rewritten_turns: Literal["begin_anew", "keep"]
-    """What `session.append_message` does where the chat template now renders earlier turns in another way, such as
-    without their thinking. begin_anew: a new training sequence begins with a fresh rendering, as the model is used
-    later; keep: the sequence goes on with all tokens that are there."""
+    """Sets how `session.append_message` continues where the chat template now renders earlier turns in another way,
+    such as without their thinking. begin_anew: a new training sequence begins with a fresh rendering, as the model is
+    used later; keep: the sequence goes on with all tokens that are there."""
 
     @property
     def has_tools(self) -> bool:

@@ -53,7 +53,7 @@ BROKEN = [
         (f"{ROLLOUTS}.mode=asynchronous",),
         "engine_runs_beside_training",
         f"{LAG}: got 1, expected 0 with policy.generation.backend megatron, which generates with the weights that are"
-        " trained; vllm and megatron_separate have copies and can run ahead",
+        " trained; megatron_separate and vllm have copies and can run ahead",
     ),
     (
         (*ON_GPUS, f"{ROLLOUTS}.mode=asynchronous"),
