@@ -111,6 +111,7 @@ def test_ends_well_and_says_where_to_look(run: FinishedRun) -> None:
     assert re.search(r"validation accuracy: \d\.\d{4} -> \d\.\d{4}", summary)
     named = [Path(path) for path in re.findall(r"(?:\s|sqlite:///)(/\S+)", summary)]
     expected = {
+        run.run_folder,  # of `nemo-rl-moe report`
         run.run_folder / "metrics.jsonl",
         run.run_folder / "expert_load.parquet",
         run.folder / "logs",
