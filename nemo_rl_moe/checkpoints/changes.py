@@ -47,7 +47,15 @@ _LAYOUT = (
     "policy.megatron_cfg.sequence_parallel",
 )
 _OPTIMIZER_STATE = "the checkpoint's optimizer state does not fit"
-_WRONG_TO_CHANGE_EVERYWHERE = {"data.shuffle": ORDER_OF_THE_DATA}
+_OTHER_ADAPTERS = "the checkpoint's adapters are others"
+_WRONG_TO_CHANGE_EVERYWHERE = {
+    "data.shuffle": ORDER_OF_THE_DATA,
+    "policy.lora": _OTHER_ADAPTERS,
+    "policy.lora.rank": _OTHER_ADAPTERS,
+    "policy.lora.alpha": _OTHER_ADAPTERS,
+    "policy.lora.targets*": _OTHER_ADAPTERS,
+    "policy.lora.experts": _OTHER_ADAPTERS,
+}
 _WRONG_TO_CHANGE_WITH_OPTIMIZER = {
     "policy.precision": _OPTIMIZER_STATE,
     "policy.megatron_cfg.freeze_moe_router": _OPTIMIZER_STATE,

@@ -21,6 +21,7 @@ from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.flops import forward_flops
 from nemo_rl_moe.models.interfaces import Head, LossFunction
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
+from nemo_rl_moe.models.megatron.lora.attach import add_adapters
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
 from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
@@ -58,6 +59,7 @@ class MegatronModel:
         store: Store of rows that batches refer to and results leave behind.
 
     Attributes:
+        adapters: Switches the model's adapters off and on; None: it has none.
         num_updates: Optimizer steps that changed the weights: their version.
     """
 
@@ -77,6 +79,9 @@ class MegatronModel:
         self.config = build_transformer_config(policy, hf_config)
         self.chunks = build_model_chunks(policy, self.config, hf_config, heads)
         self.notices = set_starting_weights(self.chunks, self.config, hf_config, weights_folder, policy.init_seed)
+        self.adapters = None
+        if policy.lora is not None:
+            self.adapters = add_adapters(self.chunks, self.config, hf_config, policy.lora, policy.init_seed)
         generates = generating(policy)
         temperature = generates.generation.temperature if generates else 1.0
         for chunk in self.chunks:

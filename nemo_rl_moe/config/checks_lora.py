@@ -1,0 +1,66 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rules between `policy.lora` and other settings; see `checks.py`."""
+
+from collections.abc import Iterator
+
+from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig
+from nemo_rl_moe.config.schema_lora import ALL_LINEAR, MLP_TARGETS, ROUTER
+
+_KEY, _MEGATRON = "policy.lora", "policy.megatron_cfg"
+
+
+def adapters_are_trained_by_sft(config: MasterConfig) -> Iterator[str]:
+    """Refuse adapters where the reference model or an engine would have to know of them."""
+    if config.policy.lora is not None and isinstance(config, DPOMasterConfig | GRPOMasterConfig):
+        yield f"{_KEY}: got an adapter, expected null: sft alone trains adapters"
+
+
+def experts_and_targets_agree(config: MasterConfig) -> Iterator[str]:
+    """Check that adapters of routed experts have targets."""
+    lora = config.policy.lora
+    if lora is None or lora.experts == "none" or {ALL_LINEAR, *MLP_TARGETS} & {*lora.targets}:
+        return
+    yield (
+        f"{_KEY}.experts: got {lora.experts}, expected none, or one of {', '.join(MLP_TARGETS)} or {ALL_LINEAR} among"
+        f" {_KEY}.targets"
+    )
+
+
+def the_base_is_frozen(config: MasterConfig) -> Iterator[str]:
+    """Check that nothing asks the base of an adapter to train, or to be frozen once more."""
+    lora, megatron = config.policy.lora, config.policy.megatron_cfg
+    if lora is None:
+        return
+    for name, is_frozen in config.policy.freeze:
+        if is_frozen:
+            yield f"policy.freeze.{name}: got true, expected false with {_KEY}, which freezes all weights"
+    if megatron.freeze_moe_router and ROUTER in lora.targets:
+        yield f"{_MEGATRON}.freeze_moe_router: got true, expected false with {ROUTER} among {_KEY}.targets"
+    if rate := megatron.moe_transformer_fields.get("moe_router_bias_update_rate"):
+        yield (
+            f"{_MEGATRON}.moe_router_bias_update_rate: got {rate}, expected 0.0 or nothing with {_KEY}, which leaves"
+            " the expert bias as it is"
+        )
+    if megatron.router_gradients.every_n_steps is not None:
+        yield (
+            f"{_MEGATRON}.router_gradients.every_n_steps: got {megatron.router_gradients.every_n_steps}, expected null"
+            f" with {_KEY}"
+        )
+
+
+def shared_experts_run_alone(config: MasterConfig) -> Iterator[str]:
+    """Refuse shared experts that overlap with communication: Megatron-Core then sums their output among ranks later,
+    and an adapter's term would count once for each of them."""
+    if config.policy.lora is not None and config.policy.megatron_cfg.moe_transformer_fields.get(
+        "moe_shared_expert_overlap"
+    ):
+        yield f"{_MEGATRON}.moe_shared_expert_overlap: got true, expected false with {_KEY}"
+
+
+LORA_RULES = (
+    adapters_are_trained_by_sft,
+    experts_and_targets_agree,
+    the_base_is_frozen,
+    shared_experts_run_alone,
+)
