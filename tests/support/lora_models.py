@@ -189,8 +189,10 @@ def _in_memory(name: str) -> str:
 
 
 def _block(parameter: Tensor, name: str, half: int, num_halves: int, num_experts: int) -> Tensor:
-    """Return the view `[experts, rows, columns]` of one tensor's factors within peft's: `A` counts experts before ranks,
-    `B` after them."""
+    """Return the view `[experts, rows, columns]` of one tensor's factors within peft's.
+
+    In peft `A` counts experts before ranks, and `B` ranks before experts.
+    """
     if re.search(r"\.(down_proj|w2|gate_up_proj)\.", name):
         half, num_halves = 0, 1
     if ".lora_A." in name:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
@@ -109,14 +108,9 @@ def train_adapters(settings: RunSettings) -> LoraRun:
             result = trainer.train([shard_of_step(trainer, settings, step)], sft_loss)
             losses.append(result.global_loss)
             norms.append(result.grad_norm)
-        trained = sum(
-            parameter.numel() for chunk in trainer.chunks for parameter in chunk.parameters() if _trains(parameter)
-        )
+        parameters = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         return LoraRun(losses, norms, local_factors(trainer.chunks), trained)
-
-
-def _trains(parameter: torch.nn.Parameter) -> bool:
-    return bool(parameter.requires_grad)
 
 
 def assert_same_run(runs: list[LoraRun], expected: LoraRun) -> None:
