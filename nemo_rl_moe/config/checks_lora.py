@@ -4,16 +4,32 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig
+from nemo_rl_moe.config.engines import BUILT_IN
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.config.schema_lora import ALL_LINEAR, MLP_TARGETS, ROUTER
 
 _KEY, _MEGATRON = "policy.lora", "policy.megatron_cfg"
 
 
-def adapters_are_trained_by_sft(config: MasterConfig) -> Iterator[str]:
-    """Refuse adapters where the reference model or an engine would have to know of them."""
-    if config.policy.lora is not None and isinstance(config, DPOMasterConfig | GRPOMasterConfig):
-        yield f"{_KEY}: got an adapter, expected null: sft alone trains adapters"
+def rollouts_know_the_adapters(config: MasterConfig) -> Iterator[str]:
+    """Check that an engine can take adapters, and that training computes what rollouts were sampled from."""
+    if not isinstance(config, GRPOMasterConfig):
+        return
+    lora, generation = config.policy.lora, config.policy.generation
+    name, refit = "policy.generation.lora_refit", generation.lora_refit
+    if refit == "adapter" and lora is None:
+        yield f"{name}: got adapter, expected merged without {_KEY}"
+    elif refit == "adapter" and not generation.engine.takes_adapters:
+        takers = ", ".join(engine for engine, record in BUILT_IN.items() if record.takes_adapters)
+        yield (
+            f"{name}: got adapter, expected merged with policy.generation.backend {generation.backend}; engines that take"
+            f" an adapter: {takers}"
+        )
+    if lora is not None and lora.dropout > 0:
+        yield (
+            f"{_KEY}.dropout: got {lora.dropout}, expected 0.0 with rollouts, which are sampled without: the ratio of"
+            " probabilities would measure it"
+        )
 
 
 def experts_and_targets_agree(config: MasterConfig) -> Iterator[str]:
@@ -59,7 +75,7 @@ def shared_experts_run_alone(config: MasterConfig) -> Iterator[str]:
 
 
 LORA_RULES = (
-    adapters_are_trained_by_sft,
+    rollouts_know_the_adapters,
     experts_and_targets_agree,
     the_base_is_frozen,
     shared_experts_run_alone,

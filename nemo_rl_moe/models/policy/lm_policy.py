@@ -352,6 +352,10 @@ class MegatronPolicy(TrainableModel):
         by_rank = self._workers.start_each(MegatronModel.weight_fingerprints, asked)
         return lambda: {name: found for of_rank in by_rank().values() for name, found in of_rank.items()}
 
+    def probe_adapters(self, is_on: bool) -> None:
+        """Give the adapters other values, or their own again, to the last bit."""
+        self._workers.call_all(MegatronModel.begin_probe if is_on else MegatronModel.end_probe)
+
     def _transfer_folder(self) -> Path:
         if self._cluster.is_local:
             return folder_of_one_machine(len(self._coordinates))

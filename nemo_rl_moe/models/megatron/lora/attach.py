@@ -3,6 +3,7 @@
 """Adapters of a model: which layers get one, their starting values, and the frozen base beneath them."""
 
 import math
+import re
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -105,7 +106,7 @@ def _base(
     if not any(names):
         return None
     modules = tuple(
-        source.name.removesuffix(".weight").replace(".experts.0.", ".experts.{expert}.") if name else None
+        _module_name(source.name, is_routed=is_routed) if name else None
         for source, name in zip(rule.sources, names, strict=True)
     )
     weights = _weights_of_experts(module, place.rpartition(".")[2]) if is_routed else (module.weight,)
@@ -123,6 +124,16 @@ def _base(
         experts=_experts(config) if is_routed else None,
         sequence_is_cut=bool(config.sequence_parallel),
     )
+
+
+def _module_name(tensor: str, *, is_routed: bool) -> str:
+    """Return the module of a tensor; of routed experts with a place for the number, where the tensor holds all of them
+    too.
+    """
+    module = tensor.removesuffix(".weight")
+    if not is_routed:
+        return module
+    return re.sub(r"\.experts\.(0\.)?", ".experts.{expert}.", module)
 
 
 def _rule(place: str, layer: int, hf_config: Any) -> Rule:
@@ -202,9 +213,7 @@ def _initialize(factor: Factor, lora: LoraConfig, seed: int) -> None:
     assert base.experts is not None
     first, count, _ = base.experts
     for index in range(count):
-        name = factor.name.replace("{expert}", str(first + index))
-        if name == factor.name:  # a tensor that holds all experts
-            name = f"{name}.{first + index}"
+        name = factor.name.format(expert=first + index)
         parameter[index].copy_(_own_columns(_sampled(factor, name, lora, seed), factor))
 
 

@@ -3,7 +3,7 @@
 """One rank's model for forward passes: it measures, generates, and sends or saves its weights. Knows nothing of Ray."""
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ from nemo_rl_moe.models.flops import forward_flops
 from nemo_rl_moe.models.interfaces import Head, LossFunction
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.lora.attach import add_adapters
+from nemo_rl_moe.models.megatron.lora.probe import AdapterProbe
+from nemo_rl_moe.models.megatron.lora.transfer import factors_of_this_rank, load_factors
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
 from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
@@ -101,6 +103,7 @@ class MegatronModel:
         self._generator = MegatronGenerator(
             self.chunks, self.config, tokenizer, self.device, hooks=self._hooks, stages=self._stages
         )
+        self._probe = AdapterProbe(self.chunks)
         self.num_updates = 0
 
     @property
@@ -185,7 +188,7 @@ class MegatronModel:
             WeightSyncError: A receiver or another rank could not go on; the model is as it was.
             RuntimeError: A rank ran out of memory, say. The same on every rank.
         """
-        tensors = tensors_of_this_rank(self.chunks, self.config, self.hf_config)
+        tensors = self._sent_tensors()
         try:
             # A norm's weights are often all alike, so that moving them is not enough.
             sent = ((name, 1.5 * tensor.roll(1, -1)) for name, tensor in tensors) if altered else tensors
@@ -202,18 +205,50 @@ class MegatronModel:
             WeightSyncError: Not every tensor arrived once; the weights are a mixture.
         """
         load = partial(load_tensors, self.chunks, self.config, self.hf_config)
+        if self._sends_adapters:
+            load = partial(load_factors, self.chunks)
         num_bytes = transfer.receive(receiver, load)
         self.num_updates = version
         return num_bytes
 
     def weight_fingerprints(self, number_format: str) -> dict[str, str]:
-        """Return the fingerprints of this rank's part of the weights. Every rank calls it."""
-        tensors = tensors_of_this_rank(self.chunks, self.config, self.hf_config)
+        """Return the fingerprints of this rank's part of the weights. Every rank calls it.
+
+        They are those of base and adapters where an engine gets these, otherwise of the merged weights.
+        """
+        whole = partial(tensors_of_this_rank, self.chunks, self.config, self.hf_config)
+        if self.adapters is None or not self._sends_adapters:
+            return self._fingerprints(whole(), number_format)
+        found = self._fingerprints(factors_of_this_rank(self.chunks), number_format)
+        with self.adapters.off():
+            return found | self._fingerprints(whole(), number_format)
+
+    def _fingerprints(self, tensors: Iterator[tuple[str, torch.Tensor]], number_format: str) -> dict[str, str]:
         try:
             return fingerprints_of(tensors, number_format)
         finally:
             deque(tensors, maxlen=0)  # the others wait in its collectives
             torch.cuda.empty_cache()  # the engine's cache comes next
+
+    @property
+    def _sends_adapters(self) -> bool:
+        """True where an engine gets the adapters beside a base of its own."""
+        generates = generating(self.policy)
+        return self.adapters is not None and generates is not None and generates.generation.lora_refit == "adapter"
+
+    def _sent_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what an engine with a copy of the weights gets of this rank, under the names of Hugging Face or peft."""
+        if self._sends_adapters:
+            return factors_of_this_rank(self.chunks)
+        return tensors_of_this_rank(self.chunks, self.config, self.hf_config)
+
+    def begin_probe(self) -> None:
+        """Give the adapters other values until `end_probe`."""
+        self._probe.begin()
+
+    def end_probe(self) -> None:
+        """Give the adapters their own values again, to the last bit."""
+        self._probe.end()
 
     def empty_cache(self) -> None:
         """Give the device's memory back that torch's allocator keeps for later."""

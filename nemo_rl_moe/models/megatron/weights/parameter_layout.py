@@ -39,10 +39,14 @@ class ParameterPiece:
     adapter: tuple[Adapter, int] | None = None
 
     def merged(self) -> Tensor:
-        """Return the local tensor with its adapter merged: added in float32, and rounded once."""
+        """Return the local tensor with its adapter merged: added in float32, and rounded once; of one that is switched
+        off as it is.
+        """
         if self.adapter is None:
             return self.local
         adapter, expert = self.adapter
+        if not adapter.switch.is_on:
+            return self.local
         return (self.local.float() + adapter.delta(expert)).to(self.local.dtype)
 
     @property
