@@ -22,8 +22,8 @@ def rollouts_know_the_adapters(config: MasterConfig) -> Iterator[str]:
     elif refit == "adapter" and not generation.engine.takes_adapters:
         takers = ", ".join(engine for engine, record in BUILT_IN.items() if record.takes_adapters)
         yield (
-            f"{name}: got adapter, expected merged with policy.generation.backend {generation.backend}; engines that take"
-            f" an adapter: {takers}"
+            f"{name}: got adapter, expected merged with policy.generation.backend {generation.backend}; engines that"
+            f" take an adapter: {takers}"
         )
     if lora is not None and lora.dropout > 0:
         yield (

@@ -194,7 +194,7 @@ class RefitCheck:
             probe(False)
         if (problem := self._problem(found)) is not None:
             raise WeightSyncError(
-                f"the adapters do not arrive as they are: with other values in them, {problem}{self._explanation(found)}"
+                f"the adapters do not arrive as they are: with other values, {problem}{self._explanation(found)}"
             )
         self.refit(False)
         self._require_same(first, self._score(engine))

@@ -237,7 +237,7 @@ class MegatronModel:
         return self.adapters is not None and generates is not None and generates.generation.lora_refit == "adapter"
 
     def _sent_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what an engine with a copy of the weights gets of this rank, under the names of Hugging Face or peft."""
+        """Yield what an engine with a copy of the weights gets of this rank."""
         if self._sends_adapters:
             return factors_of_this_rank(self.chunks)
         return tensors_of_this_rank(self.chunks, self.config, self.hf_config)
