@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Refits of tiny models with adapters, right and wrong ones: merged into transformers' model, or beside an engine's base.
+"""Refits of tiny models with adapters, right and wrong ones: merged, or beside a base that the engine has.
 
 What a fault does to an adapter on its way is seen by the product's own check, at the first sync: when the adapter is
 still zero.
@@ -25,12 +25,9 @@ from tests.support.tiny_model import parallel_job, tiny_grpo_policy
 Named = tuple[str, Tensor]
 
 
-def lora_policy(
-    refit: str, precision: str = "float32", experts: str = "per_expert", world_size: int = 1, **changes: Any
-) -> Any:
+def lora_policy(refit: str, precision: str = "float32", experts: str = "per_expert") -> Any:
     """Return a policy that generates, with adapters on all linear layers."""
-    settings = {"precision": precision, "optimizer__lr": 1e-2, **lora(experts), **changes}
-    policy = tiny_grpo_policy(world_size, **settings)
+    policy = tiny_grpo_policy(1, precision=precision, optimizer__lr=1e-2, **lora(experts))
     return policy.model_copy(update={"generation": policy.generation.model_copy(update={"lora_refit": refit})})
 
 
@@ -185,7 +182,7 @@ def first_syncs(
 
 
 def right_syncs(name: str, root: str, policy: Any, num_steps: int) -> tuple[list[float], float]:
-    """Run on one rank: refits before the first step and after each; their mean gaps, and the share of compared tensors."""
+    """Run on one rank: refits before the first step and after each; mean gaps, and the share of compared tensors."""
     with parallel_job(policy):
         pair = LoraPair(name, Path(root, name), policy, num_steps)
         check, gaps = pair.check(), []
