@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemo_rl_moe.config.schema_base import StrictModel, UnitFloat
+from nemo_rl_moe.config.schema_base import StrictModel, Text, UnitFloat
 
 ALL_LINEAR, ROUTER = "all-linear", "router"
 LoraTarget = Literal[
@@ -47,6 +47,9 @@ class LoraConfig(StrictModel):
     init: Literal["kaiming", "gaussian"]
     """Values of `A`: uniform as of a linear layer (kaiming), or normal with the deviation `1 / rank` (gaussian). `B`
     begins with zeros, so that training begins with the model as it is."""
+    path: Text | None
+    """A folder with an adapter, of peft or of a run (`final/adapter`), that training or generation begins with; null:
+    one that changes nothing."""
 
     @property
     def scale(self) -> float:

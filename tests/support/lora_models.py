@@ -30,11 +30,14 @@ def lora(experts: str = "per_expert", targets: Sequence[str] = ("all-linear",), 
         "dropout": 0.0,
         "experts": experts,
         "init": "kaiming",
+        "path": None,
     }
     return {"lora": "{" + ", ".join(f"{name}: {_text(value)}" for name, value in {**fields, **changes}.items()) + "}"}
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return "null"
     return f"[{', '.join(value)}]" if isinstance(value, list) else str(value)
 
 
@@ -112,6 +115,10 @@ class PeftModel:
             for name in factors
             if name.endswith(".lora_A.weight") and not _EXPERTS.search(name) and not _is_router(name)
         }
+        if experts or hasattr(base.config, "num_experts_per_tok"):
+            # peft takes an MLP's names in a model with experts for those of the experts.
+            parameters += [f"{name}.weight" for name in modules if ".self_attn." not in name]
+            modules = {name for name in modules if ".self_attn." in name}
         twice = 2 if {"gate_proj", "up_proj"} <= experts else 1
         config = peft.LoraConfig(
             r=RANK,

@@ -22,6 +22,7 @@ from nemo_rl_moe.models.flops import forward_flops
 from nemo_rl_moe.models.interfaces import Head, LossFunction
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.lora.attach import add_adapters
+from nemo_rl_moe.models.megatron.lora.peft_folder import factors_on_first_rank, load_adapter, write_adapter
 from nemo_rl_moe.models.megatron.lora.probe import AdapterProbe
 from nemo_rl_moe.models.megatron.lora.transfer import factors_of_this_rank, load_factors
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
@@ -41,6 +42,7 @@ from nemo_rl_moe.models.megatron.weights.hf_export import save_weights, tensors_
 from nemo_rl_moe.models.megatron.weights.hf_receive import load_tensors
 from nemo_rl_moe.models.megatron.weights.starting_weights import set_starting_weights
 from nemo_rl_moe.models.model_files import write_model_files
+from nemo_rl_moe.models.peft_files import ADAPTER_FOLDER
 from nemo_rl_moe.models.rank_results import RankDescription
 from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
@@ -84,6 +86,8 @@ class MegatronModel:
         self.adapters = None
         if policy.lora is not None:
             self.adapters = add_adapters(self.chunks, self.config, hf_config, policy.lora, policy.init_seed)
+            if policy.lora.path is not None:
+                load_adapter(self.chunks, Path(policy.lora.path), policy.lora.rank, hf_config)
         generates = generating(policy)
         temperature = generates.generation.temperature if generates else 1.0
         for chunk in self.chunks:
@@ -255,7 +259,7 @@ class MegatronModel:
         torch.cuda.empty_cache()
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
-        """Write the weights as a Hugging Face folder. Every rank calls it.
+        """Write the weights as a Hugging Face folder, adapters merged and in a folder beside them. Every rank calls it.
 
         Returns:
             Names of parameters that the family has no tensor for, which are left out.
@@ -264,8 +268,14 @@ class MegatronModel:
             CheckpointError: A rank could not write its part. The same on every rank.
         """
 
+        lora = self.policy.lora
+        factors = {} if lora is None else factors_on_first_rank(self.chunks)
+
         def write_beside(staging: Path) -> None:
             write_model_files(model_files, staging)
+            if lora is not None:
+                base = self.policy.model_name
+                write_adapter(staging / ADAPTER_FOLDER, factors, lora, self.hf_config, base, "per_expert")
 
         return save_weights(self.chunks, self.config, self.hf_config, folder, write_beside)
 
