@@ -3,7 +3,7 @@
 """Adapters written to and read from peft's folders, in either form of the experts."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
