@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+
 from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
@@ -45,6 +48,14 @@ _EXPERT = re.compile(
     r"(?P<layer>.*)\.(?P<mlp>\w+)\.experts\.(?:(?P<expert>\d+)\.)?(?P<kind>\w+)\.(?P<factor>lora_[AB])\.weight"
 )
 _LAYER = re.compile(r".*layers\.\d+\.")
+_NAMES = {
+    "gate": {"router"},
+    "w1": {"gate_proj"},
+    "w2": {"down_proj"},
+    "w3": {"up_proj"},
+    "gate_up_proj": {"gate_proj", "up_proj"},
+}
+"""Last part of a module's name to targets, where they differ."""
 _FIRST_HALVES, _SECOND_HALVES = ("gate_proj", "w1"), ("up_proj", "w3")
 
 
@@ -170,6 +181,45 @@ def adapter_problems(lora: LoraConfig) -> list[str]:
     if not (Path(lora.path) / WEIGHTS_FILE).is_file():
         problems.append(f"policy.lora.path: {lora.path}: there is no {WEIGHTS_FILE}")
     return problems
+
+
+def lora_of_folder(folder: Path) -> LoraConfig:
+    """Return the section `policy.lora` that describes an adapter of peft's.
+
+    Raises:
+        ConfigurationError: It cannot be read, or is none that this project's can be.
+    """
+    content = read_adapter_config(folder)
+    try:
+        with safe_open(folder / WEIGHTS_FILE, "np") as file:
+            names = list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise ConfigurationError(f"policy.lora.path: {folder}: {WEIGHTS_FILE} cannot be read: {error}") from None
+    section = {
+        "rank": content.get("r"),
+        "alpha": float(content.get("lora_alpha") or 0),
+        "targets": sorted(_targets(names, content.get("target_parameters") or ())),
+        "dropout": 0.0,
+        "experts": "per_expert" if any(".experts." in name for name in names) else "none",
+        "init": "kaiming",
+        "path": None,
+    }
+    try:
+        return LoraConfig.model_validate(section)
+    except ValidationError as error:
+        raise ConfigurationError(f"policy.lora.path: {folder / CONFIG_FILE}: no adapter of these: {error}") from None
+
+
+def _targets(names: Iterable[str], parameters: Iterable[str]) -> set[str]:
+    """Return the targets of factors by their names, and by those of fused parameters."""
+    fused = {parameter.rpartition(".")[2] for parameter in parameters if ".experts." in parameter}
+    found = {"down_proj"} & fused | ({"gate_proj", "up_proj"} if "gate_up_proj" in fused else set())
+    for name in names:
+        module = name.removesuffix(".weight").rpartition(".")[0]
+        leaf = module.rpartition(".")[2]
+        if leaf not in ("experts", "base_layer"):
+            found |= _NAMES.get(leaf, {leaf})
+    return found
 
 
 def fused_module(container: str, fused: str, parameters: Collection[str]) -> str:
