@@ -17,7 +17,6 @@ from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError, UserError
-from nemo_rl_moe.launch.convert_adapters import describe_adapter, put_in_adapter
 from nemo_rl_moe.launch.output_folder import require_free, staged
 from nemo_rl_moe.models.families import vision_family_of
 from nemo_rl_moe.models.hf_files import (
@@ -37,7 +36,7 @@ from nemo_rl_moe.models.model_files import (
     tokenizer_code,
     write_model_files,
 )
-from nemo_rl_moe.models.peft_files import ExpertForm
+from nemo_rl_moe.models.peft_files import ExpertForm, lora_of_folder
 from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, one_line, shown
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
@@ -96,7 +95,11 @@ def convert(conversion: Conversion) -> None:
         _convert(conversion, console)
     except UserError as error:
         # The checks know the input as what a run's configuration calls it.
-        raise ConfigurationError([line.replace("policy.model_name:", "--input:") for line in error.problems]) from error
+        raise ConfigurationError([_as_options(line) for line in error.problems]) from error
+
+
+def _as_options(line: str) -> str:
+    return line.replace("policy.model_name:", "--input:").replace("policy.lora.path:", "--adapter:")
 
 
 @contextmanager
@@ -206,10 +209,16 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
 
 def _with_adapter(model: _Model, folder: Path, *, is_merged: bool) -> _Model:
     """Return the model with an adapter beside its layers, or merged into them."""
+    from nemo_rl_moe.models.families.linear_targets import target_problems
+    from nemo_rl_moe.models.megatron.lora.attach import add_adapters
     from nemo_rl_moe.models.megatron.lora.merge import merge_adapters
+    from nemo_rl_moe.models.megatron.lora.peft_folder import load_adapter
 
-    lora = describe_adapter(folder)
-    put_in_adapter(model.chunks, model.config, model.hf_config, folder, lora)
+    lora = lora_of_folder(folder)
+    if problems := target_problems(lora, model.hf_config):
+        raise ConfigurationError(problems)
+    add_adapters(model.chunks, model.config, model.hf_config, lora, seed=0)
+    load_adapter(model.chunks, folder, lora.rank, model.hf_config)
     if is_merged:
         merge_adapters(model.chunks, model.config)
     return replace(model, lora=lora)

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.hf_files import holds_megatron_weights
 from nemo_rl_moe.models.safetensors_folder import shown
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -172,23 +173,49 @@ def adapter_problems(lora: LoraConfig) -> list[str]:
     """Return a line for each setting of `policy.lora` that is not that of the adapter that training begins with."""
     if lora.path is None:
         return []
-    content = read_adapter_config(Path(lora.path))
-    problems = [
-        f"policy.lora.{name}: got {own}, expected {shown(content.get(key))}, as in policy.lora.path {lora.path}"
-        for name, own, key in (("rank", lora.rank, "r"), ("alpha", lora.alpha, "lora_alpha"))
-        if content.get(key) != own
+    folder = folder_of_peft(Path(lora.path))
+    if holds_megatron_weights(folder):
+        described = _section_of_checkpoint(folder)
+        expected = {"rank": described.get("rank"), "alpha": described.get("alpha")}
+    else:
+        content = read_adapter_config(folder)
+        expected = {"rank": content.get("r"), "alpha": content.get("lora_alpha")}
+        if not (folder / WEIGHTS_FILE).is_file():
+            return [f"policy.lora.path: {folder}: there is no {WEIGHTS_FILE}"]
+    own = {"rank": lora.rank, "alpha": lora.alpha}
+    return [
+        f"policy.lora.{name}: got {own[name]}, expected {shown(value)}, as in policy.lora.path {lora.path}"
+        for name, value in expected.items()
+        if value != own[name]
     ]
-    if not (Path(lora.path) / WEIGHTS_FILE).is_file():
-        problems.append(f"policy.lora.path: {lora.path}: there is no {WEIGHTS_FILE}")
-    return problems
+
+
+def folder_of_peft(folder: Path) -> Path:
+    """Return the folder of the adapter beside a run's final weights; any other as it is."""
+    inner = folder / ADAPTER_FOLDER
+    return inner if not (folder / CONFIG_FILE).is_file() and inner.is_dir() else folder
+
+
+def _section_of_checkpoint(folder: Path) -> dict[str, Any]:
+    """Return the section `policy.lora` of the run that wrote a checkpoint."""
+    try:
+        section = json.loads((folder / "state.json").read_bytes())["config"]["policy"]["lora"]
+    except (OSError, ValueError, KeyError, TypeError):
+        section = None
+    if not isinstance(section, dict):
+        raise ConfigurationError(f"policy.lora.path: {folder} is no checkpoint of a run with policy.lora")
+    return section
 
 
 def lora_of_folder(folder: Path) -> LoraConfig:
-    """Return the section `policy.lora` that describes an adapter of peft's.
+    """Return the section `policy.lora` that describes an adapter: of peft's, or of a run's weights or checkpoint.
 
     Raises:
         ConfigurationError: It cannot be read, or is none that this project's can be.
     """
+    folder = folder_of_peft(folder)
+    if holds_megatron_weights(folder):
+        return _checked({**_section_of_checkpoint(folder), "path": None}, folder)
     content = read_adapter_config(folder)
     try:
         with safe_open(folder / WEIGHTS_FILE, "np") as file:
@@ -204,10 +231,15 @@ def lora_of_folder(folder: Path) -> LoraConfig:
         "init": "kaiming",
         "path": None,
     }
+    return _checked(section, folder / CONFIG_FILE)
+
+
+def _checked(section: Mapping[str, Any], where: Path) -> LoraConfig:
     try:
         return LoraConfig.model_validate(section)
     except ValidationError as error:
-        raise ConfigurationError(f"policy.lora.path: {folder / CONFIG_FILE}: no adapter of these: {error}") from None
+        lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        raise ConfigurationError([f"policy.lora.path: {where}: {line}" for line in lines]) from None
 
 
 def _targets(names: Iterable[str], parameters: Iterable[str]) -> set[str]:

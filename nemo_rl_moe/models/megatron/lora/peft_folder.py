@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER, holds_megatron_weights
+from nemo_rl_moe.models.megatron.checkpoint.load import load_model
 from nemo_rl_moe.models.megatron.lora.transfer import FactorPart, factor_parts, factors_of_this_rank
 from nemo_rl_moe.models.megatron.model.agreement import union_of_ranks
 from nemo_rl_moe.models.peft_files import (
@@ -25,10 +27,14 @@ from nemo_rl_moe.models.peft_files import (
     ExpertForm,
     adapter_config,
     expert_factor,
+    folder_of_peft,
     fused_module,
     read_adapter_config,
 )
 from nemo_rl_moe.models.safetensors_folder import listed, one_line
+
+# isort: split
+from megatron.core.models.gpt import GPTModel
 
 _AT_A_TIME = 64
 
@@ -116,12 +122,16 @@ def _blocks(parts: Sequence[Tensor], halves: Sequence[int | None]) -> Tensor:
     return torch.cat([whole, zeros] if halves == [0] else [zeros, whole])
 
 
-def load_adapter(chunks: Sequence[nn.Module], folder: Path, rank: int, hf_config: Any) -> None:
-    """Fill this rank's factors from a folder of peft's. Every rank calls it.
+def load_adapter(chunks: Sequence[GPTModel], folder: Path, rank: int, hf_config: Any) -> None:
+    """Fill this rank's factors from a folder of peft's, or from a run's checkpoint. Every rank calls it.
 
     Raises:
-        ConfigurationError: A factor is missing, has another shape, or one of the folder has no place; on every rank.
+        UserError: A factor is missing, has another shape, or one of the folder has no place; on every rank.
     """
+    folder = folder_of_peft(folder)
+    if holds_megatron_weights(folder):
+        load_model(chunks, folder / MEGATRON_WEIGHTS_FOLDER)
+        return
     problems: list[str] = []
     used: set[str] = set()
     try:
