@@ -58,11 +58,6 @@ def the_base_is_frozen(config: MasterConfig) -> Iterator[str]:
             f"{_MEGATRON}.moe_router_bias_update_rate: got {rate}, expected 0.0 or nothing with {_KEY}, which leaves"
             " the expert bias as it is"
         )
-    if megatron.router_gradients.every_n_steps is not None:
-        yield (
-            f"{_MEGATRON}.router_gradients.every_n_steps: got {megatron.router_gradients.every_n_steps}, expected null"
-            f" with {_KEY}"
-        )
 
 
 def shared_experts_run_alone(config: MasterConfig) -> Iterator[str]:
