@@ -19,7 +19,7 @@ METRICS = {"moe_z_loss_coeff": 0.01, "layer_spec": "auto", "activation_checkpoin
 
 
 def metrics_of_a_step(policy: Any) -> dict[str, float]:
-    """Run on every rank: the MoE metrics of one step on rows without padding; with adapters that show, where any are."""
+    """Run on every rank: the MoE metrics of one step on full rows; with adapters that show, where any are."""
     with parallel_job(policy):
         trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=2)
         if policy.lora is not None:
