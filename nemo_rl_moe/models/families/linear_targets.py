@@ -53,7 +53,7 @@ def target_problems(lora: LoraConfig, hf_config: Any) -> list[str]:
     known = dict(_names_of_model(hf_config))
     names = {name for of_place in known.values() for name in of_place}
     problems = [
-        f"policy.lora.targets: got {target!r}, which {family.name} has no such layer for; it has: "
+        f"policy.lora.targets: got {target!r}, and {family.name} has no such layer; it has: "
         f"{', '.join(sorted(names))}{did_you_mean(nearest(target, names))}"
         for target in lora.targets
         if target != ALL_LINEAR and target not in names

@@ -39,8 +39,8 @@ def lora(**changes: Any) -> str:
         ),
         (
             (lora(), f"+{M}.moe_router_bias_update_rate=0.001"),
-            f"{M}.moe_router_bias_update_rate: got 0.001, expected 0.0 or nothing with policy.lora, which leaves the expert"
-            " bias as it is",
+            f"{M}.moe_router_bias_update_rate: got 0.001, expected 0.0 or nothing with policy.lora, which leaves the"
+            " expert bias as it is",
         ),
         (
             (lora(), f"+{M}.moe_shared_expert_overlap=true"),
@@ -57,12 +57,12 @@ def test_rollouts_know_the_adapters(grpo_problems_of: Problems) -> None:
         "policy.generation.lora_refit: got adapter, expected merged without policy.lora"
     ]
     assert grpo_problems_of(lora(), "policy.generation.lora_refit=adapter") == [
-        "policy.generation.lora_refit: got adapter, expected merged with policy.generation.backend megatron; engines that"
-        " take an adapter: megatron_separate"
+        "policy.generation.lora_refit: got adapter, expected merged with policy.generation.backend megatron; engines"
+        " that take an adapter: megatron_separate"
     ]
     assert grpo_problems_of(lora(dropout=0.1)) == [
-        "policy.lora.dropout: got 0.1, expected 0.0 with rollouts, which are sampled without: the ratio of probabilities"
-        " would measure it"
+        "policy.lora.dropout: got 0.1, expected 0.0 with rollouts, which are sampled without: the ratio of"
+        " probabilities would measure it"
     ]
 
 
