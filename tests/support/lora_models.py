@@ -59,7 +59,7 @@ def set_random(chunks: Any, seed: int = 0) -> None:
     """Give every factor values that no layout changes, `B` among them, which begins with zeros."""
     for piece in pieces(chunks):
         generator = torch.Generator().manual_seed(zlib.crc32(piece.key.encode()) + seed)
-        whole = torch.randn(piece.global_shape, generator=generator) * piece.global_shape[-1] ** -0.5
+        whole = torch.randn(piece.global_shape, generator=generator) * (0.6 * piece.global_shape[-1] ** -0.5)
         piece.data.copy_(whole[_place(piece)])
 
 

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from tests.support.gloo_ranks import run_ranks
+from tests.support.lora_models import Array
 from tests.support.lora_runs import Comparison, compare_with_peft, one_rank_policy
 from tests.support.quick_list import some_of
 
 TOLERANCE = 1e-5
+ROUNDING = 5e-5
+"""Of merged weights, which moves what latent attention computes of them."""
 ALL = ("all-linear",)
 WITH_ROUTER = ("all-linear", "router")
 
@@ -43,6 +46,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("adapters")
 
 
+def largest(found: Array, expected: Array) -> float:
+    """Return the largest difference."""
+    return float(np.abs(found - expected).max())
+
+
 @cache
 def compared(name: str, experts: str, targets: tuple[str, ...], layer_spec: str, root: str) -> Comparison:
     policy = one_rank_policy(experts, targets, layer_spec=layer_spec)
@@ -54,12 +62,12 @@ def compared(name: str, experts: str, targets: tuple[str, ...], layer_spec: str,
 @pytest.mark.parametrize(("name", "experts", "targets", "layer_spec"), some_of(_cases(), 4))
 def test_as_peft(name: str, experts: str, targets: tuple[str, ...], layer_spec: str, folders: Path) -> None:
     found = compared(name, experts, targets, layer_spec, str(folders))
-    assert np.abs(found.ours.logits - found.peft.logits).max() < TOLERANCE
+    assert largest(found.ours.logits, found.peft.logits) < TOLERANCE
     assert abs(found.ours.loss - found.peft.loss) < TOLERANCE
     assert found.ours.gradients.keys() == found.peft.gradients.keys()
     for parameter, gradient in found.peft.gradients.items():
         assert np.abs(gradient).max() > 10 * TOLERANCE, parameter  # there is something to compare
         np.testing.assert_allclose(found.ours.gradients[parameter], gradient, atol=TOLERANCE, err_msg=parameter)
-    assert np.abs(found.merged - found.ours.logits).max() < TOLERANCE
-    assert np.abs(found.base - found.ours_without).max() < TOLERANCE
-    assert np.abs(found.base - found.merged).max() > 0.05
+    assert largest(found.merged, found.ours.logits) < ROUNDING
+    assert largest(found.base, found.ours_without) < TOLERANCE
+    assert largest(found.base, found.merged) > 0.05
