@@ -100,7 +100,7 @@ examples:
   nemo-rl-moe convert --from hf --to megatron --input Qwen3-30B-A3B --output Qwen3-30B-A3B-megatron
   nemo-rl-moe convert --from hf --to hf --input float32_model --output bfloat16_model --dtype bfloat16
   nemo-rl-moe convert --from hf --to hf --input BASE --adapter results/sft_tiny_moe_lora/step_40 --output merged
-  nemo-rl-moe convert --from hf --to adapter --input BASE --adapter ADAPTER --output fused --experts fused
+  nemo-rl-moe convert --from hf --to adapter --input BASE --adapter ADAPTER --output named --experts per_expert
 """
 
 
@@ -234,7 +234,7 @@ def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     command.add_argument(
         "--experts",
         choices=("per_expert", "fused"),
-        help="form of the experts' factors with --to adapter (default: per_expert)",
+        help="form of the experts' factors with --to adapter (default: fused, as transformers 5 holds them)",
     )
 
 

@@ -61,7 +61,7 @@ class Conversion:
         target: Folder of the output; it must not exist, or be empty.
         dtype: Number format of the weights; None: the input's.
         adapter: Folder of an adapter of the input's; None: there is none.
-        experts: Form of an adapter's experts in the output; None: with names of their own.
+        experts: Form of an adapter's experts in the output; None: fused.
     """
 
     source_format: WeightsFormat
@@ -189,7 +189,7 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
         ):
             left_out: Sequence[str] = ()
             if model.lora is not None and conversion.target_format == "adapter":
-                _write_adapter(model, model.lora, staging, source, conversion.experts or "per_expert")
+                _write_adapter(model, model.lora, staging, source, conversion.experts or "fused")
             else:
                 write = {"hf": _write_hugging_face, "megatron": _write_megatron}[conversion.target_format]
                 left_out = write(model, staging, files, progress)

@@ -130,13 +130,20 @@ def test_a_checkpoint_is_merged_by_convert(trained: Trained, tmp_path: Path) -> 
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0)
 
 
-def test_convert_writes_the_other_form_of_experts(trained: Trained, tmp_path: Path) -> None:
+def test_convert_writes_each_form_of_experts(trained: Trained, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    words = ["convert", "--from", "hf", "--to", "adapter", "--experts", "fused", "--input", str(trained.base)]
-    done = shared_ray.called_here([*words, "--adapter", str(trained.final), "--output", str(tmp_path / "fused")])
+    words = ["convert", "--from", "hf", "--to", "adapter", "--input", str(trained.base), "--adapter"]
+    named, fused = str(tmp_path / "named"), str(tmp_path / "fused")
+    done = shared_ray.called_here([*words, str(trained.final), "--experts", "per_expert", "--output", named])
     assert done.returncode == 0, done.stderr
+    assert any(".experts.7.down_proj.lora_A" in name for name in tensors(tmp_path / "named"))
+    done = shared_ray.called_here([*words, named, "--output", fused])
+    assert done.returncode == 0, done.stderr
+    found, expected = tensors(tmp_path / "fused"), tensors(trained.final / "adapter")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     ids = torch.arange(2, 22).view(2, 10)
     merged = AutoModelForCausalLM.from_pretrained(trained.final, dtype=torch.float32).eval()
     base = AutoModelForCausalLM.from_pretrained(trained.base, dtype=torch.float32)

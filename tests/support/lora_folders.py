@@ -79,7 +79,8 @@ def peft_writes_and_we_read(name: str, policy: PolicyConfig, root: str) -> tuple
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "lora_" in parameter_name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+                values = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(0.6 * values * parameter.shape[-1] ** -0.5)
         theirs = model(token_ids(base.config.vocab_size)).logits.numpy()
     model.save_pretrained(adapter)
     return _logits_of_ours(folder, policy, Path(root, "third"), "per_expert", random=False), theirs

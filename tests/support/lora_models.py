@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-RANK = 3
+RANK = 4
 Array = npt.NDArray[Any]
 Factors = dict[str, Array]
 """Whole factors by this project's name of each in a checkpoint, without peft's prefix."""

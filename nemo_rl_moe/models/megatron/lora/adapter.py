@@ -9,7 +9,7 @@ the sequence, or of an expert's width, is marked so that Megatron-Core sums its 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -103,8 +103,11 @@ class Factor:
         return self.parameter.dim() == 3
 
 
-class _Pair(nn.Module):
+class Pair(nn.Module):
     """The two factors of one Hugging Face tensor."""
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
 
     def __init__(self, lora_A: Tensor, lora_B: Tensor):
         super().__init__()
@@ -137,17 +140,21 @@ class Adapter(nn.Module):
         for place in self._places:
             lora_a = torch.zeros(*first, settings.rank, inputs, dtype=dtype, device=device)
             lora_b = torch.zeros(*first, self._outputs[place], settings.rank, dtype=dtype, device=device)
-            self.pairs[str(base.names[place])] = _Pair(lora_a, lora_b)
+            self.pairs[str(base.names[place])] = Pair(lora_a, lora_b)
         for factor in self.factors():
             self._mark(factor)
 
     def factors(self) -> Iterator[Factor]:
         """Yield both factors of every tensor."""
-        for place, pair in zip(self._places, self.pairs.values(), strict=True):
+        for place, pair in zip(self._places, self._pairs, strict=True):
             module = self.base.modules[place]
             for name, parameter, whole_where in (("lora_A", pair.lora_A, OUTPUTS), ("lora_B", pair.lora_B, INPUTS)):
                 cut = None if self.base.cut in (None, whole_where) or self.base.num_shards == 1 else self.base.cut
                 yield Factor(f"{module}.{name}", parameter, cut, self.base)
+
+    @property
+    def _pairs(self) -> list[Pair]:
+        return [pair for pair in self.pairs.values() if isinstance(pair, Pair)]
 
     def _mark(self, factor: Factor) -> None:
         """Tell Megatron-Core who shares a factor: for its gradient's reduction, and for the gradient's norm."""
@@ -165,12 +172,12 @@ class Adapter(nn.Module):
 
     def down(self) -> Tensor:
         """Return all `A`, one below the other: `[n * rank, inputs]`, of experts `[experts, n * rank, inputs]`."""
-        parts = [pair.lora_A for pair in self.pairs.values()]
+        parts: list[Tensor] = [pair.lora_A for pair in self._pairs]
         return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
 
     def up(self) -> Tensor:
         """Return all `B` in the order of the weight's rows: `[outputs, n * rank]`, of experts with these first."""
-        pairs = list(self.pairs.values())
+        pairs = self._pairs
         first = pairs[0].lora_B
         rank, count = first.shape[-1], len(pairs)
         parts = [first.new_zeros(*first.shape[:-2], length, count * rank) for length in self._outputs]
@@ -178,8 +185,9 @@ class Adapter(nn.Module):
             parts[place] = F.pad(pair.lora_B, (number * rank, (count - 1 - number) * rank))
         if not self.is_per_expert:
             return self.base.layout.join(parts, self._hf_config)
-        # The layout joins rows, which have to come first.
-        return self.base.layout.join([part.movedim(0, -1) for part in parts], self._hf_config).movedim(-1, 0)
+        # The layout joins rows, which have to come first; grouped products want a matrix behind the other.
+        whole = self.base.layout.join([part.movedim(0, -1) for part in parts], self._hf_config)
+        return whole.movedim(-1, 0).contiguous()
 
     @torch.no_grad()
     def delta(self, expert: int = 0) -> Tensor:
@@ -246,12 +254,12 @@ class Adapter(nn.Module):
         with self._random_state():
             return F.dropout(inputs, self._dropout)
 
-    def _random_state(self) -> "nullcontext[None]":
+    def _random_state(self) -> AbstractContextManager[None]:
         base = self.base
         if base.experts is not None:
-            return get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())  # type: ignore[no-any-return]
+            return get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
         has_own_inputs = base.cut == INPUTS or base.sequence_is_cut
-        return get_cuda_rng_tracker().fork() if has_own_inputs else nullcontext()  # type: ignore[no-any-return]
+        return get_cuda_rng_tracker().fork() if has_own_inputs else nullcontext()
 
 
 def adapters_in(chunks: Sequence[nn.Module]) -> list[Adapter]:

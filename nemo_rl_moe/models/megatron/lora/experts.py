@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters beside the routed experts of a rank, whichever module computes these."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ FC1, FC2 = "linear_fc1", "linear_fc2"
 class AdaptedExperts(GroupedExperts):
     """`GroupedExperts` with an adapter beside one of its products or both."""
 
-    adapters: nn.ModuleDict
+    adapters: Mapping[str, Adapter]
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor

@@ -275,7 +275,7 @@ class MegatronModel:
             write_model_files(model_files, staging)
             if lora is not None:
                 base = self.policy.model_name
-                write_adapter(staging / ADAPTER_FOLDER, factors, lora, self.hf_config, base, "per_expert")
+                write_adapter(staging / ADAPTER_FOLDER, factors, lora, self.hf_config, base, "fused")
 
         return save_weights(self.chunks, self.config, self.hf_config, folder, write_beside)
 

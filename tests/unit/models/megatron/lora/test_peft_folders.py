@@ -17,14 +17,15 @@ from tests.support.lora_models import lora
 from tests.support.quick_list import some_of
 from tests.support.tiny_model import layout, tiny_policy
 
-TOLERANCE = 1e-5
+TOLERANCE = 3e-5
 WRITTEN = [
     (name, experts, form)
     for name in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss")
     for experts in ("per_expert", "shared")
     for form in ("per_expert", "fused")
-    if not (name == "gpt_oss" and form == "per_expert")
+    if (name, form) not in (("gpt_oss", "per_expert"), ("qwen2_moe", "per_expert"))
 ]
+"""gpt-oss has no such names; peft 0.21 knows them of Qwen2-MoE's relatives, and not of Qwen2-MoE."""
 
 
 @pytest.mark.parametrize(("name", "experts", "form"), some_of([*WRITTEN, ("llama", "none", "per_expert")], 4))
@@ -41,7 +42,7 @@ def test_what_peft_writes_is_read(name: str, tmp_path: Path) -> None:
     ((ours, theirs),) = run_ranks(peft_writes_and_we_read, 1, name, policy, str(tmp_path))
     assert np.abs(ours - theirs).max() < TOLERANCE
     found = lora_of_folder(tmp_path / "adapter")
-    assert found.rank == 3
+    assert found.rank == 4
     assert found.experts == ("none" if name == "llama" else "per_expert")
 
 
@@ -58,7 +59,7 @@ def test_every_layout_writes_and_reads_the_same(tmp_path: Path) -> None:
 
 
 def _folder(tmp_path: Path, **changes: Any) -> Path:
-    content = {"peft_type": "LORA", "r": 3, "lora_alpha": 5.0, "bias": "none", **changes}
+    content = {"peft_type": "LORA", "r": 4, "lora_alpha": 5.0, "bias": "none", **changes}
     (tmp_path / "adapter_config.json").write_text(json.dumps(content))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     return tmp_path
@@ -67,11 +68,11 @@ def _folder(tmp_path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"use_dora": True}, "use_dora: got true, supported: False"),
+        ({"use_dora": True}, "use_dora: got True, supported: False"),
         ({"use_rslora": True}, "use_rslora"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "whose base is not the model in its folder"),
-        ({"r": 8}, "policy.lora.rank: got 3, expected 8"),
+        ({"r": 8}, "policy.lora.rank: got 4, expected 8"),
         ({"lora_alpha": 6}, "policy.lora.alpha: got 5.0, expected 6"),
     ],
     ids=str,
