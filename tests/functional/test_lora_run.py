@@ -94,8 +94,18 @@ def test_it_learns_and_saves_adapters_alone(trained: Trained) -> None:
     assert any(tensor.abs().max() > 0 for name, tensor in adapter.items() if ".lora_B." in name)
 
 
-def test_merged_weights_are_base_and_adapter(trained: Trained) -> None:
-    base, merged, adapter = tensors(trained.base), tensors(trained.final), tensors(trained.final / "adapter")
+@pytest.fixture(scope="module")
+def named(trained: Trained) -> Path:
+    """The adapter with names for each expert."""
+    folder = trained.base.with_name("named")
+    words = ["convert", "--from", "hf", "--to", "adapter", "--experts", "per_expert", "--input", str(trained.base)]
+    done = shared_ray.called_here([*words, "--adapter", str(trained.final), "--output", str(folder)])
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_merged_weights_are_base_and_adapter(trained: Trained, named: Path) -> None:
+    base, merged, adapter = tensors(trained.base), tensors(trained.final), tensors(named)
     assert merged.keys() == base.keys()
     changed = 0
     for name, tensor in base.items():
@@ -130,16 +140,13 @@ def test_a_checkpoint_is_merged_by_convert(trained: Trained, tmp_path: Path) -> 
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0)
 
 
-def test_convert_writes_each_form_of_experts(trained: Trained, tmp_path: Path) -> None:
+def test_convert_writes_each_form_of_experts(trained: Trained, named: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
     words = ["convert", "--from", "hf", "--to", "adapter", "--input", str(trained.base), "--adapter"]
-    named, fused = str(tmp_path / "named"), str(tmp_path / "fused")
-    done = shared_ray.called_here([*words, str(trained.final), "--experts", "per_expert", "--output", named])
-    assert done.returncode == 0, done.stderr
-    assert any(".experts.7.down_proj.lora_A" in name for name in tensors(tmp_path / "named"))
-    done = shared_ray.called_here([*words, named, "--output", fused])
+    assert any(".experts.7.down_proj.lora_A" in name for name in tensors(named))
+    done = shared_ray.called_here([*words, str(named), "--output", str(tmp_path / "fused")])
     assert done.returncode == 0, done.stderr
     found, expected = tensors(tmp_path / "fused"), tensors(trained.final / "adapter")
     assert found.keys() == expected.keys()
@@ -164,19 +171,20 @@ def test_a_checkpoint_of_adapters_alone_is_no_model(trained: Trained, tmp_path: 
 def test_generate_with_an_adapter_is_generate_with_merged_weights(
     trained: Trained, adapter: str, tmp_path: Path
 ) -> None:
-    data = grpo_runs.make_prompts(tmp_path / "data", 6)
+    prompts = grpo_runs.make_prompts(tmp_path / "data", 6) / "validation_prompts.jsonl"
 
-    def responses(name: str, model: Path, **changes: Any) -> list[Any]:
-        output = tmp_path / f"{name}.jsonl"
-        chosen = {"policy__model_name": model, "policy__init": "pretrained", "grpo__val_temperature": 0.0, **changes}
-        overrides = grpo_runs.settings(tmp_path / name, data, **chosen)
-        words = ["generate", "--config", str(grpo_runs.EXEMPLAR), "--output", str(output), *overrides]
-        done = shared_ray.run_here(words, tmp_path / name)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return [json.loads(line)["response"] for line in output.read_text().splitlines()]
+    def responses(name: str, model: Path, *overrides: str) -> list[Any]:
+        words = ["generate", "--model", str(model), "--prompts", str(prompts), "--max-new-tokens", "6", "--logprobs"]
+        done = shared_ray.run_here([*words, "--temperature", "0", *overrides], tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
 
     lora = {**LORA, "path": str(getattr(trained, adapter))}
-    assert responses("adapter", trained.base, policy__lora=lora) == responses("merged", trained.final)
+    found = responses("adapter", trained.base, f"policy.lora={json.dumps(lora)}")
+    expected = responses("merged", trained.final)
+    assert [record["token_ids"] for record in found] == [record["token_ids"] for record in expected]
+    for record, other in zip(found, expected, strict=True):
+        assert record["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)
 
 
 @pytest.mark.parametrize("refit", ["merged", pytest.param("adapter", marks=pytest.mark.full)])

@@ -32,7 +32,7 @@ class AdaptedExperts(GroupedExperts):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         tokens, ends = permuted_local_hidden_states, tokens_per_expert.cumsum(0).to(torch.int32)
         weights_1, weights_2 = self.linear_fc1_weights.transpose(1, 2), self.linear_fc2_weights.transpose(1, 2)
-        products = ExpertProducts(ends, tokens, (tokens.size(1), weights_1.size(2), weights_2.size(2)))
+        products = ExpertProducts(ends, tokens, (tokens.size(1), weights_1.size(2), weights_2.size(1)))
         gate_up = self._with_term(FC1, tokens, grouped_product(tokens, weights_1, products), ends)
         gate, up = gate_up.chunk(2, -1)
         scaled = (F.silu(gate) * up * permuted_probs.unsqueeze(-1)).to(tokens.dtype)
