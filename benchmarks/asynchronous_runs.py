@@ -112,6 +112,7 @@ def timed(mode: str, prompts: int, options: argparse.Namespace) -> Timing:
     Raises:
         RuntimeError: The run failed; with the end of its output.
     """
+    batch = prompts * 8
     with tempfile.TemporaryDirectory() as folder:
         words = overrides_of(
             {
@@ -121,7 +122,8 @@ def timed(mode: str, prompts: int, options: argparse.Namespace) -> Timing:
                 "grpo.max_num_epochs": 100,
                 "grpo.val_period": 0,
                 "grpo.val_at_start": "false",
-                "policy.train_global_batch_size": prompts * 8,
+                "policy.train_global_batch_size": batch,
+                "policy.train_micro_batch_size": max(size for size in range(1, 65) if batch % size == 0),
                 "policy.model_name": options.model.resolve(),
                 "data.train.path": (options.data / "grpo.jsonl").resolve(),
                 "data.validation.path": (options.data / "validation_prompts.jsonl").resolve(),
