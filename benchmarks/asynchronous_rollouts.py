@@ -38,7 +38,7 @@ from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.limits import RolloutLimits
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker
-from nemo_rl_moe.runs.folder.time_line import GENERATING, StepActivity, TimeLine, seconds_of
+from nemo_rl_moe.runs.folder.time_line import FOR_ENVIRONMENT, GENERATING, StepActivity, TimeLine, seconds_of
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 from tests.support.virtual_clock import VirtualLoop
 
@@ -86,6 +86,16 @@ SCENARIOS = (
 )
 
 
+def size_of(scenario: Scenario, request: GenerationRequest) -> int:
+    """Return the number of tokens of a response; it depends on the request's seed alone."""
+    return max(1, round(scenario.tokens(np.random.default_rng(request.seed))))
+
+
+def response_of(size: int) -> GeneratedSequence:
+    """Return a response of so many tokens."""
+    return GeneratedSequence(np.zeros(size, dtype=np.int64), np.zeros(size), False, 0)
+
+
 class SimulatedEngine:
     """Decodes all its sequences together, a token of each in a step; new ones join at once, as in vLLM."""
 
@@ -101,13 +111,13 @@ class SimulatedEngine:
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
         """Continue one sequence."""
-        size = max(1, round(self._scenario.tokens(np.random.default_rng(request.seed))))
+        size = size_of(self._scenario, request)
         self._advance()
         ended = asyncio.Event()
         heappush(self._running, (self._steps + size, next(self._numbers), ended))
         self._plan()
         await ended.wait()
-        return GeneratedSequence(np.zeros(size, dtype=np.int64), np.zeros(size), False, 0)
+        return response_of(size)
 
     def _advance(self) -> None:
         """Count the decoding steps since the last change; end the sequences that have theirs."""
@@ -177,11 +187,13 @@ class Measured:
         step_s: Seconds of a step.
         engines_idle: Share of them in which the engine has no request.
         generating_s: Seconds of a step in which it has one.
+        waiting: Share of the time of rollouts in which it waits for the environment.
     """
 
     step_s: float
     engines_idle: float
     generating_s: float
+    waiting: float
 
 
 def measure(scenario: Scenario, max_staleness: int, num_steps: int = STEPS, warm_up: int = WARM_UP) -> Measured:
@@ -228,7 +240,13 @@ def measure(scenario: Scenario, max_staleness: int, num_steps: int = STEPS, warm
 def _means(steps: Sequence[StepActivity]) -> Measured:
     total_s = sum(step.seconds for step in steps)
     generating_s = sum(seconds_of(step.engines, GENERATING) for step in steps)
-    return Measured(total_s / len(steps), 1 - generating_s / total_s, generating_s / len(steps))
+    waiting_s = sum(seconds_of(step.engines, FOR_ENVIRONMENT) for step in steps)
+    return Measured(
+        step_s=total_s / len(steps),
+        engines_idle=1 - generating_s / total_s,
+        generating_s=generating_s / len(steps),
+        waiting=waiting_s / (waiting_s + generating_s),
+    )
 
 
 def result_of(scenario: Scenario, num_steps: int = STEPS, warm_up: int = WARM_UP) -> dict[str, float | str]:

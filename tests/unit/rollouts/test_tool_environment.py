@@ -47,6 +47,7 @@ CONTINUABLE = (
     "corrected DeepSeek-V3",
     "gpt-oss",
     "OLMoE",
+    "OLMo-3",
 )
 
 
@@ -105,6 +106,7 @@ def test_the_model_calls_until_it_answers(name: str) -> None:
     tool_format = format_of(family.tokenizer, None, NO_INPUTS)
     call = tool_format.example.replace('"value"', '"hello"').replace('"argument"', '"text"')
     call = call.replace('"tool"', '"say"').replace("tool\n", "say\n").replace("functions.tool", "functions.say")
+    call = call.replace("tool(argument=", "say(text=")
     calls = Calls()
     session, found = play([call, call, "The answer."], calls, family=family)
     assert [made[:2] for made in calls.made] == [("say", {"text": "hello"})] * 2
