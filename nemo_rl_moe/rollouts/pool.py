@@ -141,7 +141,7 @@ class TrajectoryPool:
             self._note_change()
             note_change()
 
-        return PooledTrajectory(begin, self._worker.num_attempts)
+        return PooledTrajectory(begin, self._worker.settings_of(prompt).num_attempts)
 
     def _begin(
         self,

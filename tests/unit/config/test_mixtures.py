@@ -94,11 +94,6 @@ def test_a_written_mixture_loads_to_the_same(tmp_path: Path) -> None:
             " env.mixture.math.name callable",
         ),
         (
-            (*TWO, "+env.mixture.code.on_failure=zero"),
-            "env.mixture.code.on_failure: got zero, expected leave_out, as env.on_failure: it holds for all"
-            " environments of a run",
-        ),
-        (
             (*TWO, "+data.environments={math: {}, coda: {}, code: {}}"),
             "data.environments.coda: no environment of env.mixture, which names math, code; did you mean code?",
         ),
