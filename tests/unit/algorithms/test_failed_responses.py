@@ -19,7 +19,7 @@ from nemo_rl_moe.algorithms.grpo_batch import (
     take_divergence_from_rewards,
 )
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
-from nemo_rl_moe.algorithms.logged_samples import samples_of_step
+from nemo_rl_moe.algorithms.logged_samples import logged_samples
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_environment import OnFailure
 from nemo_rl_moe.data.prompts import PromptLoader
@@ -185,8 +185,8 @@ OWN: dict[str, OnFailure] = {"a": "leave_out", "b": "lowest", "c": "zero", "d": 
 
 
 def config_of_a_mixture() -> GRPOMasterConfig:
-    mixture = ", ".join(f"{name}: {{weight: 1.0, on_failure: {each}}}" for name, each in OWN.items())
-    return config_of("zero", f"env.mixture={{{mixture}}}", "grpo.adv_estimator.normalize_rewards=false")
+    mixture = [f"+env.mixture.{name}={{weight: 1.0, on_failure: {each}}}" for name, each in OWN.items()]
+    return config_of("zero", *mixture, "grpo.adv_estimator.normalize_rewards=false")
 
 
 def test_each_environment_of_a_mixture_treats_its_own_failures() -> None:
@@ -205,7 +205,7 @@ def test_each_environment_of_a_mixture_treats_its_own_failures() -> None:
     metrics = group_metrics(groups, failure_rule(config))
     assert [metrics[f"env/{name}/reward"] for name in names] == pytest.approx([-1.75 / 3] * 2 + [-1.75 / 4, -1.75 / 3])
     assert metrics["reward"] == pytest.approx(-1.75 * 4 / 13)
-    causes = [found.left_out for found in samples_of_step(config, groups)]
+    causes = [found.left_out for found in logged_samples(config, groups)]
     assert [bool(cause) for cause in causes] == (~trained).flatten().tolist()
     assert [cause.rpartition("(")[2] for cause in causes if cause] == [
         "env.on_failure: leave_out)",
