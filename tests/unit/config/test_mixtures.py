@@ -24,7 +24,8 @@ def test_an_environment_has_what_it_does_not_set_from_the_section_that_all_share
     config = load(
         "env.timeout_s=3.0",
         "+env.mixture.math={weight: 1.0}",
-        "+env.mixture.code={weight: 2, name: exact, tool_limits: {num_workers: 3}, answer_after: null, on_failure: retry}",
+        "+env.mixture.code={weight: 2, name: exact, tool_limits: {num_workers: 3}, answer_after: null}",
+        "+env.mixture.code.on_failure=retry",
         "+data.environments.math.prompt_template='{prompt}?'",
         "+data.environments.code={train: {path: code.jsonl}, validation: null, answer_key: solution}",
     )
