@@ -260,6 +260,24 @@ def test_failures_of_tools_are_counted_and_told() -> None:
     assert (found.metrics["tools/cut_results"], found.metrics["tools/failed_calls"]) == (1, 0)
 
 
+def test_a_prompt_that_names_tools_may_call_those_alone() -> None:
+    other = next(name for name in TOOLS if name != "add")
+    session = scripted_session(
+        QWEN,
+        [QUESTION],
+        [ended(QWEN, text) for text in (called(other), called("add", a=1), "done")],
+        inputs=TemplateInputs(tool_names=("add",)),
+        continuation=Continuation(QWEN.tokenizer, INPUTS),
+        reward=1.0,
+    )
+    calls = Calls()
+    environment = ToolConversation(TOOLS, format_of(QWEN.tokenizer, None, NO_INPUTS), calls, LIMITS, 8, print)
+    found = asyncio.run(environment.rollout(session))
+    assert [made[0] for made in calls.made] == ["add"]
+    assert answers(session)[0].startswith(f"error: there is no tool '{other}'; expected one of add(")
+    assert (found.metrics["tools/wrong_calls"], found.fault) == (1, None)
+
+
 def test_workers_that_cannot_be_replaced_end_the_run() -> None:
     async def lost(name: str, arguments: Mapping[str, object], limit_s: float) -> ToolResult:
         raise WorkerDiedError("tool worker 0 died while starting")
