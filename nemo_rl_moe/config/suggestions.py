@@ -56,7 +56,14 @@ def nearest_key(wrong: str, known: Sequence[str]) -> str | None:
 
 
 def nearest_or_allowed(wrong: str, known: Sequence[str]) -> str:
-    """Return the ending of an error line about an unknown key: the nearest one, or else the keys of its section."""
+    """Return the ending of an error line about an unknown key.
+
+    It names the counterpart of a key of NeMo-RL, or the nearest key, or else the keys of its section.
+    """
+    from nemo_rl_moe.config.nemo_rl_keys import counterpart_of  # a table to read, which only errors need
+
+    if (counterpart := counterpart_of(wrong)) is not None:
+        return counterpart
     if (suggestion := nearest_key(wrong, known)) is not None:
         return did_you_mean(suggestion)
     section = wrong.rpartition(".")[0]
