@@ -134,7 +134,7 @@ class RolloutWorker:
                 f"response {number % num_generations + 1} of {num_generations}",
                 seed,
                 inputs,
-                count=note,
+                note=note,
             )
             for number, ((prompt, inputs), seed) in enumerate(zip(repeated, seeds, strict=True))
         ]
