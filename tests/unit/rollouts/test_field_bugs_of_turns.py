@@ -143,7 +143,7 @@ async def test_t11_observations_have_no_ratio() -> None:
             importance_sampling_correction="truncated",
             importance_sampling_level="sequence" if of_sequences else "token",
         )
-        loss = PolicyGradientLoss(config, on_policy=False, ratio_to_generation=True)
+        loss = PolicyGradientLoss(config, prev_is_current=False, ratio_to_generation=True)
         prev = columns | {"prev_logprobs": per_token(logprobs.detach())}
         found = loss(LossInputs(logprobs, mask, int(mask.sum()), 1, None, prev)).loss
         torch.testing.assert_close(found.detach(), torch.tensor(-2.0))
