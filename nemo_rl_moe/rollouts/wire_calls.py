@@ -8,7 +8,7 @@ has failed is known where the result says so.
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from nemo_rl_moe.data.messages import content_text
@@ -54,6 +54,9 @@ class CallMetrics:
     failed: str
     unknown: str
 
+    def __iter__(self) -> Iterator[str]:
+        return iter((self.made, self.wrong, self.failed, self.unknown))
+
 
 class WireCalls:
     """The calls of one trajectory, from the response that has them to the message that answers each.
@@ -67,7 +70,7 @@ class WireCalls:
     def __init__(self, session: Session, names: CallMetrics, failures: Collection[str] = ()):
         self._session, self._names, self._failures = session, names, failures
         self._open: set[str] = set()
-        session.metrics.update(dict.fromkeys((names.made, names.wrong, names.failed, names.unknown), 0.0))
+        session.metrics.update(dict.fromkeys(names, 0.0))
 
     def note(self, calls: Iterable[tuple[str, ToolCall]], num_malformed: int) -> None:
         """Note the calls in the last response.

@@ -177,7 +177,7 @@ def test_the_calculator_of_the_shipped_server_is_called(tmp_path: Path) -> None:
     found = outcomes(samples)
     assert set(found) == {"ok", "error"}
     assert found["ok"] == found["error"] > 0
-    assert any("<tool_response>42</tool_response>" in sample["response"] for sample in samples)
+    assert any(turn["text"] == "42" for sample in samples for turn in sample.get("conversation", ()))
     assert steps[0]["train/tools/failed_calls"] * 2 == steps[0]["train/tools/calls"]
 
 
@@ -212,8 +212,10 @@ def test_a_shipped_configuration_without_its_library_says_what_to_install(
 ) -> None:
     if importlib.util.find_spec(extra) is not None:
         pytest.skip(f"{extra} is installed")
-    paths = {"data.train.path": None, "data.validation": None} if name == "verifiers" else {}
-    overrides = sft_runs.as_overrides({"policy.model_name": sft_runs.MODEL, "logger.log_dir": tmp_path, **paths}, {})
+    data = grpo_runs.make_prompts(tmp_path / "data", 4)
+    values = {"policy.model_name": sft_runs.MODEL, "logger.log_dir": tmp_path / "logs", "data.validation": None}
+    values["data.train.path"] = None if name == "verifiers" else data / "grpo.jsonl"
+    overrides = sft_runs.as_overrides(values, {})
     done = shared_ray.run_here(["grpo", "--config", f"grpo_tiny_moe_{name}.yaml", *overrides], tmp_path)
     assert done.returncode == 2
     assert f"pip install 'nemo-rl-moe[{extra}]'" in done.stderr

@@ -100,6 +100,8 @@ class OpenEnvRollout:
 
     async def _step(self, session: Session, client: Any, text: str) -> Any:
         """Take a step, which the conversation shows as a call of its response with what became of it."""
+        from websockets.exceptions import ConnectionClosed  # the library's own connection
+
         action = {self._config.action_key: self._action(text)}
         name, began_s = f"step{len(session.turns)}", time.monotonic()
 
@@ -114,7 +116,7 @@ class OpenEnvRollout:
         except TimeoutError:
             note("timeout")
             raise
-        except ConnectionError:
+        except (ConnectionClosed, ConnectionError):
             note("died")
             raise
         except Exception:

@@ -14,12 +14,12 @@ from verifiers.types import Response, ResponseMessage, ToolCall, Usage
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.rollouts.environment import Session, Turn
 from nemo_rl_moe.rollouts.libraries.message_history import MessageHistory, TrajectoryFull
-from nemo_rl_moe.rollouts.tool_environment import CALLS, FAILED_CALLS, NO_TOOL, WRONG_CALLS
+from nemo_rl_moe.rollouts.tool_environment import CALLS, FAILED_CALLS, NO_TOOL, UNKNOWN_CALLS, WRONG_CALLS
 from nemo_rl_moe.rollouts.wire_calls import CallMetrics, WireCalls
 from nemo_rl_moe.tools.formats.interface import ToolCall as WrittenCall
 from nemo_rl_moe.tools.formats.interface import ToolFormat
 
-CALL_METRICS = CallMetrics(CALLS, WRONG_CALLS, FAILED_CALLS, "tools/unknown_calls")
+CALL_METRICS = CallMetrics(CALLS, WRONG_CALLS, FAILED_CALLS, UNKNOWN_CALLS)
 
 
 class SessionClient(Client):
@@ -52,7 +52,8 @@ class SessionClient(Client):
             OverlongPromptError: They do not fit.
         """
         messages = [self._as_message(message) for message in prompt]
-        self._note_results(messages)
+        if self._wire is not None:
+            self._wire.note_results(messages)
         try:
             turn = await self._history.respond(messages)
         except TrajectoryFull:
@@ -83,11 +84,8 @@ class SessionClient(Client):
 
     def note_end(self, messages: Sequence[Any]) -> None:
         """Note the conversation with which the environment has ended: behind the last response it may have results."""
-        self._note_results([self._as_message(message) for message in messages])
-
-    def _note_results(self, messages: Sequence[Message]) -> None:
         if self._wire is not None:
-            self._wire.note_results(messages)
+            self._wire.note_results(map(_as_mapping, messages))
 
     # Abstract in the base class, which calls them in its own `get_response`; that one is replaced above.
     def setup_client(self, config: Any) -> Any:
@@ -131,7 +129,7 @@ class SessionClient(Client):
 
     def _as_message(self, message: Any) -> Message:
         """Return a message of the library in the standard form."""
-        given = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
+        given = _as_mapping(message)
         made: Message = {"role": given["role"], "content": given.get("content", "")}
         if calls := given.get("tool_calls"):
             made["tool_calls"] = [
@@ -141,3 +139,9 @@ class SessionClient(Client):
         if (call_id := given.get("tool_call_id")) is not None:
             made |= {"tool_call_id": call_id, "name": self._names.get(call_id, NO_TOOL)}
         return made
+
+
+def _as_mapping(message: Any) -> Mapping[str, Any]:
+    """Return the fields of a message of the library, which is a mapping or has a type of its own."""
+    fields: Mapping[str, Any] = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
+    return fields
