@@ -228,7 +228,7 @@ def test_there_are_commands_and_code_to_test() -> None:
         *(("sft.md", command) for command in ("sft", "config", "data")),
         ("data.md", "data"),
         *(("lora.md", command) for command in ("sft", "grpo", "plan")),
-        ("environment-libraries.md", "grpo"),
+        *(("environment-libraries.md", command) for command in ("sft", "grpo")),
         ("speed.md", "sft"),
         ("vllm.md", "grpo"),
         ("routing-replay.md", "grpo"),
