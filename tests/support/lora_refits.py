@@ -18,7 +18,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.launch.refit import batch_of
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck, Scores
-from tests.support.lora_models import lora
+from tests.support.lora_models import RANK, lora
 from tests.support.refit_faults import Pair
 from tests.support.tiny_model import parallel_job, tiny_grpo_policy
 
@@ -155,11 +155,11 @@ def _harm(pair: LoraPair, fault: str) -> None:
     elif fault == "a layer is missing":
         pair.on_the_way = lambda tensors: (named for named in tensors if ".layers.0." not in named[0])
     elif fault == "another base":
-        with torch.no_grad():
-            weight = next(
-                piece for name, piece in pair.engine.model.chunks[0].named_parameters() if "linear_qkv.weight" in name
-            )
-            weight.add_(0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+        # As PiSSA leaves it: without the largest singular values, which its adapter holds.
+        for name, weight in pair.engine.model.chunks[0].named_parameters():
+            if name.endswith("linear_qkv.weight"):
+                left, values, right = torch.linalg.svd(weight.detach().float(), full_matrices=False)
+                weight.data.sub_((left[:, :RANK] * values[:RANK]) @ right[:RANK])
 
 
 def first_syncs(
