@@ -9,6 +9,7 @@ trainer's own workers pools so; an engine that takes requests as they come needs
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -30,8 +31,15 @@ Result = TypeVar("Result")
 IndexedSequences = Iterable[tuple[int, GeneratedSequence]]
 
 
+PLACE: ContextVar[int] = ContextVar("place of a task among those that wait", default=0)
+"""Order in which the requests of tasks stand in a batch; of one place, that in which they come."""
+
+
 class Lockstep(Generic[Request, Result]):
     """A queue of requests, which is answered as a whole.
+
+    Requests are answered in the order of their tasks' places: which tool or agent was quicker changes no batch, and so
+    not the last bit of a sum.
 
     Who runs the tasks that wait here knows when all of them do, and calls `answer_all`.
 
@@ -42,14 +50,14 @@ class Lockstep(Generic[Request, Result]):
 
     def __init__(self, answers: Callable[[Sequence[Request]], Iterable[tuple[int, Result]]]):
         self._answers = answers
-        self._queued: list[tuple[Request, asyncio.Future[Result]]] = []
+        self._queued: list[tuple[int, Request, asyncio.Future[Result]]] = []
         self.most_at_a_time: int | None = None
         self.began_s = 0.0
 
     def queued(self, request: Request) -> "asyncio.Future[Result]":
         """Queue a request; return its future result."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._queued.append((request, future))
+        self._queued.append((PLACE.get(), request, future))
         return future
 
     async def ask(self, request: Request) -> Result:
@@ -59,11 +67,12 @@ class Lockstep(Generic[Request, Result]):
     @property
     def is_waited_for(self) -> bool:
         """True when a task waits; one that was cancelled does not count."""
-        return any(not future.done() for _, future in self._queued)
+        return any(not future.done() for *_, future in self._queued)
 
     def answer_all(self) -> Iterator[Result]:
         """Answer what is queued; hand each result to the task that waits for it, and yield it."""
-        queued = [(request, future) for request, future in self._queued if not future.done()]
+        in_order = sorted(self._queued, key=lambda each: each[0])
+        queued = [(request, future) for _, request, future in in_order if not future.done()]
         self._queued = []
         size = self.most_at_a_time or len(queued) or 1
         for start in range(0, len(queued), size):

@@ -3,6 +3,7 @@
 """Trajectories that run in one event loop: started, kept within their limits, and answered together in lockstep."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -104,6 +105,7 @@ class TrajectoryPool:
         self._changed = asyncio.Event()
         self._started: list[RunningTrajectory] = []
         self._timers: list[TrajectoryTimer] = []
+        self._places = itertools.count()
 
     def enter(self) -> None:
         """Have the running loop count the time of each trajectory, and the watch see those that run."""
@@ -133,9 +135,11 @@ class TrajectoryPool:
             count: Called with each of its sequences.
         """
 
+        place = next(self._places)
+
         def begin(attempt: int) -> RunningTrajectory:
             label = f"{prompt.sample_id}, {name}" + (f", attempt {attempt + 1}" if attempt else "")
-            return self._begin(prompt, group_id, label, seed_of_attempt(seed, attempt), inputs, changed, count)
+            return self._begin(prompt, group_id, label, seed_of_attempt(seed, attempt), inputs, changed, count, place)
 
         def changed() -> None:
             self._note_change()
@@ -152,6 +156,7 @@ class TrajectoryPool:
         inputs: Mapping[str, ModelInput],
         changed: Callable[[], None],
         count: Callable[[GeneratedSequence], object],
+        place: int,
     ) -> RunningTrajectory:
         worker = self._worker
         settings = worker.settings_of(prompt)
@@ -172,7 +177,7 @@ class TrajectoryPool:
         )
         coroutine = worker.environment.rollout(session)
         timer = TrajectoryTimer(label, coroutine, self._time, settings.timeout_s)
-        started = RunningTrajectory(session, timer, coroutine, changed)
+        started = RunningTrajectory(session, timer, coroutine, changed, place)
         self._started.append(started)
         self._timers.append(timer)
         self._changed.set()
