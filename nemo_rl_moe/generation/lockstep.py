@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pooling in lockstep: requests of many tasks are answered together, when every task waits.
 
-Which requests share a batch does not depend on time then, and a run can be repeated to the last bit. The engine of the
+Which requests share a batch, and in which order, does not depend on time then, and a run can be repeated to the last
+bit. The engine of the
 trainer's own workers pools so; an engine that takes requests as they come needs none of this.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -31,15 +31,8 @@ Result = TypeVar("Result")
 IndexedSequences = Iterable[tuple[int, GeneratedSequence]]
 
 
-PLACE: ContextVar[int] = ContextVar("place of a task among those that wait", default=0)
-"""Order in which the requests of tasks stand in a batch; of one place, that in which they come."""
-
-
 class Lockstep(Generic[Request, Result]):
-    """A queue of requests, which is answered as a whole.
-
-    Requests are answered in the order of their tasks' places: which tool or agent was quicker changes no batch, and so
-    not the last bit of a sum.
+    """A queue of requests, which is answered as a whole, in the order of their places.
 
     Who runs the tasks that wait here knows when all of them do, and calls `answer_all`.
 
@@ -54,15 +47,15 @@ class Lockstep(Generic[Request, Result]):
         self.most_at_a_time: int | None = None
         self.began_s = 0.0
 
-    def queued(self, request: Request) -> "asyncio.Future[Result]":
+    def queued(self, request: Request, place: int = 0) -> "asyncio.Future[Result]":
         """Queue a request; return its future result."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._queued.append((PLACE.get(), request, future))
+        self._queued.append((place, request, future))
         return future
 
-    async def ask(self, request: Request) -> Result:
+    async def ask(self, request: Request, place: int) -> Result:
         """Wait for the result of a request."""
-        return await self.queued(request)
+        return await self.queued(request, place)
 
     @property
     def is_waited_for(self) -> bool:
@@ -71,7 +64,7 @@ class Lockstep(Generic[Request, Result]):
 
     def answer_all(self) -> Iterator[Result]:
         """Answer what is queued; hand each result to the task that waits for it, and yield it."""
-        in_order = sorted(self._queued, key=lambda each: each[0])
+        in_order = sorted(self._queued, key=lambda each: each[0])  # those of one place as they came
         queued = [(request, future) for _, request, future in in_order if not future.done()]
         self._queued = []
         size = self.most_at_a_time or len(queued) or 1
@@ -93,7 +86,7 @@ class LockstepEngine(Lockstep[GenerationRequest, GeneratedSequence]):
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
         """Continue one sequence, together with those of all other tasks."""
         asked_s = time.monotonic()
-        found = await self.queued(request)
+        found = await self.queued(request, request.place)
         return replace(found, waited_s=max(0.0, self.began_s - asked_s))
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:

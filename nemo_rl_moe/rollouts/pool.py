@@ -3,10 +3,10 @@
 """Trajectories that run in one event loop: started, kept within their limits, and answered together in lockstep."""
 
 import asyncio
-import itertools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,13 +99,13 @@ class TrajectoryPool:
         score = worker.reward_function.score
         self._scores_in_lockstep: Lockstep[ScoringItem, Score] = Lockstep(lambda batch: enumerate(score(batch)))
         as_they_come, in_lockstep = ScoringQueue(score), self._engine_in_lockstep is not None
-        self._ask_for_score: Callable[[ScoringItem], Coroutine[Any, Any, Score]] = (
-            self._scores_in_lockstep.ask if in_lockstep else as_they_come.ask
+        self._ask_for_score: Callable[[ScoringItem, int], Coroutine[Any, Any, Score]] = (
+            self._scores_in_lockstep.ask if in_lockstep else lambda item, place: as_they_come.ask(item)
         )
+        self._places = count()
         self._changed = asyncio.Event()
         self._started: list[RunningTrajectory] = []
         self._timers: list[TrajectoryTimer] = []
-        self._places = itertools.count()
 
     def enter(self) -> None:
         """Have the running loop count the time of each trajectory, and the watch see those that run."""
@@ -121,7 +121,7 @@ class TrajectoryPool:
         inputs: Mapping[str, ModelInput],
         *,
         note_change: Callable[[], object] = lambda: None,
-        count: Callable[[GeneratedSequence], object] = lambda sequence: None,
+        note: Callable[[GeneratedSequence], object] = lambda sequence: None,
     ) -> PooledTrajectory:
         """Start a trajectory. Where it fails, a fresh session begins, as often as the worker allows.
 
@@ -132,20 +132,20 @@ class TrajectoryPool:
             seed: Of its first response in the first attempt.
             inputs: Further inputs of the model.
             note_change: Called when it ends, begins to wait or has its answer.
-            count: Called with each of its sequences.
+            note: Called with each of its sequences.
         """
 
         place = next(self._places)
 
         def begin(attempt: int) -> RunningTrajectory:
             label = f"{prompt.sample_id}, {name}" + (f", attempt {attempt + 1}" if attempt else "")
-            return self._begin(prompt, group_id, label, seed_of_attempt(seed, attempt), inputs, changed, count, place)
+            return self._begin(prompt, group_id, label, seed_of_attempt(seed, attempt), inputs, changed, note, place)
 
         def changed() -> None:
             self._note_change()
             note_change()
 
-        return PooledTrajectory(begin, self._worker.num_attempts)
+        return PooledTrajectory(begin, self._worker.settings_of(prompt).num_attempts)
 
     def _begin(
         self,
@@ -155,7 +155,7 @@ class TrajectoryPool:
         seed: int,
         inputs: Mapping[str, ModelInput],
         changed: Callable[[], None],
-        count: Callable[[GeneratedSequence], object],
+        note: Callable[[GeneratedSequence], object],
         place: int,
     ) -> RunningTrajectory:
         worker = self._worker
@@ -166,8 +166,10 @@ class TrajectoryPool:
             sampling=self._sampling,
             seed=seed,
             max_tokens=worker.max_tokens,
-            submit_request=lambda request: started.wait_for("generation", self._generate(request), count),
-            submit_item=lambda item: started.wait_for("rewards", self._ask_for_score(item)),
+            submit_request=lambda request: started.wait_for(
+                "generation", self._generate(replace(request, place=place)), note
+            ),
+            submit_item=lambda item: started.wait_for("rewards", self._ask_for_score(item, place)),
             decode=worker.decode,
             encode=worker.encode,
             reward_weights=settings.reward_weights,
@@ -177,7 +179,7 @@ class TrajectoryPool:
         )
         coroutine = worker.environment.rollout(session)
         timer = TrajectoryTimer(label, coroutine, self._time, settings.timeout_s)
-        started = RunningTrajectory(session, timer, coroutine, changed, place)
+        started = RunningTrajectory(session, timer, coroutine, changed)
         self._started.append(started)
         self._timers.append(timer)
         self._changed.set()

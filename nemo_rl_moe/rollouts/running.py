@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, copy_context
 from typing import Any, Literal, TypeVar
 
-from nemo_rl_moe.generation.lockstep import PLACE
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -28,7 +27,6 @@ class RunningTrajectory:
         timer: Its time.
         coroutine: Its code.
         note_change: Called when it ends, begins to wait or has its answer.
-        place: Its place in the batches of lockstep.
 
     Attributes:
         task: Runs its code.
@@ -41,7 +39,6 @@ class RunningTrajectory:
         timer: TrajectoryTimer,
         coroutine: Coroutine[Any, Any, Trajectory],
         note_change: Callable[[], None],
-        place: int,
     ):
         self.timer = timer
         self._session, self._note_change = session, note_change
@@ -51,7 +48,6 @@ class RunningTrajectory:
         self._error: BaseException | None = None
         context = copy_context()
         context.run(_TIMER.set, timer)
-        context.run(PLACE.set, place)
         self.task = asyncio.get_running_loop().create_task(coroutine, context=context)
         self.task.add_done_callback(self._end)
 
