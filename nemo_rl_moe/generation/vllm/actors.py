@@ -71,7 +71,9 @@ class EngineActors:
         actor_class = ray.remote(concurrency_groups={PROGRESS: 1})(VllmWorker)
         started = []
         for number in missing:
-            settings = replace(self._settings, gpus=self._placement.gpus(number))
+            # Equal engines would draw the same numbers for different requests.
+            seed = self._settings.seed + number + self.num_started * self.number
+            settings = replace(self._settings, gpus=self._placement.gpus(number), seed=seed)
             options = self._placement.options(number)
             started.append(EngineActor(number, actor_class.options(**options).remote(settings, list(sys.path))))
         self.present = sorted([*self.present, *started], key=lambda actor: actor.number)

@@ -8,6 +8,7 @@ both are imported as `vllm`.
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -123,6 +124,17 @@ def set_environment(*, on_gpus: bool) -> None:
     """Set what vLLM reads when it is imported; what a user has set stays."""
     for name, value in (ENVIRONMENT if on_gpus else ENVIRONMENT | CPU_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
+
+
+def make_engine(arguments: Mapping[str, Any]) -> Any:
+    """Return an engine in this process, with the batch sizes that vLLM takes for its class `LLM`.
+
+    Without a usage context it takes 128 sequences and 2,048 tokens a step on an H100, with it 1,024 and 16,384.
+    """
+    from vllm import EngineArgs, LLMEngine
+    from vllm.usage.usage_lib import UsageContext
+
+    return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
 
 
 def forget_packed_experts(model: nn.Module) -> None:

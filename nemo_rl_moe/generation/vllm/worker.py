@@ -41,6 +41,7 @@ class VllmSettings:
         model_files: The model's folder, file name to content, without weights: all of them come from the trainer.
         decodes_text: Load the tokenizer of these files, for stop strings.
         dtype: Number format of the weights, such as `float32`.
+        seed: Of the engine's generator, which is shared by requests on GPUs; on CPUs each has its own.
         expert_parallel: Experts are divided among these ranks, not cut.
         gpu_memory_utilization: Share of a GPU's memory that weights and key-value cache may take.
         cpu_cache_gib: Gibibytes of the key-value cache on a CPU.
@@ -99,8 +100,6 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         # For as long as this process: tokenizers read theirs late, and vLLM's own files go with it.
         self._folder = folder_of_this_process(Path(tempfile.gettempdir()), "vllm")
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)
-        from vllm import EngineArgs, LLMEngine
-
         model = self._folder / "model"
         model.mkdir()
         for name, content in settings.model_files.items():
@@ -116,28 +115,30 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 "gpu_memory_utilization": settings.gpu_memory_utilization,
                 "enable_expert_parallel": settings.expert_parallel,
                 "enable_sleep_mode": True,
+                # On Blackwell vLLM would take a kernel that shuffles experts, which no refit is known to reach.
+                "moe_backend": "triton",
                 # Its own choice inside of a placement group are Ray's actors, and the group's GPUs are taken.
                 "distributed_executor_backend": "mp" if settings.tensor_parallel_size > 1 else "uni",
             }
         if settings.image_settings is not None:
             more |= register(settings.image_settings)
-        self._engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(model),
-                skip_tokenizer_init=not settings.decodes_text,
-                load_format="dummy",
-                max_model_len=settings.max_tokens,
-                tensor_parallel_size=settings.tensor_parallel_size,
-                seed=settings.seed,
+        self._engine = releases.make_engine(
+            {
+                "model": str(model),
+                "skip_tokenizer_init": not settings.decodes_text,
+                "load_format": "dummy",
+                "max_model_len": settings.max_tokens,
+                "tensor_parallel_size": settings.tensor_parallel_size,
+                "seed": settings.seed,
                 # Compiled code on a CPU takes minutes to make; on GPUs graphs are captured, in which nothing is
                 # reported.
-                enforce_eager=not settings.on_gpus or settings.captures_routes,
+                "enforce_eager": not settings.on_gpus or settings.captures_routes,
                 # What a model's folder says of sampling is not what the run says.
-                generation_config="vllm",
-                enable_prefix_caching=settings.prefix_caching != "none",
-                disable_log_stats=True,
+                "generation_config": "vllm",
+                "enable_prefix_caching": settings.prefix_caching != "none",
+                "disable_log_stats": True,
                 **more,
-            )
+            }
         )
         self._engine.collective_rpc(_prepare, args=(settings.max_tokens if settings.captures_routes else None,))
         releases.count_steps(self._engine, self._steps)
@@ -191,7 +192,9 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             for number, request in self._added.get().items():
                 taken[number] = request
                 prompt = prompts.prompt(request.token_ids, request.model_inputs)
-                self._engine.add_request(str(number), prompt, sampling_of(request.sampling, request.seed))
+                # On a GPU each seed is a kernel of its own in every step, and samples do not repeat anyway.
+                seed = None if self._settings.on_gpus else request.seed
+                self._engine.add_request(str(number), prompt, sampling_of(request.sampling, seed))
         return len(taken) > num_before
 
     def _sequences(
@@ -349,8 +352,8 @@ def _with_outputs_noted(worker: Any, forward: Callable[[], object]) -> dict[str,
     return outputs
 
 
-def sampling_of(sampling: SamplingParameters, seed: int) -> Any:
-    """Convert a request's sampling parameters to vLLM's."""
+def sampling_of(sampling: SamplingParameters, seed: int | None) -> Any:
+    """Convert a request's sampling parameters to vLLM's; without a seed it draws from the engine's own generator."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -360,7 +363,7 @@ def sampling_of(sampling: SamplingParameters, seed: int) -> Any:
         top_k=sampling.top_k or 0,
         top_p=sampling.top_p,
         # torch's generators take 63 bits and a sign.
-        seed=seed & (2**63 - 1),
+        seed=None if seed is None else seed & (2**63 - 1),
         stop_token_ids=list(sampling.stop_token_ids),
         stop=list(sampling.stop_strings) or None,
         # The stop tokens are those of the request alone.

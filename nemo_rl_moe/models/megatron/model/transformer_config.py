@@ -85,6 +85,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functiona
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 BIAS_RATE = "moe_router_bias_update_rate"
+_NEEDING_DEEP_EP = ("deepep", "hybridep")
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -425,7 +426,20 @@ def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> 
         )
     if fields["moe_grouped_gemm"] and not grouped_kernels:
         problems.append(f"{key}moe_grouped_gemm: got true, which needs Transformer Engine; leave it out")
-    return problems
+    return problems + _problems_with_dispatcher(fields, on_gpus=not cpu_backend.ACTIVE)
+
+
+def _problems_with_dispatcher(fields: dict[str, Any], *, on_gpus: bool) -> list[str]:
+    """Return the problem of a dispatcher whose library is missing: Megatron-Core raises in the first MoE layer."""
+    backend = fields.get("moe_flex_dispatcher_backend", "deepep")
+    if not on_gpus or fields["moe_token_dispatcher_type"] != "flex" or backend not in _NEEDING_DEEP_EP:
+        return []
+    if importlib.util.find_spec("deep_ep") is not None:
+        return []
+    return [
+        f"policy.megatron_cfg.moe_token_dispatcher_type: got flex with moe_flex_dispatcher_backend {backend}, which"
+        " needs the package deep_ep, which is not installed; expected alltoall"
+    ]
 
 
 def _problems_with_groups(fields: dict[str, Any]) -> list[str]:
