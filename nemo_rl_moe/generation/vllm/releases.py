@@ -8,6 +8,7 @@ both are imported as `vllm`.
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +27,8 @@ SUPPORTED = {CPU_PACKAGE: ("0.32.",), GPU_PACKAGE: ("0.32.", "0.33.")}
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of heads for which `cpu_attn` has a kernel; others fail at the first request."""
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.")
 
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
@@ -146,6 +149,23 @@ def forget_packed_experts(model: nn.Module) -> None:
         method: Any = getattr(module, "_quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
+
+
+def held_experts(model: nn.Module) -> dict[str, set[int]]:
+    """Return the experts that this rank holds, by the name of their MoE layer, where ranks divide them."""
+    found = {}
+    for name, module in model.named_modules():
+        places = getattr(module, "expert_map", None)
+        if isinstance(places, torch.Tensor):
+            experts = {expert for expert, place in enumerate(places.tolist()) if place >= 0}
+            found[name.removesuffix(".routed_experts")] = experts
+    return found
+
+
+def is_held(name: str, held: Mapping[str, set[int]]) -> bool:
+    """Return False for a tensor of an expert that another rank holds: vLLM's loader takes 0.3 ms to leave one out."""
+    of_expert = _EXPERT.match(name)
+    return of_expert is None or int(of_expert[2]) in held.get(of_expert[1], {int(of_expert[2])})
 
 
 @dataclass

@@ -323,10 +323,13 @@ def _receive(worker: Any, spec: TransportSpec, first_receiver: int, image_settin
 
     def load(tensors: Iterator[NamedTensor]) -> None:
         releases.forget_packed_experts(runner.get_model())
+        held = releases.held_experts(runner.get_model())
         # The reload keeps tensors until a layer is complete, longer than the transport does.
         runner.reload_weights(
             weights_iterator=(
-                (name, as_loader_expects(image_settings, name, tensor).clone()) for name, tensor in tensors
+                (name, as_loader_expects(image_settings, name, tensor).clone())
+                for name, tensor in tensors
+                if releases.is_held(name, held)
             )
         )
 

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's side of a trainable model, and of the policy, which also generates and sends its weights."""
 
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+from ray.util import get_node_ip_address
 from torch import Tensor
 
 from nemo_rl_moe.config.schema import MasterConfig, engines_share_gpus
@@ -337,10 +339,19 @@ class MegatronPolicy(TrainableModel):
             then: Called when all ranks have been asked to send: what it asks of them, they do next.
 
         Raises:
-            ConfigurationError: The run has several machines and no folder that all of them reach.
+            ConfigurationError: The run has several machines and no folder that all of them reach, for files.
         """
         send = partial(self._send_weights, altered, then)
-        return WeightTransport(self._transfer_folder(), len(self._coordinates), send, make_backend=self._backend)
+        # Over NCCL the first rank sends for all: each sender is a communicator with buffers in every receiver.
+        num_senders = 1 if self._weight_transport == "nccl" else len(self._coordinates)
+        has_files = self._weight_transport == "files"
+        return WeightTransport(
+            self._transfer_folder() if has_files or self._cluster.is_local else Path(tempfile.gettempdir()),
+            num_senders,
+            send,
+            make_backend=self._backend,
+            address=None if has_files or self._cluster.is_local else get_node_ip_address(),
+        )
 
     def start_fingerprints(self, number_format: str) -> Callable[[], Fingerprints]:
         """Have all ranks begin with the fingerprints of their weights; return what waits for those of all tensors.
