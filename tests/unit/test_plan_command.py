@@ -107,12 +107,14 @@ def test_engines_of_vllm_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["beside it while it generates: held by the trainer, in GB"] == held == "43.56"
     assert rows["kept while it sleeps, an estimate, in GB"] == "3.00"
     # Two processes have a context and NCCL each.
-    assert rows["GPUs on which both fit, from so many GB on"] == f"{(43.56 + 3) / 0.65:.0f}"
+    assert rows["GPUs on which both fit, from so many GB on"] == f"{(43.56 + 0.32 + 3) / 0.65:.0f}"
     # Trainer, engine, processes, and their sum: 0.35 x 80 is the engine's share, 15.29 + 1.5 its weights and the rest.
     assert rows["when a checkpoint is loaded"].split() == ["43.56", "0.00", "1.50", "45.06"]
     assert rows["when engines start"].split() == ["43.56", "28.00", "3.00", "74.56"]
-    assert rows["when weights arrive"].split() == ["43.56", "16.79", "3.00", "63.34"]
+    # A layer of the engine's weights, which it keeps until all of it has come.
+    assert rows["when weights arrive"].split() == ["43.88", "16.79", "3.00", "63.66"]
     assert rows["while responses are generated"].split() == ["43.56", "28.00", "3.00", "74.56"]
+    assert rows["when weights arrive beside the cache"].split()[:4] == ["43.88", "28.00", "3.00", "74.88"]
     assert rows["while training"].split() == ["51.19", "1.50", "3.00", "55.69"]
     assert "at the fullest moment, at least" not in rows, "it depends on the card"
     # 0.35 x 80 GB less the weights; 24,576 bytes a token.
