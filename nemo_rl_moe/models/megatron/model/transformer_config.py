@@ -209,6 +209,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
         if name not in transformer_config_fields() and name not in FORCED_ROUTING_FIELDS
     ]
     problems += _problems_with_layers(fields)
+    problems += _problems_with_fused_gradients(fields)
     problems += _problems_with_vision(policy, has_vision=family.vision is not None)
     problems += _problems_with_shared_sequences(fields)
     if fields.get("softmax_type") == "learnable":
@@ -333,6 +334,16 @@ def _problems_with_shared_sequences(fields: dict[str, Any]) -> list[str]:
             f"{key}.model_overrides.cp_comm_type: got {way!r}, expected 'p2p' with {key}.context_parallel_size {ranks}"
         )
     return problems
+
+
+def _problems_with_fused_gradients(fields: dict[str, Any]) -> list[str]:
+    """Refuse weight gradients that kernels add up where Megatron-Core has none for the output layer."""
+    if not fields["gradient_accumulation_fusion"] or importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):
+        return []
+    return [
+        "policy.megatron_cfg.model_overrides.gradient_accumulation_fusion: got true, which needs Apex's extension"
+        " fused_weight_gradient_mlp_cuda, which is not installed; expected false"
+    ]
 
 
 def _problems_with_layers(fields: dict[str, Any]) -> list[str]:

@@ -27,6 +27,7 @@ from nemo_rl_moe.models.megatron.training.observers import make_observers
 from nemo_rl_moe.models.megatron.training.optimizer import (
     build_optimizer,
     build_scheduler,
+    gather_weights,
     step_if_finite,
     wrap_data_parallel,
 )
@@ -106,6 +107,7 @@ class MegatronTrainer(MegatronModel):
         for shard in shards:
             updates.append(self._update(shard, loss_function, first_microbatch=num_microbatches))
             num_microbatches += len(shard.microbatches)
+        gather_weights(self.ddp_chunks)
         observed = [observer.end_step() for observer in self.observers]
         reported = observed if self.reports_moe_metrics else []
         return RankTrainResult(

@@ -73,6 +73,17 @@ def test_fields_that_cannot_be_set_are_all_reported_at_once() -> None:
     ]
 
 
+def test_fused_weight_gradients_need_their_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        overridden(gradient_accumulation_fusion=True)
+    assert caught.value.problems == [
+        f"{KEY}.gradient_accumulation_fusion: got true, which needs Apex's extension fused_weight_gradient_mlp_cuda,"
+        " which is not installed; expected false"
+    ]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert overridden(gradient_accumulation_fusion=True).gradient_accumulation_fusion
+
+
 def test_a_dispatcher_without_its_library_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     flex = tiny_policy(1, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
     monkeypatch.setattr(cpu_backend, "ACTIVE", False)
