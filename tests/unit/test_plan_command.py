@@ -324,6 +324,9 @@ SHIPPED = {
     "grpo_qwen3_30b_a3b.yaml": ("Qwen3-30B-A3B", "8xH20"),
     "grpo_qwen3_30b_a3b_80gb.yaml": ("Qwen3-30B-A3B", "8xA100-80GB"),
     "grpo_qwen3_30b_a3b_vllm.yaml": ("Qwen3-30B-A3B", "2x8xA100-80GB"),
+    "grpo_qwen3_30b_a3b_8xh100.yaml": ("Qwen3-30B-A3B", "8xH100"),
+    "grpo_qwen3_30b_a3b_8xh100_r3.yaml": ("Qwen3-30B-A3B", "8xH100"),
+    "grpo_qwen3_30b_a3b_2x8xh100.yaml": ("Qwen3-30B-A3B", "8xH100"),
     "vlm_grpo_3B.yaml": ("Qwen2.5-VL-3B-Instruct", "2xA100-80GB"),
     "vlm_grpo_qwen3_vl_30b_a3b.yaml": ("Qwen3-VL-30B-A3B-Instruct", "8xA100-80GB"),
 }

@@ -162,6 +162,27 @@ def test_large_vllm_exemplar_divides_the_gpus_into_engines() -> None:
     assert config.checkpointing.checkpoint_dir is not None, "weights travel through it"
 
 
+def test_exemplars_of_h100_differ_in_what_they_say() -> None:
+    beside = load_grpo_config("grpo_qwen3_30b_a3b_8xh100.yaml", check_paths=False)
+    replaying = load_grpo_config("grpo_qwen3_30b_a3b_8xh100_r3.yaml", check_paths=False)
+    apart = load_grpo_config("grpo_qwen3_30b_a3b_2x8xh100.yaml", check_paths=False)
+    assert [each.policy.generation.weight_transport for each in (beside, replaying, apart)] == [
+        "cuda_ipc",
+        "cuda_ipc",
+        "nccl",
+    ]
+    assert [each.policy.megatron_cfg.routing_replay for each in (beside, replaying, apart)] == [
+        "none",
+        "rollout",
+        "none",
+    ]
+    assert [engines_share_gpus(each) for each in (beside, replaying, apart)] == [True, True, False]
+    assert apart.cluster.num_gpus == 16
+    assert apart.grpo.rollouts.is_asynchronous
+    for each in (beside, replaying, apart):
+        assert each.policy.generation.max_batch_size is None, "of the trainer's own engine"
+
+
 def test_unset_moe_fields_stay_out() -> None:
     megatron = load_config("sft_tiny_moe.yaml", ["~policy.megatron_cfg.moe_aux_loss_coeff"], check_paths=False)
     fields = megatron.policy.megatron_cfg.moe_transformer_fields
