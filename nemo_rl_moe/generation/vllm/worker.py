@@ -47,7 +47,7 @@ class VllmSettings:
         cpu_cache_gib: Gibibytes of the key-value cache on a CPU.
         num_threads: Threads of one engine on a CPU.
         prefix_caching: Whether equal beginnings share keys and values, and whether those survive new weights.
-        captures_routes: Sequences get their routed experts. On GPUs no graphs are captured then.
+        captures_routes: Sequences get their routed experts.
         image_settings: Of a model of images and text; None: it takes text alone.
     """
 
@@ -120,6 +120,8 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 # Its own choice inside of a placement group are Ray's actors, and the group's GPUs are taken.
                 "distributed_executor_backend": "mp" if settings.tensor_parallel_size > 1 else "uni",
             }
+            if settings.captures_routes:
+                more["worker_extension_cls"] = "nemo_rl_moe.generation.vllm.worker_extension.WorkerExtension"
         if settings.image_settings is not None:
             more |= register(settings.image_settings)
         self._engine = releases.make_engine(
@@ -130,9 +132,8 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 "max_model_len": settings.max_tokens,
                 "tensor_parallel_size": settings.tensor_parallel_size,
                 "seed": settings.seed,
-                # Compiled code on a CPU takes minutes to make; on GPUs graphs are captured, in which nothing is
-                # reported.
-                "enforce_eager": not settings.on_gpus or settings.captures_routes,
+                # Compiled code on a CPU takes minutes to make; on GPUs graphs are captured.
+                "enforce_eager": not settings.on_gpus,
                 # What a model's folder says of sampling is not what the run says.
                 "generation_config": "vllm",
                 "enable_prefix_caching": settings.prefix_caching != "none",
@@ -140,7 +141,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 **more,
             }
         )
-        self._engine.collective_rpc(_prepare, args=(settings.max_tokens if settings.captures_routes else None,))
+        self._engine.collective_rpc(_prepare, args=(settings.captures_routes,))
         releases.count_steps(self._engine, self._steps)
 
     def close(self) -> None:
@@ -296,17 +297,18 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return releases.sleeping_parts(self._engine)
 
 
-def _prepare(worker: Any, captured_tokens: int | None) -> None:
+def _prepare(worker: Any, captures_routes: bool) -> None:
     from nemo_rl_moe.generation.vllm.routes import RouteRecorder
 
-    worker.prompt_temperature = releases.report_logprobs_at_temperature(worker.model_runner)
-    worker.routes = None if captured_tokens is None else RouteRecorder(worker.model_runner, captured_tokens)
+    runner = worker.model_runner
+    worker.prompt_temperature = releases.report_logprobs_at_temperature(runner)
+    worker.routes = (getattr(runner, "route_recorder", None) or RouteRecorder(runner)) if captures_routes else None
 
 
 def _record_routes(worker: Any, on: bool) -> None:
     if worker.routes is not None:
         worker.routes.start()
-        worker.routes.is_on = on
+        worker.routes.is_on &= on
 
 
 def _take_routes(worker: Any, num_fed: Mapping[str, int]) -> dict[str, Any]:

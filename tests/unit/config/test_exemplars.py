@@ -16,7 +16,7 @@ from nemo_rl_moe.config.files import BASE_NAME, exemplar_names, exemplars_folder
 from nemo_rl_moe.config.loading import dump_resolved, load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES
 from nemo_rl_moe.config.overrides import present_keys
-from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema import MasterConfig, engines_share_gpus
 from nemo_rl_moe.config.validation import field_at, known_keys
 from nemo_rl_moe.errors import ConfigurationError
 
