@@ -31,6 +31,8 @@ class EngineActor:
     progress: int = -1
     since: float = 0.0
     asleep: set[str] = field(default_factory=set)
+    window: int = sys.maxsize
+    """Requests that it gets at a time."""
 
     @property
     def name(self) -> str:
@@ -92,6 +94,8 @@ class EngineActors:
             self.end_all()
             number, problem = min(problems.items())
             raise GenerationError(f"vLLM engine {number} of {self.number} cannot start: {problem}")
+        for actor, window in self.ask(lambda handle: handle.window.remote(), started)[0]:
+            actor.window = window or sys.maxsize
 
     def give_up(self, actor: EngineActor, reason: str) -> None:
         """End one, and say why."""

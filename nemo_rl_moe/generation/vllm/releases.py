@@ -140,6 +140,18 @@ def make_engine(arguments: Mapping[str, Any]) -> Any:
     return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
 
 
+def window(engine: Any) -> int | None:
+    """Return twice the number of the longest sequences that an engine's cache holds; None where it does not say.
+
+    Shorter ones are more at a time, and some must wait there for those that end.
+    """
+    cache, config = engine.vllm_config.cache_config, engine.vllm_config
+    if not cache.num_gpu_blocks:
+        return None
+    longest = -(-config.model_config.max_model_len // cache.block_size)
+    return int(min(2 * max(1, cache.num_gpu_blocks // longest), 2 * config.scheduler_config.max_num_seqs))
+
+
 def forget_packed_experts(model: nn.Module) -> None:
     """Drop the kernels in which expert weights are packed, so that new weights are packed anew.
 

@@ -152,6 +152,10 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
     def process_id(self) -> int:
         return os.getpid()
 
+    def window(self) -> int | None:
+        """Return the requests that it should have at a time, some of them waiting; None: any number."""
+        return releases.window(self._engine)
+
     def num_steps(self) -> int:
         """Return the steps of the engine so far in which the model ran: an engine that makes none makes no progress."""
         return self._steps.value

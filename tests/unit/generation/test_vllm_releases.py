@@ -212,3 +212,15 @@ def test_tensors_of_other_ranks_experts_are_left_out() -> None:
     assert [releases.is_held(name, held) for name in names] == [False, False, *[True] * 6]
     assert releases.is_held("layers.0.experts.gate_up_proj", held)
     assert releases.is_held("layers.0.shared_expert.up_proj.weight", held)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "most", "expected"), [(None, 64, None), (1000, 1024, 124), (1000, 8, 16), (3, 64, 2)]
+)
+def test_an_engine_gets_twice_what_its_cache_holds(num_blocks: int | None, most: int, expected: int | None) -> None:
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(num_gpu_blocks=num_blocks, block_size=16),
+        model_config=SimpleNamespace(max_model_len=250),
+        scheduler_config=SimpleNamespace(max_num_seqs=most),
+    )
+    assert releases.window(SimpleNamespace(vllm_config=config)) == expected

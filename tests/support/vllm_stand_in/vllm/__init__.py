@@ -138,6 +138,7 @@ class LLMEngine:
 
     def __init__(self, arguments: dict[str, Any], usage_context: UsageContext) -> None:
         self.arguments, self.usage_context = arguments, usage_context
+        self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=None))
         self.model_executor = Executor()
         self._is_paused = False
         self._unfinished: dict[str, tuple[int, int]] = {}
