@@ -123,8 +123,11 @@ class NetworkBoard:
         return self._ask(lambda store: store.compare_set(name, "", text)).decode() == text
 
     def remove(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._ask(lambda store, name=name: store.delete_key(name))
+        def delete(store: TCPStore) -> None:
+            for name in names:
+                store.delete_key(name)
+
+        self._ask(delete)
 
     def own_address(self) -> str:
         family, kind, _, _, place = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)[0]

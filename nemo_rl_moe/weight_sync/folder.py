@@ -207,7 +207,8 @@ class _Sender:
         """Send everything, wait until it has been taken, and return the number of bytes."""
         bucket: list[NamedTensor] = []
         num_bytes = 0
-        for name, tensor in tensors if self._receivers else ():
+        is_alone = self._transfer.backend.place() is not None and not self._receivers
+        for name, tensor in () if is_alone else tensors:
             if bucket and num_bytes + tensor.nbytes > self._transfer.bucket_bytes:
                 self._send_bucket(bucket)
                 bucket, num_bytes = [], 0

@@ -266,9 +266,9 @@ def spoiled_send(spec: TransportSpec, rank: int) -> int:
     original = manifest.buffer_checksum
 
     def spoiled(packing: Packing, buffer: Tensor) -> str:
-        found = original(packing, buffer)
-        buffer[0] ^= 64
-        return found
+        changed = buffer.clone()
+        changed[0] ^= 64
+        return original(packing, changed)
 
     manifest.buffer_checksum = spoiled  # of this process alone
     return send(spec, rank)
