@@ -143,7 +143,7 @@ class CollectiveTransport:
 
     @property
     def _device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device()) if self.on_device else torch.device("cpu")
+        return torch.device("cuda") if self.on_device else torch.device("cpu")
 
     def place(self) -> str | None:
         return None
@@ -236,7 +236,7 @@ class CudaMemory:
     """Memory of a GPU, by CUDA's handles for other processes on it."""
 
     def device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda")
 
     def place(self) -> str:
         return str(torch.cuda.get_device_properties(self.device()).uuid)
