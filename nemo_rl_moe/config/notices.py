@@ -80,12 +80,14 @@ def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> It
     policy = config.policy
     if policy.precision != "bfloat16" or policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32:
         return
-    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
-        return  # how many there are depends on the lengths
-    parts = policy.train_global_batch_size // (policy.train_micro_batch_size * max(config.data_parallel_size, 1))
+    samples = policy.train_global_batch_size // max(config.data_parallel_size, 1)
+    parts, up_to = samples // policy.train_micro_batch_size, ""
+    for budget in (policy.sequence_packing, policy.dynamic_batching):
+        if budget.enabled:  # of samples of full length
+            parts, up_to = -(-samples * policy.max_total_sequence_length // budget.train_mb_tokens), "up to "
     if parts > MOST_BFLOAT16_PARTS:
         yield (
-            f"gradients of {parts} microbatches a rank add up in bfloat16, whose 8 bits each part is rounded to;"
+            f"gradients of {up_to}{parts} microbatches a rank add up in bfloat16, whose 8 bits each part is rounded to;"
             " policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=true keeps them, at 2 bytes"
             " a parameter"
         )

@@ -109,6 +109,10 @@ def test_gradients_of_many_microbatches_in_bfloat16_are_reported() -> None:
     assert lines("sft", *many, *ranks, f"{ddp}=true") == []
     assert lines("sft", *many, *ranks, f"{ddp}=false", "policy.precision=float32") == []
     assert lines("sft", *many, *ranks, f"{ddp}=false", "policy.train_global_batch_size=32") == []
+    packed = ("policy.sequence_packing.enabled=true", "policy.max_total_sequence_length=96")
+    (line,) = lines("sft", *many, *ranks, f"{ddp}=false", *packed, "policy.sequence_packing.train_mb_tokens=100")
+    assert line.startswith("gradients of up to 17 microbatches a rank add up in bfloat16")
+    assert lines("sft", *many, *ranks, f"{ddp}=false", *packed, "policy.sequence_packing.train_mb_tokens=200") == []
 
 
 @pytest.mark.parametrize(
