@@ -11,6 +11,7 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, engines_sh
 from nemo_rl_moe.distributed.accelerators import Target
 from nemo_rl_moe.distributed.shared_gpu import Entry
 from nemo_rl_moe.models.megatron.model.engine_memory import (
+    ON_DEVICE,
     EngineMemory,
     bytes_on_the_way,
     engine_memory,
@@ -154,8 +155,9 @@ def engine_lines(
         rows += _device_rows(size.largest_share, memory, engine_share, workers, longest, target)
     elif size.cpu_cache_bytes is not None:
         rows.append((f"key-value cache of each engine ({section}.cpu_cache_gib)", shown(size.cpu_cache_bytes)))
-    where = "shared memory" if config.cluster.num_nodes == 1 else "checkpointing.checkpoint_dir"
-    rows.append((f"in {where} while weights are sent, at most", shown(on_the_way)))
+    if config.policy.generation.weight_transport not in ON_DEVICE:
+        where = "shared memory" if config.cluster.num_nodes == 1 else "checkpointing.checkpoint_dir"
+        rows.append((f"in {where} while weights are sent, at most", shown(on_the_way)))
     heading = f"Engines of {engine.title or engine.name}, by arithmetic, in {unit} of {UNITS[unit]:,} bytes:"
     return ["", heading, *aligned(rows), "  not counted: the engines' activations and buffers"]
 

@@ -15,6 +15,8 @@ from nemo_rl_moe.weight_sync.transport_backends import DEVICE_BUCKET_BYTES
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+ON_DEVICE = ("cuda_ipc", "nccl")
+"""Transports of weights that use no memory of the host."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -78,6 +80,6 @@ def refit_bytes(config: GRPOMasterConfig, transformer: TransformerConfig, memory
     The engine keeps what arrives of a layer until it is complete. On the device the trainer's rank has, for each
     bucket of `MAX_UNACKNOWLEDGED`, its copy, and one that it fills.
     """
-    on_device = config.policy.generation.weight_transport in ("cuda_ipc", "nccl")
+    on_device = config.policy.generation.weight_transport in ON_DEVICE
     buckets = (MAX_UNACKNOWLEDGED + 1) * DEVICE_BUCKET_BYTES if on_device else 0
     return buckets + memory.weights // int(transformer.num_layers)

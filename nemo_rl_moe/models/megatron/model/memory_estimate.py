@@ -226,6 +226,7 @@ class WorkerMemory:
             layer.
         tower_activations: The same bound for the vision tower with the maximum number of patches, which few
             microbatches have: it is in no sum.
+        snapshot: Of a checkpoint, on the host: this rank's share of the weights, and the state unless it is there.
         is_moved: Gradients are freed and the optimizer's state moves to the host during generation.
     """
 
@@ -236,6 +237,7 @@ class WorkerMemory:
     tower_activations: int
     key_value_cache: int
     reference_weights: int
+    snapshot: int
     is_moved: bool
 
     @property
@@ -278,15 +280,20 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
         updated = -(-parameters.dense // (config.data_parallel_size * megatron.context_parallel_size))
         updated += -(-parameters.experts // expert_data_parallel_size(config))
     weights = parameters.total * weight_bytes
+    optimizer = _optimizer_memory(megatron.optimizer, updated, weight_bytes, gradient_bytes)
+    is_moved = generates is not None and generates.offload_optimizer_for_generation
+    saved = config.checkpointing
+    state = optimizer.state + optimizer.on_the_host if saved.save_optimizer and not is_moved else 0
     return WorkerMemory(
         weights=weights,
         gradients=parameters.trained * gradient_bytes,
-        optimizer=_optimizer_memory(megatron.optimizer, updated, weight_bytes, gradient_bytes),
+        optimizer=optimizer,
         activations_at_least=_activations_at_least(config, transformer, hf_config, stage),
         tower_activations=_tower_activations(config, transformer, hf_config, stage),
         key_value_cache=_key_value_cache(config, transformer, stage),
         reference_weights=weights if algorithm_of(config).needs_reference(config) else 0,
-        is_moved=generates is not None and generates.offload_optimizer_for_generation,
+        snapshot=updated * weight_bytes + state if saved.enabled else 0,
+        is_moved=is_moved,
     )
 
 
