@@ -57,7 +57,7 @@ ALL := not slow and not vllm and not trl
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install gpu vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
+.PHONY: help install gpu vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -133,11 +133,17 @@ test-all-functional: $(TEST_STAMP) ## real runs: all but the slow ones
 	@$(PYTEST) tests/functional -m "$(ALL)" $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS)
 
 # Asked first whether the release really is the other one: a second pass on the first release would pass and mean nothing.
-test-other-megatron: $(TEST_STAMP) $(OTHER_STAMP) ## the tests that touch Megatron-Core, on the other supported release of it
+test-other-megatron: OTHER_MARKS := megatron and not full and not slow
+test-other-megatron: other-megatron ## the tests that touch Megatron-Core, in a few cases of every subject, on the other supported release of it
+
+test-all-other-megatron: OTHER_MARKS := megatron and not slow
+test-all-other-megatron: other-megatron ## the same in all cases
+
+other-megatron: $(TEST_STAMP) $(OTHER_STAMP)
 	@echo "[test-other-megatron] with Megatron-Core $(OTHER_MEGATRON)"
 	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(VENV)/bin/python -c \
 		'from importlib.metadata import version; found = version("megatron-core"); assert found == "$(OTHER_MEGATRON)", found'
-	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) tests/unit -m "megatron and not slow" $(IN_PARALLEL) \
+	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) tests/unit -m "$(OTHER_MARKS)" $(IN_PARALLEL) \
 		$(PYTEST_ARGUMENTS)
 	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) $(OTHER_FUNCTIONAL) -m "$(ALL)" $(PYTEST_ARGUMENTS)
 
@@ -158,7 +164,7 @@ test-libraries: $(TEST_STAMP) $(LIBRARIES_STAMP) $(OPENENV_STAMP) ## environment
 test-browser: $(TEST_STAMP) ## reports of runs opened in a browser, skipped without one: apt-get install chromium
 	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_report_images_browser.py tests/functional/test_audit_browser.py $(PYTEST_ARGUMENTS)
 
-test-slow: test-slow-unit test-slow-functional test-drills test-trl ## tests that `make test-all` leaves out, for the time that they take
+test-slow: test-slow-unit test-slow-functional test-drills test-trl test-all-other-megatron ## tests that `make test-all` leaves out, for the time that they take
 
 # Exit code 5: PYTEST_ARGUMENTS choose none of them.
 test-slow-unit: $(TEST_STAMP) ## the slow unit tests: model families in every layout, memory, kills while saving

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds a step of synchronous and of asynchronous GRPO: real runs on two CPU cores. Prints one JSON line.
 
-The demo's model trains in one process and generates in another (`backend: megatron_separate`), a thread each. Both
-modes run in turns, each as `nemo-rl-moe grpo`, so that a machine that is busy for a while slows both. --prompts chooses
-which part of a step is longer: a decoding step costs nearly as much for few sequences as for many, training does not.
+A tiny model with random weights trains in one process and generates in another (`backend: megatron_separate`), a
+thread each. Both modes run in turns, each as `nemo-rl-moe grpo`, so that a machine that is busy for a while slows both.
+--cases chooses which part of a step is longer: a decoding step costs nearly as much for few sequences as for many,
+training does not. Nearly all responses are as long as they may be. Routing is not captured.
 
 The bound is a synchronous step over the longer of its two parts, generation with rewards and everything else: what a
 perfect overlap would bring.
@@ -19,45 +20,54 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from small_model import CONFIGS, REPOSITORY, make_parser, overrides_of, positive, surroundings
+from small_model import CONFIGS, REPOSITORY, TOKENIZER, make_parser, overrides_of, positive, surroundings
+
+from nemo_rl_moe.demo_data import main as make_data
 
 EXAMPLES = """\
 examples:
-  python benchmarks/asynchronous_runs.py                        after `make demo`, which makes its model and data
-  python benchmarks/asynchronous_runs.py --prompts 16 --rounds 5"""
+  python benchmarks/asynchronous_runs.py
+  python benchmarks/asynchronous_runs.py --cases 8x64 --rounds 5   8 prompts a step, 64 tokens a response"""
 MODES = ("synchronous", "asynchronous")
 WARM_UP_STEPS = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    rows = [measured(prompts, options) for prompts in options.prompts]
+    with tempfile.TemporaryDirectory() as data:
+        make_data(["--output", data, "--seed", "0", "--num-train", "64", "--num-validation", "16"])
+        rows = [measured(sizes, Path(data), options) for sizes in options.cases]
     print(json.dumps({"name": "asynchronous_runs", "rows": rows, "rounds": options.rounds, **surroundings()}))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument(
-        "--prompts",
-        type=positive,
+        "--cases",
+        type=case,
         nargs="+",
-        default=[16, 6],
-        metavar="N",
-        help="prompts a step, of 8 responses each (default: 16 and 6)",
+        default=[Case(16, 32), Case(3, 128)],
+        metavar="PxT",
+        help="P prompts a step, of 8 responses each, of at most T tokens (default: 16x32 3x128)",
     )
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="runs of each mode (default: 3)")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="measured steps of a run (default: 20)")
-    parser.add_argument(
-        "--model", type=Path, default=Path("results/sft_tiny_moe/final"), metavar="DIR", help="default: %(default)s"
-    )
-    parser.add_argument("--data", type=Path, default=Path("data/addition"), metavar="DIR", help="default: %(default)s")
-    options = parser.parse_args(arguments)
-    for path in (options.model, options.data):
-        if not path.is_dir():
-            parser.error(f"{path} is missing: `make demo` makes it")
-    return options
+    return parser.parse_args(arguments)
+
+
+class Case(NamedTuple):
+    """Prompts a step, and most tokens of a response."""
+
+    prompts: int
+    tokens: int
+
+
+def case(text: str) -> Case:
+    """Return a case of the command line."""
+    prompts, _, tokens = text.partition("x")
+    return Case(positive(prompts), positive(tokens))
 
 
 @dataclass(frozen=True)
@@ -78,14 +88,15 @@ class Timing:
         return self.step - self.generation
 
 
-def measured(prompts: int, options: argparse.Namespace) -> dict[str, object]:
+def measured(sizes: Case, data: Path, options: argparse.Namespace) -> dict[str, object]:
     """Return the figures of one size of step, from runs of both modes in turns."""
     found: dict[str, list[Timing]] = {mode: [] for mode in MODES}
     for repeat in range(options.rounds):
         for mode in MODES if repeat % 2 == 0 else reversed(MODES):
-            print(f"{prompts} prompts, run {repeat + 1} of {options.rounds}, {mode}", file=sys.stderr, flush=True)
-            found[mode].append(timed(mode, prompts, options))
-    return {"prompts": prompts, **figures(found)}
+            run = f"{sizes.prompts}x{sizes.tokens}, run {repeat + 1} of {options.rounds}, {mode}"
+            print(run, file=sys.stderr, flush=True)
+            found[mode].append(timed(mode, sizes, data, options.steps))
+    return {**sizes._asdict(), **figures(found)}
 
 
 def figures(found: Mapping[str, Sequence[Timing]]) -> dict[str, float]:
@@ -106,25 +117,31 @@ def figures(found: Mapping[str, Sequence[Timing]]) -> dict[str, float]:
     }
 
 
-def timed(mode: str, prompts: int, options: argparse.Namespace) -> Timing:
+def timed(mode: str, sizes: Case, data: Path, steps: int) -> Timing:
     """Run GRPO in a mode; return its seconds a step.
 
     Raises:
         RuntimeError: The run failed; with the end of its output.
     """
+    batch = sizes.prompts * 8
     with tempfile.TemporaryDirectory() as folder:
         words = overrides_of(
             {
                 "grpo.rollouts.mode": mode,
-                "grpo.num_prompts_per_step": prompts,
-                "grpo.max_num_steps": WARM_UP_STEPS + options.steps,
+                "grpo.num_prompts_per_step": sizes.prompts,
+                "grpo.max_num_steps": WARM_UP_STEPS + steps,
                 "grpo.max_num_epochs": 100,
                 "grpo.val_period": 0,
                 "grpo.val_at_start": "false",
-                "policy.train_global_batch_size": prompts * 8,
-                "policy.model_name": options.model.resolve(),
-                "data.train.path": (options.data / "grpo.jsonl").resolve(),
-                "data.validation.path": (options.data / "validation_prompts.jsonl").resolve(),
+                "policy.train_global_batch_size": batch,
+                "policy.train_micro_batch_size": max(size for size in range(1, 65) if batch % size == 0),
+                "policy.model_name": TOKENIZER,
+                "policy.init": "random",
+                "policy.max_total_sequence_length": sizes.tokens + 32,
+                "policy.generation.max_new_tokens": sizes.tokens,
+                "policy.megatron_cfg.capture_routing": "false",
+                "data.train.path": data / "grpo.jsonl",
+                "data.validation.path": data / "validation_prompts.jsonl",
                 "checkpointing.enabled": "false",
                 "cluster.cpu_workers_per_node": 1,
                 "cluster.roles.generation.cpu_workers_per_node": 1,

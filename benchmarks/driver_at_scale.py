@@ -179,7 +179,7 @@ def measure(world_size: int, batch: TokenBatch) -> dict[str, float]:
 def _step(config: GRPOMasterConfig, batch: TokenBatch, ranks: FakeRanks, *, traced: bool) -> tuple[float, int, Traffic]:
     """Return the processor time and memory of one step, and what went over."""
     cluster: Any = SimpleNamespace(config=config.cluster)
-    loss, peak = PolicyGradientLoss(config.loss_fn, on_policy=False), 0
+    loss, peak = PolicyGradientLoss(config.loss_fn, prev_is_current=False), 0
     with patch.object(model_workers, "WorkerGroup", lambda *_, **__: ranks):
         policy = lm_policy.MegatronPolicy(
             config, cluster, seed=0, num_steps=1, source=find_model(config.policy), model_files={}

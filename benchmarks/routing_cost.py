@@ -222,7 +222,7 @@ class Contestant:
     def __post_init__(self) -> None:
         policy, megatron = self.config.policy, self.config.policy.megatron_cfg
         self.trainer = MegatronTrainer(policy, load_hf_config(policy.model_name), None, num_steps=200)
-        self._loss = PolicyGradientLoss(self.config.loss_fn, on_policy=True)
+        self._loss = PolicyGradientLoss(self.config.loss_fn, prev_is_current=True)
         self.folder.mkdir()
         self._tables = ArtifactTables(self.folder, print, max_delay_s=math.inf)
         local: Any = LocalPolicy(self.trainer, policy.logprob_batch_size)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl_moe.algorithms.grpo import update_engine
-from nemo_rl_moe.algorithms.grpo_batch import make_source, ratio_is_one
+from nemo_rl_moe.algorithms.grpo_batch import make_source, prev_is_current
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.algorithms.step_recorder import RunSummary, StepOutcome, StepRecorder, num_training_steps
@@ -57,7 +57,7 @@ def policy_is_sampled_as_it_is(config: DistillationMasterConfig) -> Iterator[str
 
 def loss_of(config: DistillationMasterConfig) -> PolicyGradientLoss:
     """Return the loss: that of GRPO, on the advantages of tokens."""
-    return PolicyGradientLoss(config.loss_fn, on_policy=ratio_is_one(config))
+    return PolicyGradientLoss(config.loss_fn, prev_is_current=prev_is_current(config))
 
 
 def run_distillation(config: DistillationMasterConfig, run: TrainingRun) -> None:

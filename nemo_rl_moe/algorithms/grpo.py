@@ -82,7 +82,7 @@ def train_grpo(
                 last_step = step
             batch = make_batch(config, groups, rollouts.pad_token_id, policy.weight_version)
             observed = joined(each.before_update(step, batch, groups.trained, clock) for each in observers)
-            batch = add_logprobs(config, policy, batch, clock, is_on_policy=groups.is_on_policy)
+            batch = add_logprobs(config, policy, batch, clock)
             batch, divergence = take_divergence_from_rewards(config, groups, batch)
             policy.prepare_for_training(clock)
             with clock.phase("train"):

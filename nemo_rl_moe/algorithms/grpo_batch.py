@@ -187,16 +187,10 @@ def add_logprobs(
     policy: PolicyInterface,
     batch: TokenBatch,
     clock: PhaseClock,
-    *,
-    is_on_policy: bool = True,
 ) -> TokenBatch:
-    """Return the batch with the log-probabilities that loss or rewards need.
-
-    Args:
-        is_on_policy: The weights that are trained have sampled every token.
-    """
+    """Return the batch with the log-probabilities that loss or rewards need."""
     without_capture = batch.without_stored(ROUTED_EXPERTS)
-    if not ratio_is_one(config, is_on_policy=is_on_policy) or config.loss_fn.use_kl_in_reward:
+    if not prev_is_current(config) or config.loss_fn.use_kl_in_reward:
         policy.prepare_for_logprobs(clock)
         with clock.phase("logprobs"):
             logprobs, batch = old_logprobs(config, policy, batch)
@@ -223,16 +217,12 @@ def old_logprobs(
     return logprobs, without_capture if capture is None else without_capture.with_stored(ROUTED_EXPERTS, capture)
 
 
-def ratio_is_one(config: GRPOMasterConfig, *, is_on_policy: bool = True) -> bool:
-    """Return whether the probability ratio is 1, so that no pass over the log-probabilities is needed.
+def prev_is_current(config: GRPOMasterConfig) -> bool:
+    """Return whether the training pass gives the log-probabilities before the update, so that no other pass is needed.
 
-    The responses of a step that is one update are trained on with the weights that made them.
-
-    Args:
-        is_on_policy: The weights that are trained have sampled every token of the step.
+    It does where a step is one update, however old the weights are that sampled the tokens.
     """
-    forced = config.loss_fn.force_on_policy_ratio
-    return config.updates_per_step == 1 and (forced == "always" or (forced == "auto" and is_on_policy))
+    return config.updates_per_step == 1 and config.loss_fn.force_on_policy_ratio != "never"
 
 
 def make_loss(config: GRPOMasterConfig, *, is_on_policy: bool) -> PolicyGradientLoss:
@@ -241,6 +231,7 @@ def make_loss(config: GRPOMasterConfig, *, is_on_policy: bool) -> PolicyGradient
     Args:
         is_on_policy: The weights that are trained have sampled every token of the step.
     """
-    is_one = ratio_is_one(config, is_on_policy=is_on_policy)
     is_uncorrected = not is_on_policy and config.loss_fn.importance_sampling_correction == "none"
-    return PolicyGradientLoss(config.loss_fn, on_policy=is_one, ratio_to_generation=is_uncorrected and not is_one)
+    return PolicyGradientLoss(
+        config.loss_fn, prev_is_current=prev_is_current(config), ratio_to_generation=is_uncorrected
+    )

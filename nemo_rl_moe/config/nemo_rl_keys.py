@@ -111,3 +111,13 @@ def row_of(key: str) -> Row | None:
     parts = key.split(".")
     above = (".".join([*parts[:length], "*"]) for length in range(len(parts) - 1, 0, -1))
     return next((_BY_KEY[section] for section in above if section in _BY_KEY), _BY_KEY.get(f"{key}.*"))
+
+
+def counterpart_of(key: str) -> str | None:
+    """Return the ending of an error line about a key that NeMo-RL has and this project has not; None for other keys."""
+    row = _BY_KEY.get(key, _BY_KEY.get(f"{key}.*"))
+    if row is None or row.ours == key:
+        return None
+    if row.ours is None:
+        return f"; NeMo-RL has it, without a counterpart here: {row.note}"
+    return f"; NeMo-RL's {key} is {row.ours} here" + (f" ({row.note})" if row.note else "")

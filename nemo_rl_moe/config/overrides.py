@@ -14,8 +14,8 @@ from yaml import YAMLError
 
 from nemo_rl_moe.config.algorithm import ALGORITHM_KEY
 from nemo_rl_moe.config.files import parse_value, traps, yaml_problem
-from nemo_rl_moe.config.renamed_keys import new_key
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, nearest_or_allowed, quoted, shortened
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, quoted, shortened
+from nemo_rl_moe.config.unknown_keys import unknown_key
 from nemo_rl_moe.masking import masked_assignment
 
 _FORM = re.compile(r"(?P<add>\+?)(?P<key>[^=+~\s]+)=(?P<value>.*)", re.DOTALL)
@@ -90,9 +90,7 @@ def apply_overrides(
         elif name == ALGORITHM_KEY:
             problems.append(f"{name}: is read from the file alone, which `nemo-rl-moe run --config FILE` starts")
         else:
-            hint, renamed = nearest_or_allowed(name, [*known, *present_keys(changed)]), new_key(name)
-            reason = f"unknown key{hint}" if renamed is None else f"is now called {renamed}"
-            problems.append(f"{shortened(name)}: {reason}")
+            problems.append(unknown_key(name, [*known, *present_keys(changed)]))
     return changed, problems
 
 

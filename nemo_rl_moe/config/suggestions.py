@@ -55,15 +55,6 @@ def nearest_key(wrong: str, known: Sequence[str]) -> str | None:
     return best if likeness(best)[0] >= ELSEWHERE_CUTOFF else nearest(wrong, known, ELSEWHERE_CUTOFF)
 
 
-def nearest_or_allowed(wrong: str, known: Sequence[str]) -> str:
-    """Return the ending of an error line about an unknown key: the nearest one, or else the keys of its section."""
-    if (suggestion := nearest_key(wrong, known)) is not None:
-        return did_you_mean(suggestion)
-    section = wrong.rpartition(".")[0]
-    allowed = dict.fromkeys(key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section)
-    return f"; allowed here: {', '.join(allowed)}" if allowed else ""
-
-
 def did_you_mean(suggestion: str | None) -> str:
     """Return the ending of an error line with `suggestion`; empty without one."""
     return f"; did you mean {suggestion}?" if suggestion else ""

@@ -12,9 +12,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from nemo_rl_moe.config.renamed_keys import new_key
 from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, NameIn, RenamedValue
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_or_allowed, shortened
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
+from nemo_rl_moe.config.unknown_keys import unknown_key
 from nemo_rl_moe.config.user_code import with_colon
 from nemo_rl_moe.masking import masked
 
@@ -214,7 +214,8 @@ def _problem(
 ) -> tuple[tuple[Any, ...], str]:
     place, field = field_at(schema, location)
     if kind == "extra_forbidden":
-        return tuple(location), _unknown_key(schema, location)
+        known = [*known_keys(schema), *_keys_beside(schema, location)]
+        return tuple(location), unknown_key(_dotted(location), known)
     name = ".".join(place)
     if field is None:
         return place, f"the configuration: got {got(values)}, expected sections"
@@ -266,14 +267,6 @@ def _problem_of_entry(
     if isinstance(given, float) and not math.isfinite(given):
         words = words.replace("a number", "a finite number")
     return (*place, rest[0]), f"{shown}: got {got(given, str(rest[0]))}, expected {words}"
-
-
-def _unknown_key(schema: type[BaseModel], location: Sequence[Any]) -> str:
-    name, known = _dotted(location), [*known_keys(schema), *_keys_beside(schema, location)]
-    shown = shortened(name)
-    if (renamed := new_key(name)) is not None:
-        return f"{shown}: is now called {renamed}"
-    return f"{shown}: unknown key{nearest_or_allowed(name, known)}"
 
 
 def _keys_beside(schema: type[BaseModel], location: Sequence[Any]) -> list[str]:

@@ -41,7 +41,7 @@ def training_keys() -> set[str]:
         )
         inputs = random_inputs(seed=0)
         inputs = replace(inputs, entropy=torch.ones_like(inputs.logprobs))
-        of_loss = PolicyGradientLoss(config, on_policy=False)(inputs).metrics
+        of_loss = PolicyGradientLoss(config, prev_is_current=False)(inputs).metrics
         series = {name: MetricSeries((float(value),), reduction) for name, (value, reduction) in of_loss.items()}
         keys |= training_metrics(TrainResult(0.0, 0.0, 0.0, 1, 1, series, {}), step_metrics()).keys()
     return keys

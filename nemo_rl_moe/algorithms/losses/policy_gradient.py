@@ -46,7 +46,7 @@ class PolicyGradientLoss:
 
     - `advantages`, of each sequence or of each token; the others have rows and columns as `logprobs`
     - `generation_logprobs`: of the policy as the engine that sampled the tokens computed them
-    - `prev_logprobs`: of the policy before the step as training computes them; not read with `on_policy`
+    - `prev_logprobs`: of the policy before the step as training computes them; not read with `prev_is_current`
     - `reference_logprobs`: of the reference model; only with a penalty above 0 that is not in the reward
 
     Metrics: those of `policy_metrics.py`; `kl_penalty`, the mean that the loss adds, before
@@ -55,13 +55,14 @@ class PolicyGradientLoss:
 
     Attributes:
         config: The section `loss_fn`.
-        on_policy: The policy is the one before the step: the ratio is 1, and its gradient that of the log-probability.
+        prev_is_current: The training pass itself is that of the policy before the step, as the step is one update:
+            the ratio to it is 1, and its gradient that of the log-probability.
         ratio_to_generation: Older weights sampled the tokens, and the ratio is to their log-probabilities as the engine
             computed them, instead of `prev_logprobs`.
     """
 
     config: PolicyGradientLossConfig
-    on_policy: bool
+    prev_is_current: bool
     ratio_to_generation: bool = False
 
     @property
@@ -78,7 +79,7 @@ class PolicyGradientLoss:
         config, mask = self.config, inputs.token_mask
         logprobs = _valid(inputs.logprobs, mask)
         current = logprobs.detach()
-        prev = current if self.on_policy else _column(inputs, "prev_logprobs")
+        prev = current if self.prev_is_current else _column(inputs, "prev_logprobs")
         generation = _column(inputs, "generation_logprobs")
         advantages = _column(inputs, "advantages")
 

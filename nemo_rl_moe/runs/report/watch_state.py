@@ -30,6 +30,9 @@ SHOWN_METRICS = {
     "train/moe/cv_excess_mean": "cv excess",
     "train/moe/avg_overload_factor": "overload",
     "train/grad_norm": "grad norm",
+    "train/staleness/mean": "staleness",
+    "train/rollouts/idle_share/trainer": "waiting",
+    "train/rollouts/idle_share/engines": "idle",
 }
 """Key to its label, in the order in which they are shown."""
 ROUTING_METRICS = (AGREEMENT, LIVE_AGREEMENT, ANOMALIES) = (

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo
-from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_loss, make_source, ratio_is_one
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_loss, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.checkpoints.state import LoopState
@@ -102,37 +102,36 @@ def test_without_staleness_the_loop_does_the_same_in_the_same_order(tmp_path: Pa
 
 
 def test_the_versions_of_a_batch_decide_on_its_ratio(tmp_path: Path) -> None:
-    """A19: `auto` is one update and no lag; the first step of a run ahead has none."""
+    """A19: the ratio is 1 without a lag alone; the first step of a run ahead has none."""
     run = Run(small_config("grpo.max_num_steps=3", *ASYNCHRONOUS), tmp_path, RefittedEngine(token_s=0.0))
     lags = run.series("train/staleness/max")
     assert lags[0] == 0
     assert max(lags) == 1
     losses = [loss for loss in run.policy.losses if isinstance(loss, PolicyGradientLoss)]
-    assert [(loss.on_policy, loss.ratio_to_generation) for loss in losses] == [(not lag, bool(lag)) for lag in lags]
-    assert run.diary.count("logprobs") == sum(lag > 0 for lag in lags)
-    assert ["prev_logprobs" in batch.columns for batch in run.policy.batches] == [lag > 0 for lag in lags]
+    assert [loss.ratio_to_generation for loss in losses] == [lag > 0 for lag in lags]
+    assert "logprobs" not in run.diary  # a step is one update: the training pass gives those before it
+    assert not any("prev_logprobs" in batch.columns for batch in run.policy.batches)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "is_on_policy", "is_one", "to_generation"),
+    ("overrides", "is_on_policy", "is_current", "to_generation"),
     [
         ((), True, True, False),
-        ((), False, False, True),
-        (("loss_fn.importance_sampling_correction=truncated",), False, False, False),
-        (("loss_fn.force_on_policy_ratio=always",), False, True, False),
+        ((), False, True, True),
+        (("loss_fn.importance_sampling_correction=truncated",), False, True, False),
         (("loss_fn.force_on_policy_ratio=never",), True, False, False),
         (("loss_fn.force_on_policy_ratio=never",), False, False, True),
     ],
 )
-def test_ratio_of_old_tokens(overrides: tuple[str, ...], is_on_policy: bool, is_one: bool, to_generation: bool) -> None:
-    config = small_config(*overrides)
-    assert ratio_is_one(config, is_on_policy=is_on_policy) == is_one
-    loss = make_loss(config, is_on_policy=is_on_policy)
-    assert (loss.on_policy, loss.ratio_to_generation) == (is_one, to_generation)
+def test_ratio_of_old_tokens(
+    overrides: tuple[str, ...], is_on_policy: bool, is_current: bool, to_generation: bool
+) -> None:
+    loss = make_loss(small_config(*overrides), is_on_policy=is_on_policy)
+    assert (loss.prev_is_current, loss.ratio_to_generation) == (is_current, to_generation)
 
 
 def test_the_ratio_of_old_tokens_is_to_who_sampled_them() -> None:
-    config = small_config()
+    config = small_config("loss_fn.force_on_policy_ratio=never")
     columns = {
         "generation_logprobs": per_token(torch.tensor([[-1.0, -1.0]])),
         "prev_logprobs": per_token(torch.tensor([[-9.0, -9.0]])),

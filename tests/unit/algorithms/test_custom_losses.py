@@ -40,7 +40,7 @@ def test_ratio_masked_by_bounds_with_a_squared_divergence() -> None:
     inputs = inputs_of(
         logprobs, mask, advantages=torch.tensor([2.0, -1.0], dtype=torch.float64), generation_logprobs=generation
     )
-    outputs = PolicyGradientLoss(config_of(objective=f"{__name__}:masked_with_kl"), on_policy=True)(inputs)
+    outputs = PolicyGradientLoss(config_of(objective=f"{__name__}:masked_with_kl"), prev_is_current=True)(inputs)
     (gradient,) = torch.autograd.grad(outputs.loss, logprobs)
     logs = [math.log(value) for value in (1.5, 4.0, 0.25, 1.0)]
     losses = [-1.5 * 2.0 + 0.1 * logs[0] ** 2, 0.1 * logs[1] ** 2, 0.1 * logs[2] ** 2, 1.0]
@@ -65,7 +65,7 @@ def test_truncated_importance_sampling_by_hand() -> None:
         generation_logprobs=generation,
         prev_logprobs=prev,
     )
-    outputs = PolicyGradientLoss(config_of(objective=f"{__name__}:truncated_sampling"), on_policy=False)(inputs)
+    outputs = PolicyGradientLoss(config_of(objective=f"{__name__}:truncated_sampling"), prev_is_current=False)(inputs)
     (gradient,) = torch.autograd.grad(outputs.loss, logprobs)
     assert outputs.loss.item() == pytest.approx(-(2 * 1.1 * 2 + 0.5 * 1.3 * 2 + 1 * 0.5 * 2) / 3, rel=1e-12)
     expected = -torch.tensor([[2 * 1.1 * 2, 0.0, 0.5 * 2]], dtype=torch.float64) / 3
@@ -78,7 +78,7 @@ def test_it_equals_the_built_in_correction(token_level_loss: bool) -> None:
     built_in = config_of(importance_sampling_correction="truncated", importance_sampling_ratio_max=2.0, **averaging)
     custom = config_of(objective=f"{__name__}:truncated_sampling", **averaging)
     inputs = random_inputs(seed=7)
-    expected, found = (PolicyGradientLoss(config, on_policy=False)(inputs).loss for config in (built_in, custom))
+    expected, found = (PolicyGradientLoss(config, prev_is_current=False)(inputs).loss for config in (built_in, custom))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     gradients = [torch.autograd.grad(loss, inputs.logprobs)[0] for loss in (expected, found)]
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-15)
@@ -95,6 +95,6 @@ def sees_everything(tokens: ObjectiveInputs) -> torch.Tensor:
 def test_an_objective_sees_what_the_built_in_ones_read() -> None:
     config = config_of(objective=f"{__name__}:sees_everything", reference_policy_kl_penalty=0.1)
     check_objective(config)
-    assert PolicyGradientLoss(config, on_policy=False)(random_inputs(seed=8)).loss.isfinite()
+    assert PolicyGradientLoss(config, prev_is_current=False)(random_inputs(seed=8)).loss.isfinite()
     for name in ("masked_with_kl", "truncated_sampling"):
         check_objective(config_of(objective=f"{__name__}:{name}"))

@@ -37,7 +37,7 @@ def test_twice_the_loss_is_twice_the_loss_with_all_that_is_around_it(corrected: 
     """Without a clip, that of REINFORCE on policy; corrections, penalty and metrics stay as they are."""
     changes = {"importance_sampling_correction": corrected, "ratio_clip_min": 1.0, "ratio_clip_max": 1e6}
     clipped, own = (
-        PolicyGradientLoss(config_of(objective=objective, ratio_clip_c=None, **changes), on_policy=False)
+        PolicyGradientLoss(config_of(objective=objective, ratio_clip_c=None, **changes), prev_is_current=False)
         for objective in ("clipped", f"{NAME}:doubled")
     )
     inputs = random_inputs(seed=3)
@@ -115,7 +115,7 @@ def test_an_error_in_a_run_begins_with_key_value_and_the_users_line(name: str) -
     source = inspect.getsource(custom_parts).splitlines()
     number = 1 + next(index for index, line in enumerate(source) if f"# {name}" in line)
     reference = f"{NAME}:{name}"
-    loss = PolicyGradientLoss(config_of(objective=reference), on_policy=False)
+    loss = PolicyGradientLoss(config_of(objective=reference), prev_is_current=False)
     for key, call in (
         (ESTIMATOR, lambda: advantages_of_rewards(torch.ones(2, 2), config_with(reference).grpo.adv_estimator)),
         (OBJECTIVE, lambda: loss(random_inputs(seed=3))),
@@ -131,6 +131,6 @@ def test_an_error_in_a_run_begins_with_key_value_and_the_users_line(name: str) -
 def test_a_loss_of_the_wrong_shape_in_a_run_is_one_line() -> None:
     reference = f"{NAME}:mean_loss"
     with pytest.raises(UserCodeError) as error:
-        PolicyGradientLoss(config_of(objective=reference), on_policy=False)(random_inputs(seed=3))
+        PolicyGradientLoss(config_of(objective=reference), prev_is_current=False)(random_inputs(seed=3))
     (line,) = str(error.value).splitlines()
     assert line.startswith(f"{OBJECTIVE}: {reference} returned shape [], expected a tensor of shape ")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo, update_engine
-from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source, ratio_is_one
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source, prev_is_current
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.run_observers import CheckedRefits, RoutingAnomalyWatch, RunObserver
@@ -397,7 +397,7 @@ def test_what_is_trained_on() -> None:
     torch.testing.assert_close(batch.columns["advantages"].values.view(2, 3), expected)
     (loss,) = loop.policy.losses
     assert isinstance(loss, PolicyGradientLoss)
-    assert (loss.config, loss.on_policy) == (loop.config.loss_fn, True)
+    assert (loss.config, loss.prev_is_current) == (loop.config.loss_fn, True)
 
 
 @pytest.mark.parametrize(
@@ -412,13 +412,13 @@ def test_what_is_trained_on() -> None:
 )
 def test_when_log_probabilities_are_asked_for(overrides: tuple[str, ...], updates: int, is_one: bool) -> None:
     config = small_config("grpo.max_num_steps=1", *overrides)
-    assert (config.updates_per_step, ratio_is_one(config)) == (updates, is_one)
+    assert (config.updates_per_step, prev_is_current(config)) == (updates, is_one)
     loop = Loop(config)
     assert ("logprobs" in loop.diary) is not is_one
     assert "reference_logprobs" not in loop.diary
     (batch,), (loss,) = loop.policy.batches, loop.policy.losses
     assert isinstance(loss, PolicyGradientLoss)
-    assert loss.on_policy is is_one
+    assert loss.prev_is_current is is_one
     assert ("prev_logprobs" in batch.columns) is not is_one
     assert ("timing/logprobs/seconds" in loop.logger.records[-1][1]) is not is_one
     if not is_one:

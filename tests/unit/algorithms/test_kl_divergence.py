@@ -97,7 +97,7 @@ def gradient_of_the_loss(kind: str, gradient: str, before: Tensor | None) -> Ten
             generation_logprobs=sampled[token].view(1, 1),
             reference_logprobs=REFERENCE[token].view(1, 1),
         )
-        loss = PolicyGradientLoss(config, on_policy=before is None)(inputs).loss
+        loss = PolicyGradientLoss(config, prev_is_current=before is None)(inputs).loss
         expected += sampled[token].exp() * gradient_of(loss, logits)
     return expected / 0.3
 
@@ -124,7 +124,7 @@ def test_a_penalty_in_the_reward_is_not_in_the_loss_too() -> None:
         generation_logprobs=logprobs.detach(),
         reference_logprobs=REFERENCE.view(1, 4),
     )
-    output = PolicyGradientLoss(config, on_policy=True)(inputs)
+    output = PolicyGradientLoss(config, prev_is_current=True)(inputs)
     assert output.loss.item() == 0.0
     assert not gradient_of(output.loss, logprobs).any()
     assert "kl_penalty" not in output.metrics

@@ -46,7 +46,7 @@ def random_lags(inputs: LossInputs, seed: int, highest: int = 8) -> Tensor:
 
 def series_of(*parts: LossInputs, **changes: Any) -> dict[str, MetricSeries]:
     """Metrics of microbatches, as ranks report them."""
-    loss = PolicyGradientLoss(config_of(**changes), on_policy=False)
+    loss = PolicyGradientLoss(config_of(**changes), prev_is_current=False)
     of_parts = [loss(part).metrics for part in parts]
     return {
         name: MetricSeries(tuple(float(of[name][0]) for of in of_parts), reduction)
@@ -179,7 +179,7 @@ def test_only_a_loss_without_a_bound_reports_the_lag_that_nothing_bounds(correct
 @pytest.mark.parametrize(("objective", "bounds"), [("clipped", True), ("reinforce", False)])
 def test_a_clipped_ratio_to_generation_is_a_bound(objective: str, bounds: bool) -> None:
     inputs = random_inputs(0)
-    loss = PolicyGradientLoss(config_of(objective=objective), on_policy=False, ratio_to_generation=True)
+    loss = PolicyGradientLoss(config_of(objective=objective), prev_is_current=False, ratio_to_generation=True)
     metrics = loss(with_lags(inputs, random_lags(inputs, 0))).metrics
     assert ("by_lag/max_unbounded_lag" not in metrics) == bounds
 

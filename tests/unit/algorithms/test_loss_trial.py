@@ -66,7 +66,7 @@ def test_losses_that_can_be_used_pass(config: GRPOMasterConfig) -> None:
         likelihood,
         sft_loss,
         ValueLoss(clip_range=0.5),
-        PolicyGradientLoss(config_of(reference_policy_kl_penalty=0.1, entropy_bonus=0.1), on_policy=False),
+        PolicyGradientLoss(config_of(reference_policy_kl_penalty=0.1, entropy_bonus=0.1), prev_is_current=False),
     )
     check_losses(algorithm, config)
     check_losses(replace(algorithm, losses=ALGORITHMS["grpo"].losses), config)

@@ -102,7 +102,7 @@ def test_gradient_equals_finite_differences(config: PolicyGradientLossConfig) ->
     inputs = random_inputs(seed=1)
 
     def loss(logprobs: Tensor) -> Tensor:
-        return PolicyGradientLoss(config, on_policy=False)(replace(inputs, logprobs=logprobs)).loss
+        return PolicyGradientLoss(config, prev_is_current=False)(replace(inputs, logprobs=logprobs)).loss
 
     assert torch.autograd.gradcheck(loss, (inputs.logprobs,))
 
@@ -138,7 +138,21 @@ def test_a_nan_among_the_valid_tokens_is_not_hidden(name: str, correction: str) 
         inputs = replace(inputs, logprobs=logprobs)
     else:
         inputs.columns[name].values[1, 0] = float("nan")
-    assert PolicyGradientLoss(config, on_policy=False)(inputs).loss.isnan()
+    assert PolicyGradientLoss(config, prev_is_current=False)(inputs).loss.isnan()
+
+
+@pytest.mark.parametrize("correction", ["none", "truncated"])
+def test_the_training_pass_gives_the_log_probabilities_before_the_update_of_old_tokens_too(correction: str) -> None:
+    inputs, config = random_inputs(seed=5), config_of(importance_sampling_correction=correction)
+    prev = per_token(inputs.logprobs.detach().clone())
+    given = replace(inputs, columns={**inputs.columns, "prev_logprobs": prev})
+    to_generation = correction == "none"
+    expected = PolicyGradientLoss(config, prev_is_current=False, ratio_to_generation=to_generation)(given)
+    found = PolicyGradientLoss(config, prev_is_current=True, ratio_to_generation=to_generation)(inputs)
+    gradient = gradient_of(found.loss, inputs)
+    assert gradient.count_nonzero() > 0
+    assert torch.equal(gradient, gradient_of(expected.loss, inputs))
+    assert found.metrics == expected.metrics
 
 
 @pytest.mark.parametrize(("config", "on_policy"), FEW_CASES)
@@ -148,8 +162,8 @@ def test_on_policy_is_prev_logprobs_taken_from_the_policy_itself(
     inputs = random_inputs(seed=4)
     given = replace(inputs, columns={**inputs.columns, "prev_logprobs": per_token(inputs.logprobs.detach().clone())})
     absent = replace(inputs, columns={k: v for k, v in inputs.columns.items() if k != "prev_logprobs"})
-    expected = PolicyGradientLoss(config, on_policy=False)(given)
-    found = PolicyGradientLoss(config, on_policy=True)(absent)
+    expected = PolicyGradientLoss(config, prev_is_current=False)(given)
+    found = PolicyGradientLoss(config, prev_is_current=True)(absent)
     assert torch.equal(found.loss, expected.loss)
     assert torch.equal(gradient_of(found.loss, inputs), gradient_of(expected.loss, inputs))
     assert found.metrics == expected.metrics
@@ -217,8 +231,10 @@ def test_loss_is_the_surrogate_and_the_weighted_penalty() -> None:
     for token_level, correction in product([False, True], ["none", "truncated", "icepop"]):
         switches = {"token_level_loss": token_level, "importance_sampling_correction": correction}
         inputs = random_inputs(seed=7)
-        without = PolicyGradientLoss(config_of(**switches), on_policy=False)(inputs)
-        outputs = PolicyGradientLoss(config_of(**switches, reference_policy_kl_penalty=0.5), on_policy=False)(inputs)
+        without = PolicyGradientLoss(config_of(**switches), prev_is_current=False)(inputs)
+        outputs = PolicyGradientLoss(config_of(**switches, reference_policy_kl_penalty=0.5), prev_is_current=False)(
+            inputs
+        )
         penalty = outputs.metrics["kl_penalty"][0].item()
         assert penalty > 0
         assert outputs.loss.item() == pytest.approx(without.loss.item() + 0.5 * penalty, rel=1e-12)
@@ -229,8 +245,8 @@ def test_the_entropy_bonus_lowers_the_loss_by_the_mean_of_the_entropy(mean: dict
     inputs, mask = random_inputs(seed=10), random_inputs(seed=10).token_mask
     entropy = torch.rand(mask.shape, dtype=torch.float64).masked_fill(~mask, float("nan")).requires_grad_()
     inputs = replace(inputs, entropy=entropy)
-    without = PolicyGradientLoss(config_of(**mean), on_policy=False)
-    loss = PolicyGradientLoss(config_of(**mean, entropy_bonus=0.5), on_policy=False)
+    without = PolicyGradientLoss(config_of(**mean), prev_is_current=False)
+    loss = PolicyGradientLoss(config_of(**mean, entropy_bonus=0.5), prev_is_current=False)
     assert (loss.needs, without.needs) == ({Head.ENTROPY}, frozenset())
     outputs = loss(inputs)
     lengths = mask.sum(dim=1, keepdim=True).expand_as(mask)[mask].double()
@@ -250,7 +266,7 @@ def test_the_entropy_bonus_lowers_the_loss_by_the_mean_of_the_entropy(mean: dict
 def test_without_a_ratio_the_gradient_is_that_of_the_log_probability() -> None:
     """-A * log p, of a policy that has moved since the step began too: nothing is clipped."""
     inputs = random_inputs(seed=11, spread=3.0)
-    outputs = PolicyGradientLoss(config_of(objective="reinforce"), on_policy=False)(inputs)
+    outputs = PolicyGradientLoss(config_of(objective="reinforce"), prev_is_current=False)(inputs)
     advantages = inputs.columns["advantages"].values[:, None].expand_as(inputs.logprobs)
     wanted = (-advantages / inputs.global_valid_tokens).where(inputs.token_mask, 0.0)
     torch.testing.assert_close(gradient_of(outputs.loss, inputs), wanted, rtol=1e-12, atol=0)
@@ -262,7 +278,7 @@ def test_a_missing_tensor_is_named(name: str) -> None:
     inputs = random_inputs(seed=8)
     del inputs.columns[name]  # type: ignore[attr-defined]
     with pytest.raises(KeyError, match=name):
-        PolicyGradientLoss(config_of(reference_policy_kl_penalty=0.1), on_policy=False)(inputs)
+        PolicyGradientLoss(config_of(reference_policy_kl_penalty=0.1), prev_is_current=False)(inputs)
 
 
 @pytest.mark.parametrize(("config", "on_policy"), some_of(FEW_CASES, 10))
@@ -280,12 +296,12 @@ def test_nothing_waits_for_the_device(config: PolicyGradientLossConfig, on_polic
 def test_advantages_of_another_precision_do_not_change_that_of_the_loss() -> None:
     inputs = random_inputs(seed=10)
     single = replace(inputs, logprobs=inputs.logprobs.detach().float().requires_grad_())
-    outputs = PolicyGradientLoss(config_of(reference_policy_kl_penalty=0.1), on_policy=False)(single)
+    outputs = PolicyGradientLoss(config_of(reference_policy_kl_penalty=0.1), prev_is_current=False)(single)
     assert outputs.loss.dtype is torch.float32
 
 
 def test_survives_pickling() -> None:
-    loss = PolicyGradientLoss(config_of(), on_policy=True)
+    loss = PolicyGradientLoss(config_of(), prev_is_current=True)
     again = pickle.loads(pickle.dumps(loss))  # noqa: S301  (written on this line)
     assert again == loss
     inputs = random_inputs(seed=11)

@@ -106,7 +106,7 @@ def test_any_cut_adds_up_to_the_same(
 
 @pytest.mark.parametrize("token_level_loss", [False, True])
 def test_repeating_the_global_batch_changes_no_mean(token_level_loss: bool) -> None:
-    loss_function = PolicyGradientLoss(config_of(token_level_loss=token_level_loss), on_policy=False)
+    loss_function = PolicyGradientLoss(config_of(token_level_loss=token_level_loss), prev_is_current=False)
     whole = whole_batch(seed=0)
     twice = inputs_of(
         whole.logprobs.repeat(2, 1),

@@ -31,6 +31,17 @@ Problems = Callable[..., list[str]]
             "policy.generation.max_tokens: unknown key; did you mean policy.generation.max_new_tokens?",
         ),
         ("env.timeout=3", "env.timeout: unknown key; did you mean env.timeout_s?"),
+        (
+            "grpo.async_grpo.enabled=true",
+            "grpo.async_grpo.enabled: unknown key; NeMo-RL's grpo.async_grpo.enabled is grpo.rollouts.mode here"
+            " (`synchronous` or `asynchronous`)",
+        ),
+        (
+            "grpo.seq_logprob_error_threshold=2",
+            "grpo.seq_logprob_error_threshold: unknown key; NeMo-RL has it, without a counterpart here:"
+            " `loss_fn.importance_sampling_correction: sequence_mask` leaves out responses that training disagrees"
+            " with",
+        ),
         ("data.promt_key=x", "data.promt_key: unknown key; did you mean data.prompt_key?"),
         (
             "logger.num_samples_to_prin=3",

@@ -78,7 +78,7 @@ def test_policy_losses(case: dict[str, Any]) -> None:
     logprobs, mask = given.pop("logprobs").clone().requires_grad_(), given.pop("mask").bool()
     inputs = policy_loss_reference.inputs_of(logprobs, mask, **given)
     config = policy_loss_reference.config_of(**case["settings"])
-    outputs = PolicyGradientLoss(config, on_policy=case["on_policy"])(inputs)
+    outputs = PolicyGradientLoss(config, prev_is_current=case["on_policy"])(inputs)
     assert outputs.loss.item() == pytest.approx(case["loss"], rel=1e-7)
     if "gradient" in case:
         expected = torch.tensor(case["gradient"], dtype=torch.float64)
@@ -165,7 +165,7 @@ def test_inputs_reach_what_they_are_compared_by(bound: str) -> None:
     plain = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28, "ratio_clip_c": None, "reference_policy_kl_penalty": 0.0}
     other = {"ratio_clip_min": 0.21, "ratio_clip_max": 0.29, "ratio_clip_c": 1.2, "reference_policy_kl_penalty": 0.1}
     losses = [
-        PolicyGradientLoss(policy_loss_reference.config_of(**settings), on_policy=False)(inputs).loss.item()
+        PolicyGradientLoss(policy_loss_reference.config_of(**settings), prev_is_current=False)(inputs).loss.item()
         for settings in (plain, plain | {bound: other[bound]})
     ]
     assert losses[0] != pytest.approx(losses[1], rel=1e-4)

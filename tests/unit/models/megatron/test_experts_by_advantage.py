@@ -85,7 +85,7 @@ def train(policy: Any, plan: Any, by_token: bool, loss: str, steps: int) -> dict
         of_rank = plan[trainer.coordinates.data_parallel_rank]
         shards = [make_shard(batch, microbatches, batch) for microbatches in of_rank]
         config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
-        function = sft_loss if loss == "sft" else PolicyGradientLoss(config.loss_fn, on_policy=True)
+        function = sft_loss if loss == "sft" else PolicyGradientLoss(config.loss_fn, prev_is_current=True)
         for _ in range(steps):
             metrics = trainer.train(shards, function).moe_metrics
         return {name: value for name, value in metrics.items() if name.startswith("routing_advantage/")}

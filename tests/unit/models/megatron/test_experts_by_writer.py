@@ -65,7 +65,7 @@ def train(policy: Any, plan: Any, has_writers: bool) -> Any:
         shards = [make_shard(batch, microbatches, batch) for microbatches in of_rank]
         config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
         for _ in range(2):  # the second step begins anew
-            found = trainer.train(shards, PolicyGradientLoss(config.loss_fn, on_policy=True))
+            found = trainer.train(shards, PolicyGradientLoss(config.loss_fn, prev_is_current=True))
         metrics = {name: value for name, value in found.moe_metrics.items() if name.startswith("routing_writers/")}
         load = EXPERTS_BY_WRITER.of(found.artifacts)
         return metrics, None if load is None else load.counts

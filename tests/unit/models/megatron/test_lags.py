@@ -58,7 +58,9 @@ class Version:
 
 
 def loss(*, on_policy: bool) -> PolicyGradientLoss:
-    return PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, on_policy=on_policy)
+    return PolicyGradientLoss(
+        load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, prev_is_current=on_policy
+    )
 
 
 def plain_batch() -> TokenBatch:

@@ -51,7 +51,7 @@ def rl_batch() -> TokenBatch:
 
 def step(policy: PolicyConfig, pretended: bool, microbatches: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
     """Loss, norm and metrics of the second step of two, and the waits of each kind of pass."""
-    loss = PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, on_policy=True)
+    loss = PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, prev_is_current=True)
     gpu = PretendedGpu()
 
     def run() -> tuple[Any, ...]:

@@ -45,7 +45,7 @@ MEASURED = {"router_gradients__every_n_steps": 1, "router_gradients__num_microba
 
 
 def loss_function() -> PolicyGradientLoss:
-    return PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, on_policy=True)
+    return PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, prev_is_current=True)
 
 
 def rl_batch(seed: int = 3, *, with_routes: bool = False, **sizes: int) -> TokenBatch:

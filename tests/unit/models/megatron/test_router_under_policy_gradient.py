@@ -64,7 +64,7 @@ def policy_for(world_size: int = 1, coefficient: float = 0.0, **changes: Any) ->
 
 
 def loss_function() -> PolicyGradientLoss:
-    return PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, on_policy=True)
+    return PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, prev_is_current=True)
 
 
 def rl_batch(advantages: tuple[float, ...], seed: int = 3, *, repeats: bool = False) -> TokenBatch:

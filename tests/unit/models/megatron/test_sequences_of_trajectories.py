@@ -50,7 +50,7 @@ class Step:
 
 
 def step_of(policy: GeneratingPolicyConfig, trajectories: Sequence[Trajectory]) -> Step:
-    loss = PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, on_policy=True)
+    loss = PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, prev_is_current=True)
     with parallel_job(policy):
         trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
         place = trainer.coordinates

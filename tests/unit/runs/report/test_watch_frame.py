@@ -52,6 +52,15 @@ def text_of(run: WatchedRun, now: float = 1009.0, room: Room = PLAIN) -> list[st
     return [line.plain for line in frame(run, now, room)]
 
 
+def test_an_asynchronous_run_shows_staleness_and_who_waits() -> None:
+    shares = {"train/staleness/mean": 1.5, "train/rollouts/idle_share/trainer": 0.25}
+    lines = text_of(watched(series={key: [(4, value)] for key, value in shares.items()}))
+    assert [line.split()[0] for line in lines if line.endswith(("1.5 to 1.5", "0.25 to 0.25"))] == [
+        "staleness",
+        "waiting",
+    ]
+
+
 def test_a_frame() -> None:
     assert text_of(watched(episodes=[Episodes(finding("layer 0: uneven"), 1, 3)])) == [
         "sft/exp_007  sft  step 4/40  3 s/step  training 12,346 tok/s  elapsed 0:08  eta 1:48  writing",

@@ -1,0 +1,29 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Error lines about unknown keys."""
+
+from collections.abc import Sequence
+
+from nemo_rl_moe.config.renamed_keys import new_key
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, shortened
+
+
+def unknown_key(name: str, known: Sequence[str]) -> str:
+    """Return the error line about an unknown full key.
+
+    It names what the key is called now, or the counterpart of a key of NeMo-RL, or the nearest key, or else the keys of
+    its section.
+    """
+    from nemo_rl_moe.config.nemo_rl_keys import counterpart_of  # a table to read, which only errors need
+
+    if (renamed := new_key(name)) is not None:
+        return f"{shortened(name)}: is now called {renamed}"
+    return f"{shortened(name)}: unknown key{counterpart_of(name) or _nearest_or_allowed(name, known)}"
+
+
+def _nearest_or_allowed(wrong: str, known: Sequence[str]) -> str:
+    if (suggestion := nearest_key(wrong, known)) is not None:
+        return did_you_mean(suggestion)
+    section = wrong.rpartition(".")[0]
+    allowed = dict.fromkeys(key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section)
+    return f"; allowed here: {', '.join(allowed)}" if allowed else ""
