@@ -159,7 +159,7 @@ test-libraries: $(TEST_STAMP) $(LIBRARIES_STAMP) $(OPENENV_STAMP) ## environment
 	@OMP_NUM_THREADS=1 $(LIBRARIES_VENV)/bin/python -m pytest tests/unit/rollouts/test_verifiers_environment.py \
 		tests/unit/tools/test_mcp_tools.py tests/functional/test_library_runs.py -m "full or not full" $(PYTEST_ARGUMENTS)
 	@OMP_NUM_THREADS=1 $(OPENENV_VENV)/bin/python -m pytest tests/unit/rollouts/test_openenv_environment.py \
-		tests/unit/tools/test_mcp_tools.py $(PYTEST_ARGUMENTS)
+		tests/unit/tools/test_mcp_tools.py tests/functional/test_library_runs.py -m "full or not full" $(PYTEST_ARGUMENTS)
 
 test-browser: $(TEST_STAMP) ## reports of runs opened in a browser, skipped without one: apt-get install chromium
 	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_report_images_browser.py tests/functional/test_audit_browser.py $(PYTEST_ARGUMENTS)

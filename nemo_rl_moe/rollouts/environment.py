@@ -29,7 +29,7 @@ from nemo_rl_moe.rollouts.conversation import Conversation
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
 from nemo_rl_moe.rollouts.trajectory import FinishReason, Trajectory
 from nemo_rl_moe.rollouts.transcript import Transcript
-from nemo_rl_moe.runs.folder.conversations import ToolUse
+from nemo_rl_moe.runs.folder.conversations import Outcome, ToolUse
 
 KEPT_MASS = "sampling_kept_mass"
 CACHED_TOKENS = "mean_cached_tokens_per_sample"
@@ -296,6 +296,10 @@ class Session:
             seconds: How long it took; it is over now.
         """
         self._transcript.add_call(call, seconds)
+
+    def note_result(self, call_id: str, outcome: Outcome) -> None:
+        """Note what came of a call that was noted before; its result is there now."""
+        self._transcript.add_result(call_id, outcome)
 
     def _require_no_response_pending(self, what: str) -> None:
         if self._asked_for == _RESPONSE:

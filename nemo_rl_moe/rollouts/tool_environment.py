@@ -23,6 +23,8 @@ CallTool = Callable[[str, Mapping[str, object], float], Awaitable[ToolResult]]
 """From the name of a tool, checked arguments and a limit in seconds to the result."""
 CALLS, WRONG_CALLS, FAILED_CALLS = "tools/calls", "tools/wrong_calls", "tools/failed_calls"
 RESULTS_CUT, SECONDS = "tools/cut_results", "tools/seconds"
+UNKNOWN_CALLS = "tools/unknown_calls"
+"""Of environments of other libraries: nothing came back."""
 METRICS = (CALLS, WRONG_CALLS, FAILED_CALLS, RESULTS_CUT, SECONDS)
 NO_TOOL = "unknown"
 """Name of the tool in the answer to a call that names none of the run's."""

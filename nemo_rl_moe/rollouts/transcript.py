@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence
-from nemo_rl_moe.runs.folder.conversations import ConversationTurn, RolloutTimes, Span, ToolUse
+from nemo_rl_moe.runs.folder.conversations import ConversationTurn, Outcome, RolloutTimes, Span, ToolUse
 
 PROMPT, ENVIRONMENT, ASSISTANT = "prompt", "environment", "assistant"
 _IMAGE = "[image]"
@@ -43,6 +43,7 @@ class Transcript:
         self._last_response: int | None = None
         self._generation: list[Span] = []
         self._tools: list[Span] = []
+        self._places: dict[str, _PlaceOfCall] = {}
 
     def now_s(self) -> float:
         """Return the seconds since its start."""
@@ -99,11 +100,26 @@ class Transcript:
         """Note a call in the last response, which is over now and took so many seconds."""
         if self._last_response is None:
             return
-        placed = self._turns[self._last_response]
-        turn = replace(placed.turn, calls=(*placed.turn.calls, call))
-        self._turns[self._last_response] = replace(placed, turn=turn)
+        calls = self._turns[self._last_response].turn.calls
+        if call.call_id:
+            self._places[call.call_id] = _PlaceOfCall(self._last_response, len(calls), len(self._tools))
+        self._set_calls(self._last_response, (*calls, call))
         now_s = self.now_s()
         self._tools.append((max(0.0, now_s - seconds), now_s))
+
+    def add_result(self, call_id: str, outcome: Outcome) -> None:
+        """Note what came of a call that was noted before, whose result is there now."""
+        place = self._places.get(call_id)
+        if place is None:
+            return
+        calls = list(self._turns[place.turn].turn.calls)
+        calls[place.call] = replace(calls[place.call], outcome=outcome)
+        self._set_calls(place.turn, calls)
+        self._tools[place.span] = self._tools[place.span][0], self.now_s()
+
+    def _set_calls(self, turn: int, calls: Sequence[ToolUse]) -> None:
+        placed = self._turns[turn]
+        self._turns[turn] = replace(placed, turn=replace(placed.turn, calls=tuple(calls)))
 
     def conversation(self, kept: Sequence[GrowingSequence]) -> tuple[ConversationTurn, ...]:
         """Return the turns so far.
@@ -128,6 +144,15 @@ class Transcript:
     def times(self) -> RolloutTimes:
         """Return what it did when."""
         return RolloutTimes(self.now_s(), tuple(self._generation), tuple(self._tools))
+
+
+@dataclass(frozen=True)
+class _PlaceOfCall:
+    """Indices of a call: of its turn, within that turn, and of its time."""
+
+    turn: int
+    call: int
+    span: int
 
 
 @dataclass(frozen=True)

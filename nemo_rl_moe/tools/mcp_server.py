@@ -3,6 +3,7 @@
 """A server of the Model Context Protocol as a child process, asked over its standard input and output."""
 
 import asyncio
+import os
 import sys
 import tempfile
 import threading
@@ -11,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from nemo_rl_moe.config.schema_environment import McpServerConfig
+from nemo_rl_moe.distributed.run_process import OWNER
 
 Result = TypeVar("Result")
 _ENDS_WITH_ITS_PARENT = (
@@ -116,7 +118,8 @@ class McpServer:
         parameters = StdioServerParameters(
             command=sys.executable,
             args=["-c", _ENDS_WITH_ITS_PARENT, config.command, *config.args],
-            env=dict(config.env) or None,
+            # By the mark of the run what servers start is found and ended with it.
+            env={**config.env, **{name: os.environ[name] for name in (OWNER,) if name in os.environ}} or None,
         )
         try:
             async with stdio_client(parameters, errlog=self._errors) as streams, ClientSession(*streams) as session:

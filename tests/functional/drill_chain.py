@@ -21,10 +21,9 @@ import psutil
 from tests.functional import run_kills
 from tests.functional.drill_accounts import Accounts
 from tests.functional.drill_faults import Drill
-from tests.functional.drill_moments import COMPLETION_LIMIT_S, Moments, last_step, victims_of
+from tests.functional.drill_moments import COMPLETION_LIMIT_S, Moments, Notes, last_step, victims_of
 from tests.functional.drill_records import Logs, Reference
 from tests.functional.drill_runs import Kind
-from tests.support import drill_reward
 from tests.support.ray_nodes import RayNodes
 
 END_LIMIT_S = 200.0
@@ -109,8 +108,8 @@ class Chain:
         self.num_steps = num_steps
         # Ray's sockets lie in the temporary folder, and their names must be short.
         self._temporary = Path(f"/tmp/d{os.getpid()}")
-        self._notes = folder / "reward_functions"
-        for path in (self._temporary, self._notes):
+        self._notes = Notes(folder / "reward_functions", folder / "callers")
+        for path in (self._temporary, self._notes.scoring, self._notes.calling):
             path.mkdir(parents=True)
         self._disk = folder / "disk"
         self.logs = Logs(self._disk)
@@ -216,7 +215,7 @@ class Chain:
     @contextmanager
     def _attempt(self) -> Iterator[run_kills.Run]:
         """The command, started once more; nothing of it is left."""
-        environment = {"TMPDIR": str(self._temporary), drill_reward.NOTES: str(self._notes)}
+        environment = {"TMPDIR": str(self._temporary)} | self._notes.environment()
         if self._joins:
             environment["RAY_ADDRESS"] = self._nodes.address()
         self._num_attempts += 1
@@ -291,6 +290,8 @@ class Chain:
         with suppress(AssertionError):
             run.wait_until_nothing_runs(END_LIMIT_S)
         left = [f"process {process.pid}" for process in run.family()]
+        if not self._joins:  # nodes go on, with the same folder
+            left += [f"orphan {pid}" for pid in run_kills.processes_with("TMPDIR", str(self._temporary))]
         for name in _names(self._temporary):
             path = self._temporary / name
             if name == NODES_FOLDER or name.startswith(CACHE):

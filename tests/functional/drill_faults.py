@@ -91,7 +91,7 @@ def _drills(kind: Kind, with_disk: bool) -> Iterator[Drill]:
         for fault in ("SIGTERM", "SIGINT"):
             yield Drill(phase, "driver", fault)
     yield Drill("train", "watcher", "kill")
-    for phase in ("train", "saving", *(("generation",) if "generation" in kind.phases else ())):
+    for phase in ("train", "saving", *(phase for phase in ("generation", "calling") if phase in kind.phases)):
         yield Drill(phase, "all", "SIGTERM")
         yield Drill(phase, "worker", "freeze")
         for victim in ("worker", "driver", "raylet", "gcs_server"):
@@ -106,6 +106,8 @@ def _drills(kind: Kind, with_disk: bool) -> Iterator[Drill]:
         for phase in ("generation", "scoring", "train"):
             yield Drill(phase, "reward_function", "kill")
         yield Drill("scoring", "reward_function", "pause")
+    if kind.caller:  # one that is killed costs its call, so that the run would equal no other
+        yield Drill("calling", kind.caller, "pause")
     for phase in ("train", "saving", "validation"):
         if with_disk:
             yield Drill(phase, "disk", "full")
@@ -114,7 +116,14 @@ def _drills(kind: Kind, with_disk: bool) -> Iterator[Drill]:
 
 
 def plan(
-    kind: Kind, seed: int, turn: int, num_drills: int, *, with_disk: bool, victims: Collection[str] = ()
+    kind: Kind,
+    seed: int,
+    turn: int,
+    num_drills: int,
+    *,
+    with_disk: bool,
+    victims: Collection[str] = (),
+    phases: Collection[str] = (),
 ) -> list[Drill]:
     """The drills of a chain: the next ones of the kind's menu, shuffled; those at the end of a run come last.
 
@@ -125,10 +134,15 @@ def plan(
         num_drills: Drills of a chain.
         with_disk: True where a small file system can be mounted.
         victims: These alone; none: all.
+        phases: These alone; none: all.
     """
     drills: list[Drill] = []
     first = turn * num_drills
-    whole = [drill for drill in menu(kind, with_disk=with_disk) if not victims or drill.victim in victims]
+    whole = [
+        drill
+        for drill in menu(kind, with_disk=with_disk)
+        if (not victims or drill.victim in victims) and (not phases or drill.phase in phases)
+    ]
     for round_number in range((first + num_drills) // len(whole) + 1):
         order = list(whole)
         random.Random(f"{seed} {kind.name} {round_number}").shuffle(order)

@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ from tests.functional import run_kills
 from tests.functional.drill_faults import Drill
 from tests.functional.drill_records import Logs, Reference
 from tests.functional.drill_runs import VAL_PERIOD, Kind
+from tests.support import drill_calls, drill_reward
 
 COMPLETION_LIMIT_S = 900.0
 START_LIMIT_S = 400.0
@@ -37,20 +39,46 @@ def last_step(run: run_kills.Run) -> int:
     return int(reported[-1]) if reported else -1
 
 
-def victims_of(run: run_kills.Run, role: str, notes: Path) -> list[psutil.Process]:
-    """The processes of a role, with those that score apart from the ranks.
+@dataclass(frozen=True)
+class Notes:
+    """Folders in which processes of the attempts leave their ids.
+
+    Attributes:
+        scoring: Those that score.
+        calling: Those that run tools or agents, with a text while they do.
+    """
+
+    scoring: Path
+    calling: Path
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that tell them."""
+        return {drill_reward.NOTES: str(self.scoring), drill_calls.NOTES: str(self.calling)}
+
+    def is_calling(self, processes: Sequence[psutil.Process]) -> bool:
+        """Return whether one of them runs a tool, or an agent that does something between two requests."""
+        notes = [self.calling / str(process.pid) for process in processes]
+        return any(note.exists() and note.read_text() for note in notes)
+
+
+def victims_of(run: run_kills.Run, role: str, notes: Notes) -> list[psutil.Process]:
+    """The processes of a role, with those that score and those that run tools apart from the ranks.
 
     Args:
         run: The attempt.
-        role: As `Run.find` names it, reward function or all.
-        notes: Folder in which each process that scores has left its id.
+        role: As `Run.find` names it, reward_function, tool or all.
+        notes: What tells them apart.
     """
-    reward_functions = {path.name for path in notes.iterdir()}
     if role == "all":
         return run.family()
-    if role == "reward_function":
-        return [worker for worker in run.find("worker") if str(worker.pid) in reward_functions]
-    return [process for process in run.find(role) if role != "worker" or str(process.pid) not in reward_functions]
+    apart = {
+        name: {path.name for path in folder.iterdir()}
+        for name, folder in (("reward_function", notes.scoring), ("tool", notes.calling))
+    }
+    if role in apart:
+        return [worker for worker in run.find("worker") if str(worker.pid) in apart[role]]
+    others = set().union(*apart.values()) if role == "worker" else set()
+    return [process for process in run.find(role) if str(process.pid) not in others]
 
 
 def _are_busy(workers: Sequence[psutil.Process]) -> bool:
@@ -69,7 +97,7 @@ class Moments:
         notes: As of `victims_of`.
     """
 
-    def __init__(self, kind: Kind, logs: Logs, reference: Reference, chance: random.Random, notes: Path):
+    def __init__(self, kind: Kind, logs: Logs, reference: Reference, chance: random.Random, notes: Notes):
         self._kind, self._logs, self._reference, self._chance, self._notes = kind, logs, reference, chance, notes
 
     def wait(self, run: run_kills.Run, drill: Drill) -> str:
@@ -114,6 +142,10 @@ class Moments:
             return done >= before + 2 and (phase != "validation" or (done + 1) % VAL_PERIOD == 0)
 
         run.wait_for(is_next, START_LIMIT_S, POLL_S)
+        if phase == "calling":
+            callers = victims_of(run, self._kind.caller, self._notes)
+            run.wait_for(lambda: self._notes.is_calling(callers), START_LIMIT_S, POLL_S)
+            return f"after step {last_step(run)}"
         pace = (self._logs.last_step_s() or self._reference.step_s) / self._reference.step_s
         start, end = self._reference.window(TIMED_AS.get(phase, phase))
         if phase == "scoring" and not self._kind.repeats:  # at any time, beside training

@@ -58,12 +58,15 @@ class Logs:
         }
 
     def samples(self, *, of_all: bool = False) -> dict[int, list[dict[str, Any]]]:
-        """The responses of each recorded step; none but of GRPO.
+        """The responses of each recorded step, all but times; none but of GRPO.
 
         Args:
             of_all: Of all folders, the newest one that has a step, and not of the newest alone.
         """
-        return self._by_step("samples.jsonl", of_all)
+        return {
+            step: [{key: value for key, value in record.items() if key != "times"} for record in records]
+            for step, records in self._by_step("samples.jsonl", of_all).items()
+        }
 
     def last_step_s(self) -> float | None:
         """Seconds of the last step's phases; None where the run's folder has just been deleted with its records."""
@@ -102,7 +105,7 @@ class Logs:
 
 
 def _is_time(key: str) -> bool:
-    return key.startswith("timing/")
+    return key.startswith("timing/") or key.endswith("/tools/seconds")
 
 
 def _phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from tests.functional import dpo_runs, grpo_runs, sft_runs, vision_runs
 
 VAL_PERIOD = 4
@@ -15,6 +16,7 @@ FROZEN_AFTER_S = 40
 STALLED_AFTER_S = 15
 NUM_PROMPTS = 40
 GROUPS_A_STEP = 4
+CALLING_MODEL = sft_runs.REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe_tools"
 STEPS_AN_EPOCH = NUM_PROMPTS // GROUPS_A_STEP
 COMMON: dict[str, Any] = {
     **sft_runs.only_jsonl(),
@@ -40,6 +42,7 @@ class Kind:
         anchors: Of phases that are not within a step: what the run prints at their beginning.
         uses_vllm: vLLM generates.
         repeats: It equals an unharmed run. False: it is asynchronous, and its accounts must be right.
+        caller: What calls of the phase `calling` run in: tool or agent; empty without that phase.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Kind:
     anchors: Mapping[str, str] = field(default_factory=dict)
     uses_vllm: bool = False
     repeats: bool = True
+    caller: str = ""
 
     @property
     def scores(self) -> bool:
@@ -70,6 +74,7 @@ def make_inputs(folder: Path) -> Path:
         grpo_runs.make_prompts(unfinished, NUM_PROMPTS)
         vision_runs.make_shapes(unfinished / "shapes")
         sft_runs.make_model_folder(unfinished / "model", num_hidden_layers=2)
+        sft_runs.make_model_folder(unfinished / "model_of_callers", CALLING_MODEL, num_hidden_layers=2)
         unfinished.rename(folder)
     return folder
 
@@ -158,7 +163,38 @@ def _grpo_vision(folder: Path, inputs: Path, num_steps: int) -> list[str]:
     return _grpo(folder, inputs, num_steps, vision_runs.GRPO_EXEMPLAR, **changes)
 
 
+def _grpo_calling(folder: Path, inputs: Path, num_steps: int, **env: Any) -> list[str]:
+    """Two responses a trajectory, and a call between them; the engine is a rank of its own beside the trainer's."""
+    changes: dict[str, Any] = {
+        "policy__model_name": inputs / "model_of_callers",
+        "policy__max_total_sequence_length": 700,
+        "policy__generation__backend": "megatron_separate",
+        # Most bytes end a response: behind a token that ends none, a template cannot go on.
+        "policy__generation__stop_token_ids": list(range(0, 250, 8)),
+        "env__max_turns": 2,
+    }
+    return [*_grpo(folder, inputs, num_steps, **changes | env), f"+cluster.roles.{GENERATION_ROLE}={{}}"]
+
+
+def _grpo_tools(folder: Path, inputs: Path, num_steps: int) -> list[str]:
+    tools: dict[str, Any] = {
+        "env__tools": ["tests.support.drill_calls:turn_around"],
+        "env__tool_format": "tests.support.drill_calls:ANY_TEXT",
+        "env__tool_limits__num_workers": 2,
+    }
+    return _grpo_calling(folder, inputs, num_steps, **tools)
+
+
+def _grpo_agent(folder: Path, inputs: Path, num_steps: int) -> list[str]:
+    agent: dict[str, Any] = {
+        "env__agent": "tests.support.drill_calls:asks_twice",
+        "env__agent_limits__num_workers": 2,
+    }
+    return _grpo_calling(folder, inputs, num_steps, **agent)
+
+
 _ALWAYS = ("start", "train", "validation", "saving", "end")
+_OF_CALLERS = (*_ALWAYS, "generation", "calling", "scoring", "logprobs", "reference", "refit")
 KINDS = {
     kind.name: kind
     for kind in (
@@ -186,5 +222,8 @@ KINDS = {
             only_if_asked=True,
             repeats=False,
         ),
+        # The engine's rank is a worker, too.
+        Kind("grpo_tools", _grpo_tools, _OF_CALLERS, only_if_asked=True, caller="tool"),
+        Kind("grpo_agent", _grpo_agent, _OF_CALLERS, only_if_asked=True, caller="agent"),
     )
 }

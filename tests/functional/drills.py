@@ -86,7 +86,8 @@ def run_chain(options: argparse.Namespace, index: int) -> bool:
     reference = reference_of(kind, options.output, num_steps)
     chance = random.Random(f"{options.seed} {index}")
     chain = Chain(kind, folder, make_inputs(options.output / "inputs"), num_steps, reference, chance)
-    drills = plan(kind, options.seed, turn, size, with_disk=with_disk, victims=options.victims)
+    chosen = {"victims": options.victims, "phases": options.phases}
+    drills = plan(kind, options.seed, turn, size, with_disk=with_disk, **chosen)
     with chain.opened(with_disk=with_disk):
         results = chain.run(drills)
         faults = chain.faults()
@@ -198,6 +199,7 @@ class Campaign:
             *(sys.executable, "-m", __spec__.name, "--only", str(index), "--kills", str(options.kills)),
             *("--seed", str(options.seed), "--output", str(options.output), "--kinds", *options.kinds),
             *(("--victims", *options.victims) if options.victims else ()),
+            *(("--phases", *options.phases) if options.phases else ()),
         ]
         with log.open("wb") as output:
             with self._lock:
@@ -232,7 +234,19 @@ def read_results(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
-PHASES = ("start", "reference", "generation", "scoring", "logprobs", "train", "refit", "validation", "saving", "end")
+PHASES = (
+    "start",
+    "reference",
+    "generation",
+    "calling",
+    "scoring",
+    "logprobs",
+    "train",
+    "refit",
+    "validation",
+    "saving",
+    "end",
+)
 TOTALS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "drills": lambda result: True,
     "as it should": lambda result: result["ended"] is not False and not result["problem"],
@@ -274,6 +288,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--kinds", nargs="+", choices=able, default=shipped, help=f"of runs (default: {' '.join(shipped)})"
     )
     parser.add_argument("--victims", nargs="+", default=(), help="strike these alone, such as raylet: a whole node")
+    parser.add_argument("--phases", nargs="+", default=(), choices=PHASES, help="strike in these alone")
     parser.add_argument("--only", type=int, help="one chain, by its number, in this process")
     parser.add_argument("--table", action="store_true", help="print the table of what has been done, and end")
     options = parser.parse_args(arguments)

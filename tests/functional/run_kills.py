@@ -7,13 +7,14 @@ import signal
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from nemo_rl_moe.distributed.run_process import WATCHER_NAME
+from nemo_rl_moe.rollouts.agents import worker as agent_worker
 from tests.functional import sft_runs
 from tests.support.deadly_reward import ENGINE_TITLE
 
@@ -89,18 +90,26 @@ class Run:
 
     def listening(self) -> set[tuple[str, str]]:
         """Addresses on which its processes listen now, each with the process's name."""
+        return {(address, name) for address, _, name in self._listeners()}
+
+    def ports(self) -> set[int]:
+        """Ports on which its processes listen now."""
+        return {port for _, port, _ in self._listeners()}
+
+    def _listeners(self) -> list[tuple[str, int, str]]:
+        """Address, port and process's name of each socket on which its processes listen."""
         names = {}
         for process in self.family():
             with suppress(psutil.NoSuchProcess):
                 names[process.pid] = process.name()
-        return {
-            (connection.laddr.ip.removeprefix("::ffff:"), names[connection.pid])
+        return [
+            (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port, names[connection.pid])
             for connection in psutil.net_connections("tcp")
             if connection.status == psutil.CONN_LISTEN and connection.pid in names
-        }
+        ]
 
     def find(self, role: str) -> list[psutil.Process]:
-        """Return the processes of a role: driver, watcher, supervisor, worker, engine, gcs_server, raylet."""
+        """Return the processes of a role: driver, watcher, supervisor, worker, engine, agent, gcs_server, raylet."""
         found = []
         for process in dict.fromkeys([*self.family(), *self._below_nodes()]):
             with suppress(psutil.NoSuchProcess):
@@ -118,6 +127,8 @@ class Run:
             return "worker"
         if command and command[0].startswith(ENGINE_TITLE):
             return "engine"
+        if agent_worker.__name__ in command:
+            return "agent"
         if process.pid == self.process.pid:
             return "supervisor" if self._is_supervised() else "driver"
         return "driver" if DRIVER_OPTION in command and process.ppid() == self.process.pid else None
@@ -181,6 +192,22 @@ def _descendants(roots: list[psutil.Process]) -> list[psutil.Process]:
         below = children.pop(waiting.pop().pid, [])
         found += below
         waiting += below
+    return found
+
+
+def ports_in_use(ports: Collection[int]) -> set[int]:
+    """Return those of the ports on which some process of the machine listens."""
+    listening = {each.laddr.port for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    return listening & set(ports)
+
+
+def processes_with(name: str, value: str) -> list[int]:
+    """Return the ids of all processes that were started with a variable of their environment, whoever their parents."""
+    variable, found = f"{name}={value}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if variable in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
     return found
 
 

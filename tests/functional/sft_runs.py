@@ -21,9 +21,9 @@ MODEL = REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe"
 JSONL_ONLY = ("tensorboard_enabled", "wandb_enabled", "mlflow_enabled")
 
 
-def make_model_folder(folder: Path, **changes: Any) -> Path:
-    """The shipped tiny model with some fields of its `config.json` changed."""
-    shutil.copytree(MODEL, folder)
+def make_model_folder(folder: Path, model: Path = MODEL, **changes: Any) -> Path:
+    """A shipped tiny model with some fields of its `config.json` changed."""
+    shutil.copytree(model, folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder

@@ -22,6 +22,8 @@ SEED = 1099
 """Of the first 3000 the one whose dozen has the most different victims, faults and phases."""
 ASYNCHRONOUS_SEED = 851
 """Of one chain of four kills, of all victims and in four phases."""
+CALLERS_SEED = 1011
+"""Of two chains of four, each with kills of the main process and of a rank, and a pause of what calls."""
 START_LIMIT_S = 400.0
 END_LIMIT_S = 200.0
 COMPLETION_LIMIT_S = 900.0
@@ -70,6 +72,21 @@ def test_an_asynchronous_run_trains_on_each_prompt_once_an_epoch(output: Path) -
         ("driver", "kill"),
         ("reward_function", "kill"),
     }
+    assert all(each["equal"] for each in results)
+    assert [each["left"] for each in results if each["left"]] == []
+
+
+@long
+def test_runs_that_are_hit_while_tools_or_agents_are_under_way_go_on(tmp_path: Path) -> None:
+    """The ranks are the trainer's and the engine's."""
+    kinds = ("grpo_tools", "grpo_agent")
+    options = ["--kills", "8", "--seed", str(CALLERS_SEED), "--jobs", "2", "--output", str(tmp_path), "--kinds", *kinds]
+    options += ["--phases", "calling", "--victims", "worker", "driver", "tool", "agent"]
+    assert drills.main(options) == 0
+    results = drills.read_results(tmp_path / drills.RESULTS)
+    for kind, caller in zip(kinds, ("tool", "agent"), strict=True):
+        hit = {(each["victim"], each["fault"]) for each in results if each["kind"] == kind}
+        assert hit >= {("worker", "kill"), ("driver", "kill"), (caller, "pause")}
     assert all(each["equal"] for each in results)
     assert [each["left"] for each in results if each["left"]] == []
 

@@ -59,3 +59,24 @@ def hangs_at_times(task: AgentTask) -> float:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", MARK])
         time.sleep(1000)
     return len(text) / 10
+
+
+def hangs_with_a_child(task: AgentTask) -> float:
+    """Ask once, leave a child, and hang."""
+    client = OpenAI(base_url=task.base_url, api_key=task.api_key)
+    client.chat.completions.create(model=task.model, messages=list(task.messages))
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", MARK])
+    time.sleep(1000)
+    return 0.0
+
+
+def asks_many_times(task: AgentTask) -> float:
+    """Ask four questions in one conversation; the reward is the share of digits in the answers."""
+    client = OpenAI(base_url=task.base_url, api_key=task.api_key)
+    messages: list[Any] = [*task.messages]
+    texts = []
+    for number in range(4):
+        answer = client.chat.completions.create(model=task.model, messages=messages, max_tokens=8).choices[0].message
+        texts.append(answer.content or "")
+        messages += [answer.to_dict(), {"role": "user", "content": f"{number}+1="}]
+    return sum(character.isdigit() for text in texts for character in text) / 32

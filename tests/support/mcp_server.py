@@ -3,6 +3,7 @@
 """A server of the Model Context Protocol for tests, as a program: `mcp_server.py [--mute | --fail | --empty]`."""
 
 import os
+import subprocess
 import sys
 import time
 
@@ -35,6 +36,13 @@ def end() -> str:
     os._exit(3)
 
 
+def start_child(option: str) -> str:
+    """Start a process that outlives the server, and hang."""
+    program = "import time; time.sleep(3600)"
+    subprocess.Popen([sys.executable, "-c", program, option], stdin=subprocess.DEVNULL, start_new_session=True)
+    return hang()
+
+
 def environment() -> list[str]:
     """Return names of variables, and the server's process."""
     return [*sorted(os.environ), f"pid={os.getpid()}"]
@@ -46,6 +54,6 @@ if __name__ == "__main__":
     if "--mute" in sys.argv:
         time.sleep(3600)
     if "--empty" not in sys.argv:
-        for tool in (look_up, fail, hang, end, environment):
+        for tool in (look_up, fail, hang, end, start_child, environment):
             server.add_tool(tool)
     server.run("stdio")

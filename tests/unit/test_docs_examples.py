@@ -227,7 +227,7 @@ def test_there_are_commands_and_code_to_test() -> None:
         *(("grpo.md", command) for command in ("sft", "grpo", "config", "plan")),
         *(("sft.md", command) for command in ("sft", "config", "data")),
         ("data.md", "data"),
-        ("environment-libraries.md", "grpo"),
+        *(("environment-libraries.md", command) for command in ("sft", "grpo")),
         ("speed.md", "sft"),
         ("vllm.md", "grpo"),
         ("routing-replay.md", "grpo"),

@@ -13,12 +13,12 @@ from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_metrics import performance_metrics, training_metrics
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
 from nemo_rl_moe.models.interfaces import GpuUse, TrainResult
-from nemo_rl_moe.rollouts.agents.environment import METRICS as AGENT_METRICS
+from nemo_rl_moe.rollouts.agents.environment import CALL_METRICS, REFUSED
 from nemo_rl_moe.rollouts.environment import CACHED_TOKENS, KEPT_MASS
-from nemo_rl_moe.rollouts.libraries.openenv_environment import STEPS
+from nemo_rl_moe.rollouts.libraries.openenv_environment import FAILED_STEPS, STEPS
 from nemo_rl_moe.rollouts.libraries.verifiers_environment import METRIC_PREFIX
 from nemo_rl_moe.rollouts.source import RolloutGroups
-from nemo_rl_moe.rollouts.tool_environment import METRICS
+from nemo_rl_moe.rollouts.tool_environment import METRICS, UNKNOWN_CALLS
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from tests.support.grpo_fakes import LEAVE_OUT, PAD_TOKEN, trajectory
 from tests.support.trajectories import tokens_of, with_tokens
@@ -49,7 +49,8 @@ def training_keys() -> set[str]:
 
 def step_metrics(environment: str = "") -> dict[str, float]:
     """Return metrics of the responses of a step with dynamic sampling."""
-    of_session = dict.fromkeys((KEPT_MASS, CACHED_TOKENS, STEPS, f"{METRIC_PREFIX}...", *METRICS, *AGENT_METRICS), 1.0)
+    of_environments = (STEPS, FAILED_STEPS, f"{METRIC_PREFIX}...", *METRICS, UNKNOWN_CALLS, *CALL_METRICS, REFUSED)
+    of_session = dict.fromkeys((KEPT_MASS, CACHED_TOKENS, *of_environments), 1.0)
     rollouts = [
         with_tokens(trajectory(reward=1.0, rewards={"NAME": 1.0}), tokens_of([10], [5, 1]), tokens_of([10, 5], [1])),
         replace(

@@ -4,7 +4,6 @@
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -24,10 +23,11 @@ from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentEnd, AgentRun, AgentWorkers
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.rollouts.wire_calls import CallMetrics, WireCalls
 from nemo_rl_moe.tools.formats.interface import THINK_START, ToolFormat
 
-CALLS, MALFORMED_CALLS, REFUSED = "agent/tool_calls", "agent/malformed_calls", "agent/refused_requests"
-METRICS = (CALLS, MALFORMED_CALLS, REFUSED)
+REFUSED = "agent/refused_requests"
+CALL_METRICS = CallMetrics("agent/tool_calls", "agent/malformed_calls", "agent/failed_calls", "agent/unknown_calls")
 _TAIL_TOKENS = 16
 
 
@@ -143,29 +143,27 @@ class AgentEnvironment:
                 is_over = True
                 while not events.empty():
                     take(events.get_nowait())
-        return await self._finished(session, event, talk)
+        return await self._finished(session, event, talk.limit)
 
-    async def _finished(self, session: Session, end: AgentEnd, talk: "_Talk") -> Trajectory:
-        metrics = {name: float(talk.counts[name]) for name in METRICS}
-        if end.fault is Fault.ERROR and talk.limit:
+    async def _finished(self, session: Session, end: AgentEnd, limit: Exception | None) -> Trajectory:
+        if end.fault is Fault.ERROR and limit:
             # It could not go on, and has not failed: an answer is never worse than one that is too long.
-            if isinstance(talk.limit, TooLong):
-                session.cut_short(str(talk.limit))
+            if isinstance(limit, TooLong):
+                session.cut_short(str(limit))
             zero = Score(0.0, is_correct=False)
             named = Score.named(dict.fromkeys(self._weights, 0.0), is_correct=False) if self._weights else zero
-            return session.finish(named, metrics, truncated_by=None if isinstance(talk.limit, TooLong) else "turns")
+            return session.finish(named, truncated_by=None if isinstance(limit, TooLong) else "turns")
         if end.fault is not None:
             return session.failed(end.fault, end.message)
         if not session.turns:
             return session.failed(Fault.ERROR, "the agent has ended without a request that the model could answer")
-        return session.finish(await session.score() if end.score is None else end.score, metrics)
+        return session.finish(await session.score() if end.score is None else end.score)
 
 
 class _Talk:
     """The requests of one trajectory.
 
     Attributes:
-        counts: By the names of `METRICS`.
         limit: The last refusal at a limit of the run; None: there was none since the last reply.
     """
 
@@ -174,7 +172,8 @@ class _Talk:
         self._session, self._rules, self._format, self._max_turns = session, rules, tool_format, max_turns
         self._branches = Branches(session, session.continuation)
         self._unread: dict[str, dict[str, Any]] = {}
-        self.counts: Counter[str] = Counter()
+        self._calls = WireCalls(session, CALL_METRICS)
+        session.metrics[REFUSED] = 0.0
         self.limit: Exception | None = None
 
     async def answer(self, asked: _Asked) -> None:
@@ -184,7 +183,7 @@ class _Talk:
         try:
             reply = await self._reply(asked.body)
         except RequestError as error:
-            self.counts[REFUSED] += 1
+            self._session.metrics[REFUSED] += 1
             _refuse(asked, error)
             return
         except BaseException:  # such as the trajectory's own end
@@ -204,6 +203,7 @@ class _Talk:
             return unread
         session = self._session
         request = self._rules.parse(body)
+        self._calls.note_results(request.messages)
         if len(session.turns) >= self._max_turns:
             self.limit = RequestError(f"the trajectory has {self._max_turns} responses, which are most (env.max_turns)")
             raise self.limit
@@ -219,9 +219,9 @@ class _Talk:
         room = min(session.max_tokens - len(prompt_ids), request.max_tokens or session.max_tokens)
         turn = await session.continue_sequence(place.sequence, room)
         read = read_turn(turn.text, request, self._format, begins_in_thinking=self._opens_thinking(place, prompt_ids))
-        message: Message = message_of(read, self.counts[CALLS])
-        self.counts[CALLS] += len(read.calls)
-        self.counts[MALFORMED_CALLS] += read.num_malformed
+        message: Message = message_of(read, int(session.metrics[CALL_METRICS.made]))
+        ids = [call["id"] for call in message.get("tool_calls", ())]
+        self._calls.note(zip(ids, read.calls, strict=True), read.num_malformed)
         self._branches.add(place, message, turn.token_ids)
         name = f"{session.group_id}-{len(session.turns)}"
         return reply_to(request, turn, message, prompt_ids, name=name, model=self._rules.model, text_of=session.decode)

@@ -5,6 +5,7 @@
 import asyncio
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -17,10 +18,13 @@ from nemo_rl_moe.rewards.registry import answer_in
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.libraries.openenv_servers import OpenEnvServer, Places
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.runs.folder.conversations import FAILED_OUTCOMES, Outcome, ToolUse, as_arguments
 
 RESET = "reset"
 """Key of a record with arguments of the environment's `reset`."""
-STEPS = "openenv/steps"
+STEPS, FAILED_STEPS = "openenv/steps", "openenv/failed_steps"
+STEP = "step"
+"""Name of the call in conversations."""
 _AGAIN_S = 0.1
 
 
@@ -29,7 +33,6 @@ class _Episode:
     """What an environment has given so far."""
 
     reward: float = 0.0
-    num_steps: int = 0
     is_done: bool = False
     observation: str = ""
 
@@ -78,6 +81,7 @@ class OpenEnvRollout:
 
     async def _play(self, session: Session, client: Any) -> Trajectory:
         episode = _Episode()
+        session.metrics.update(dict.fromkeys((STEPS, FAILED_STEPS), 0.0))
         self._note(episode, await self._reset(session, client))
         if episode.observation:
             session.begin_conversation(_with_observation(session, episode.observation))
@@ -85,15 +89,41 @@ class OpenEnvRollout:
             turn = await session.generate()
             if turn.is_truncated and not self._env.score_truncated:
                 break
-            self._note(episode, await client.step({self._config.action_key: self._action(turn.text)}))
-            episode.num_steps += 1
+            self._note(episode, await self._step(session, client, turn.text))
             if episode.is_done or len(session.turns) == self._env.max_turns:
                 break
             session.append_message({"role": "user", "content": episode.observation})
         score = Score(episode.reward, is_correct=episode.reward > 0)
-        found = session.finish(score, {STEPS: float(episode.num_steps)})
+        found = session.finish(score)
         is_wrong = found.is_truncated and not self._env.score_truncated
         return replace(found, reward=0.0, is_correct=False) if is_wrong else found
+
+    async def _step(self, session: Session, client: Any, text: str) -> Any:
+        """Take a step, which the conversation shows as a call of its response with what became of it."""
+        from websockets.exceptions import ConnectionClosed  # the library's own connection
+
+        action = {self._config.action_key: self._action(text)}
+        name, began_s = f"step{len(session.turns)}", time.monotonic()
+
+        def note(outcome: Outcome) -> None:
+            use = ToolUse(name, STEP, as_arguments(action), outcome)
+            session.note_call(use, time.monotonic() - began_s)
+            session.metrics[STEPS] += outcome == "ok"
+            session.metrics[FAILED_STEPS] += outcome in FAILED_OUTCOMES
+
+        try:
+            result = await client.step(action)
+        except TimeoutError:
+            note("timeout")
+            raise
+        except (ConnectionClosed, ConnectionError):
+            note("died")
+            raise
+        except Exception:
+            note("error")
+            raise
+        note("ok")
+        return result
 
     async def _reset(self, session: Session, client: Any) -> Any:
         """Begin an episode. All responses to a prompt begin in the same state; servers take a moment to free places."""

@@ -4,7 +4,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from verifiers.clients import Client
@@ -14,9 +14,12 @@ from verifiers.types import Response, ResponseMessage, ToolCall, Usage
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.rollouts.environment import Session, Turn
 from nemo_rl_moe.rollouts.libraries.message_history import MessageHistory, TrajectoryFull
-from nemo_rl_moe.rollouts.tool_environment import NO_TOOL
+from nemo_rl_moe.rollouts.tool_environment import CALLS, FAILED_CALLS, NO_TOOL, UNKNOWN_CALLS, WRONG_CALLS
+from nemo_rl_moe.rollouts.wire_calls import CallMetrics, WireCalls
 from nemo_rl_moe.tools.formats.interface import ToolCall as WrittenCall
 from nemo_rl_moe.tools.formats.interface import ToolFormat
+
+CALL_METRICS = CallMetrics(CALLS, WRONG_CALLS, FAILED_CALLS, UNKNOWN_CALLS)
 
 
 class SessionClient(Client):
@@ -25,13 +28,15 @@ class SessionClient(Client):
     Args:
         session: Of the trajectory.
         tool_format: Format in which the model writes calls; None: the environment has no tools.
+        failures: Results by which the environment tells the model that a call has failed, as they come.
     """
 
-    def __init__(self, session: Session, tool_format: ToolFormat | None):
+    def __init__(self, session: Session, tool_format: ToolFormat | None, failures: Collection[str]):
         super().__init__(session)
         self._session, self._format = session, tool_format
         self._history = MessageHistory(session)
         self._names: dict[str, str] = {}
+        self._wire = None if tool_format is None else WireCalls(session, CALL_METRICS, failures)
 
     async def get_response(
         self,
@@ -46,8 +51,11 @@ class SessionClient(Client):
         Raises:
             OverlongPromptError: They do not fit.
         """
+        messages = [self._as_message(message) for message in prompt]
+        if self._wire is not None:
+            self._wire.note_results(messages)
         try:
-            turn = await self._history.respond([self._as_message(message) for message in prompt])
+            turn = await self._history.respond(messages)
         except TrajectoryFull:
             raise OverlongPromptError from None
         calls = self._calls(turn, tools or ())
@@ -74,6 +82,11 @@ class SessionClient(Client):
             ),
         )
 
+    def note_end(self, messages: Sequence[Any]) -> None:
+        """Note the conversation with which the environment has ended: behind the last response it may have results."""
+        if self._wire is not None:
+            self._wire.note_results(map(_as_mapping, messages))
+
     # Abstract in the base class, which calls them in its own `get_response`; that one is replaced above.
     def setup_client(self, config: Any) -> Any:
         raise NotImplementedError
@@ -98,21 +111,25 @@ class SessionClient(Client):
 
     def _calls(self, turn: Turn, tools: Sequence[Any]) -> list[ToolCall]:
         """Return the calls in a response; one that cannot be read is none, as with servers of models."""
-        if self._format is None or not tools:
+        if self._format is None or self._wire is None or not tools:
             return []
         schemas = {tool.name: dict(tool.parameters.get("properties") or {}) for tool in tools}
         found = self._format.calls(turn.text, schemas, begins_in_thinking=self._history.begins_in_thinking)
-        calls = []
+        calls: dict[str, WrittenCall] = {}
         for call in found:
             if isinstance(call, WrittenCall):
                 call_id = f"call{len(self._names) % 100_000:05}"  # some templates want nine characters
                 self._names[call_id] = call.name
-                calls.append(ToolCall(id=call_id, name=call.name, arguments=json.dumps(dict(call.arguments))))
-        return calls
+                calls[call_id] = call
+        self._wire.note(calls.items(), len(found) - len(calls))
+        return [
+            ToolCall(id=call_id, name=call.name, arguments=json.dumps(dict(call.arguments)))
+            for call_id, call in calls.items()
+        ]
 
     def _as_message(self, message: Any) -> Message:
         """Return a message of the library in the standard form."""
-        given = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
+        given = _as_mapping(message)
         made: Message = {"role": given["role"], "content": given.get("content", "")}
         if calls := given.get("tool_calls"):
             made["tool_calls"] = [
@@ -122,3 +139,9 @@ class SessionClient(Client):
         if (call_id := given.get("tool_call_id")) is not None:
             made |= {"tool_call_id": call_id, "name": self._names.get(call_id, NO_TOOL)}
         return made
+
+
+def _as_mapping(message: Any) -> Mapping[str, Any]:
+    """Return the fields of a message of the library, which is a mapping or has a type of its own."""
+    fields: Mapping[str, Any] = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
+    return fields

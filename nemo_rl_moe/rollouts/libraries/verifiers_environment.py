@@ -3,6 +3,7 @@
 """Environments of the verifiers library as drivers of trajectories."""
 
 import math
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from nemo_rl_moe.tools.formats.interface import ToolFormat
 
 METRIC_PREFIX = "verifiers/"
 _MODEL = "policy"
+_FAILURES: ContextVar[set[str] | None] = ContextVar("texts of failed calls of a trajectory", default=None)
 
 
 class VerifiersRollout:
@@ -26,15 +28,18 @@ class VerifiersRollout:
     """
 
     def __init__(self, environment: Any, tool_format: ToolFormat | None, *, score_truncated: bool):
+        _note_failures(environment)
         self._environment, self._format, self._score_truncated = environment, tool_format, score_truncated
 
     async def __call__(self, session: Session) -> Trajectory:
         """Make one trajectory."""
         from nemo_rl_moe.rollouts.libraries.verifiers_client import SessionClient
 
-        output = await self._environment.run_rollout(
-            dict(session.prompt.record[ROW]), SessionClient(session, self._format), _MODEL, {}
-        )
+        failures = set[str]()
+        _FAILURES.set(failures)  # of this task, which the library's own inherit
+        client = SessionClient(session, self._format, failures)
+        output = await self._environment.run_rollout(dict(session.prompt.record[ROW]), client, _MODEL, {})
+        client.note_end(output.get("completion") or ())
         if (error := output.get("error")) is not None:
             return session.failed(Fault.ERROR, " ".join(str(error["error_chain_repr"]).split()))
         reward = output["reward"]
@@ -50,3 +55,20 @@ class VerifiersRollout:
         if found.is_truncated and not self._score_truncated:
             return replace(found, reward=0.0, is_correct=False)
         return found
+
+
+def _note_failures(environment: Any) -> None:
+    """Have the texts noted by which an environment with tools tells the model that a call has raised."""
+    from verifiers import ToolEnv
+
+    if not isinstance(environment, ToolEnv):
+        return
+    formatted = environment.error_formatter
+
+    def noted(error: Exception) -> str:
+        text = formatted(error)
+        if (failures := _FAILURES.get()) is not None:
+            failures.add(text)
+        return text
+
+    environment.error_formatter = noted

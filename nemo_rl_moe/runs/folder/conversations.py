@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-Outcome = Literal["ok", "cut", "wrong", "not_called", "error", "timeout", "died"]
+Outcome = Literal["ok", "cut", "wrong", "not_called", "error", "timeout", "died", "answered", "unknown"]
 """ok, cut: the tool gave a result, which was too long; wrong: there is no such call; not_called: there was no time left
-for it; else why the tool gave none."""
+for it; answered: code of the user's own has made it, and what came back does not say that it failed; unknown: nothing
+came back; else why the tool gave none."""
+UNKNOWN: Outcome = "unknown"
 FAILED_OUTCOMES: tuple[Outcome, ...] = ("wrong", "not_called", "error", "timeout", "died")
 Span = tuple[float, float]
 

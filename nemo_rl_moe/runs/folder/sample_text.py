@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from nemo_rl_moe.errors import counted, printable
 from nemo_rl_moe.runs.folder.conversations import (
     FAILED_OUTCOMES,
+    UNKNOWN,
     ConversationTurn,
     RolloutTimes,
     ToolUse,
@@ -98,11 +99,15 @@ def sample_lines(sample: ShownSample, limits: TextLimits | None = None) -> list[
 def conversation_summary(sample: ShownSample) -> str:
     """Return a few words on a conversation: its reward, responses, calls and trained tokens."""
     calls = [call for turn in sample.turns for call in turn.calls]
-    num_failed = sum(call.outcome in FAILED_OUTCOMES for call in calls)
+    counts = {
+        "failed": sum(call.outcome in FAILED_OUTCOMES for call in calls),
+        "unknown": sum(call.outcome == UNKNOWN for call in calls),
+    }
     parts = [f"reward {sample.reward}"] if sample.reward else []
     parts.append(counted(sum(turn.is_sampled for turn in sample.turns), "response"))
     if calls:
-        parts.append(counted(len(calls), "call") + (f" ({num_failed} failed)" if num_failed else ""))
+        of_them = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
+        parts.append(counted(len(calls), "call") + (f" ({of_them})" if of_them else ""))
     num_trained = sum(turn.tokens[1] - turn.tokens[0] for turn in sample.turns if turn.is_trained)
     trained = "" if sample.split == "val" else f", {num_trained:,} trained on"
     parts.append(counted(sample.num_tokens, "sampled token") + trained)

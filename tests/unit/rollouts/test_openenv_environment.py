@@ -3,6 +3,7 @@
 """OpenEnv environments on servers of their own: episodes, rewards, and servers that fail, hang or end."""
 
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -74,10 +75,18 @@ def play(server: OpenEnvServer, *responses: str, config: EnvironmentConfig | Non
     return asyncio.run(rollout.rollout(session_of(*responses)))
 
 
+def outcomes(found: Trajectory) -> list[str]:
+    return [call.outcome for turn in found.conversation for call in turn.calls]
+
+
 def test_responses_are_actions_until_the_episode_is_done(server: OpenEnvServer) -> None:
     found = play(server, "2", "<think>hm</think> 6", "5", "never said")
     assert (found.reward, found.is_correct, found.num_turns, found.fault) == (0.5, True, 3, None)
-    assert found.metrics["openenv/steps"] == 3
+    assert (found.metrics["openenv/steps"], found.metrics["openenv/failed_steps"]) == (3, 0)
+    calls = [call for turn in found.conversation for call in turn.calls]
+    assert [(call.name, call.arguments, call.outcome) for call in calls] == [
+        ("step", json.dumps({"text": text}), "ok") for text in ("2", "6", "5")
+    ]
     text = QWEN.tokenizer.decode(only_sequence(found).token_ids)
     assert text.index("Play.\n\nGuess a number below 8.") < text.index("larger") < text.index("smaller")
     ended = [[*QWEN.encode(each), QWEN.end_ids[-1]] for each in ("2", "<think>hm</think> 6", "5")]
@@ -103,15 +112,21 @@ def test_what_the_server_refuses_costs_the_trajectory(server: OpenEnvServer) -> 
     found = play(server, "two")
     assert found.fault == Fault.ERROR
     assert "no number" in found.fault_message
+    assert outcomes(found) == ["error"]
+    assert (found.metrics["openenv/steps"], found.metrics["openenv/failed_steps"]) == (0, 1)
     found = play(server, "2", config=env(observation_key="text"))
     assert found.fault_message.startswith("ValueError: env.openenv.observation_key: got 'text', but an observation has")
 
 
-@pytest.mark.parametrize(("response", "fault"), [("hang", Fault.TIMEOUT), ("end", Fault.ERROR)])
+@pytest.mark.parametrize(
+    ("response", "fault", "outcome"), [("hang", Fault.TIMEOUT, "timeout"), ("end", Fault.ERROR, "died")]
+)
 def test_a_server_that_hangs_or_ends_costs_the_trajectory_alone(
-    server: OpenEnvServer, response: str, fault: Fault
+    server: OpenEnvServer, response: str, fault: Fault, outcome: str
 ) -> None:
-    assert play(server, response, config=env(timeout_s=3.0)).fault == fault
+    found = play(server, response, config=env(timeout_s=3.0))
+    assert found.fault == fault
+    assert outcomes(found) == [outcome]
     assert play(server, "5").reward == 1.0
 
 

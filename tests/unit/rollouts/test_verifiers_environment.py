@@ -94,8 +94,22 @@ def test_its_tools_are_called_and_what_is_trained_on_is_what_was_sampled() -> No
     assert "missing 1 required positional argument" in results[1]
     text = QWEN.tokenizer.decode(only_sequence(found).token_ids)
     assert "Add two numbers" in text  # the definition is in the prompt
+    calls = [call for turn in found.conversation for call in turn.calls]
+    assert [(call.name, call.outcome) for call in calls] == [("add", "answered"), ("add", "error")]
+    counts = [found.metrics[f"tools/{name}"] for name in ("calls", "wrong_calls", "failed_calls", "unknown_calls")]
+    assert counts == [2, 0, 1, 0]
     ends = [turn.token_ids for turn in session.turns]
     assert sampled_ids(found) == [token for ids in ends for token in ids]
+
+
+def test_calls_have_outcomes_whatever_follows() -> None:
+    """Behind the last response there may be results, for which no further one is asked; and what is no call."""
+    _, found = play({"kind": "tool", "max_turns": 1}, called(a=40, b=2))
+    outcomes = [call.outcome for turn in found.conversation for call in turn.calls]
+    assert (outcomes, found.metrics["tools/unknown_calls"]) in ((["answered"], 0.0), (["unknown"], 1.0))
+    _, found = play({"kind": "tool"}, "<tool_call>{add</tool_call>")
+    assert [call.outcome for turn in found.conversation for call in turn.calls] == ["wrong"]
+    assert found.metrics["tools/wrong_calls"] == 1
 
 
 def test_a_history_that_it_rewrites_is_another_sequence_and_its_errors_cost_the_trajectory() -> None:

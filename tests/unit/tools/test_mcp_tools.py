@@ -66,7 +66,7 @@ def server(own_alarm: None) -> Iterator[McpServer]:
 def test_definitions_are_those_of_the_server() -> None:
     pytest.importorskip("mcp", reason="without mcp: make test-libraries")
     found = {tool.name: tool for tool in mcp_tools.describe_servers({"words": config()})}
-    assert list(found) == ["look_up", "fail", "hang", "end", "environment"]
+    assert list(found) == ["look_up", "fail", "hang", "end", "start_child", "environment"]
     shown = found["look_up"].definition["function"]
     assert shown["description"] == "Look a word up."
     assert shown["parameters"]["properties"]["word"]["type"] == "string"
