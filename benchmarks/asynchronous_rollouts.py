@@ -14,63 +14,14 @@ sleep, and the clock is virtual: the numbers depend on no machine, and two runs 
 `bound`: seconds of a synchronous step over those of the longer of its two parts, which no overlap can beat.
 """
 
-import asyncio
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import count
 
 import numpy as np
 
-from nemo_rl_moe.data.prompts import Prompt, PromptLoader
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
-from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.rewards.interface import Score, ScoringItem
-from nemo_rl_moe.rollouts.asynchronous.activity import EngineActivity
-from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
-from nemo_rl_moe.rollouts.asynchronous.dispatcher import Dispatcher
-from nemo_rl_moe.rollouts.asynchronous.group_maker import GroupMaker
-from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource, feed_of_epochs
-from nemo_rl_moe.rollouts.asynchronous.staleness import make_policy
-from nemo_rl_moe.rollouts.environment import Session
-from nemo_rl_moe.rollouts.limits import RolloutLimits
-from nemo_rl_moe.rollouts.trajectory import Trajectory
-from nemo_rl_moe.rollouts.worker import RolloutWorker
-from nemo_rl_moe.runs.folder.time_line import GENERATING, StepActivity, TimeLine, seconds_of
-from nemo_rl_moe.weight_sync.transport import WeightTransport
-from tests.support.virtual_clock import VirtualLoop
+from tests.support.simulated_rollouts import Scenario, measure
 
-GROUPS, GENERATIONS = 16, 8
 STEPS, WARM_UP = 40, 8
-SAMPLING = SamplingParameters(max_new_tokens=100_000, stop_token_ids=(0,))
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What a run simulates.
-
-    Attributes:
-        name: Of the JSON line.
-        train_s: Seconds of training in a step.
-        tokens: Draws the tokens of a turn.
-        num_turns: Turns of a trajectory.
-        tool_s: Draws the seconds of a tool, which follows each turn but the last.
-        max_staleness: Of the asynchronous run, in optimizer steps.
-        step_s, row_s: Seconds of a decoding step, and of each sequence in it.
-    """
-
-    name: str
-    train_s: float
-    tokens: Callable[[np.random.Generator], float]
-    num_turns: int
-    tool_s: Callable[[np.random.Generator], float]
-    max_staleness: int
-    step_s: float = 0.01
-    row_s: float = 0.0
-
-
 SCENARIOS = (
     Scenario("training_longer", 0.81, lambda random: 54, 1, lambda random: 0.0, 1),
     Scenario("equal", 4.0, lambda random: random.lognormal(np.log(100), 0.5), 1, lambda random: 0.0, 2),
@@ -84,151 +35,6 @@ SCENARIOS = (
         row_s=1e-5,
     ),
 )
-
-
-class SimulatedEngine:
-    """Decodes all its sequences together, a token of each in a step; new ones join at once, as in vLLM."""
-
-    shares_weights = False
-
-    def __init__(self, scenario: Scenario):
-        self._scenario = scenario
-        self._running: list[tuple[float, int, asyncio.Event]] = []
-        """Heap of the decoding steps after which each sequence ends."""
-        self._numbers = count()
-        self._steps, self._since_s = 0.0, 0.0
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence."""
-        size = max(1, round(self._scenario.tokens(np.random.default_rng(request.seed))))
-        self._advance()
-        ended = asyncio.Event()
-        heappush(self._running, (self._steps + size, next(self._numbers), ended))
-        self._plan()
-        await ended.wait()
-        return GeneratedSequence(np.zeros(size, dtype=np.int64), np.zeros(size), False, 0)
-
-    def _advance(self) -> None:
-        """Count the decoding steps since the last change; end the sequences that have theirs."""
-        now_s = asyncio.get_running_loop().time()
-        self._steps += (now_s - self._since_s) / self._seconds_of_a_step
-        self._since_s = now_s
-        while self._running and self._running[0][0] < self._steps + 1e-6:
-            heappop(self._running)[2].set()
-
-    def _plan(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._running:
-            wait_s = (self._running[0][0] - self._steps) * self._seconds_of_a_step
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), self._wake_up)
-
-    def _wake_up(self) -> None:
-        self._advance()
-        self._plan()
-
-    @property
-    def _seconds_of_a_step(self) -> float:
-        return self._scenario.step_s + self._scenario.row_s * len(self._running)
-
-    def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """Do nothing: there are no weights."""
-
-    def sleep(self) -> None:
-        """Do nothing."""
-
-    def wake(self) -> None:
-        """Do nothing."""
-
-    def shutdown(self) -> None:
-        """Do nothing."""
-
-
-@dataclass(frozen=True)
-class Turns:
-    """Turns with a tool between two."""
-
-    scenario: Scenario
-
-    async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory."""
-        random = np.random.default_rng(session.seed)
-        for turn in range(self.scenario.num_turns):
-            if turn:
-                await asyncio.sleep(self.scenario.tool_s(random))
-            await session.generate()
-        return session.finish(Score(0.0, is_correct=False))
-
-
-class NoReward:
-    """No reward function: trajectories have their scores."""
-
-    def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """Return nothing: nobody asks."""
-        raise AssertionError("a trajectory asked for a score")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Means over the steps of a run.
-
-    Attributes:
-        step_s: Seconds of a step.
-        engines_idle: Share of them in which the engine has no request.
-        generating_s: Seconds of a step in which it has one.
-    """
-
-    step_s: float
-    engines_idle: float
-    generating_s: float
-
-
-def measure(scenario: Scenario, max_staleness: int, num_steps: int = STEPS, warm_up: int = WARM_UP) -> Measured:
-    """Run the scenario in virtual time.
-
-    Args:
-        warm_up: Steps at the start, and at the end, that are left out.
-    """
-    loop, lines = VirtualLoop(most_turns=50_000_000, longest_s=1e9), list[TimeLine]()
-    prompts = [Prompt(f"prompt:{number}", "", (1,), {}) for number in range(GROUPS * num_steps)]
-    loader = PromptLoader(prompts, GROUPS, seed=0, shuffle=False)
-    limits = RolloutLimits(timeout_s=None, clock=loop.time)
-    worker = RolloutWorker(
-        SimulatedEngine(scenario), NoReward(), Turns(scenario), str, lambda text: (), 10_000_000, limits=limits
-    )
-    activity = EngineActivity(loop.time)
-    maker = GroupMaker(worker, SAMPLING, seed=0, groups_per_step=GROUPS, num_generations=GENERATIONS, activity=activity)
-    policy = make_policy("order", "windowed" if max_staleness else "in_order", Bounds(GROUPS, max_staleness), "wait")
-    dispatcher = Dispatcher(maker.make_group, feed_of_epochs(loader, 1, GROUPS), policy)
-    source = AsynchronousSource(
-        dispatcher,
-        loop.run_until_complete,
-        len(loader),
-        GENERATIONS,
-        pause=maker.pause,
-        resume=maker.resume,
-        engines=activity,
-        record=lines.append,
-    )
-    try:
-        source.updated(0)
-        for step in range(num_steps):
-            source.next(step, PhaseClock())
-            loop.run_until_complete(asyncio.sleep(scenario.train_s))
-            source.update_pending(step + 1)
-            source.updated(step + 1)
-        source.stop()
-        loop.run_until_complete(maker.close())
-    finally:
-        loop.close()
-    return _means([line.steps[-1] for line in lines][warm_up:-warm_up])
-
-
-def _means(steps: Sequence[StepActivity]) -> Measured:
-    total_s = sum(step.seconds for step in steps)
-    generating_s = sum(seconds_of(step.engines, GENERATING) for step in steps)
-    return Measured(total_s / len(steps), 1 - generating_s / total_s, generating_s / len(steps))
 
 
 def result_of(scenario: Scenario, num_steps: int = STEPS, warm_up: int = WARM_UP) -> dict[str, float | str]:

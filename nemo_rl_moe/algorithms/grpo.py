@@ -10,7 +10,6 @@ from nemo_rl_moe.algorithms.grpo_batch import (
     failure_rule,
     make_batch,
     make_loss,
-    scored_groups,
     take_divergence_from_rewards,
 )
 from nemo_rl_moe.algorithms.grpo_metrics import Validator, advantage_metrics, group_metrics
@@ -135,8 +134,8 @@ def validated(validate: Validator, source: RolloutSource) -> tuple[dict[str, flo
 def metrics_of_groups(config: GRPOMasterConfig, groups: RolloutGroups, batch: TokenBatch) -> dict[str, float]:
     """Return metrics of the rewards, the responses and the advantages of a step."""
     failures = failure_rule(config)
-    metrics = group_metrics(groups, failures) | advantage_metrics(batch, failures.taking_part(scored_groups(groups)))
-    return metrics | dict(groups.metrics)
+    takes_part = failures.taking_part(groups.trained, groups.num_generations)
+    return group_metrics(groups, failures) | advantage_metrics(batch, takes_part) | dict(groups.metrics)
 
 
 def update_engine(

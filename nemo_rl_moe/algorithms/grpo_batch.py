@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.advantages import clip_advantages, compute_advantages, for_each, shape_rewards
+from nemo_rl_moe.algorithms.advantages import clip_advantages, compute_advantages, shape_rewards
 from nemo_rl_moe.algorithms.custom_estimator import find_estimator
 from nemo_rl_moe.algorithms.losses.divergence import divergence_of_responses
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
@@ -20,7 +20,7 @@ from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import PolicyInterface
 from nemo_rl_moe.rl.estimators.interface import EstimatorInputs
-from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
+from nemo_rl_moe.rollouts.failed_responses import FailureRule
 from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups, SynchronousSource
 from nemo_rl_moe.rollouts.training_batch import (
     advantage_column,
@@ -61,7 +61,8 @@ def failure_rule(config: GRPOMasterConfig) -> FailureRule:
     """
     baseline = find_estimator(config.grpo.adv_estimator.name).baseline
     compares_groups = baseline == "group" and config.grpo.num_generations_per_prompt > 1
-    return FailureRule(config.env.on_failure, 2 if compares_groups else 1, 1 if baseline == "none" else 2)
+    on_failure = {name: each.on_failure for name, each in config.env.environments.items()}
+    return FailureRule(on_failure, 2 if compares_groups else 1, 1 if baseline == "none" else 2)
 
 
 def make_source(
@@ -85,14 +86,14 @@ def estimator_inputs(
 ) -> EstimatorInputs:
     """Collect what an estimator sees of trajectories, group after group, with these rewards."""
     size = config.grpo.num_generations_per_prompt
-    failures, is_scored = failure_rule(config), scored_responses(trajectories, size)
+    failures = failure_rule(config)
     weights = config.env.shared_reward_weights or {}
     mask, turns = loss_masks(trajectories), turns_of_tokens(trajectories)
     return EstimatorInputs(
-        rewards=failures.filled(rewards, is_scored),
-        takes_part=failures.taking_part(is_scored),
+        rewards=failures.filled(rewards, trajectories),
+        takes_part=failures.taking_part(trajectories, size),
         config=config.grpo.adv_estimator,
-        named_rewards=_named_rewards(trajectories, weights, failures, is_scored),
+        named_rewards=_named_rewards(trajectories, weights, failures, size),
         reward_weights=weights,
         group_ids=tuple(trajectory.group_id for trajectory in trajectories[::size]),
         num_tokens=group_sampled_tokens(trajectories, size),
@@ -106,14 +107,14 @@ def _named_rewards(
     trajectories: Sequence[Trajectory],
     weights: Mapping[str, float],
     failures: FailureRule,
-    is_scored: Bool[Tensor, "groups generations"],
+    num_generations: int,
 ) -> dict[str, Float[Tensor, "groups generations"]]:
     if not weights:
         return {}
-    named = group_named_rewards(trajectories, is_scored.shape[1], weights)
+    named = group_named_rewards(trajectories, num_generations, weights)
     # The worst reward of a negative weight is the highest.
     signs = [math.copysign(1.0, weight) for weight in weights.values()]
-    filled = [sign * failures.filled(sign * rewards, is_scored) for sign, rewards in zip(signs, named, strict=True)]
+    filled = [sign * failures.filled(sign * rewards, trajectories) for sign, rewards in zip(signs, named, strict=True)]
     return dict(zip(weights, filled, strict=True))
 
 
@@ -124,17 +125,12 @@ def advantages_of(
     estimator = find_estimator(config.grpo.adv_estimator.name)
     advantages = compute_advantages(estimator, estimator_inputs(config, groups.trained, rewards))
     bounded = clip_advantages(advantages, config.grpo.advantage_clip_low, config.grpo.advantage_clip_high)
-    return failure_rule(config).held_down(bounded, for_each(scored_groups(groups), bounded))
+    return failure_rule(config).held_down(bounded, groups.trained)
 
 
 def advantages_of_groups(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations ..."]:
     """Compute the advantages of the trained groups from their shaped rewards."""
     return advantages_of(config, groups, shaped_rewards(config, groups))
-
-
-def scored_groups(groups: RolloutGroups) -> Bool[Tensor, "groups generations"]:
-    """Return which trained responses have a score of the environment."""
-    return scored_responses(groups.trained, groups.num_generations)
 
 
 def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: int, weight_version: int) -> TokenBatch:
@@ -148,7 +144,7 @@ def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: in
         advantages_of_groups(config, groups),
         pad_token_id,
         leave_out_truncated=config.grpo.overlong_filtering,
-        takes_part=failure_rule(config).taking_part(scored_groups(groups)),
+        takes_part=failure_rule(config).taking_part(groups.trained, groups.num_generations),
     )
     lags = token_lags(groups.trained, weight_version)
     return batch.with_columns(**{TOKEN_LAG: per_token(lags, fill=NO_LAG)}) if bool((lags > 0).any()) else batch

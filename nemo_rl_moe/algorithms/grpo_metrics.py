@@ -17,7 +17,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock, with_prefix
 from nemo_rl_moe.rewards.interface import fault_metrics
-from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
+from nemo_rl_moe.rollouts.failed_responses import FailureRule
 from nemo_rl_moe.rollouts.source import VALIDATION_SEEDS, RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import (
     Trajectory,
@@ -65,12 +65,11 @@ def of_environment(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
 def _metrics_of(groups: RolloutGroups, failures: FailureRule) -> dict[str, float]:
     metrics = rollout_metrics(groups.generated, failures.counted(groups.generated))
     metrics |= fault_metrics([trajectory.fault for trajectory in groups.generated])
-    is_scored = scored_responses(groups.generated, groups.num_generations)
-    takes_part = failures.taking_part(is_scored).any(dim=1)
+    takes_part = failures.taking_part(groups.generated, groups.num_generations).any(dim=1)
     if groups.num_generations > 1 and bool(takes_part.any()):  # a group of one has no spread to lack
-        rewards = failures.filled(group_rewards(groups.generated, groups.num_generations), is_scored)
+        rewards = failures.filled(group_rewards(groups.generated, groups.num_generations), groups.generated)
         metrics["frac_zero_std_groups"] = frac_zero_std_groups(rewards[takes_part])
-    trained = failures.taking_part(scored_responses(groups.trained, groups.num_generations))
+    trained = failures.taking_part(groups.trained, groups.num_generations)
     metrics["env/num_groups_left_out"] = float((~trained.any(dim=1)).sum())
     if groups.num_rounds > 1 or groups.num_filled:
         metrics["dynamic_sampling/num_gen_batches"] = float(groups.num_rounds)

@@ -34,19 +34,17 @@ def _causes(
 ) -> list[str]:
     """Return why each trajectory is not trained on; empty where it is."""
     is_scored = scored_responses(trajectories, num_generations)
-    takes_part = rule.taking_part(is_scored).reshape(-1).tolist()
+    takes_part = rule.taking_part(trajectories, num_generations).reshape(-1).tolist()
     num_scored = is_scored.sum(dim=1).tolist()
     causes = []
     for index, (found, takes) in enumerate(zip(trajectories, takes_part, strict=True)):
-        of_group = num_scored[index // num_generations]
+        of_group, treatment = num_scored[index // num_generations], f"(env.on_failure: {rule.of(found)})"
         if takes:
             causes.append(TRUNCATED if filters_overlong and found.is_truncated else "")
         elif found.fault is not None:
-            causes.append(f"{found.fault.value}: {found.fault_message} (env.on_failure: {rule.on_failure})")
+            causes.append(f"{found.fault.value}: {found.fault_message} {treatment}")
         elif of_group < rule.fewest_of_group:
-            causes.append(
-                f"of its group {of_group} of {num_generations} could be scored (env.on_failure: {rule.on_failure})"
-            )
+            causes.append(f"of its group {of_group} of {num_generations} could be scored {treatment}")
         else:
-            causes.append(f"too few responses of the step could be scored (env.on_failure: {rule.on_failure})")
+            causes.append(f"too few responses of the step could be scored {treatment}")
     return causes

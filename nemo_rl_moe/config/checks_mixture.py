@@ -59,19 +59,8 @@ def shared_prompts_are_read(config: GRPOMasterConfig) -> Iterator[str]:
             )
 
 
-def failures_are_treated_alike(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that failed responses are treated in one way: it decides which responses of a step are compared."""
-    for name, each in config.env.mixture.items():
-        if each.on_failure != config.env.on_failure:
-            yield (
-                f"{KEY}.{name}.on_failure: got {each.on_failure}, expected {config.env.on_failure}, as env.on_failure:"
-                " it holds for all environments of a run"
-            )
-
-
 MIXTURE_RULES = (
     environments_have_their_data,
     environments_share_validation,
     shared_prompts_are_read,
-    failures_are_treated_alike,
 )

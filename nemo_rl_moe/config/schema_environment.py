@@ -163,8 +163,8 @@ class EnvironmentConfig(StrictModel):
     """Values of keyword-only parameters of tools, by the name of the tool: the model does not see them; {}: none."""
     tool_format: Text | None
     """Format in which the model writes calls, of `tools` or of those that an agent's requests have: hermes,
-    qwen3_coder, glm45, deepseek_v3, deepseek_v31, mistral, mistral_args, llama3_json, function_calls, harmony, or
-    `package.module:FORMAT`; null: the one that the chat template writes."""
+    qwen3_coder, glm45, deepseek_v3, deepseek_v31, mistral, mistral_args, llama3_json, function_calls, olmo3,
+    harmony, or `package.module:FORMAT`; null: the one that the chat template writes."""
     tool_limits: ToolLimitsConfig
     """Read when there are `tools` or `mcp_servers`."""
     max_turns: PositiveInt

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompt_records import PromptRecord
+from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.records import Example
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.template_renderer import Rendered, TemplateRenderer, TemplateSetup
@@ -60,8 +61,8 @@ def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: Template
     _require_no_tools(run_wide)
 
     def render(prompt: PromptRecord) -> Rendered | str:
-        if not prompt.is_text or prompt.inputs.tools or prompt.images:
-            what = "there are tools" if prompt.inputs.tools else "the prompt is a list of messages"
+        if not prompt.is_text or prompt.inputs.has_tools or prompt.images:
+            what = "there are tools" if prompt.inputs.has_tools else "the prompt is a list of messages"
             what = "there are images" if prompt.images else what
             return (
                 f"{what}, but the tokenizer has no chat template; "
@@ -102,12 +103,12 @@ class _Template:
         Args:
             first_trained: First message to train on; None: a prompt.
         """
-        inputs = record.inputs.or_else(self._run_wide)
         try:
+            inputs = record.inputs.or_else(self._run_wide)
             return self._renderer_of(inputs).render(
                 record.messages, inputs.tools, inputs.kwargs, first_trained=first_trained
             )
-        except RenderError as error:
+        except (RecordError, RenderError) as error:
             return str(error)
         except RecursionError:
             return _TOO_DEEP
@@ -174,8 +175,8 @@ def _plain_renderer(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInpu
     end = str(tokenizer.eos_token)
 
     def render(example: Example) -> Rendered | str:
-        if example.plain is None or example.inputs.tools or example.images:
-            what = "there are tools" if example.inputs.tools else "the example is a conversation"
+        if example.plain is None or example.inputs.has_tools or example.images:
+            what = "there are tools" if example.inputs.has_tools else "the example is a conversation"
             what = "there are images" if example.images else what
             return (
                 f"{what}, but the tokenizer has no chat template; "

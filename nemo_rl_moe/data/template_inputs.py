@@ -3,9 +3,10 @@
 """Inputs of a chat template beside the messages: `tools` and `chat_template_kwargs`, of a record and of a whole run."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
 from nemo_rl_moe.config.tool_definitions import definition_problem, reserved_name_problem
 from nemo_rl_moe.data.record_values import RecordError, decoded_json, is_list, json_object, kind_of, without_nulls
 
@@ -22,14 +23,27 @@ class TemplateInputs:
     Attributes:
         tools: Definitions in the standard form; None: unspecified.
         kwargs: Such as `enable_thinking`.
+        tool_names: Tools of the run by their names, in place of definitions; None: unspecified.
     """
 
     tools: tuple[ToolDefinition, ...] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_names: tuple[str, ...] | None = None
+
+    @property
+    def has_tools(self) -> bool:
+        """Return whether there are definitions or names of tools."""
+        return bool(self.tools or self.tool_names)
 
     def or_else(self, run_wide: "TemplateInputs") -> "TemplateInputs":
-        """Merge with the run's inputs: a record's tools replace the run's, its names win one by one."""
+        """Merge with the run's inputs: a record's tools replace the run's, its names win one by one.
+
+        Raises:
+            RecordError: It names a tool that the run has not.
+        """
         tools = run_wide.tools if self.tools is None else self.tools
+        if self.tool_names is not None:
+            tools = _chosen(self.tool_names, run_wide.tools or ())
         return TemplateInputs(tools, {**run_wide.kwargs, **self.kwargs})
 
 
@@ -42,7 +56,8 @@ def run_wide_inputs(tools: Sequence[ToolDefinition], kwargs: Mapping[str, Any]) 
 
 
 def parse_template_inputs(record: Mapping[str, Any]) -> TemplateInputs:
-    """Parse `tools` and `chat_template_kwargs` of a record, each an object or JSON in a string.
+    """Parse `tools` (definitions, or names of the run's tools) and `chat_template_kwargs` of a record, each as it is or
+    as JSON in a string.
 
     Raises:
         RecordError: One of them cannot be used.
@@ -50,18 +65,32 @@ def parse_template_inputs(record: Mapping[str, Any]) -> TemplateInputs:
     tools, kwargs = record.get(TOOLS), record.get(TEMPLATE_KWARGS)
     if tools is None and kwargs is None:
         return NO_INPUTS
-    return TemplateInputs(None if tools is None else _tools(tools), {} if kwargs is None else _kwargs(kwargs))
+    own = NO_INPUTS if tools is None else _tools(tools)
+    return own if kwargs is None else replace(own, kwargs=_kwargs(kwargs))
 
 
-def _tools(value: object) -> tuple[ToolDefinition, ...]:
+def _chosen(names: Sequence[str], tools: Sequence[ToolDefinition]) -> tuple[ToolDefinition, ...]:
+    by_name: dict[str, ToolDefinition] = {tool["function"]["name"]: tool for tool in tools}
+    for name in names:
+        if name not in by_name:
+            expected = f"one of {', '.join(by_name)}" if by_name else "definitions, as the run has no tools"
+            raise RecordError(
+                f"{TOOLS} names {shortened(name)!r}, expected {expected}{did_you_mean(nearest(name, by_name))}"
+            )
+    return tuple(tool for name, tool in by_name.items() if name in names)
+
+
+def _tools(value: object) -> TemplateInputs:
     definitions = decoded_json(value, TOOLS)
     if not is_list(definitions):
         raise RecordError(f"{TOOLS} is {kind_of(definitions)}, expected a list of definitions of tools")
+    if definitions and all(isinstance(each, str) for each in definitions):
+        return TemplateInputs(tool_names=tuple(definitions))
     definitions = without_nulls(definitions) if not isinstance(value, str) else definitions
     for index, definition in enumerate(definitions):
         if (problem := definition_problem(definition)) is not None:
             raise RecordError(f"{TOOLS}[{index}]: {problem}")
-    return tuple(definitions)
+    return TemplateInputs(tuple(definitions))
 
 
 def _kwargs(value: object) -> dict[str, Any]:

@@ -49,12 +49,15 @@ class GenerationRequest:
         seed: Not negative. A response depends on the weights, its request and nothing else: neither on the other
             requests nor on the layout of the engine's ranks.
         model_inputs: Further inputs of the model, such as images; empty for text.
+        place: Number of the trajectory that asks. An engine that answers requests together takes them in this order,
+            whichever came first: sums of a batch depend on it by their rounding.
     """
 
     token_ids: TokenIds
     seed: int
     sampling: SamplingParameters
     model_inputs: Mapping[str, ModelInput] = field(default_factory=dict)
+    place: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pooling in lockstep: requests of many tasks are answered together, when every task waits.
 
-Which requests share a batch does not depend on time then, and a run can be repeated to the last bit. The engine of the
+Which requests share a batch, and in which order, does not depend on time then, and a run can be repeated to the last
+bit. The engine of the
 trainer's own workers pools so; an engine that takes requests as they come needs none of this.
 """
 
@@ -31,7 +32,7 @@ IndexedSequences = Iterable[tuple[int, GeneratedSequence]]
 
 
 class Lockstep(Generic[Request, Result]):
-    """A queue of requests, which is answered as a whole.
+    """A queue of requests, which is answered as a whole, in the order of their places.
 
     Who runs the tasks that wait here knows when all of them do, and calls `answer_all`.
 
@@ -42,28 +43,29 @@ class Lockstep(Generic[Request, Result]):
 
     def __init__(self, answers: Callable[[Sequence[Request]], Iterable[tuple[int, Result]]]):
         self._answers = answers
-        self._queued: list[tuple[Request, asyncio.Future[Result]]] = []
+        self._queued: list[tuple[int, Request, asyncio.Future[Result]]] = []
         self.most_at_a_time: int | None = None
         self.began_s = 0.0
 
-    def queued(self, request: Request) -> "asyncio.Future[Result]":
+    def queued(self, request: Request, place: int = 0) -> "asyncio.Future[Result]":
         """Queue a request; return its future result."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._queued.append((request, future))
+        self._queued.append((place, request, future))
         return future
 
-    async def ask(self, request: Request) -> Result:
+    async def ask(self, request: Request, place: int) -> Result:
         """Wait for the result of a request."""
-        return await self.queued(request)
+        return await self.queued(request, place)
 
     @property
     def is_waited_for(self) -> bool:
         """True when a task waits; one that was cancelled does not count."""
-        return any(not future.done() for _, future in self._queued)
+        return any(not future.done() for *_, future in self._queued)
 
     def answer_all(self) -> Iterator[Result]:
         """Answer what is queued; hand each result to the task that waits for it, and yield it."""
-        queued = [(request, future) for request, future in self._queued if not future.done()]
+        in_order = sorted(self._queued, key=lambda each: each[0])  # those of one place as they came
+        queued = [(request, future) for _, request, future in in_order if not future.done()]
         self._queued = []
         size = self.most_at_a_time or len(queued) or 1
         for start in range(0, len(queued), size):
@@ -84,7 +86,7 @@ class LockstepEngine(Lockstep[GenerationRequest, GeneratedSequence]):
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
         """Continue one sequence, together with those of all other tasks."""
         asked_s = time.monotonic()
-        found = await self.queued(request)
+        found = await self.queued(request, request.place)
         return replace(found, waited_s=max(0.0, self.began_s - asked_s))
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:

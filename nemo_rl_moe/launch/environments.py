@@ -129,7 +129,12 @@ def start_environment(
     return StartedEnvironment(
         environment,
         reward_function,
-        SessionSettings(env.reward_weights, continuation_of(config, tokenizer, name), env.rollout_timeout_s),
+        SessionSettings(
+            env.reward_weights,
+            continuation_of(config, tokenizer, name),
+            env.rollout_timeout_s,
+            num_attempts=2 if env.on_failure == "retry" else 1,
+        ),
         FaultWatch(
             config.grpo.max_consecutive_failed_steps,
             score_truncated=env.score_truncated,

@@ -261,7 +261,7 @@ def start_rollouts(
             notices.message,
             notices.warn,
         ),
-        num_attempts=2 if config.env.on_failure == "retry" else 1,
+        num_attempts=only.settings.num_attempts if only else 1,
         continuation=only.settings.continuation if only else None,
         settings={} if only else {name: each.settings for name, each in started.items()},
     )

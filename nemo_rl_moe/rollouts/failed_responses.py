@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Responses that the environment failed to score: which of a step's responses are compared and trained on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,41 +23,59 @@ def scored_responses(trajectories: Sequence[Trajectory], num_generations: int) -
 class FailureRule:
     """Treatment of failed responses in the groups of a step, so that failing is never better than an answer.
 
+    Trajectories are given group after group; all of a group are of one environment.
+
     Attributes:
-        on_failure: As `env.on_failure`.
+        on_failure: As `env.on_failure`, by the name of the environment.
         fewest_of_group: Scored responses below which a group is left out, where failed ones are.
         fewest_of_step: Scored responses below which the whole step is left out, where failed ones are.
     """
 
-    on_failure: OnFailure
+    on_failure: Mapping[str, OnFailure]
     fewest_of_group: int
     fewest_of_step: int
 
-    def taking_part(self, is_scored: Bool[Tensor, "groups generations"]) -> Bool[Tensor, "groups generations"]:
+    def of(self, trajectory: Trajectory) -> OnFailure:
+        """Return the treatment of a failed trajectory."""
+        return self.on_failure[trajectory.environment]
+
+    def taking_part(
+        self, trajectories: Sequence[Trajectory], num_generations: int
+    ) -> Bool[Tensor, "groups generations"]:
         """Return which responses are compared with others and trained on."""
-        if self.on_failure == "zero":
-            return torch.ones_like(is_scored)
+        is_scored = scored_responses(trajectories, num_generations)
         counts = is_scored.sum(dim=1, keepdim=True)
-        if self.on_failure == "lowest":
-            return (counts > 0).expand_as(is_scored)
-        found = is_scored & (counts >= self.fewest_of_group)
-        return found if found.sum() >= self.fewest_of_step else torch.zeros_like(found)
+        as_zero, as_lowest = (self._groups_of(name, trajectories, num_generations) for name in ("zero", "lowest"))
+        found = as_zero | as_lowest & (counts > 0) | is_scored & (counts >= self.fewest_of_group)
+        return found if found.sum() >= self.fewest_of_step else found & (as_zero | as_lowest)
 
     def filled(
-        self, rewards: Float[Tensor, "groups generations"], is_scored: Bool[Tensor, "groups generations"]
+        self, rewards: Float[Tensor, "groups generations"], trajectories: Sequence[Trajectory]
     ) -> Float[Tensor, "groups generations"]:
         """Return rewards with the lowest scored one of its group in place of each failed response's; 0 without any."""
-        if self.on_failure == "zero":
-            return rewards
+        num_generations = rewards.shape[1]
+        is_scored = scored_responses(trajectories, num_generations)
         lowest = rewards.masked_fill(~is_scored, float("inf")).amin(dim=1, keepdim=True)
-        return rewards.where(is_scored, lowest.where(is_scored.any(dim=1, keepdim=True), 0.0))
+        lowest = lowest.where(is_scored.any(dim=1, keepdim=True), 0.0)
+        return rewards.where(is_scored | self._groups_of("zero", trajectories, num_generations), lowest)
 
     def held_down(
-        self, advantages: Float[Tensor, "groups generations"], is_scored: Bool[Tensor, "groups generations"]
-    ) -> Float[Tensor, "groups generations"]:
+        self, advantages: Float[Tensor, "groups generations ..."], trajectories: Sequence[Trajectory]
+    ) -> Float[Tensor, "groups generations ..."]:
         """Return advantages without positive ones of failed responses, which a baseline beyond the group can give."""
-        return advantages if self.on_failure == "zero" else advantages.where(is_scored, advantages.clamp(max=0.0))
+        num_generations = advantages.shape[1]
+        may_gain = scored_responses(trajectories, num_generations)
+        may_gain = may_gain | self._groups_of("zero", trajectories, num_generations)
+        of_each = may_gain.view(*may_gain.shape, *[1] * (advantages.ndim - 2))
+        return advantages.where(of_each, advantages.clamp(max=0.0))
 
     def counted(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the trajectories whose rewards count in metrics."""
-        return [found for found in trajectories if found.fault is None or self.on_failure == "zero"]
+        return [found for found in trajectories if found.fault is None or self.of(found) == "zero"]
+
+    def _groups_of(
+        self, on_failure: OnFailure, trajectories: Sequence[Trajectory], num_generations: int
+    ) -> Bool[Tensor, "groups 1"]:
+        """Return which groups are of an environment with this treatment."""
+        found = [self.of(first) == on_failure for first in trajectories[::num_generations]]
+        return torch.tensor(found, dtype=torch.bool)[:, None]

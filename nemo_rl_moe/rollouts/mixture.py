@@ -21,11 +21,13 @@ class SessionSettings:
         reward_weights: Of each named reward; None where a score is one number.
         continuation: Renders messages that an environment appends; None: there is no chat template.
         timeout_s: Seconds of one trajectory's own code and waiting; None: no limit.
+        num_attempts: Most attempts at a trajectory whose environment fails.
     """
 
     reward_weights: Mapping[str, float] | None
     continuation: Continuation | None
     timeout_s: float | None
+    num_attempts: int = 1
 
 
 class MixedEnvironment:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,9 +99,10 @@ class TrajectoryPool:
         score = worker.reward_function.score
         self._scores_in_lockstep: Lockstep[ScoringItem, Score] = Lockstep(lambda batch: enumerate(score(batch)))
         as_they_come, in_lockstep = ScoringQueue(score), self._engine_in_lockstep is not None
-        self._ask_for_score: Callable[[ScoringItem], Coroutine[Any, Any, Score]] = (
-            self._scores_in_lockstep.ask if in_lockstep else as_they_come.ask
+        self._ask_for_score: Callable[[ScoringItem, int], Coroutine[Any, Any, Score]] = (
+            self._scores_in_lockstep.ask if in_lockstep else lambda item, place: as_they_come.ask(item)
         )
+        self._places = count()
         self._changed = asyncio.Event()
         self._started: list[RunningTrajectory] = []
         self._timers: list[TrajectoryTimer] = []
@@ -119,7 +121,7 @@ class TrajectoryPool:
         inputs: Mapping[str, ModelInput],
         *,
         note_change: Callable[[], object] = lambda: None,
-        count: Callable[[GeneratedSequence], object] = lambda sequence: None,
+        note: Callable[[GeneratedSequence], object] = lambda sequence: None,
     ) -> PooledTrajectory:
         """Start a trajectory. Where it fails, a fresh session begins, as often as the worker allows.
 
@@ -130,18 +132,20 @@ class TrajectoryPool:
             seed: Of its first response in the first attempt.
             inputs: Further inputs of the model.
             note_change: Called when it ends, begins to wait or has its answer.
-            count: Called with each of its sequences.
+            note: Called with each of its sequences.
         """
+
+        place = next(self._places)
 
         def begin(attempt: int) -> RunningTrajectory:
             label = f"{prompt.sample_id}, {name}" + (f", attempt {attempt + 1}" if attempt else "")
-            return self._begin(prompt, group_id, label, seed_of_attempt(seed, attempt), inputs, changed, count)
+            return self._begin(prompt, group_id, label, seed_of_attempt(seed, attempt), inputs, changed, note, place)
 
         def changed() -> None:
             self._note_change()
             note_change()
 
-        return PooledTrajectory(begin, self._worker.num_attempts)
+        return PooledTrajectory(begin, self._worker.settings_of(prompt).num_attempts)
 
     def _begin(
         self,
@@ -151,7 +155,8 @@ class TrajectoryPool:
         seed: int,
         inputs: Mapping[str, ModelInput],
         changed: Callable[[], None],
-        count: Callable[[GeneratedSequence], object],
+        note: Callable[[GeneratedSequence], object],
+        place: int,
     ) -> RunningTrajectory:
         worker = self._worker
         settings = worker.settings_of(prompt)
@@ -161,8 +166,10 @@ class TrajectoryPool:
             sampling=self._sampling,
             seed=seed,
             max_tokens=worker.max_tokens,
-            submit_request=lambda request: started.wait_for("generation", self._generate(request), count),
-            submit_item=lambda item: started.wait_for("rewards", self._ask_for_score(item)),
+            submit_request=lambda request: started.wait_for(
+                "generation", self._generate(replace(request, place=place)), note
+            ),
+            submit_item=lambda item: started.wait_for("rewards", self._ask_for_score(item, place)),
             decode=worker.decode,
             encode=worker.encode,
             reward_weights=settings.reward_weights,

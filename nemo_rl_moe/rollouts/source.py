@@ -16,7 +16,7 @@ from nemo_rl_moe.config.schema_grpo import GRPOConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
+from nemo_rl_moe.rollouts.failed_responses import FailureRule
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 
@@ -193,8 +193,7 @@ class SynchronousSource:
             trajectories = self._worker.run(self._take(), num_generations, self._sampling, seed_key, clock)
             generated += trajectories
             rounds += 1
-            is_scored = scored_responses(trajectories, num_generations)
-            takes_part = self._failures.taking_part(is_scored).any(dim=1).tolist()
+            takes_part = self._failures.taking_part(trajectories, num_generations).any(dim=1).tolist()
             for index, differ in enumerate(self._informative(trajectories).tolist()):
                 group = trajectories[index * num_generations : (index + 1) * num_generations]
                 # Without dynamic sampling every group is taken as it comes.

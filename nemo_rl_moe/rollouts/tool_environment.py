@@ -36,10 +36,12 @@ class _Calls:
 
     Attributes:
         session: Its session, which keeps their metrics whatever becomes of it.
+        tools: What it may call.
         turn_s: Seconds that those of this turn have taken.
     """
 
     session: Session
+    tools: Tools
     turn_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -57,7 +59,7 @@ class ToolConversation:
     answer that says so, and the conversation goes on.
 
     Args:
-        tools: Tools of the run.
+        tools: Tools of the run; a prompt whose record names some may call those alone.
         tool_format: Format in which the model writes calls.
         call: Calls a tool.
         limits: Limits of calls.
@@ -85,7 +87,8 @@ class ToolConversation:
 
     async def rollout(self, session: Session) -> Trajectory:
         """Make one trajectory; the reward function scores its last response."""
-        made = _Calls(session)
+        names = session.prompt.inputs.tool_names
+        made = _Calls(session, self._tools if names is None else {name: self._tools[name] for name in names})
         truncated_by: Literal["turns"] | None = None
         while session.has_room:
             begins_in_thinking = session.ends_in(THINK_START)
@@ -118,7 +121,7 @@ class ToolConversation:
             messages.append(
                 {
                     "role": "tool",
-                    "name": call.name if isinstance(call, ToolCall) and call.name in self._tools else NO_TOOL,
+                    "name": call.name if isinstance(call, ToolCall) and call.name in made.tools else NO_TOOL,
                     "tool_call_id": call_id,
                     "content": await self._answer(call, made, call_id),
                 }
@@ -133,7 +136,7 @@ class ToolConversation:
             made.session.note_call(_as_written(call, call_id, outcome), seconds)
 
         try:
-            name, arguments = self._checked(call)
+            name, arguments = self._checked(call, made.tools)
         except ArgumentError as error:
             made.count(WRONG_CALLS)
             note("wrong")
@@ -161,7 +164,7 @@ class ToolConversation:
                 f" counted as {FAILED_CALLS}"
             )
 
-    def _checked(self, call: ParsedCall) -> tuple[str, dict[str, object]]:
+    def _checked(self, call: ParsedCall, tools: Tools) -> tuple[str, dict[str, object]]:
         """Return name and arguments of a call that can be made.
 
         Raises:
@@ -169,10 +172,10 @@ class ToolConversation:
         """
         if isinstance(call, MalformedCall):
             raise ArgumentError(f"this call cannot be read: {call.problem}; expected the form {self._format.example}")
-        tool = self._tools.get(call.name)
+        tool = tools.get(call.name)
         if tool is None:
-            usages = ", ".join(each.usage for each in self._tools.values())
-            hint = did_you_mean(nearest(call.name, self._tools))
+            usages = ", ".join(each.usage for each in tools.values())
+            hint = did_you_mean(nearest(call.name, tools))
             raise ArgumentError(f"there is no tool {shortened(call.name)!r}{hint}; expected one of {usages}")
         return call.name, checked_arguments(call.arguments, tool.parameters, tool.usage)
 

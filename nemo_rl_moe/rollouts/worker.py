@@ -43,8 +43,8 @@ class RolloutWorker:
         num_attempts: Most attempts at a trajectory whose environment fails.
         report_progress: Receives the number of sequences that a call has so far.
         continuation: Renders messages that an environment appends; None: there is no chat template.
-        settings: In place of `reward_weights`, `continuation` and the limit of a trajectory, those of each environment
-            of several, by its name.
+        settings: In place of `reward_weights`, `continuation`, `num_attempts` and the limit of a trajectory, those of
+            each environment of several, by its name.
     """
 
     engine: GenerationEngine
@@ -65,7 +65,7 @@ class RolloutWorker:
         """Return what a session of a prompt is made with."""
         if prompt.environment in self.settings:
             return self.settings[prompt.environment]
-        return SessionSettings(self.reward_weights, self.continuation, self.limits.timeout_s)
+        return SessionSettings(self.reward_weights, self.continuation, self.limits.timeout_s, self.num_attempts)
 
     def run(
         self,
@@ -134,7 +134,7 @@ class RolloutWorker:
                 f"response {number % num_generations + 1} of {num_generations}",
                 seed,
                 inputs,
-                count=note,
+                note=note,
             )
             for number, ((prompt, inputs), seed) in enumerate(zip(repeated, seeds, strict=True))
         ]

@@ -5,6 +5,7 @@
 One diary can be shared by all of them, so that a test reads in which order things happened.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,8 +35,8 @@ from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
 from tests.support.trajectories import tokens_of
 
 END_TOKEN, PAD_TOKEN = 1, 0
-LEAVE_OUT = FailureRule("leave_out", fewest_of_group=2, fewest_of_step=2)
-AS_ZERO = FailureRule("zero", fewest_of_group=2, fewest_of_step=2)
+LEAVE_OUT = FailureRule(defaultdict(lambda: "leave_out"), fewest_of_group=2, fewest_of_step=2)
+AS_ZERO = FailureRule(defaultdict(lambda: "zero"), fewest_of_group=2, fewest_of_step=2)
 SAMPLING = SamplingParameters(max_new_tokens=6, temperature=0.8, top_k=5, stop_token_ids=(END_TOKEN,))
 
 # Two prompts of three responses a step, one update, nothing optional.

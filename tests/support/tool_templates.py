@@ -180,6 +180,32 @@ _TULU = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{% endif %}
 """
+# OLMo-3: ChatML; definitions in the system turn, calls as expressions with JSON for values, one a line, results from
+# `environment`. The last turn ends with the tokenizer's end token and no line break.
+_OLMO3 = """\
+{{- '<|im_start|>system\\n' }}
+{%- if tools %}{{- '<functions>' + tools | tojson + '</functions>' }}{% endif %}{{- '<|im_end|>\\n' }}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + (m.content or '') }}
+        {%- if m.tool_calls %}
+            {{- '<function_calls>' }}
+            {%- for call in m.tool_calls %}
+                {%- set ns = namespace(arguments=[]) %}
+                {%- for key, value in call.function.arguments.items() %}
+                    {%- set ns.arguments = ns.arguments + [key ~ '=' ~ (value | tojson)] %}
+                {%- endfor %}
+                {{- call.function.name + '(' + ns.arguments | join(', ') + ')' + ('' if loop.last else '\\n') }}
+            {%- endfor %}
+            {{- '</function_calls>' }}
+        {%- endif %}
+        {{- eos_token if loop.last else '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + ('environment' if m.role == 'tool' else m.role) + '\\n' + m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+    {%- if loop.last and add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
+{%- endfor %}
+"""
 
 _CHATML = ToolFormat(
     _HERMES_IN_CHATML,
@@ -249,5 +275,11 @@ FAMILIES = {
             "It is 3.<|endoftext|>",
             "Welcome.<|endoftext|>",
         ),
+    ),
+    "OLMo-3": ToolFormat(
+        _OLMO3,
+        ("<|im_start|>", "<|im_end|>", "<functions>", "</functions>", "<function_calls>", "</function_calls>"),
+        "<|im_end|>",
+        ("<function_calls>add(a=1, b=2)</function_calls><|im_end|>", "It is 3.<|im_end|>", "Welcome.<|im_end|>"),
     ),
 }

@@ -54,6 +54,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Return the virtual seconds."""
         return self._virtual.now_s
 
+    def let_pass(self, seconds: float) -> None:
+        """Let time pass in which the thread does something else, such as computing."""
+        self._virtual.now_s += seconds
+
     def rewind(self) -> None:
         """Begin at 0 again."""
         self._virtual.now_s, self._virtual.num_turns = 0.0, 0

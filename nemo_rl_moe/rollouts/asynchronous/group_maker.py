@@ -152,7 +152,7 @@ class GroupMaker:
                 seed,
                 inputs,
                 note_change=changed.set,
-                count=count,
+                note=count,
             )
             for number, seed in enumerate(group_seeds(ticket, self._seed, self._groups_per_step, size))
         ]

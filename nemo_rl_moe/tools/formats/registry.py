@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats by name; the names are those that vLLM's parsers have, where it has one."""
 
+from nemo_rl_moe.tools.formats.expression_formats import OLMO3
 from nemo_rl_moe.tools.formats.harmony import HARMONY
 from nemo_rl_moe.tools.formats.json_formats import (
     DEEPSEEK_V3,
@@ -24,5 +25,6 @@ TOOL_FORMATS = {
     "mistral_args": MISTRAL_ARGS,
     "llama3_json": LLAMA3_JSON,
     "function_calls": FUNCTION_CALLS,
+    "olmo3": OLMO3,
     "harmony": HARMONY,
 }

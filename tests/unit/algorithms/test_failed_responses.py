@@ -3,6 +3,7 @@
 """Responses that the environment failed to score: never better than an answer, by any estimator."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -18,6 +19,7 @@ from nemo_rl_moe.algorithms.grpo_batch import (
     take_divergence_from_rewards,
 )
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
+from nemo_rl_moe.algorithms.logged_samples import logged_samples
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_environment import OnFailure
 from nemo_rl_moe.data.prompts import PromptLoader
@@ -134,7 +136,7 @@ def test_spread_of_a_step_is_that_of_its_scored_responses(estimator: str) -> Non
 
 def test_groups_that_have_one_answer_left_teach_nothing_and_are_counted() -> None:
     config, groups = config_of("leave_out"), groups_of(MIXED)
-    takes_part = failure_rule(config).taking_part(~failed(MIXED))
+    takes_part = failure_rule(config).taking_part(groups.trained, 4)
     assert takes_part.tolist() == [[True, False, True, True], [True, True, False, True], [False] * 4, [False] * 4]
     batch = make_batch(config, groups, PAD_TOKEN, 0)
     assert (len(batch), count_trained_sequences(batch)) == (16, 6), "the batch keeps its size"
@@ -179,6 +181,50 @@ def test_zero_is_a_reward_as_any() -> None:
     assert group_metrics(groups, failure_rule(config))["reward"] == pytest.approx(-1.75 / 4)
 
 
+OWN: dict[str, OnFailure] = {"a": "leave_out", "b": "lowest", "c": "zero", "d": "retry"}
+
+
+def config_of_a_mixture() -> GRPOMasterConfig:
+    mixture = [f"+env.mixture.{name}={{weight: 1.0, on_failure: {each}}}" for name, each in OWN.items()]
+    return config_of("zero", *mixture, "grpo.adv_estimator.normalize_rewards=false")
+
+
+def test_each_environment_of_a_mixture_treats_its_own_failures() -> None:
+    rewards: Rewards = [[-1.0, None, -0.5, -0.25]]
+    names = list(OWN)
+    responses = [replace(response(reward), environment=name) for name in names for reward in rewards[0]]
+    groups = RolloutGroups(responses, responses, 4, num_rounds=1, num_filled=0)
+    config = config_of_a_mixture()
+    advantages = advantages_of_groups(config, groups)
+    for name, own in zip(names, advantages, strict=True):
+        alone = config_of(OWN[name], "grpo.adv_estimator.normalize_rewards=false")
+        torch.testing.assert_close(own, advantages_of_groups(alone, groups_of(rewards))[0])
+    trained = make_batch(config, groups, PAD_TOKEN, 0).token_mask.any(dim=1).view(4, 4)
+    assert trained[:, 1].tolist() == [False, True, True, False]
+    assert trained[:, [0, 2, 3]].all()
+    metrics = group_metrics(groups, failure_rule(config))
+    assert [metrics[f"env/{name}/reward"] for name in names] == pytest.approx([-1.75 / 3] * 2 + [-1.75 / 4, -1.75 / 3])
+    assert metrics["reward"] == pytest.approx(-1.75 * 4 / 13)
+    causes = [found.left_out for found in logged_samples(config, groups)]
+    assert [bool(cause) for cause in causes] == (~trained).flatten().tolist()
+    assert [cause.rpartition("(")[2] for cause in causes if cause] == [
+        "env.on_failure: leave_out)",
+        "env.on_failure: retry)",
+    ]
+
+
+def test_too_few_responses_of_a_step_are_those_of_all_environments() -> None:
+    """Two of `lowest` beside one that is left out where it is alone."""
+    rule = replace(failure_rule(config_of_a_mixture()), fewest_of_group=1, fewest_of_step=2)
+    groups = {name: [replace(response(each), environment=name) for each in (1.0, None)] for name in ("a", "b", "c")}
+    assert rule.taking_part(groups["a"], 2).tolist() == [[False, False]]
+    assert rule.taking_part([*groups["a"], *groups["b"]], 2).tolist() == [[True, False], [True, True]]
+    failed_ones = [replace(response(None), environment="b") for _ in range(2)]
+    assert rule.taking_part([*groups["a"], *failed_ones], 2).tolist() == [[False, False], [False, False]]
+    assert rule.taking_part(groups["c"], 2).tolist() == [[True, True]]
+    assert rule.taking_part([], 2).shape == (0, 2)
+
+
 @pytest.mark.parametrize("estimator", some_of(ESTIMATORS, 2))
 @pytest.mark.parametrize("on_failure", get_args(OnFailure))
 def test_without_failures_all_are_the_same_to_the_bit(estimator: str, on_failure: OnFailure) -> None:
@@ -198,7 +244,7 @@ def test_a_step_without_any_score_has_nothing_to_train_on(estimator: str, on_fai
     assert batch.num_valid_tokens() == 0
     assert batch.columns["advantages"].values.tolist() == [0.0] * 12
     metrics = group_metrics(groups, failure_rule(config))
-    metrics |= advantage_metrics(batch, failure_rule(config).taking_part(torch.zeros(3, 4, dtype=torch.bool)))
+    metrics |= advantage_metrics(batch, failure_rule(config).taking_part(groups.trained, 4))
     assert metrics["env/num_groups_left_out"] == 3
     assert not metrics.keys() & {"reward", "reward_std", "frac_zero_std_groups", "advantages/mean"}
 

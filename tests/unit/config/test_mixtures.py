@@ -25,12 +25,14 @@ def test_an_environment_has_what_it_does_not_set_from_the_section_that_all_share
         "env.timeout_s=3.0",
         "+env.mixture.math={weight: 1.0}",
         "+env.mixture.code={weight: 2, name: exact, tool_limits: {num_workers: 3}, answer_after: null}",
+        "+env.mixture.code.on_failure=retry",
         "+data.environments.math.prompt_template='{prompt}?'",
         "+data.environments.code={train: {path: code.jsonl}, validation: null, answer_key: solution}",
     )
     math, code = config.env.mixture.values()
     assert (math.name, code.name) == ("reasoning_gym", "exact")
     assert (math.timeout_s, code.timeout_s) == (3.0, 3.0)
+    assert (math.on_failure, code.on_failure) == ("leave_out", "retry")
     assert (math.answer_after, code.answer_after) == ("</think>", None)
     assert (code.tool_limits.num_workers, code.tool_limits.call_timeout_s) == (3, math.tool_limits.call_timeout_s)
     assert config.env.environments == config.env.mixture
@@ -92,11 +94,6 @@ def test_a_written_mixture_loads_to_the_same(tmp_path: Path) -> None:
             ("+env.mixture.math={weight: 1.0, name: callable}",),
             'env.mixture.math.callable: got null, expected a section such as {function: "my_module:score"} with'
             " env.mixture.math.name callable",
-        ),
-        (
-            (*TWO, "+env.mixture.code.on_failure=zero"),
-            "env.mixture.code.on_failure: got zero, expected leave_out, as env.on_failure: it holds for all"
-            " environments of a run",
         ),
         (
             (*TWO, "+data.environments={math: {}, coda: {}, code: {}}"),

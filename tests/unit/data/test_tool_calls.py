@@ -306,6 +306,35 @@ def test_the_runs_inputs_and_a_records_own(tokenizer, write_jsonl):
     )
 
 
+def test_a_record_names_tools_of_the_run(tokenizer, write_jsonl):
+    other = {**ADD, "function": {**ADD["function"], "name": "subtract"}}
+    question = {"prompt": "q", "answer": "2"}
+    path = write_jsonl({**question, "tools": ["add"]}, {**question, "prompt": "p", "tools": '["add", "subtract"]'})
+    one, both = prompts_of(path, tokenizer, tools=[other, ADD])
+    assert tokenizer.decode(one.token_ids) == f"{DEFINITION}<|start|>user\nq<|end|>\n<|start|>assistant\n"
+    assert (one.inputs.tool_names, one.inputs.tools) == (("add",), None)
+    assert tokenizer.decode(both.token_ids).count('"subtract"') == 1
+    run_wide = TemplateInputs((other, ADD))
+    (example,) = load_sft_dataset(
+        write_jsonl({"messages": [USER, ANSWER], "tools": ["add"]}), "train", tokenizer, 10_000, run_wide=run_wide
+    )
+    assert text_of(tokenizer, example).startswith(DEFINITION)
+
+
+@pytest.mark.parametrize(
+    ("named", "tools", "reason"),
+    [
+        (["ad"], [ADD], "tools names 'ad', expected one of add; did you mean add?"),
+        (["add"], [], "tools names 'add', expected definitions, as the run has no tools"),
+        (["add", ADD], [ADD], "tools[0]: expected the definition of a tool"),
+    ],
+)
+def test_a_record_that_names_no_tool_of_the_run_is_refused(named, tools, reason, tokenizer, write_jsonl):
+    with pytest.raises(DataError) as error:
+        prompts_of(write_jsonl({"prompt": "q", "answer": "2", "tools": named}), tokenizer, tools=tools)
+    assert reason in str(error.value)
+
+
 def test_a_name_that_the_template_does_not_read(tokenizer, write_jsonl):
     run_wide = TemplateInputs(kwargs={"enable_thinkin": False})
     with pytest.raises(ConfigurationError) as error:

@@ -65,6 +65,32 @@ def test_the_second_question_depends_on_the_first_answer() -> None:
     assert len({90 + prompt[-1] for prompt in second.prompts}) > 1, "answers differ, and so do the questions"
 
 
+def test_requests_and_scores_are_answered_in_the_order_of_their_trajectories() -> None:
+    """Whichever came first, as with tools that take their time: batches in another order round otherwise."""
+    arrived = [[asyncio.Event() for _ in range(4)] for _ in ("a request", "a score")]
+
+    async def after_those_behind(number: int, events: Sequence[asyncio.Event]) -> None:
+        if number < 3:
+            await events[number + 1].wait()
+        events[number].set()
+
+    async def last_come_first(session: Session) -> Trajectory:
+        number = int(session.prompt.record["answer"])
+        await session.generate()
+        await after_those_behind(number, arrived[0])
+        await session.generate()
+        await after_those_behind(number, arrived[1])
+        return session.finish(await session.score())
+
+    engine, rewards = FakeEngine(), FakeRewardFunction()
+    worker = make_worker(engine, rewards, RolloutFunction(last_come_first, "here:function"), 100)
+    worker.run(prompts(4), 1, SAMPLING, (3, 1), PhaseClock())
+    first, second = engine.requests
+    starts = [asked[: len(before)] for asked, before in zip(second.prompts, first.prompts, strict=True)]
+    assert starts == list(first.prompts)
+    assert [item.sample_id for item in rewards.items] == [prompt.sample_id for prompt in prompts(4)]
+
+
 def test_only_sampled_tokens_are_trained_on() -> None:
     engine = FakeEngine(weight_version=4)
     for trajectory, asked, asked_again in zip(

@@ -75,7 +75,8 @@ def test_each_trajectory_has_the_driver_and_the_score_of_its_environment() -> No
 
 
 def test_groups_are_never_mixed() -> None:
-    config = small_config("grpo.max_num_epochs=3", "grpo.num_prompts_per_step=4")
+    mixture = [f"+env.mixture.{name}={{weight: 1.0}}" for name in ("plain", "turns")]
+    config = small_config("grpo.max_num_epochs=3", "grpo.num_prompts_per_step=4", *mixture)
     datasets = {name: [each for each in mixed_prompts() if each.environment == name] for name in ("plain", "turns")}
     loader = MixtureLoader(datasets, {"plain": 1.0, "turns": 1.0}, 4, 0, shuffle=True)
     source = make_source(config, mixed_worker(Named(0.0, []), Named(1.0, [])), loader, SAMPLING)

@@ -11,6 +11,7 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.limits import RolloutLimits
+from nemo_rl_moe.rollouts.mixture import SessionSettings
 from nemo_rl_moe.rollouts.pool import seed_of_attempt
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import RETRIES_METRIC, Trajectory, rollout_metrics
@@ -107,6 +108,18 @@ def test_a_score_that_fails_is_tried_again_with_another_response() -> None:
     (found,) = worker.run(prompts(1), 1, SAMPLING, (3, 1), PhaseClock())
     assert (found.reward, found.fault, found.num_retries) == (1.0, None, 1)
     assert not scores
+
+
+def test_each_environment_has_its_own_number_of_attempts() -> None:
+    flaky = Flaky(1)
+    worker = make_worker(FakeEngine(), FakeRewardFunction(), RolloutFunction(flaky, "tools:flaky"))
+    settings = {name: SessionSettings(None, None, None, number) for name, number in (("once", 1), ("twice", 2))}
+    for name, number in (("once", 1), ("twice", 2)):
+        flaky.sessions.clear()
+        mixed = [replace(prompt, environment=name) for prompt in prompts(3)]
+        found = replace(worker, settings=settings).run(mixed, 1, SAMPLING, (3, 1), PhaseClock())
+        assert len(flaky.sessions) == number
+        assert [each.fault for each in found] == [None, Fault.ERROR if number == 1 else None, None]
 
 
 def test_attempts_have_seeds_of_their_own() -> None:

@@ -47,6 +47,7 @@ CONTINUABLE = (
     "corrected DeepSeek-V3",
     "gpt-oss",
     "OLMoE",
+    "OLMo-3",
 )
 
 
@@ -105,6 +106,7 @@ def test_the_model_calls_until_it_answers(name: str) -> None:
     tool_format = format_of(family.tokenizer, None, NO_INPUTS)
     call = tool_format.example.replace('"value"', '"hello"').replace('"argument"', '"text"')
     call = call.replace('"tool"', '"say"').replace("tool\n", "say\n").replace("functions.tool", "functions.say")
+    call = call.replace("tool(argument=", "say(text=")
     calls = Calls()
     session, found = play([call, call, "The answer."], calls, family=family)
     assert [made[:2] for made in calls.made] == [("say", {"text": "hello"})] * 2
@@ -256,6 +258,24 @@ def test_failures_of_tools_are_counted_and_told() -> None:
     assert (found.metrics["tools/failed_calls"], found.metrics["tools/wrong_calls"], found.fault) == (2, 0, None)
     _, found = play([called("add", a=1), "done"], cut)
     assert (found.metrics["tools/cut_results"], found.metrics["tools/failed_calls"]) == (1, 0)
+
+
+def test_a_prompt_that_names_tools_may_call_those_alone() -> None:
+    other = next(name for name in TOOLS if name != "add")
+    session = scripted_session(
+        QWEN,
+        [QUESTION],
+        [ended(QWEN, text) for text in (called(other), called("add", a=1), "done")],
+        inputs=TemplateInputs(tool_names=("add",)),
+        continuation=Continuation(QWEN.tokenizer, INPUTS),
+        reward=1.0,
+    )
+    calls = Calls()
+    environment = ToolConversation(TOOLS, format_of(QWEN.tokenizer, None, NO_INPUTS), calls, LIMITS, 8, print)
+    found = asyncio.run(environment.rollout(session))
+    assert [made[0] for made in calls.made] == ["add"]
+    assert answers(session)[0].startswith(f"error: there is no tool '{other}'; expected one of add(")
+    assert (found.metrics["tools/wrong_calls"], found.fault) == (1, None)
 
 
 def test_workers_that_cannot_be_replaced_end_the_run() -> None:

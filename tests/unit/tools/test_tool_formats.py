@@ -46,10 +46,12 @@ FORMAT_OF_FAMILY = {
     "corrected Mistral": "mistral",
     "published Mistral without blanks": "mistral",
     "corrected DeepSeek-V3": "deepseek_v3",
+    "published DeepSeek-V3": "deepseek_v3",
     "corrected DeepSeek-R1": "deepseek_v3",
     "published DeepSeek-R1": "deepseek_v3",
     "gpt-oss": "harmony",
     "OLMoE": "function_calls",
+    "OLMo-3": "olmo3",
 }
 TOKENIZERS: dict[str, tuple[str, PreTrainedTokenizerBase]] = {
     **{name: (name.partition(",")[0], make_byte_tokenizer(template)) for name, template in CALL_TEMPLATES.items()},
@@ -58,6 +60,7 @@ TOKENIZERS: dict[str, tuple[str, PreTrainedTokenizerBase]] = {
 MARKS = (
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "<function=add>", "</function>", "<parameter=text>"),
     *("</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "look_up"),
+    *("add(", "text=", "'", ",", ")"),
     *("<function_calls>", "</function_calls>", '{"name": "add", "arguments": {', "}", "[", "]", '"', ";", "```", "\n"),
     *("<|start|>", "<|channel|>", " to=functions.add", "<|message|>", "<|call|>", "<|end|>", "<|python_tag|>"),
     *(f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")),
@@ -128,6 +131,11 @@ def test_calls_that_a_chat_template_writes_are_read_in_their_order(name: str, ca
 @given(text=st.lists(st.sampled_from(MARKS) | TEXT, max_size=12).map("".join), begins_in_thinking=st.booleans())
 @example(text="[" * 100_000, begins_in_thinking=False)
 @example(text="<tool_call>" + "[" * 100_000, begins_in_thinking=False)
+@example(text="<function_calls>add(a=" + "[" * 100_000 + "]" * 100_000 + ")", begins_in_thinking=False)
+@example(text="<function_calls>add(a=" + "-" * 100_000 + "1)", begins_in_thinking=False)
+@example(text="<function_calls>add(a=1" + "+1" * 100_000 + ")", begins_in_thinking=False)
+@example(text="<function_calls>add(a=" + '"\\' * 100_000 + ")", begins_in_thinking=False)
+@example(text="<function_calls>" + "add(a=1)" * 20_000, begins_in_thinking=False)
 @example(
     text='<tool_call>{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", begins_in_thinking=False
 )
@@ -194,12 +202,33 @@ def test_harmony_reads_recipients_alone() -> None:
         ("llama3_json", '{"name": "add", "parameters": {"a" 1}}', "invalid JSON: Expecting ':' delimiter"),
         ("function_calls", "<function_calls>add(a=1)</function_calls>", "invalid JSON"),
         ("harmony", "<|channel|>commentary to=functions.add<|message|>a=1", "invalid JSON"),
+        ("olmo3", "<function_calls></function_calls>", 'expected a call such as tool(argument="value") before'),
+        ("olmo3", "<function_calls>add(1)</function_calls>", "expected argument=value or ) before '1)"),
+        ("olmo3", "<function_calls>add(a=f(1))</function_calls>", "'f(1)' is no value of JSON"),
+        ("olmo3", "<function_calls>add(a=)</function_calls>", "'' is no value of JSON"),
+        ("olmo3", "<function_calls>add(a={1, 2})</function_calls>", "'{1, 2}' is no value of JSON"),
+        ("olmo3", "<function_calls>add(a=[1)</function_calls>", "expected ) before the end of the turn"),
+        ("olmo3", '<function_calls>add(a="1)</function_calls>', 'expected " before the end of the turn'),
+        ("olmo3", "<function_calls>add(a=1)", "expected a call such as"),
     ],
 )
 def test_a_malformed_call_says_what_is_wrong(name: str, text: str, problem: str) -> None:
     (call,) = TOOL_FORMATS[name].calls(text, SCHEMAS)
     assert isinstance(call, MalformedCall)
     assert problem in call.problem
+
+
+def test_expressions_have_values_of_json_or_of_python() -> None:
+    text = """<function_calls>
+    add(text='it"s', places=(1, 2), is_on=True, note=None)
+    add(text="it's, (so)", options={"a": [null, true]}, note=null,), look_up()
+    </function_calls> and <function_calls>look_up(text='\\d', share=-.5)</function_calls>"""
+    assert TOOL_FORMATS["olmo3"].calls(text, SCHEMAS) == [
+        ToolCall("add", {"text": 'it"s', "places": [1, 2], "is_on": True, "note": None}),
+        ToolCall("add", {"text": "it's, (so)", "options": {"a": [None, True]}, "note": None}),
+        ToolCall("look_up", {}),
+        ToolCall("look_up", {"text": "\\d", "share": -0.5}),
+    ]
 
 
 def test_calls_around_a_malformed_one_are_read() -> None:

@@ -13,13 +13,22 @@ import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token
+from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token, with_empty_rows
 from nemo_rl_moe.models.megatron.training.context_parallel import ContextPlace
+from nemo_rl_moe.models.megatron.training.expert_writers import _writers_of_tokens
 from nemo_rl_moe.models.megatron.training.microbatch import MicrobatchShape, pack_microbatch, pad_microbatch
-from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, fed_tokens, following_tokens, in_router_order
+from nemo_rl_moe.models.megatron.training.router_hooks import (
+    SequenceCut,
+    fed_tokens,
+    following_tokens,
+    in_router_order,
+    row_lags,
+)
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import ROUTING
+from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
+from nemo_rl_moe.token_writers import ANSWER, TOKEN_WRITERS, WRITERS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
     MICROBATCHES,
@@ -64,6 +73,31 @@ def test_the_token_before_is_that_of_the_same_sequence(make: Any, size: int, con
             elif token in numbers[:, 0].tolist():
                 assert not follows[place_of_token]
     assert sorted(found_fed) == sorted(set(real) - set(last_tokens))
+
+
+@pytest.mark.parametrize("make", [pad_microbatch, pack_microbatch])
+@pytest.mark.parametrize(("size", "context"), [(1, 1), (2, 2)])
+def test_no_token_of_an_empty_row_counts(make: Any, size: int, context: int) -> None:
+    """Ranks that lack a sequence of trajectories run such rows: their padding is no token."""
+    sequences = tiny_batch(3).select([0, 3, 5])
+    written = sequences.with_columns(
+        **{
+            TOKEN_WRITERS: per_token(torch.full_like(sequences.input_ids, ANSWER, dtype=torch.int8)),
+            TOKEN_LAG: per_token(torch.ones_like(sequences.input_ids, dtype=torch.int32), fill=NO_LAG),
+        }
+    )
+    batch, num_tokens = with_empty_rows(written, 2), int(sequences.lengths.sum())
+    num_fed = num_lags = num_written = 0
+    for context_rank, rank in product(range(context), range(size)):
+        place = ContextPlace(context_rank, context)
+        microbatch = make(batch, MicrobatchShape(size * place.sequence_multiple, place=place), CPU)
+        cut = SequenceCut(rank, size)
+        lags = row_lags(microbatch, cut)
+        assert lags is not None
+        num_fed += int(fed_tokens(microbatch, cut).sum())
+        num_lags += int((lags != NO_LAG).sum())
+        num_written += int((_writers_of_tokens(microbatch, len(WRITERS), cut) < len(WRITERS)).sum())
+    assert (num_fed, num_lags, num_written) == (num_tokens - 3, num_tokens - 3, num_tokens)
 
 
 def trained(policy: PolicyConfig, fault: str) -> tuple[dict[str, float], list[str]]:

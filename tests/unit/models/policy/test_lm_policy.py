@@ -251,6 +251,18 @@ def test_use_of_gpus(monkeypatch: pytest.MonkeyPatch, precision: str, gpu: str, 
     assert use.memory["max_memory_reserved_gb"].reduce() == 10.0, "the fullest rank, though it reports no loss"
 
 
+def test_a_trajectory_of_several_sequences_stays_in_one_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates of two trajectories, of which two ranks have equally many rows; empty ones are no tokens."""
+    config = small_config("policy.train_global_batch_size=2", "policy.train_micro_batch_size=1")
+    policy, workers = make_policy(monkeypatch, config)
+    batch = replace(tiny_batch(3).select([row % 2 for row in range(9)]), sample_sizes=(3, 1, 1, 1, 2, 1))
+    result = policy.train(batch, sft_loss)
+    _, ((first, *_), (second, *_), *_) = workers.calls[-1]
+    updates = [sorted([*one.places, *other.places]) for one, other in zip(first, second, strict=True)]
+    assert updates == [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    assert (result.num_updates, result.num_tokens) == (3, int(batch.lengths.sum()))
+
+
 def test_the_vision_tower_counts_once_for_each_image_of_a_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config("policy.train_micro_batch_size=3")
     policy, _ = make_policy(monkeypatch, config, gpu="NVIDIA H200", model="tiny_internvl_moe")

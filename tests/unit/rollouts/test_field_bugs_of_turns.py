@@ -1,0 +1,289 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs that other frameworks had with trajectories of several turns, as scripts.
+
+Each fails on its planted bug. The numbers are those of the project's list; those that concern an endpoint alone are in
+`agents/test_agent_conversations.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.losses import policy_gradient
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.data.continuation import Continuation, SampledTurn
+from nemo_rl_moe.distributed.batch import per_token
+from nemo_rl_moe.distributed.stored_rows import StoredRows
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.models.images import IS_IMAGE, ModelImage, image_inputs
+from nemo_rl_moe.models.interfaces import LossInputs
+from nemo_rl_moe.rewards.interface import Score
+from nemo_rl_moe.rollouts.agents.branches import Branches
+from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
+from nemo_rl_moe.rollouts.training_batch import training_batch
+from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
+from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.conversations import ALL, Family, Message
+from tests.support.scripted_rollouts import red_on
+from tests.support.scripted_session import LOGPROB, scripted_session
+from tests.support.tool_templates import FAMILIES
+from tests.unit.algorithms.policy_loss_reference import config_of
+
+Patch = pytest.MonkeyPatch
+THINKING, CHATML = ALL["THINKING"], ALL["Qwen2.5, Qwen2-MoE"]
+ASKED: list[Message] = [{"role": "user", "content": "q"}]
+USER: Message = {"role": "user", "content": "r"}
+THOUGHT = "<think>\nt\n</think>\n\nfirst<|end|>"
+RIGHT = Score(1.0, is_correct=True)
+
+
+def texts_of(family: Family, sequences: Sequence[TokenSequence]) -> list[tuple[str, str]]:
+    """Return the text of each sequence, and of its trained tokens."""
+    decode = family.tokenizer.decode
+    return [(decode(each.token_ids), decode(each.token_ids[each.loss_mask])) for each in sequences]
+
+
+def renders_earlier_turns_again(patch: Patch) -> None:
+    """The sequence goes on although the template has dropped the thinking."""
+    patch.setattr(Continuation, "_require_unchanged", lambda *arguments: None)
+
+
+def trains_what_is_repeated(patch: Patch) -> None:
+    right = GrowingSequence.__init__
+
+    def begin(self: GrowingSequence, token_ids: Sequence[int]) -> None:
+        right(self, token_ids)
+        self._loss_mask = [True] * len(token_ids)
+
+    patch.setattr(GrowingSequence, "__init__", begin)
+
+
+@red_on(renders_earlier_turns_again, trains_what_is_repeated)
+async def test_t02_thinking_that_the_template_drops_is_trained_on_where_it_was_sampled() -> None:
+    """Another sequence begins with the rendering that the model will read when it is used (verl#6854)."""
+    requests: list[list[int]] = []
+    session = scripted_session(THINKING, ASKED, [THOUGHT, "second<|end|>"], requests=requests)
+    await session.generate()
+    session.append_message(USER)
+    await session.generate()
+    found = session.finish(RIGHT)
+    whole = [*ASKED, {"role": "assistant", "content": THOUGHT.removesuffix("<|end|>")}, USER]
+    assert requests == [THINKING.encode(THINKING.render(messages, None)) for messages in (ASKED, whole)]
+    assert [trained for _, trained in texts_of(THINKING, found.sequences)] == [THOUGHT, "second<|end|>"]
+
+
+def knows_one_end_token(patch: Patch) -> None:
+    def end_token_id(turn: SampledTurn) -> int | None:
+        return turn.token_ids[-1] if turn.token_ids[-1] == turn.stop_token_ids[0] else None
+
+    patch.setattr(SampledTurn, "end_token_id", property(end_token_id))
+
+
+@red_on(knows_one_end_token)
+async def test_t05_any_of_several_end_tokens_ends_a_turn_once() -> None:
+    """As where `eos_token_id` is a list: the end is trained on, is no part of the text, and stands there once."""
+    published = FAMILIES["Llama 3.1"]
+    ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+    more_special = [each for each in (*published.special_tokens, *ends) if each != published.end_token]
+    family = Family(make_byte_tokenizer(published.template, more_special=more_special, eos_token="<|eot_id|>"), ends)
+    whole = family.render([*ASKED, {"role": "assistant", "content": "first"}, USER], None)
+    for end in ends:
+        requests: list[list[int]] = []
+        session = scripted_session(family, ASKED, [f"first{end}", "second<|eot_id|>"], requests=requests)
+        turn = await session.generate()
+        assert turn.text == "first"
+        session.append_message(USER)
+        await session.generate()
+        trained = [trained for _, trained in texts_of(family, session.finish(RIGHT).sequences)]
+        assert "".join(trained) == f"first{end}second<|eot_id|>"
+        assert family.tokenizer.decode(requests[1]) == whole
+
+
+def trains_on_observations(patch: Patch) -> None:
+    right = GrowingSequence.add_given
+
+    def add(self: GrowingSequence, token_ids: Sequence[int]) -> None:
+        right(self, token_ids)
+        self._loss_mask = [True] * len(self)
+
+    patch.setattr(GrowingSequence, "add_given", add)
+
+
+def compares_whole_sequences(patch: Patch) -> None:
+    def ratio(new: Tensor, old: Tensor, mask: Tensor, *, of_sequences: bool) -> Tensor:
+        return (new - old).mean(1, keepdim=True).exp().expand_as(new)
+
+    patch.setattr(policy_gradient, "probability_ratio", ratio)
+    patch.setattr(policy_gradient, "_valid", lambda values, mask: values)
+
+
+@red_on(trains_on_observations, compares_whole_sequences)
+async def test_t11_observations_have_no_ratio() -> None:
+    """Their log-probability is 0 in the batch, and below 0 by the model: that is no ratio of e^-1 (Flash-RL#19)."""
+    session = scripted_session(CHATML, ASKED, ["first<|im_end|>", "second<|im_end|>"])
+    await session.generate()
+    session.append_message(USER)
+    await session.generate()
+    batch = training_batch([session.finish(RIGHT)], torch.tensor([[2.0]]), 0, leave_out_truncated=False)
+    mask = batch.token_mask[:, 1:]
+    logprobs = torch.where(mask, LOGPROB, -1.0).requires_grad_()
+    columns = {name: column.of_targets() for name, column in batch.columns.items()}
+    for of_sequences in (False, True):
+        config = config_of(
+            sequence_level_importance_ratios=of_sequences,
+            importance_sampling_correction="truncated",
+            importance_sampling_level="sequence" if of_sequences else "token",
+        )
+        loss = PolicyGradientLoss(config, prev_is_current=False, ratio_to_generation=True)
+        prev = columns | {"prev_logprobs": per_token(logprobs.detach())}
+        found = loss(LossInputs(logprobs, mask, int(mask.sum()), 1, None, prev)).loss
+        torch.testing.assert_close(found.detach(), torch.tensor(-2.0))
+        (gradient,) = torch.autograd.grad(found, logprobs)
+        assert torch.equal(gradient != 0, mask)
+
+
+def with_routes(session: Session) -> None:
+    """Have the engine report, for the routes of each token that it has read, the token and the number of the pass."""
+    submit, passes = session.submit_request, count(1)
+
+    async def routed(request: GenerationRequest) -> GeneratedSequence:
+        found = await submit(request)
+        fed = [*request.token_ids, *found.token_ids.tolist()][:-1]
+        rows = np.stack([np.array(fed), np.full(len(fed), next(passes))], axis=1)
+        return replace(found, routed_experts=StoredRows.of(rows[:, None].astype(np.int16)))
+
+    session.submit_request = routed
+
+
+def routes_of(found: Trajectory) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens that the routes of each sequence are of, and their passes, as a rank gets them."""
+    batch = training_batch([found], torch.ones(1, 1), 0, leave_out_truncated=False).fetched(list)
+    rows = batch.columns[ROUTED_EXPERTS].values[:, :, 0]
+    assert (rows.shape[:2], len(rows)) == (batch.input_ids.shape, found.num_sequences)
+    return [(row[:, 0].tolist(), row[:, 1].tolist()) for row in rows]
+
+
+def takes_the_routes_of_the_sequence_before(patch: Patch) -> None:
+    right = GrowingSequences.begin
+
+    def begin(self: GrowingSequences, token_ids: Sequence[int]) -> GrowingSequence:
+        before = self.last
+        begun = right(self, token_ids)
+        begun.routed_experts = before.routed_experts
+        return begun
+
+    patch.setattr(GrowingSequences, "begin", begin)
+
+
+def padded(values: Sequence[int], size: int) -> list[int]:
+    return [*values, *[UNKNOWN] * (size - len(values))]
+
+
+@red_on(takes_the_routes_of_the_sequence_before)
+async def test_t13_routes_of_a_branch_are_those_of_its_own_tokens() -> None:
+    """Two branches share a prefix that is shorter than the first of them (AReno#524)."""
+    session = scripted_session(CHATML, ASKED, ["one<|im_end|>", "a long answer<|im_end|>", "x<|im_end|>"])
+    with_routes(session)
+    branches = Branches(session, Continuation(CHATML.tokenizer))
+
+    async def ask(*messages: Message) -> Message:
+        place = branches.place(ChatRequest(messages))
+        turn = await session.continue_sequence(place.sequence, session.max_tokens)
+        reply = {"role": "assistant", "content": turn.text}
+        branches.add(place, reply, turn.token_ids)
+        return reply
+
+    first = await ask(*ASKED)
+    await ask(*ASKED, first, {"role": "user", "content": "one way"})
+    await ask(*ASKED, first, {"role": "user", "content": "2"})
+    found = session.finish(RIGHT)
+    longest = max(map(len, found.sequences))
+    in_first_pass = len(session.prompt.token_ids) + len(CHATML.encode("one<|im_end|>")) - 1
+    expected_passes = ([1] * in_first_pass + [2] * (len(found.sequences[0]) - 1 - in_first_pass), None)
+    for number, ((tokens, passes), sequence) in enumerate(zip(routes_of(found), found.sequences, strict=True)):
+        fed = len(sequence) - 1
+        assert tokens == padded(sequence.token_ids[:-1].tolist(), longest)
+        assert passes == padded(expected_passes[number] or [3] * fed, longest)
+
+
+def joins_whole_passes(patch: Patch) -> None:
+    patch.setattr(StoredRows, "followed_by", lambda self, later: replace(self, pieces=self.pieces + later.pieces))
+
+
+@red_on(takes_the_routes_of_the_sequence_before, joins_whole_passes)
+async def test_t15_a_truncated_episode_that_is_not_contiguous_has_routes_of_its_own_tokens_alone() -> None:
+    """Its history changes, and what comes last does not fit: no row is of another token (NeMo-RL#3063)."""
+    responses = [THOUGHT, "second<|end|>", "third<|end|>"]
+    session = scripted_session(THINKING, ASKED, responses, max_tokens=150)
+    with_routes(session)
+    await session.generate()
+    session.append_message(USER)
+    await session.generate()
+    session.append_message(USER)
+    await session.generate()
+    session.append_message({"role": "user", "content": "r" * 150})
+    found = session.finish(RIGHT)
+    assert (found.is_truncated, found.num_sequences, session.has_room) == (True, 2, False)
+    longest = max(map(len, found.sequences))
+    (tokens, passes), (later_tokens, later_passes) = routes_of(found)
+    first, second = found.sequences
+    assert tokens == padded(first.token_ids[:-1].tolist(), longest)
+    assert passes == padded([1] * (len(first) - 1), longest)
+    assert later_tokens == padded(second.token_ids[:-1].tolist(), longest)
+    in_second_pass = second.token_ids.tolist().index(THINKING.end_ids[0], np.flatnonzero(second.loss_mask)[0])
+    assert later_passes == padded([2] * in_second_pass + [3] * (len(second) - 1 - in_second_pass), longest)
+
+
+def tokenizes_again(patch: Patch) -> None:
+    right = Session._request
+
+    def request(self: Session, sequence: GrowingSequence, room: int) -> GenerationRequest:
+        again = tuple(self.encode(self.decode(sequence.token_ids)))
+        return replace(right(self, sequence, room), token_ids=again)
+
+    patch.setattr(Session, "_request", request)
+
+
+@red_on(tokenizes_again)
+async def test_t16_tokens_of_images_are_expanded_once() -> None:
+    """The second request has the ids of the first, and its images: no text becomes tokens again (sglang#26555)."""
+    (image_token,) = CHATML.encode("#")
+    images = [ModelImage(np.full((2, 2, 3), value, dtype=np.uint8)) for value in range(2)]
+    prompt_ids = [*CHATML.encode("a"), *[image_token] * 4, *CHATML.encode("b"), *[image_token] * 4]
+    inputs = image_inputs(images, np.array(prompt_ids) == image_token)
+
+    def encode(text: str) -> list[int]:
+        """As a processor of images does, which finds one token in a text for each image."""
+        return [id_ for token in CHATML.encode(text) for id_ in [token] * (4 if token == image_token else 1)]
+
+    scripted = scripted_session(CHATML, ASKED, ["first<|im_end|>", "second<|im_end|>"])
+    prompt = replace(scripted.prompt, token_ids=tuple(prompt_ids))
+    session = replace(scripted, prompt=prompt, encode=encode, model_inputs=inputs)
+    requests: list[GenerationRequest] = []
+    submit = session.submit_request
+
+    async def noted(request: GenerationRequest) -> GeneratedSequence:
+        requests.append(request)
+        return await submit(request)
+
+    session.submit_request = noted
+    turn = await session.generate()
+    session.append_text("more")
+    await session.generate()
+    found = session.finish(RIGHT)
+    first, second = (list(request.token_ids) for request in requests)
+    assert first == prompt_ids
+    assert second == [*first, *turn.token_ids, *CHATML.encode("more")]
+    assert [request.model_inputs for request in requests] == [inputs, inputs]
+    assert [image.digest for image in found.images] == [image.digest for image in images]
+    batch = training_batch([found], torch.ones(1, 1), 0, leave_out_truncated=False)
+    assert batch.columns[IS_IMAGE].values[0].nonzero().flatten().tolist() == [1, 2, 3, 4, 6, 7, 8, 9]
