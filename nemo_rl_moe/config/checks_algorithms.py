@@ -260,25 +260,19 @@ def engine_has_what_it_needs(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def weights_can_travel(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check the way of weights to engines: NCCL joins no two processes on one GPU, and CUDA IPC no two machines."""
+    """Check the way of weights to engines: NCCL joins no two processes on one GPU, and CUDA IPC none on two."""
     generation, key = config.policy.generation, "policy.generation.weight_transport"
     chosen, has_own = generation.weight_transport, GENERATION_ROLE in config.cluster.roles
     engine = generation.engine
     if engine.shares_weights or chosen in ("files", "gloo"):
         return
-    ranks = engine.size(config).ranks if engine.size is not None else 1
     if config.cluster.gpus_per_node == 0:
         yield f"{key}: got {chosen}, expected files or gloo on CPUs (cluster.gpus_per_node 0)"
     elif chosen == "nccl" and not has_own:
         own = "cluster.roles.generation"
         yield f"{key}: got nccl, expected cuda_ipc or files: engines have no GPUs of their own ({own})"
-    elif chosen == "cuda_ipc" and ranks != config.cluster.gpus_per_node:
-        gpus = config.cluster.gpus_per_node
-        size = f"policy.generation.{engine.name}.tensor_parallel_size = cluster.gpus_per_node = {gpus}"
-        yield f"{key}: got cuda_ipc, which needs an engine that sees all GPUs of its machine: {size}"
-    elif chosen == "cuda_ipc" and (has_own or config.cluster.num_nodes > 1):
-        fitting = "nccl, gloo or files" if has_own else "files or gloo"
-        yield f"{key}: got cuda_ipc, expected {fitting}: engines do not lie on the trainer's GPUs, on one machine"
+    elif chosen == "cuda_ipc" and has_own:
+        yield f"{key}: got cuda_ipc, expected nccl, gloo or files: engines do not lie on the trainer's GPUs"
 
 
 def _largest_divisor(number: int, limit: int) -> int:

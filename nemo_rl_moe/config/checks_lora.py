@@ -11,6 +11,10 @@ from nemo_rl_moe.config.schema_lora import ALL_LINEAR, MLP_TARGETS, ROUTER
 _KEY, _MEGATRON = "policy.lora", "policy.megatron_cfg"
 
 
+_ADAPTER_TRANSPORTS = ("files", "gloo")
+"""Of the ways of weights, those to which every rank of the trainer brings its own tensors."""
+
+
 def rollouts_know_the_adapters(config: MasterConfig) -> Iterator[str]:
     """Check that an engine can take adapters, and that training computes what rollouts were sampled from."""
     if not isinstance(config, GRPOMasterConfig):
@@ -24,6 +28,11 @@ def rollouts_know_the_adapters(config: MasterConfig) -> Iterator[str]:
         yield (
             f"{name}: got adapter, expected merged with policy.generation.backend {generation.backend}; engines that"
             f" take an adapter: {takers}"
+        )
+    if refit == "adapter" and generation.weight_transport not in _ADAPTER_TRANSPORTS:
+        yield (
+            f"policy.generation.weight_transport: got {generation.weight_transport}, expected"
+            f" {' or '.join(_ADAPTER_TRANSPORTS)} with {name} adapter"
         )
     if lora is not None and lora.dropout > 0:
         yield (
@@ -69,9 +78,20 @@ def shared_experts_run_alone(config: MasterConfig) -> Iterator[str]:
         yield f"{_MEGATRON}.moe_shared_expert_overlap: got true, expected false with {_KEY}"
 
 
+def factors_are_there_when_used(config: MasterConfig) -> Iterator[str]:
+    """Refuse to gather weights during the next forward pass: Megatron-Core waits for a module's own parameters when the
+    module is called, and an adapter's factors belong to modules that are not."""
+    parallel = config.policy.megatron_cfg.distributed_data_parallel_config
+    if config.policy.lora is not None and parallel.overlap_param_gather:
+        yield (
+            f"{_MEGATRON}.distributed_data_parallel_config.overlap_param_gather: got true, expected false with {_KEY}"
+        )
+
+
 LORA_RULES = (
     rollouts_know_the_adapters,
     experts_and_targets_agree,
     the_base_is_frozen,
     shared_experts_run_alone,
+    factors_are_there_when_used,
 )

@@ -71,7 +71,16 @@ def settings_of_the_precision_aware_optimizer_are_read(config: MasterConfig) -> 
         )
 
 
+def late_weights_are_possible(config: MasterConfig) -> Iterator[str]:
+    """Check that weights are gathered late only where Megatron-Core gathers any, in the buckets of the gradients."""
+    parallel = config.policy.megatron_cfg.distributed_data_parallel_config
+    key = "policy.megatron_cfg.distributed_data_parallel_config"
+    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
+        yield f"{key}.overlap_param_gather: true needs {key}: use_distributed_optimizer true, overlap_grad_reduce true"
+
+
 OPTIMIZER_RULES = (
+    late_weights_are_possible,
     learning_rates_fall,
     precision_aware_optimizer_is_possible,
     settings_of_the_precision_aware_optimizer_are_read,

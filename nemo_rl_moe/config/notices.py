@@ -75,17 +75,24 @@ MOST_BFLOAT16_PARTS = 16
 """Microbatches whose gradients may add up in bfloat16: of its 8 bits, one of 16 equal parts has 4 left."""
 
 
+MOST_OF_FULL_LENGTH = 64
+"""The same where it depends on the samples' lengths, if all had the greatest: few batches come near it."""
+
+
 def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
     """Warn of sums of many microbatches' gradients in a format with 8 bits of precision."""
     policy = config.policy
     if policy.precision != "bfloat16" or policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32:
         return
-    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
-        return  # how many there are depends on the lengths
-    parts = policy.train_global_batch_size // (policy.train_micro_batch_size * max(config.data_parallel_size, 1))
-    if parts > MOST_BFLOAT16_PARTS:
+    samples = policy.train_global_batch_size // max(config.data_parallel_size, 1)
+    parts, up_to, most = samples // policy.train_micro_batch_size, "", MOST_BFLOAT16_PARTS
+    for budget in (policy.sequence_packing, policy.dynamic_batching):
+        if budget.enabled:
+            most = MOST_OF_FULL_LENGTH
+            parts, up_to = -(-samples * policy.max_total_sequence_length // budget.train_mb_tokens), "up to "
+    if parts > most:
         yield (
-            f"gradients of {parts} microbatches a rank add up in bfloat16, whose 8 bits each part is rounded to;"
+            f"gradients of {up_to}{parts} microbatches a rank add up in bfloat16, whose 8 bits each part is rounded to;"
             " policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=true keeps them, at 2 bytes"
             " a parameter"
         )

@@ -75,6 +75,12 @@ class DistributedDataParallelConfig(StrictModel):
     """Shard the optimizer's state over the data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool
     """Reduce gradients while the backward pass still runs."""
+    overlap_param_gather: bool
+    """Gather weights while the next forward pass already runs, between the updates of one step; all are there when its
+    last update is done. Needs the two settings above."""
+    bucket_size: PositiveInt | None
+    """Parameters whose gradients are reduced, and weights gathered, at a time; null: Megatron-Core's choice, 40 million
+    or more with many ranks."""
     grad_reduce_in_fp32: bool
     """Accumulate and reduce gradients in float32."""
 

@@ -79,6 +79,7 @@ class RayCluster:
 
     Args:
         beside: Cluster of the run's policy, for workers of another role; it is to be shut down later.
+        stored_bytes: What the run keeps in a local Ray's object store besides batches and metrics.
         placement_timeout_s: Seconds to wait for other jobs to free resources.
 
     Attributes:
@@ -91,8 +92,16 @@ class RayCluster:
         WorkerDiedError: A local Ray does not start.
     """
 
-    def __init__(self, config: ClusterConfig, *, beside: "RayCluster | None" = None, placement_timeout_s: float = 60.0):
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        beside: "RayCluster | None" = None,
+        stored_bytes: int = 0,
+        placement_timeout_s: float = 60.0,
+    ):
         self.config = config
+        self._stored_bytes = stored_bytes
         self.num_threads = chosen_threads(os.environ)
         self._beside = beside
         self.placement_group: PlacementGroup | None = None
@@ -214,7 +223,8 @@ class RayCluster:
                 " them (ray start) and set RAY_ADDRESS; nearest: cluster.num_nodes=1"
             )
         # Ray counts logical CPUs: more workers than cores only means that they take turns.
-        self._local_ray = LocalRay(num_cpus=max(usable_cores(), self.config.all_workers_per_node))
+        num_cpus = max(usable_cores(), self.config.all_workers_per_node)
+        self._local_ray = LocalRay(num_cpus, self._stored_bytes)
 
     def _reserve(self, timeout_s: float) -> None:
         # One bundle a machine, each on another: as many workers on every machine as asked, never more on one.

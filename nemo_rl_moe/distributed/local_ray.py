@@ -26,8 +26,10 @@ from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, end_processes, fam
 from nemo_rl_moe.distributed.run_process import STOP_SIGNALS, leave
 from nemo_rl_moe.errors import EXIT_RUN_FAILED, WorkerDiedError, printable, report_error
 
-LARGEST_OBJECT_STORE_BYTES = 512 * 1024**2
+USUAL_OBJECT_STORE_BYTES = 512 * 1024**2
 SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
+MOST_OF_THE_MEMORY = 0.3
+"""Share of a machine's memory that an object store may take, as Ray's own default."""
 SERVERS = ("gcs_server", "raylet")
 POLL_S = 0.1
 _NEWEST_BYTES, _LONGEST_ERROR = 8192, 300
@@ -46,13 +48,20 @@ UNWINDING_S = 6.0
 """Time for the program to end in order once the servers have died: calls to Ray that wait for them may never return."""
 
 
-def object_store_bytes() -> int:
-    """Return the size of a small object store for batches and metrics; less where shared memory is scarce."""
+def object_store_bytes(stored_bytes: int = 0) -> int:
+    """Return the size of an object store for batches and metrics; less where shared memory is scarce.
+
+    Args:
+        stored_bytes: What a run keeps there besides; more than the store holds goes to the disk and back.
+    """
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
-        free = LARGEST_OBJECT_STORE_BYTES
-    return max(SMALLEST_OBJECT_STORE_BYTES, min(LARGEST_OBJECT_STORE_BYTES, int(0.8 * free)))
+        free = USUAL_OBJECT_STORE_BYTES
+    wanted = USUAL_OBJECT_STORE_BYTES
+    if stored_bytes:
+        wanted = max(wanted, min(wanted + stored_bytes, int(MOST_OF_THE_MEMORY * psutil.virtual_memory().total)))
+    return max(SMALLEST_OBJECT_STORE_BYTES, min(wanted, int(0.8 * free)))
 
 
 def last_error(log: Path) -> str:
@@ -121,11 +130,15 @@ class LocalRay:
     On a busy machine the raylet may die at start, as it waits at most 15 s for its agents' ports
     (ray-project/ray#65983): then Ray is started once more.
 
+    Args:
+        stored_bytes: What the run keeps in the object store besides batches and metrics.
+
     Raises:
         WorkerDiedError: They do not start; nothing of them is left.
     """
 
-    def __init__(self, num_cpus: int):
+    def __init__(self, num_cpus: int, stored_bytes: int = 0):
+        self._object_store_bytes = object_store_bytes(stored_bytes)
         self._others = set(psutil.Process().children())
         self._folder = ray_folder(os.getpid())
         self._servers: dict[str, psutil.Process] = {}
@@ -197,7 +210,7 @@ class LocalRay:
             _temp_dir=str(self._folder / "ray"),
             log_to_driver=False,
             logging_level=logging.ERROR,
-            object_store_memory=object_store_bytes(),
+            object_store_memory=self._object_store_bytes,
             # Ray gives its workers the lowest priority but four; here they are the program itself.
             _system_config={"worker_niceness": 0},
         )

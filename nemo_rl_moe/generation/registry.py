@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nemo_rl_moe.distributed.shared_gpu import SharedGpu
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationEngine
 from nemo_rl_moe.generation.refit import WeightSource
 from nemo_rl_moe.models.hf_files import ModelSource
@@ -20,9 +21,11 @@ class GeneratingPolicy(WeightSource, Protocol):
 
     Attributes:
         model_files: The model's folder without its weights, file name to content.
+        gpu: The account of the GPUs that its ranks and engines share.
     """
 
     model_files: Mapping[str, bytes]
+    gpu: SharedGpu
 
     def generate(self, batch: GenerationBatch) -> Sequence[GeneratedSequence]:
         """Return one continuation of each prompt, in the order of the prompts."""

@@ -341,7 +341,7 @@ def _write_megatron(
     weights = staging / MEGATRON_WEIGHTS_FOLDER
     weights.mkdir(parents=True)
     write_model_files(files, staging)
-    write = start_write({"model": sharded_model(model.chunks)}, weights, snapshot=False)
+    write = start_write({"model": sharded_model(model.chunks)}, weights, snapshots=None)
     try:
         problem = write.finish()
     except BaseException:

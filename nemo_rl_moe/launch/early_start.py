@@ -9,12 +9,28 @@ from contextlib import suppress
 
 import ray
 
-from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import SHORTEST_WAIT, THREADS, threads_per_worker, usable_cores
 from nemo_rl_moe.distributed.worker_group import start_processes
 
 IMPORTED_BY_WORKERS = ("torch", "nemo_rl_moe.models.policy.start_rank")
+ROUTE_BYTES_OF_A_TOKEN = 1024
+"""Upper bound of a token's routed experts in the object store: 61 layers x 8 experts x 2 bytes are 976."""
+
+
+def stored_bytes(config: MasterConfig) -> int:
+    """Return the bytes of the routed experts that a run keeps in Ray's object store at a time, at most.
+
+    The model is not read yet; of asynchronous rollouts the responses of several steps are there.
+    """
+    if not isinstance(config, GRPOMasterConfig) or not config.policy.generation.engine.captures_routes(config):
+        return 0
+    megatron = config.policy.megatron_cfg
+    if not megatron.capture_routing and megatron.routing_replay == "none":
+        return 0
+    tokens = config.responses_per_step * config.policy.max_total_sequence_length
+    return (1 + config.grpo.rollouts.most_lag) * tokens * ROUTE_BYTES_OF_A_TOKEN
 
 
 class EarlyCluster:
@@ -40,7 +56,7 @@ class EarlyCluster:
             WorkerDiedError: Ray does not start.
         """
         if self._thread is None and not self._cluster.done():
-            self._cluster.set_result(RayCluster(self._config.cluster))
+            self._cluster.set_result(self._start())
         return self._cluster.result()
 
     @property
@@ -58,9 +74,12 @@ class EarlyCluster:
         if self._thread is not None:
             self._thread.join()
 
+    def _start(self) -> RayCluster:
+        return RayCluster(self._config.cluster, stored_bytes=stored_bytes(self._config))
+
     def _start_and_stay(self) -> None:
         try:
-            cluster = RayCluster(self._config.cluster)
+            cluster = self._start()
         except BaseException as error:
             self._cluster.set_exception(error)
             return

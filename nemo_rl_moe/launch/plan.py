@@ -188,6 +188,8 @@ def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory], patches:
     rows.append((f"{_HOST}optimizer", [worker.optimizer.on_the_host for worker in workers]))
     rows.append((f"{_HOST}optimizer, while generating", [worker.moved for worker in workers]))
     rows.append((f"{_HOST}reference weights", [worker.reference_weights for worker in workers]))
+    if config.cluster.gpus_per_node:
+        rows.append((f"{_HOST}snapshot of a checkpoint", [worker.snapshot for worker in workers]))
     return [(label, values) for label, values in rows if any(values) or not label.startswith(_ONLY_WHERE_THERE_ARE_ANY)]
 
 

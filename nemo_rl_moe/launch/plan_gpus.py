@@ -9,13 +9,19 @@ from typing import Any
 from nemo_rl_moe.config.engine import EngineSize
 from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, engines_share_gpus
 from nemo_rl_moe.distributed.accelerators import Target
-from nemo_rl_moe.models.megatron.model.engine_memory import EngineMemory, bytes_on_the_way, engine_memory
+from nemo_rl_moe.distributed.shared_gpu import Entry
+from nemo_rl_moe.models.megatron.model.engine_memory import (
+    ON_DEVICE,
+    EngineMemory,
+    bytes_on_the_way,
+    engine_memory,
+    refit_bytes,
+)
 from nemo_rl_moe.models.megatron.model.memory_estimate import WorkerMemory, worker_memory
 from nemo_rl_moe.models.megatron.model.memory_moments import (
     KEPT_BYTES,
     PROCESS_BYTES,
     EngineShare,
-    Moment,
     fullest,
     moments,
     smallest_device,
@@ -53,10 +59,13 @@ def moment_lines(
         for moment in found
     ]
     width = max(map(len, heads))
-    label_width = max(len(moment.name) for moment in found)
+    names = [moment.event for moment in found]
+    label_width = max(map(len, names))
+    most = fullest(found)
+    marks = ["", *("  <- the peak" if moment is most else "" for moment in found)]
     table = [
-        f"  {label:<{label_width}}  " + "  ".join(f"{cell:>{width}}" for cell in row)
-        for label, row in zip(["", *(moment.name for moment in found)], [heads, *cells], strict=True)
+        f"  {label:<{label_width}}  " + "  ".join(f"{cell:>{width}}" for cell in row) + mark
+        for label, row, mark in zip(["", *names], [heads, *cells], marks, strict=True)
     ]
     estimates = (
         f"  estimates: CUDA's context and NCCL, {PROCESS_BYTES / UNITS['GB']:g} GB a process; what an engine keeps"
@@ -70,7 +79,7 @@ def fit_line(config: MasterConfig, transformer: TransformerConfig, hf_config: An
     memory = target.card.memory_gb * UNITS["GB"]
     moment = fullest(moments_of_the_fullest(config, transformer, hf_config, memory))
     of_it = f"the {target.card.memory_gb} GB of each {target.card.name}"
-    needed = f"{moment.total / UNITS['GB']:.2f} GB {moment.name}"
+    needed = f"{moment.total / UNITS['GB']:.2f} GB {moment.event}"
     if moment.total > memory:
         return f"{target}: does not fit: {needed} are more than {of_it}"
     if _engines_lack_room(config, transformer, hf_config, memory):
@@ -80,14 +89,24 @@ def fit_line(config: MasterConfig, transformer: TransformerConfig, hf_config: An
 
 def moments_of_the_fullest(
     config: MasterConfig, transformer: TransformerConfig, hf_config: Any, memory: int
-) -> list[Moment]:
+) -> list[Entry]:
     """Return the moments of the pipeline stage whose GPUs are the fullest, on cards with so many bytes."""
-    engine, size = None, engine_size(config)
-    if size is not None and engines_share_gpus(config):
-        share = int(size.largest_share * memory)
-        engine = EngineShare(engine_memory(size, transformer, hf_config), share)
+    size = engine_size(config)
+    engine = None if size is None else _engine_share(config, transformer, hf_config, int(size.largest_share * memory))
     by_stage = [moments(worker, engine) for worker in _workers(config, transformer, hf_config)]
     return max(by_stage, key=lambda found: fullest(found).total)
+
+
+def _engine_share(
+    config: MasterConfig, transformer: TransformerConfig, hf_config: Any, share: int
+) -> EngineShare | None:
+    """Return an engine's rank on a GPU of the trainer; None where engines are elsewhere."""
+    size = engine_size(config)
+    if size is None or not engines_share_gpus(config):
+        return None
+    assert isinstance(config, GRPOMasterConfig)  # others have no engines
+    memory = engine_memory(size, transformer, hf_config)
+    return EngineShare(memory, share, refit_bytes(config, transformer, memory))
 
 
 def _workers(config: MasterConfig, transformer: TransformerConfig, hf_config: Any) -> list[WorkerMemory]:
@@ -132,28 +151,36 @@ def engine_lines(
         if size.gpu_memory_utilization is not None:
             share = f"a GPU's share for its engine ({section}.gpu_memory_utilization)"
             rows.append((share, f"{size.gpu_memory_utilization:g}"))
-        rows += _device_rows(size.largest_share, memory, workers, longest, target)
+        engine_share = _engine_share(config, transformer, hf_config, 0)
+        rows += _device_rows(size.largest_share, memory, engine_share, workers, longest, target)
     elif size.cpu_cache_bytes is not None:
         rows.append((f"key-value cache of each engine ({section}.cpu_cache_gib)", shown(size.cpu_cache_bytes)))
-    where = "shared memory" if config.cluster.num_nodes == 1 else "checkpointing.checkpoint_dir"
-    rows.append((f"in {where} while weights are sent, at most", shown(on_the_way)))
+    if config.policy.generation.weight_transport not in ON_DEVICE:
+        where = "shared memory" if config.cluster.num_nodes == 1 else "checkpointing.checkpoint_dir"
+        rows.append((f"in {where} while weights are sent, at most", shown(on_the_way)))
     heading = f"Engines of {engine.title or engine.name}, by arithmetic, in {unit} of {UNITS[unit]:,} bytes:"
     return ["", heading, *aligned(rows), "  not counted: the engines' activations and buffers"]
 
 
 def _device_rows(
-    utilization: float, memory: EngineMemory, workers: Sequence[WorkerMemory], longest: int, target: Target | None
+    utilization: float,
+    memory: EngineMemory,
+    beside: EngineShare | None,
+    workers: Sequence[WorkerMemory],
+    longest: int,
+    target: Target | None,
 ) -> list[tuple[str, str]]:
     """Return rows on a GPU of an engine, in GB.
 
     Args:
+        beside: The engine's rank, on a GPU of the trainer; None: on its own.
         workers: Ranks of the trainer that share its GPU, one for each pipeline stage; empty: none does.
         target: Machines that it is for; None: any.
     """
     rows = []
     least = memory.fits_from(0, utilization)
-    if workers:
-        least = max(smallest_device(worker, memory, utilization) for worker in workers)
+    if workers and beside is not None:
+        least = max(smallest_device(worker, beside, utilization) for worker in workers)
         held = max(worker.while_generating for worker in workers)
         rows += [
             ("beside it while it generates: held by the trainer, in GB", f"{held / UNITS['GB']:.2f}"),

@@ -52,7 +52,8 @@ def make_refit_check(
     engines_format: str = getattr(engine, "dtype", config.policy.precision)
     in_float32 = {config.policy.precision, engines_format} == {"float32"}
     # Of tensors that several ranks share, none of them has a fingerprint.
-    gives_fingerprints = isinstance(engine, FingerprintingEngine) and getattr(engine, "ranks_per_engine", 1) == 1
+    is_of_one_rank = getattr(engine, "ranks_per_engine", 1) == 1
+    gives_fingerprints = isinstance(engine, FingerprintingEngine) and is_of_one_rank
 
     def explain(copy: int) -> str:
         # A rank has parts of the outputs, and ranks on other machines write into folders of their own.
@@ -87,6 +88,7 @@ def make_refit_check(
         start_fingerprints=policy.start_fingerprints if gives_fingerprints else None,
         number_format=common_format(config.policy.precision, engines_format),
         probe_adapters=policy.probe_adapters if config.policy.lora is not None else None,
+        repeats_bits=is_of_one_rank,
     )
 
 

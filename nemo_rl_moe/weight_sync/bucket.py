@@ -23,7 +23,7 @@ from nemo_rl_moe.errors import WeightSyncError
 
 _LABEL, _CHECKSUMS = "label", "checksums"
 _MOST_NAMED = 3
-_WORDS_AT_A_TIME = 2**24
+_WORDS_AT_A_TIME = 2**22
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,9 @@ def compare(bucket_name: str, label: BucketLabel, tensors: Mapping[str, Tensor],
 
 
 def tensor_checksum(name: str, tensor: Tensor) -> str:
-    """Return the checksum of a tensor's name, dtype, shape and bytes; of one on a GPU taken there."""
+    """Return the checksum of a tensor's name, dtype, shape and bytes."""
     header = f"{name} {tensor.dtype} {tuple(tensor.shape)} "
-    content = tensor.flatten().view(torch.uint8)
-    return checksum_of(header.encode(), str(weighted_sum(content)).encode() if tensor.is_cuda else content.numpy())
+    return checksum_of(header.encode(), tensor.flatten().view(torch.uint8).numpy())
 
 
 def weighted_sum(content: Tensor) -> int:
@@ -88,13 +87,17 @@ def weighted_sum(content: Tensor) -> int:
     A change of one word, and a swap of two words, always change it.
     """
     whole = content.numel() // 4 * 4
-    words = torch.cat([content[:whole].clone().view(torch.int32).long(), content[whole:].long()])
+    words, rest = content[:whole].view(torch.int32), content[whole:].long()
     total = torch.zeros((), dtype=torch.int64, device=content.device)
     for begin in range(0, len(words), _WORDS_AT_A_TIME):
-        part = words[begin : begin + _WORDS_AT_A_TIME]
-        places = torch.arange(begin, begin + len(part), device=content.device)
-        total += (part * (2 * places + 1)).sum()
+        part = words[begin : begin + _WORDS_AT_A_TIME].long()
+        total += (part * _weights(begin, part)).sum()
+    total += (rest * _weights(len(words), rest)).sum()
     return int(total)
+
+
+def _weights(begin: int, words: Tensor) -> Tensor:
+    return 2 * torch.arange(begin, begin + len(words), device=words.device) + 1
 
 
 def _read_metadata(metadata: Mapping[str, str] | None) -> tuple[BucketLabel, dict[str, Any]]:

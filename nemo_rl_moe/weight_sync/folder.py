@@ -1,36 +1,34 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One transfer of weights through a folder: shared memory on one machine, or a disk that all machines reach.
+"""One transfer of weights, by notes on a board: a folder of shared memory on one machine, a store between machines.
 
-Files of a transfer, each of which appears complete:
+Notes of a transfer, each of which appears complete; in a folder they are files:
 
     0003-000012.bucket                  bucket 12 of sender 3, with checksums; its bytes too, or the way to them
     000045.order                        the name of the bucket that is to be taken after 45 others
     0003-000012.bucket.taken-0001       receiver 1 has taken it; when all have, the sender deletes it
     0003.end                            sender 3 has sent everything: buckets, tensors, bytes and version
     failed                              the reason for which the transfer has ended early
+    0003.sender-at, 0001.receiver-at    where a process is, if only those at one place send to each other
 """
 
 import json
-import os
 import re
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from nemo_rl_moe.errors import WeightSyncError
+from nemo_rl_moe.weight_sync.board import Board, FolderBoard, NetworkBoard
 from nemo_rl_moe.weight_sync.bucket import BucketLabel
-from nemo_rl_moe.weight_sync.transport_backends import FileTransport, TransportBackend
+from nemo_rl_moe.weight_sync.transport_backends import BUCKET_BYTES, FileTransport, TransportBackend
 
 NamedTensor = tuple[str, torch.Tensor]
-BUCKET_BYTES = 64 * 2**20
 MAX_UNACKNOWLEDGED = 2
 STALL_TIMEOUT_S = 120.0
 _FAILED = "failed"
@@ -42,7 +40,8 @@ class TransportSpec:
     """One transfer of weights, in a form that is pickled to its participants.
 
     Attributes:
-        folder: Of this transfer alone, empty at the start, reachable for all processes.
+        folder: Of this transfer alone, empty at the start, reachable for all processes; with a store only its name.
+        store: Between machines, for tensors that are in no files.
         max_unacknowledged: Maximum number of a sender's buckets in the folder at a time.
         stall_timeout_s: Seconds without progress after which a process gives up: a killed peer leaves no trace.
     """
@@ -55,6 +54,11 @@ class TransportSpec:
     max_unacknowledged: int = MAX_UNACKNOWLEDGED
     stall_timeout_s: float = STALL_TIMEOUT_S
     backend: TransportBackend = FileTransport()  # noqa: RUF009  (it cannot change)
+    store: NetworkBoard | None = None
+
+    @property
+    def board(self) -> Board:
+        return FolderBoard(self.folder) if self.store is None else self.store
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
         """Send this rank's tensors, a bucket at a time; return the bytes when every receiver has taken them.
@@ -97,50 +101,37 @@ class TransportSpec:
 
     def queue(self, name: str, after: int) -> int:
         """Take the first free place for a bucket in the order of all buckets."""
-        with tempfile.NamedTemporaryFile("w", dir=self.folder, encoding="utf-8") as file:
-            file.write(name)
-            file.flush()
-            while True:
-                try:
-                    os.link(file.name, self.folder / _order_name(after))
-                except FileExistsError:
-                    after += 1
-                else:
-                    return after
+        while not self.board.put_first(_order_name(after), name):
+            after += 1
+        return after
 
     def abort(self, reason: str) -> None:
         """End the transfer for all participants; the first reason stays."""
-        try:
-            with tempfile.NamedTemporaryFile("w", dir=self.folder, encoding="utf-8") as file:
-                file.write(reason)
-                file.flush()
-                os.link(file.name, self.folder / _FAILED)
-        except OSError:  # there is a reason already, or the driver has removed the folder: it has ended for all
-            pass
+        with suppress(WeightSyncError):  # the driver has closed it: it has ended for all
+            self.board.put_first(_FAILED, reason)
 
     def names(self) -> set[str]:
-        """List the files of the transfer."""
-        try:
-            names = {path.name for path in self.folder.iterdir()}
-            reason = (self.folder / _FAILED).read_text(encoding="utf-8") if _FAILED in names else None
-        except OSError as error:
-            raise WeightSyncError(f"the folder of the transfer cannot be read: {error}") from error
-        if reason is not None:
-            raise _EndedByOther(reason)
+        """List the notes of the transfer."""
+        names = self.board.names()
+        if _FAILED in names:
+            raise _EndedByOther(self.board.read(_FAILED))
         return names
 
-    def receivers_without(self, name: str, names: set[str]) -> list[int]:
-        """Return the receivers that have not taken a bucket."""
-        return [each for each in range(self.num_receivers) if _taken_name(name, each) not in names]
+    def meet(self, own: str, number: int, other: str, num_others: int) -> list[int]:
+        """Return those of the other kind that this process sends to, or receives from.
 
-    def place(self, name: str, write: Callable[[Path], object]) -> None:
-        """Write a file that appears complete or not at all."""
-        staging = self.folder / f"{name}.incomplete"
-        try:
-            write(staging)
-            staging.rename(self.folder / name)
-        except (OSError, SafetensorError) as error:
-            raise WeightSyncError(f"{self.folder} did not take {name}: {error}") from error
+        Args:
+            own: `sender` or `receiver`, as `other`.
+        """
+        if (place := self.backend.place()) is None:
+            return list(range(num_others))
+        self.board.put(_place_name(own, number), place)
+        others = [_place_name(other, each) for each in range(num_others)]
+        stall = _Stall(self.stall_timeout_s)
+        while missing := [each for each in others if each not in self.names()]:
+            stall.pause(f"{', '.join(missing)}")
+        places = [self.board.read(name) for name in others]
+        return [each for each in range(num_others) if places[each] == place]
 
     @contextmanager
     def _reporting(self, who: str) -> Iterator[None]:
@@ -191,6 +182,15 @@ def _order_name(place: int) -> str:
     return f"{place:06d}.order"
 
 
+def _place_name(kind: str, number: int) -> str:
+    return f"{number:04d}.{kind}-at"
+
+
+def _without(receivers: Sequence[int], bucket: str, names: set[str]) -> list[int]:
+    """Return the receivers that have not taken a bucket."""
+    return [each for each in receivers if _taken_name(bucket, each) not in names]
+
+
 def _end_name(sender: int) -> str:
     return f"{sender:04d}.end"
 
@@ -198,7 +198,8 @@ def _end_name(sender: int) -> str:
 class _Sender:
     def __init__(self, transfer: TransportSpec, sender: int):
         self._transfer, self._sender = transfer, sender
-        self._unacknowledged: deque[tuple[str, object]] = deque()
+        self._receivers = transfer.meet("sender", sender, "receiver", transfer.num_receivers)
+        self._unacknowledged: deque[tuple[str, torch.Tensor | None]] = deque()
         self._place = -1
         self._num_buckets = self._num_tensors = self._num_bytes = 0
 
@@ -206,8 +207,8 @@ class _Sender:
         """Send everything, wait until it has been taken, and return the number of bytes."""
         bucket: list[NamedTensor] = []
         num_bytes = 0
-        for name, given in tensors:
-            tensor = self._transfer.backend.taken_from(given)
+        is_alone = self._transfer.backend.place() is not None and not self._receivers
+        for name, tensor in () if is_alone else tensors:
             if bucket and num_bytes + tensor.nbytes > self._transfer.bucket_bytes:
                 self._send_bucket(bucket)
                 bucket, num_bytes = [], 0
@@ -221,29 +222,25 @@ class _Sender:
             "bytes": self._num_bytes,
             "version": self._transfer.version,
         }
-        self._transfer.place(_end_name(self._sender), lambda path: path.write_text(json.dumps(end), encoding="utf-8"))
+        self._transfer.board.put(_end_name(self._sender), json.dumps(end))
         self._wait_for_room(0)
         return self._num_bytes
 
     def _send_bucket(self, bucket: list[NamedTensor]) -> None:
         self._wait_for_room(self._transfer.max_unacknowledged - 1)
-        storages: set[int] = set()
         content: dict[str, torch.Tensor] = {}
         for name, tensor in bucket:
             if name in content:
                 raise WeightSyncError(f"it has two tensors of the name {name}")
-            storage = tensor.untyped_storage().data_ptr()
-            # Tied weights under two names, or slices of one tensor: safetensors asks for memory of their own.
-            content[name] = tensor.clone() if storage in storages else tensor
-            storages.add(storage)
+            content[name] = tensor
         name = _bucket_name(self._sender, self._num_buckets)
         label = self._transfer.label(self._sender, self._num_buckets)
-        backend, kept = self._transfer.backend, list[object]()
-        self._transfer.place(name, lambda path: kept.append(backend.write(path, label, content)))
-        self._unacknowledged.append((name, kept))
+        backend, board = self._transfer.backend, self._transfer.board
+        buffer = backend.publish(board, name, label, content)
+        self._unacknowledged.append((name, buffer))
         if backend.is_ordered:
             self._place = self._transfer.queue(name, self._place + 1)
-        backend.deliver(self._transfer.folder / name, label, content)
+        backend.deliver(board, label, buffer)
         self._num_buckets += 1
         self._num_tensors += len(content)
         self._num_bytes += sum(tensor.nbytes for tensor in content.values())
@@ -255,12 +252,12 @@ class _Sender:
         acknowledged = -1
         while True:
             names = transfer.names()
-            while self._unacknowledged and not transfer.receivers_without(self._unacknowledged[0][0], names):
+            while self._unacknowledged and not _without(self._receivers, self._unacknowledged[0][0], names):
                 self._delete(self._unacknowledged.popleft()[0])
             if len(self._unacknowledged) <= most:
                 return
             oldest, _ = self._unacknowledged[0]
-            missing = transfer.receivers_without(oldest, names)
+            missing = _without(self._receivers, oldest, names)
             if oldest not in names:
                 raise WeightSyncError(f"{oldest} is gone before receivers {missing} have taken it")
             if (found := sum(".taken-" in name for name in names)) != acknowledged:
@@ -269,13 +266,18 @@ class _Sender:
             stall.pause(f"receivers {missing} to take {oldest}")
 
     def _delete(self, bucket: str) -> None:
-        for name in (bucket, *(_taken_name(bucket, each) for each in range(self._transfer.num_receivers))):
-            (self._transfer.folder / name).unlink(missing_ok=True)
+        self._transfer.board.remove([bucket, *(_taken_name(bucket, each) for each in self._receivers)])
 
 
 class _Receiver:
     def __init__(self, transfer: TransportSpec, receiver: int):
         self._transfer, self._receiver = transfer, receiver
+        self._senders = transfer.meet("receiver", receiver, "sender", transfer.num_senders)
+        if not self._senders:
+            raise WeightSyncError(
+                f"no rank of the trainer is at its place, {transfer.backend.place()};"
+                " policy.generation.weight_transport: cuda_ipc needs engines on the trainer's GPUs"
+            )
         self._num_buckets = [0] * transfer.num_senders
         self._num_tensors = [0] * transfer.num_senders
         self._num_bytes = [0] * transfer.num_senders
@@ -288,7 +290,7 @@ class _Receiver:
 
     def tensors(self) -> Iterator[NamedTensor]:
         """Yield all tensors, each once."""
-        pending = list(range(self._transfer.num_senders))
+        pending = list(self._senders)
         stall = _Stall(self._transfer.stall_timeout_s)
         while pending:
             names = self._transfer.names()
@@ -296,7 +298,7 @@ class _Receiver:
             for sender, name in self._arrived(pending, names):
                 yield from self._bucket(sender, name)
                 self._num_buckets[sender] += 1
-                self._transfer.place(_taken_name(name, self._receiver), Path.touch)
+                self._transfer.board.put(_taken_name(name, self._receiver), "")
             pending = [sender for sender in pending if not self._has_ended(sender, names)]
             if (sum(self._num_buckets), len(pending)) != before:
                 stall.progressed()
@@ -311,20 +313,21 @@ class _Receiver:
                     yield sender, name
             return
         while (place := _order_name(self._place)) in names:
-            name = (self._transfer.folder / place).read_text(encoding="utf-8")
+            name = self._transfer.board.read(place)
             self._place += 1
             yield int(name.partition("-")[0]), name
 
     def _waits_for(self, senders: list[int], names: set[str]) -> str:
         """Name the processes that do not progress; senders may be held up by another receiver."""
-        held_up = {
-            each for name in names if _BUCKET.fullmatch(name) for each in self._transfer.receivers_without(name, names)
-        }
+        is_everybodys = self._transfer.backend.place() is None
+        receivers = list(range(self._transfer.num_receivers)) if is_everybodys else [self._receiver]
+        buckets = [name for name in names if _BUCKET.fullmatch(name) and int(name.partition("-")[0]) in senders]
+        held_up = {each for name in buckets for each in _without(receivers, name, names)}
         return f"receivers {sorted(held_up)} to take their buckets" if held_up else f"tensors of senders {senders}"
 
     def _bucket(self, sender: int, name: str) -> Iterator[NamedTensor]:
         label = self._transfer.label(sender, self._num_buckets[sender])
-        with self._transfer.backend.opened(self._transfer.folder / name, label, self._receiver) as tensors:
+        with self._transfer.backend.opened(self._transfer.board, name, label, self._receiver) as tensors:
             for key, tensor in tensors.items():
                 if key in self._names:
                     raise WeightSyncError(f"{key} was sent twice")
@@ -337,7 +340,7 @@ class _Receiver:
         """Return True when a sender has sent everything and all of it has arrived."""
         if _end_name(sender) not in names:
             return False
-        end = json.loads((self._transfer.folder / _end_name(sender)).read_text(encoding="utf-8"))
+        end = json.loads(self._transfer.board.read(_end_name(sender)))
         found = {
             "buckets": self._num_buckets[sender],
             "tensors": self._num_tensors[sender],

@@ -14,16 +14,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from torch.distributed import TCPStore
+
 from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, folder_of_this_process
+from nemo_rl_moe.weight_sync.board import NetworkBoard, serve_store
 from nemo_rl_moe.weight_sync.folder import (
-    BUCKET_BYTES,
     LONGEST_PAUSE_S,
     MAX_UNACKNOWLEDGED,
     STALL_TIMEOUT_S,
     NamedTensor,
     TransportSpec,
 )
-from nemo_rl_moe.weight_sync.transport_backends import FileTransport, TransportBackendFactory
+from nemo_rl_moe.weight_sync.transport_backends import BUCKET_BYTES, FileTransport, TransportBackendFactory
 
 __all__ = ["NamedTensor", "TransportSpec", "WeightTransport", "folder_of_one_machine"]
 _PURPOSE = "weights"
@@ -33,6 +35,11 @@ class WeightTransport:
     """The driver's side of one transfer, through a folder that exists while this is open.
 
     A killed driver leaves its folder behind; the next transport on the same machine removes it.
+
+    Args:
+        bucket_bytes: None: as many as suit the way.
+        address: Of this machine, for processes on others, which then meet in a store instead of the folder; None: in
+            the folder.
 
     Attributes:
         num_bytes: Bytes sent by all ranks; 0 before `send` has returned.
@@ -44,11 +51,14 @@ class WeightTransport:
         num_senders: int,
         send: Callable[[TransportSpec], int],
         *,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         max_unacknowledged: int = MAX_UNACKNOWLEDGED,
         stall_timeout_s: float = STALL_TIMEOUT_S,
         make_backend: TransportBackendFactory = lambda num_receivers, receivers: FileTransport(),
+        address: str | None = None,
     ):
+        self._address = address
+        self._store: TCPStore | None = None
         self._parent, self._num_senders, self._send = parent, num_senders, send
         self._bucket_bytes, self._max_unacknowledged = bucket_bytes, max_unacknowledged
         self._stall_timeout_s = stall_timeout_s
@@ -59,6 +69,7 @@ class WeightTransport:
 
     def __enter__(self) -> Self:
         self._folder = folder_of_this_process(self._parent, _PURPOSE)
+        self._store = None if self._address is None else serve_store(self._address)
         return self
 
     def __exit__(
@@ -67,6 +78,7 @@ class WeightTransport:
         assert self._folder is not None  # entered
         if error is not None:
             self.abort(f"the driver raised {type(error).__name__}: {error}")
+        self._store = None
         # A process that has not noticed the end may still write into it.
         for _ in range(10):
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -82,15 +94,17 @@ class WeightTransport:
         """
         if self._folder is None or self._transfer is not None:
             raise RuntimeError("a transport is entered first and opened once")
+        backend = self._make_backend(num_receivers, receivers)
         self._transfer = TransportSpec(
             folder=self._folder,
             version=version,
             num_senders=self._num_senders,
             num_receivers=num_receivers,
-            bucket_bytes=self._bucket_bytes,
+            bucket_bytes=self._bucket_bytes or backend.bucket_bytes,
             max_unacknowledged=self._max_unacknowledged,
             stall_timeout_s=self._stall_timeout_s,
-            backend=self._make_backend(num_receivers, receivers),
+            backend=backend,
+            store=None if self._store is None else NetworkBoard(self._store.host, self._store.port),
         )
         return self._transfer
 

@@ -2,30 +2,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transports of a bucket's bytes from a trainer rank to engine workers: files, collectives (NCCL, gloo), CUDA IPC.
 
-A transfer's folder lists and labels the buckets and records who has taken them; the bytes travel in the bucket's file
+A transfer's board lists and labels the buckets and records who has taken them; the bytes travel in files of its folder,
 or beside it. A collective serves engines on GPUs of their own, and reads each bucket once for any number of receivers.
-CUDA IPC serves engines on the trainer's GPUs, between which NCCL cannot connect, and copies nothing.
+CUDA IPC serves engines on the trainer's GPUs, which NCCL cannot connect with them: each engine rank reads the memory of
+the trainer's rank on its own GPU, and of no other, as that would take a CUDA context of each process on each GPU.
+
+NCCL and CUDA IPC take tensors on the device, and nothing of them passes the host.
 """
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
-from math import prod
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo
+from torch.distributed import BroadcastOptions, ProcessGroupGloo, TCPStore
 
 from nemo_rl_moe.errors import WeightSyncError
-from nemo_rl_moe.weight_sync.bucket import BucketLabel, compare, opened_bucket, tensor_checksum, write_bucket
+from nemo_rl_moe.weight_sync.board import Board, FolderBoard, serve_store
+from nemo_rl_moe.weight_sync.bucket import BucketLabel, opened_bucket, write_bucket
+from nemo_rl_moe.weight_sync.manifest import manifest_text, read_manifest
+from nemo_rl_moe.weight_sync.packing import Packing, packed
 
-_ALIGNMENT = 16
 COLLECTIVE_TIMEOUT_S = 120.0
+_POLL_S = 0.01
+BUCKET_BYTES = 64 * 2**20
+DEVICE_BUCKET_BYTES = 512 * 2**20
+"""Of buckets that stay on devices: each costs some waits of the host, and memory of a GPU."""
 
 
 class TransportBackend(Protocol):
@@ -36,19 +44,29 @@ class TransportBackend(Protocol):
         """Whether all receivers must take the buckets of all senders in one order."""
         ...
 
-    def taken_from(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the model where this transport needs it, contiguous."""
+    @property
+    def on_device(self) -> bool:
+        """Whether it takes tensors on the trainer's device, where all ranks have all of them; else on the host."""
         ...
 
-    def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> object:
-        """Write a bucket's file. The result must live until every receiver has taken the bucket."""
+    @property
+    def bucket_bytes(self) -> int: ...
+
+    def place(self) -> str | None:
+        """Return where this process is: those at the same place send and receive; None: all to all."""
         ...
 
-    def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-        """Send what is not in the file; called when receivers may have seen the file."""
+    def publish(self, board: Board, name: str, label: BucketLabel, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """Announce a bucket. What is returned must live until every receiver has taken it."""
         ...
 
-    def opened(self, path: Path, label: BucketLabel, receiver: int) -> AbstractContextManager[dict[str, Tensor]]:
+    def deliver(self, board: Board, label: BucketLabel, buffer: Tensor | None) -> None:
+        """Send what `publish` has returned; called when receivers may have seen the announcement."""
+        ...
+
+    def opened(
+        self, board: Board, name: str, label: BucketLabel, receiver: int
+    ) -> AbstractContextManager[dict[str, Tensor]]:
         """Open the bucket's tensors, compared with their checksums; valid until it is closed."""
         ...
 
@@ -56,23 +74,44 @@ class TransportBackend(Protocol):
 @dataclass(frozen=True)
 class FileTransport:
     is_ordered: bool = field(default=False, init=False)
+    on_device: bool = field(default=False, init=False)
+    bucket_bytes: int = field(default=BUCKET_BYTES, init=False)
 
-    def taken_from(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().cpu().contiguous()
+    def place(self) -> str | None:
+        return None
 
-    def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-        write_bucket(path, label, tensors)
+    def publish(self, board: Board, name: str, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
+        storages: set[int] = set()
+        content: dict[str, Tensor] = {}
+        for key, tensor in tensors.items():
+            storage = tensor.untyped_storage().data_ptr()
+            # Tied weights under two names, or slices of one tensor: safetensors asks for memory of their own.
+            content[key] = tensor.clone() if storage in storages else tensor.contiguous()
+            storages.add(storage)
+        _folder_of(board).put_file(name, lambda path: write_bucket(path, label, content))
 
-    def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
+    def deliver(self, board: Board, label: BucketLabel, buffer: Tensor | None) -> None:
         """Do nothing: the file has the bytes."""
 
-    def opened(self, path: Path, label: BucketLabel, receiver: int) -> AbstractContextManager[dict[str, Tensor]]:
+    def opened(
+        self, board: Board, name: str, label: BucketLabel, receiver: int
+    ) -> AbstractContextManager[dict[str, Tensor]]:
         """Map the file into memory."""
-        return opened_bucket(path, label)
+        return opened_bucket(_folder_of(board).folder / name, label)
+
+
+def _folder_of(board: Board) -> FolderBoard:
+    assert isinstance(board, FolderBoard)  # a transfer of files has one
+    return board
+
+
+class _Connections(NamedTuple):
+    group: Any
+    store: TCPStore
 
 
 # Connections are kept: making those of NCCL takes seconds.
-_groups: dict[tuple[str, int], Any] = {}
+_groups: dict[tuple[str, int], _Connections] = {}
 
 
 @dataclass(frozen=True)
@@ -95,49 +134,74 @@ class CollectiveTransport:
     is_ordered: bool = field(default=True, init=False)
 
     @property
+    def on_device(self) -> bool:
+        return self.backend == "nccl"
+
+    @property
+    def bucket_bytes(self) -> int:
+        return DEVICE_BUCKET_BYTES if self.on_device else BUCKET_BYTES
+
+    @property
     def _device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+        return torch.device("cuda") if self.on_device else torch.device("cpu")
 
-    def taken_from(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the group's device."""
-        return tensor.detach().to(self._device).contiguous()
+    def place(self) -> str | None:
+        return None
 
-    def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
-        """Write names, types, shapes and checksums."""
-        write_manifest(path, label, tensors)
-
-    def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
+    def publish(self, board: Board, name: str, label: BucketLabel, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Note names, types, shapes and checksum."""
         buffer = packed(list(tensors.values()), self._device)
-        self._broadcast(path, label, 0, buffer)
+        board.put(name, manifest_text(label, Packing.of(tensors), buffer))
+        return buffer
+
+    def deliver(self, board: Board, label: BucketLabel, buffer: Tensor | None) -> None:
+        assert buffer is not None  # it is what `publish` has returned
+        self._broadcast(board, label, 0, buffer)
 
     @contextmanager
-    def opened(self, path: Path, label: BucketLabel, receiver: int) -> Iterator[dict[str, Tensor]]:
+    def opened(self, board: Board, name: str, label: BucketLabel, receiver: int) -> Iterator[dict[str, Tensor]]:
         """Receive the broadcast's tensors in new memory."""
-        manifest = read_manifest(path, label)
-        buffer = torch.empty(manifest.num_bytes, dtype=torch.uint8, device=self._device)
-        self._broadcast(path, label, 1 + receiver, buffer)
-        tensors = manifest.cut(buffer)
-        compare(path.name, label, tensors, manifest.checksums)
-        yield tensors
+        manifest = read_manifest(name, board.read(name), label)
+        buffer = torch.empty(manifest.packing.num_bytes, dtype=torch.uint8, device=self._device)
+        self._broadcast(board, label, 1 + receiver, buffer)
+        yield manifest.opened(name, label, buffer)
 
-    def _broadcast(self, path: Path, label: BucketLabel, rank: int, buffer: Tensor) -> None:
+    def _broadcast(self, board: Board, label: BucketLabel, rank: int, buffer: Tensor) -> None:
         key = self.group, label.sender
         try:
             if key not in _groups:
-                _groups[key] = self._connect(path.parent / f"store-{label.sender:04d}", rank)
+                _groups[key] = self._connect(board, label.sender, rank)
             options = BroadcastOptions()
             options.rootRank = 0
-            _groups[key].broadcast([buffer], options).wait()
+            _groups[key].group.broadcast([buffer], options).wait()
             if buffer.is_cuda:
                 torch.cuda.synchronize(buffer.device)  # the folder reports others that the bucket has been taken
         except (RuntimeError, ValueError) as error:
             _groups.pop(key, None)
             raise WeightSyncError(f"{self.backend}, {label}: {' '.join(str(error).split())[:300]}") from error
 
-    def _connect(self, store_file: Path, rank: int) -> Any:
+    def _connect(self, board: Board, sender: int, rank: int) -> "_Connections":
+        store = self._meeting_place(board, f"{sender:04d}.store", serves=rank == 0)
+        store.set_timeout(timedelta(seconds=self.timeout_s))
+        return _Connections(self._group(store, rank), store)
+
+    def _meeting_place(self, board: Board, name: str, *, serves: bool) -> TCPStore:
+        """Return a store that lives as long as the connections, which the board does not; the sender serves it."""
+        if serves:
+            address = self.address or board.own_address()
+            store = serve_store(address, 1 + self.num_receivers)
+            board.put(name, json.dumps([address, store.port]))
+            return store
+        deadline = time.monotonic() + self.timeout_s
+        while name not in board.names():
+            if time.monotonic() > deadline:
+                raise WeightSyncError(f"waited for {self.timeout_s:g} s for the sender's {name}")
+            time.sleep(_POLL_S)
+        address, port = json.loads(board.read(name))
+        return TCPStore(address, port, 1 + self.num_receivers, is_master=False)
+
+    def _group(self, store: TCPStore, rank: int) -> Any:
         size, timeout = 1 + self.num_receivers, timedelta(seconds=self.timeout_s)
-        store = FileStore(str(store_file), size)
-        store.set_timeout(timeout)
         if self.backend == "nccl":
             from torch.distributed import ProcessGroupNCCL
 
@@ -163,20 +227,25 @@ class SharedMemory(Protocol):
 
     def device(self) -> torch.device: ...
 
+    def place(self) -> str:
+        """Return the name of the device, the same in all processes."""
+        ...
+
 
 class CudaMemory:
-    """Memory of GPUs, by CUDA's handles for other processes of the same machine."""
+    """Memory of a GPU, by CUDA's handles for other processes on it."""
 
     def device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda")
+
+    def place(self) -> str:
+        return str(torch.cuda.get_device_properties(self.device()).uuid)
 
     def shared(self, buffer: Tensor) -> Mapping[str, Any]:
-        """Return torch's handle of the buffer's storage with the GPU's name: processes may number GPUs differently."""
+        """Return torch's handle of the buffer's storage."""
         torch.cuda.synchronize(buffer.device)
         _, *handle = buffer.untyped_storage()._share_cuda_()
-        uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
         return {
-            "gpu": uuid,
             "handle": [base64.b64encode(value).decode() if isinstance(value, bytes) else value for value in handle],
             "bytes_at": [index for index, value in enumerate(handle) if isinstance(value, bytes)],
         }
@@ -184,108 +253,41 @@ class CudaMemory:
     @contextmanager
     def mapped(self, handle: Mapping[str, Any]) -> Iterator[Tensor]:
         """Open the sender's memory itself."""
-        uuids = {str(torch.cuda.get_device_properties(n).uuid): n for n in range(torch.cuda.device_count())}
-        if handle["gpu"] not in uuids:
-            raise WeightSyncError(
-                f"the sender's GPU {handle['gpu']} is not one of this engine's; policy.generation.weight_transport:"
-                " cuda_ipc needs engines that see the GPUs of their machine's trainer"
-            )
         values = [
             base64.b64decode(value) if index in handle["bytes_at"] else value
             for index, value in enumerate(handle["handle"])
         ]
-        storage = torch.UntypedStorage._new_shared_cuda(uuids[handle["gpu"]], *values)
+        storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *values)
         yield torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         torch.cuda.synchronize()  # what the loader has begun to copy is read before the sender may free it
 
 
 @dataclass(frozen=True)
 class IpcTransport:
-    """Buckets that receivers read in the sender's memory, on one machine."""
+    """Buckets that receivers read in the memory of the sender on their own GPU."""
 
     memory: SharedMemory = field(default_factory=CudaMemory)
     is_ordered: bool = field(default=False, init=False)
+    on_device: bool = field(default=True, init=False)
+    bucket_bytes: int = field(default=DEVICE_BUCKET_BYTES, init=False)
 
-    def taken_from(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self.memory.device()).contiguous()
+    def place(self) -> str | None:
+        return self.memory.place()
 
-    def write(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> object:
-        """Write names, types, shapes, checksums and handle; the buffer must live until all have taken it."""
+    def publish(self, board: Board, name: str, label: BucketLabel, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Note names, types, shapes, checksum and handle."""
         buffer = packed(list(tensors.values()), self.memory.device())
-        write_manifest(path, label, tensors, self.memory.shared(buffer))
+        board.put(name, manifest_text(label, Packing.of(tensors), buffer, self.memory.shared(buffer)))
         return buffer
 
-    def deliver(self, path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
+    def deliver(self, board: Board, label: BucketLabel, buffer: Tensor | None) -> None:
         """Do nothing: receivers open the memory."""
 
     @contextmanager
-    def opened(self, path: Path, label: BucketLabel, receiver: int) -> Iterator[dict[str, Tensor]]:
-        manifest = read_manifest(path, label)
+    def opened(self, board: Board, name: str, label: BucketLabel, receiver: int) -> Iterator[dict[str, Tensor]]:
+        manifest = read_manifest(name, board.read(name), label)
         with self.memory.mapped(manifest.handle) as buffer:
-            tensors = manifest.cut(buffer)
-            compare(path.name, label, tensors, manifest.checksums)
-            yield tensors
-
-
-def packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the bytes of tensors in order, each at a multiple of 16, `[bytes]`."""
-    buffer = torch.empty(sum(map(_padded, (tensor.nbytes for tensor in tensors))), dtype=torch.uint8, device=device)
-    begin = 0
-    for tensor in tensors:
-        buffer[begin : begin + tensor.nbytes] = tensor.flatten().view(torch.uint8)
-        begin += _padded(tensor.nbytes)
-    return buffer
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-@dataclass(frozen=True)
-class Manifest:
-    tensors: Sequence[tuple[str, str, Sequence[int]]]
-    checksums: Mapping[str, str]
-    handle: Mapping[str, Any]
-
-    def _sizes(self) -> Iterator[tuple[str, torch.dtype, Sequence[int], int]]:
-        for name, kind, shape in self.tensors:
-            dtype: torch.dtype = getattr(torch, kind)
-            yield name, dtype, shape, prod(shape) * dtype.itemsize
-
-    @property
-    def num_bytes(self) -> int:
-        """Total bytes, with alignment gaps."""
-        return sum(_padded(num_bytes) for *_, num_bytes in self._sizes())
-
-    def cut(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Return views of the tensors in the buffer's memory."""
-        found, begin = {}, 0
-        for name, dtype, shape, num_bytes in self._sizes():
-            found[name] = buffer[begin : begin + num_bytes].view(dtype).view(tuple(shape))
-            begin += _padded(num_bytes)
-        return found
-
-
-def write_manifest(
-    path: Path, label: BucketLabel, tensors: Mapping[str, Tensor], handle: Mapping[str, Any] | None = None
-) -> None:
-    rows = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]
-    checksums = {name: tensor_checksum(name, tensor) for name, tensor in tensors.items()}
-    content = {"label": asdict(label), "tensors": rows, "checksums": checksums, "handle": dict(handle or {})}
-    path.write_text(json.dumps(content), encoding="utf-8")
-
-
-def read_manifest(path: Path, label: BucketLabel) -> Manifest:
-    """Read what a bucket holds."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found = BucketLabel(**content.pop("label"))
-        manifest = Manifest(**content)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise WeightSyncError(f"{path.name} cannot be read: {error}") from error
-    if found != label:
-        raise WeightSyncError(f"{path.name} is {found}; expected {label}")
-    return manifest
+            yield manifest.opened(name, label, buffer[: manifest.packing.num_bytes])
 
 
 TransportBackendFactory = Callable[[int, str], TransportBackend]

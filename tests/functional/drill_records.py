@@ -5,7 +5,7 @@
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,14 @@ class Logs:
         """Number of steps recorded up to now."""
         return len(self._lines("metrics.jsonl"))
 
-    def metrics(self, routes_lost: Collection[int] = (), *, of_all: bool = False) -> dict[int, list[str]]:
+    def metrics(
+        self, routes_lost: Collection[int] = (), *, inexact: Collection[str] = (), of_all: bool = False
+    ) -> dict[int, list[str]]:
         """Metrics of each recorded step, all but times; of some steps also without those of routes.
 
         Args:
             routes_lost: These steps.
+            inexact: Metrics of all steps that are left out.
             of_all: As of `samples`.
         """
         return {
@@ -49,7 +52,9 @@ class Logs:
                     {
                         key: value
                         for key, value in record["metrics"].items()
-                        if not _is_time(key) and not (step in routes_lost and key.startswith(ROUTING))
+                        if not _is_time(key)
+                        and key not in inexact
+                        and not (step in routes_lost and key.startswith(ROUTING))
                     }
                 )
                 for record in records
@@ -118,9 +123,11 @@ class Reference:
 
     Attributes:
         logs: What it has left.
+        inexact: Metrics whose last bits time decides.
     """
 
     logs: Logs
+    inexact: Collection[str] = ()
 
     @cached_property
     def _metrics(self) -> list[dict[str, float]]:
@@ -166,8 +173,9 @@ class Reference:
             routes_lost: Steps whose routes may be lost, with an engine: not compared are metrics of routes.
         """
         differences, of_all = [], lost_until is not None
+        metrics = partial(Logs.metrics, routes_lost=routes_lost, inexact=self.inexact)
         pairs: tuple[tuple[str, dict[int, Any], dict[int, Any]], ...] = (
-            ("metrics", found.metrics(routes_lost, of_all=of_all), self.logs.metrics(routes_lost)),
+            ("metrics", metrics(found, of_all=of_all), metrics(self.logs)),
             ("samples", found.samples(of_all=of_all), self.logs.samples()),
         )
         for name, records, expected in pairs:

@@ -43,7 +43,7 @@ PAUSE_POLL_S = 2.0
 def reference_of(kind: Kind, folder: Path, num_steps: int) -> Reference:
     """The unharmed run of a kind, made where it is not there yet."""
     place = folder / "references" / f"{kind.name}-{num_steps}"
-    reference = Reference(Logs(place))
+    reference = Reference(Logs(place), kind.inexact)
     if not (place / "done").exists():
         shutil.rmtree(place, ignore_errors=True)
         command = kind.command(place, make_inputs(folder / "inputs"), num_steps)

@@ -81,7 +81,7 @@ def test_what_an_agent_asks_for_is_trained_on(outcome: Outcome) -> None:
 def test_in_lockstep_a_run_repeats_however_the_agents_were_scheduled(outcome: Outcome, tmp_path: Path) -> None:
     (steps, samples), (steps_again, samples_again) = outcome, trained(tmp_path)
     assert [sample["response"] for sample in samples_again] == [sample["response"] for sample in samples]
-    names = ("train/loss", "train/reward", "train/grad_norm")
+    names = ("train/loss", "train/reward", "train/grad_norm", "train/sampling_logp_difference", "train/gen_kl_error")
     assert [[each[name] for name in names] for each in steps_again] == [
         [each[name] for name in names] for each in steps
     ]

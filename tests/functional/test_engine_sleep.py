@@ -270,6 +270,28 @@ def test_steps_without_tokens_are_no_progress(place: tuple[RayCluster, Path], mo
         assert engines.warnings == ["vLLM engine 0 made no step for 5 s; engines are started anew"]
 
 
+def test_engines_on_gpus_are_made_for_throughput(place: tuple[RayCluster, Path]) -> None:
+    """Batches of the class LLM, a kernel that refits reach, and one generator of the engine's own for all requests."""
+    with Engines(*place) as engines:
+        engine: Any = engines.engine
+        refit(engine, engines.policy)
+        generated(engine, requests(3))
+        actors, answers = engine._actors, list[Any]()
+        for _ in range(2):
+            ((_, answer),), _ = actors.ask(lambda handle: handle.__ray_call__.remote(_made_with))
+            answers.append(answer)
+            actors.give_up(actors.present[0], "is replaced")
+            actors.start_missing()
+    first, second = answers
+    assert first == ("LLM_CLASS", "triton", [None] * 3, 0)
+    assert second[3] != first[3], "a new engine does not draw the numbers of the one before"
+
+
+def _made_with(worker: Any) -> tuple[str, str, list[int | None], int]:
+    made = worker._engine
+    return made.usage_context.name, made.arguments["moe_backend"], made.seeds, made.arguments["seed"]
+
+
 @pytest.mark.parametrize(
     ("prefix_caching", "weights", "num_cached"),
     [

@@ -74,7 +74,7 @@ class LoraPair(Pair):
 
     def refit(self, altered: bool = False) -> None:
         """Give the engine what the trainer sends, through whatever happens on the way."""
-        sent = self.on_the_way(self.trainer._sent_tensors())
+        sent = self.on_the_way(self.trainer._sent_tensors(on_device=False))
         self.engine.load(sent if self.takes_adapters else dict(sent))
 
     def check(self) -> RefitCheck:

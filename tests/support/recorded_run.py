@@ -145,7 +145,7 @@ def recorded_run(folder: Path, **changes: Any) -> list[str]:
 def _without_ray(cluster_config: Any) -> Iterator[None]:
     cluster = SimpleNamespace(config=cluster_config, is_local=True, shutdown=lambda: None, let_die=lambda: None)
     with (
-        patch.object(early_start, "RayCluster", lambda config: cluster),
+        patch.object(early_start, "RayCluster", lambda config, stored_bytes: cluster),
         patch.object(model_workers, "WorkerGroup", lambda *args, **options: RecordedWorkers()),
         patch.object(environments, "RewardWorkers", lambda config: EndingRewardFunction()),
         patch.object(

@@ -31,6 +31,8 @@ class EngineActor:
     progress: int = -1
     since: float = 0.0
     asleep: set[str] = field(default_factory=set)
+    window: int = sys.maxsize
+    """Requests that it gets at a time."""
 
     @property
     def name(self) -> str:
@@ -71,7 +73,9 @@ class EngineActors:
         actor_class = ray.remote(concurrency_groups={PROGRESS: 1})(VllmWorker)
         started = []
         for number in missing:
-            settings = replace(self._settings, gpus=self._placement.gpus(number))
+            # Equal engines would draw the same numbers for different requests.
+            seed = self._settings.seed + number + self.num_started * self.number
+            settings = replace(self._settings, gpus=self._placement.gpus(number), seed=seed)
             options = self._placement.options(number)
             started.append(EngineActor(number, actor_class.options(**options).remote(settings, list(sys.path))))
         self.present = sorted([*self.present, *started], key=lambda actor: actor.number)
@@ -90,6 +94,8 @@ class EngineActors:
             self.end_all()
             number, problem = min(problems.items())
             raise GenerationError(f"vLLM engine {number} of {self.number} cannot start: {problem}")
+        for actor, window in self.ask(lambda handle: handle.window.remote(), started)[0]:
+            actor.window = window or sys.maxsize
 
     def give_up(self, actor: EngineActor, reason: str) -> None:
         """End one, and say why."""

@@ -105,6 +105,6 @@ def prefix_cache_fits(config: "GRPOMasterConfig") -> Iterator[str]:
 
 
 def captures_routes(config: "GRPOMasterConfig") -> bool:
-    """Return whether sequences carry routed experts: on GPUs that forbids graphs, which only a replay is worth."""
+    """Return whether sequences carry routed experts: on GPUs only for a replay, as it rules out a prefix cache."""
     megatron, on_gpus = config.policy.megatron_cfg, config.cluster.gpus_per_node > 0
     return megatron.routing_replay == "rollout" or (megatron.capture_routing and not on_gpus)

@@ -11,6 +11,7 @@ import ray
 from jaxtyping import Float
 
 from nemo_rl_moe.distributed.batch import ModelInput
+from nemo_rl_moe.distributed.shared_gpu import OwnGpu, SharedGpu
 from nemo_rl_moe.errors import GenerationError, ReceiverLostError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.generation.refit import ActorReceivers, refit
@@ -39,6 +40,9 @@ class VllmEngine:
     answered go to the others, and another engine takes its place with the next weights. Where none is left, engines are
     started anew at once and get the weights that the policy has.
 
+    Args:
+        gpu: The account of GPUs that are the trainer's too; None: there are none.
+
     Raises:
         GenerationError: An engine does not start.
     """
@@ -55,7 +59,9 @@ class VllmEngine:
         placement: Placement,
         refit: Callable[["VllmEngine"], object],
         warn: Callable[[str], None],
+        gpu: SharedGpu | None = None,
     ):
+        self._gpu = gpu or OwnGpu()
         self.dtype = settings.dtype
         self.ranks_per_engine = settings.tensor_parallel_size
         self._settings, self._placement = settings, placement
@@ -70,6 +76,7 @@ class VllmEngine:
             warn=warn,
         )
         self._serving = Serving(self._actors, self._prepare)
+        self._gpu.start_engine()
         self._actors.start_missing()
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
@@ -102,6 +109,7 @@ class VllmEngine:
                 raise GenerationError("no vLLM engine is left, and there are no weights for others while training runs")
             self._refit(self)
         self._require_awake()
+        self._gpu.generate()
         assert self._version is not None  # a refit that fails raises
         return self._version
 
@@ -116,8 +124,9 @@ class VllmEngine:
         """
         self._serving.drain()
         num_before = len(self._actors.present)
-        self._wake("kv_cache")
+        self.wake()
         self._require_awake()
+        self._gpu.generate()
         if (num_lost := num_before - len(self._actors.present)) > 0:
             raise GenerationError(f"{num_lost} of {num_before} engines were lost before they scored")
         scores: list[list[Float[np.ndarray, " tokens"]]] = self._answers_of_all(
@@ -170,6 +179,11 @@ class VllmEngine:
         self._serving.drain()
         actors = self._actors
         actors.give_up_the_dead()
+        if not actors.present:
+            self._gpu.end_engine()
+        if len(actors.present) < actors.number:
+            self._gpu.start_engine("when an engine is replaced")
+        self._gpu.receive_weights()
         self._wake("weights")
         actors.start_missing()
         ranks = self.ranks_per_engine
@@ -205,9 +219,11 @@ class VllmEngine:
         for actor, _ in self._actors.ask(lambda handle: handle.sleep.remote(), awake)[0]:
             actor.asleep = set(PARTS)
         self._version = None
+        self._gpu.sleep_engine()
 
     def wake(self) -> None:
         """Take the memory of the key-value cache again; that of the weights is taken when they come."""
+        self._gpu.wake_cache()
         self._wake("kv_cache")
 
     def _wake(self, part: str, actors: Sequence[EngineActor] | None = None) -> None:
@@ -227,6 +243,7 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         self._actors.end_all()
+        self._gpu.end_engine()
 
 
 def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
@@ -266,6 +283,7 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
         placement=placement,
         refit=lambda engine: refit(engine, policy),
         warn=setup.warn,
+        gpu=policy.gpu,
     )
 
 

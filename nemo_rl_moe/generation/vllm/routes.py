@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routed experts of what a vLLM engine computes: every token that goes through its model, by request and position.
 
-vLLM reports routes itself (`enable_return_routed_experts`) with a model runner and kernels that CPUs do not have. The
-callback of its routers is there in all of them, as long as no graph is captured around it.
+The callback of its routers is there in all of vLLM's releases, model runners and kernels of Triton. It copies into one
+buffer on the device, so that a CUDA graph that is captured around it copies too; Python sees the buffer alone, once a
+step. vLLM's own report (`enable_return_routed_experts`) needs its other model runner, whose sampler has no
+log-probabilities at the temperature.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,71 +19,127 @@ from torch import Tensor
 from nemo_rl_moe.errors import GenerationError
 from nemo_rl_moe.routing.replay import UNKNOWN
 
+_FIRST_TOKENS = 256
+"""Tokens that a request has room for at first; the room doubles."""
+
+
+@dataclass
+class _Step:
+    """Routes of one step, which may be on their way to the host.
+
+    Attributes:
+        done: Tokens of each request that were computed before.
+        copied: Event of the device behind the copy; None on CPUs.
+    """
+
+    requests: list[str]
+    starts: Int[np.ndarray, " starts"]
+    done: Int[np.ndarray, " requests"]
+    rows: Tensor
+    copied: Any
+
 
 class RouteRecorder:
-    """Routes of the requests that a model runner has in work.
+    """Routes of the requests that a model runner has in work, on the engine's first rank; others copy nothing.
+
+    On GPUs it must be there before graphs are captured.
 
     Raises:
         GenerationError: The model has MoE layers whose routers report nothing.
     """
 
-    def __init__(self, runner: Any, max_tokens: int):
-        self._runner, self._max_tokens = runner, max_tokens
+    def __init__(self, runner: Any, *, reports: bool = True):
+        self._runner, self._reports = runner, reports
         model = runner.get_model()
         moe = [module for module in model.modules() if hasattr(getattr(module, "router", None), "set_capture_fn")]
         moe.sort(key=lambda module: int(module.layer_id))
-        self._chosen: list[Tensor | None] = [None] * len(moe)
+        self._buffer: Tensor | None = None
+        self._seen = [False] * len(moe)
         for position, module in enumerate(moe):
             module.router.set_capture_fn(lambda experts, position=position: self._note(position, experts))
         self._routes: dict[str, Int[np.ndarray, "tokens moe_layers topk"]] = {}
-        self._batch: tuple[list[str], Int[np.ndarray, " starts"], Int[np.ndarray, " requests"]] | None = None
+        self._staging: Tensor | None = None
+        self._step: _Step | None = None
         self.is_on = False
-        model.register_forward_pre_hook(self._before, with_kwargs=True)
-        model.register_forward_hook(self._after)
+        forward = runner._model_forward
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self._settle()
+            output = forward(*args, **kwargs)
+            if self.is_on and moe:
+                self._stage()
+            return output
+
+        runner._model_forward = recorded
 
     @property
     def num_layers(self) -> int:
-        return len(self._chosen)
+        return len(self._seen)
 
     def start(self) -> None:
         """Begin anew, with no requests."""
+        self._step = None
         self._routes.clear()
-        self.is_on = True
+        self.is_on = self._reports
 
     def take(self, request_id: str, num_tokens: int) -> Int[np.ndarray, "tokens moe_layers topk"] | None:
         """Return the routes of a request's tokens, -1 where never computed; None where there are none at all."""
+        self._settle()
         key = next((key for key in self._routes if key == request_id or key.startswith(f"{request_id}-")), None)
-        return None if key is None else self._routes.pop(key)[:num_tokens].copy()
+        if key is None:
+            return None
+        found = self._routes.pop(key)[:num_tokens]
+        whole = np.full((num_tokens, *found.shape[1:]), UNKNOWN, dtype=np.int16)
+        whole[: len(found)] = found
+        return whole
 
     def _note(self, position: int, experts: Tensor) -> None:
-        if self.is_on:
-            self._chosen[position] = experts.to(torch.int16)
+        """Copy a router's choice; a graph that is captured now does so whenever it runs."""
+        if self._buffer is None:
+            shape = (int(self._runner.max_num_tokens), self.num_layers, experts.shape[1])
+            self._buffer = torch.full(shape, UNKNOWN, dtype=torch.int16, device=experts.device)
+        self._seen[position] = True
+        self._buffer[: len(experts), position].copy_(experts)
 
-    def _before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if self.is_on:
-            requests = list(self._runner.input_batch.req_ids)
-            starts = self._runner.query_start_loc.np[: len(requests) + 1].copy()
-            # Not the model's positions: where images have rows and columns, these are no places in the sequence.
-            done = self._runner.input_batch.num_computed_tokens_cpu[: len(requests)].copy()
-            self._batch = requests, starts, done
-
-    def _after(self, model: Any, args: Any, output: Any) -> None:
-        if self._batch is None:
-            return
-        (requests, starts, done), self._batch = self._batch, None
-        chosen = [experts for experts in self._chosen if experts is not None]
-        if len(chosen) < self.num_layers or any(len(experts) < starts[-1] for experts in chosen):
+    def _stage(self) -> None:
+        """Begin to copy the routes of the step that has been computed to the host."""
+        if self._buffer is None or not all(self._seen):
             raise GenerationError(
-                f"vLLM reports the experts of {len(chosen)} of {self.num_layers} MoE layers: set"
+                f"vLLM reports the experts of {sum(self._seen)} of {self.num_layers} MoE layers: set"
                 " policy.megatron_cfg.capture_routing=false, and routing_replay none"
             )
-        if not chosen:
+        requests = list(self._runner.input_batch.req_ids)
+        starts = self._runner.query_start_loc.np[: len(requests) + 1].copy()
+        # Not the model's positions: where images have rows and columns, these are no places in the sequence.
+        done = self._runner.input_batch.num_computed_tokens_cpu[: len(requests)].copy()
+        on_gpu = self._buffer.is_cuda
+        if self._staging is None:
+            self._staging = torch.empty(self._buffer.shape, dtype=torch.int16, pin_memory=on_gpu)
+        rows = self._staging[: starts[-1]]
+        rows.copy_(self._buffer[: starts[-1]], non_blocking=on_gpu)
+        copied = torch.cuda.current_stream().record_event() if on_gpu else None
+        self._step = _Step(requests, starts, done, rows, copied)
+
+    def _settle(self) -> None:
+        """Give each request the routes of the last step, whose copy has long arrived: its tokens are sampled."""
+        if self._step is None:
             return
-        routes = torch.stack([experts[: starts[-1]] for experts in chosen], 1).cpu().numpy()
-        self._chosen = [None] * self.num_layers
-        for number, request in enumerate(requests):
-            rows = slice(starts[number], starts[number + 1])
-            end = done[number] + starts[number + 1] - starts[number]
-            if request not in self._routes:
-                self._routes[request] = np.full((self._max_tokens, *routes.shape[1:]), UNKNOWN, dtype=np.int16)
-            self._routes[request][done[number] : end] = routes[rows]
+        step, self._step = self._step, None
+        if step.copied is not None:
+            step.copied.synchronize()
+        rows = step.rows.numpy()
+        for number, request in enumerate(step.requests):
+            of_request = rows[step.starts[number] : step.starts[number + 1]]
+            first, last = int(step.done[number]), int(step.done[number]) + len(of_request)
+            self._room(request, last, of_request.shape[1:])[first:last] = of_request
+
+    def _room(self, request: str, num_tokens: int, shape: tuple[int, ...]) -> Int[np.ndarray, "tokens moe_layers topk"]:
+        """Return the rows of a request, of so many tokens or more."""
+        rows = self._routes.get(request)
+        if rows is None or len(rows) < num_tokens:
+            size = max(num_tokens, _FIRST_TOKENS if rows is None else 2 * len(rows))
+            larger = np.full((size, *shape), UNKNOWN, dtype=np.int16)
+            if rows is not None:
+                larger[: len(rows)] = rows
+            rows = self._routes[request] = larger
+        return rows

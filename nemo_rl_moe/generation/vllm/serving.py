@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests on their way to vLLM's engines: dealt out as they come, answered as they finish.
+"""Requests on their way to vLLM's engines: dealt out as engines have room for them, answered as they finish.
 
 One task of the event loop does all of it while anybody waits; a thread waits for the actors.
 """
@@ -118,15 +118,20 @@ class Serving:
             self._is_open = False
 
     def _deal_out(self) -> None:
-        """Give requests to the engines that have the fewest: neighbours are often answers to one prompt, and alike."""
-        if not self._actors.present:
-            return
+        """Give requests to the engines that have the fewest: neighbours are often answers to one prompt, and alike.
+
+        What would wait in an engine waits here, until one of them has room: none ends early while others have a queue.
+        """
         shares: dict[int, dict[int, GenerationRequest]] = {actor.number: {} for actor in self._actors.present}
-        for number in self._undealt:
-            actor = min(self._actors.present, key=lambda each: (len(each.requests), each.number))
+        undealt, self._undealt = [each for each in self._undealt if each in self._waiting], []
+        for position, number in enumerate(undealt):
+            with_room = [actor for actor in self._actors.present if len(actor.requests) < actor.window]
+            if not with_room:
+                self._undealt = undealt[position:]
+                break
+            actor = min(with_room, key=lambda each: (len(each.requests), each.number))
             actor.requests.add(number)
             shares[actor.number][number] = self._waiting[number].request
-        self._undealt.clear()
         for actor in self._actors.present:
             if not (share := shares[actor.number]):
                 continue
@@ -171,6 +176,8 @@ class Serving:
             waiting = self._waiting.pop(number, None)
             if waiting is not None and not waiting.future.done():
                 waiting.future.set_result(sequence)
+        if self._is_open and self._undealt:
+            self._deal_out()
 
     def _lose(self, actor: EngineActor, reason: str) -> None:
         """Give up an engine; the others get what it had."""

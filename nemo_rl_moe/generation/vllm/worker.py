@@ -41,12 +41,13 @@ class VllmSettings:
         model_files: The model's folder, file name to content, without weights: all of them come from the trainer.
         decodes_text: Load the tokenizer of these files, for stop strings.
         dtype: Number format of the weights, such as `float32`.
+        seed: Of the engine's generator, which is shared by requests on GPUs; on CPUs each has its own.
         expert_parallel: Experts are divided among these ranks, not cut.
         gpu_memory_utilization: Share of a GPU's memory that weights and key-value cache may take.
         cpu_cache_gib: Gibibytes of the key-value cache on a CPU.
         num_threads: Threads of one engine on a CPU.
         prefix_caching: Whether equal beginnings share keys and values, and whether those survive new weights.
-        captures_routes: Sequences get their routed experts. On GPUs no graphs are captured then.
+        captures_routes: Sequences get their routed experts.
         image_settings: Of a model of images and text; None: it takes text alone.
     """
 
@@ -99,8 +100,6 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         # For as long as this process: tokenizers read theirs late, and vLLM's own files go with it.
         self._folder = folder_of_this_process(Path(tempfile.gettempdir()), "vllm")
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)
-        from vllm import EngineArgs, LLMEngine
-
         model = self._folder / "model"
         model.mkdir()
         for name, content in settings.model_files.items():
@@ -116,30 +115,33 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 "gpu_memory_utilization": settings.gpu_memory_utilization,
                 "enable_expert_parallel": settings.expert_parallel,
                 "enable_sleep_mode": True,
+                # On Blackwell vLLM would take a kernel that shuffles experts, which no refit is known to reach.
+                "moe_backend": "triton",
                 # Its own choice inside of a placement group are Ray's actors, and the group's GPUs are taken.
                 "distributed_executor_backend": "mp" if settings.tensor_parallel_size > 1 else "uni",
             }
+            if settings.captures_routes:
+                more["worker_extension_cls"] = "nemo_rl_moe.generation.vllm.worker_extension.WorkerExtension"
         if settings.image_settings is not None:
             more |= register(settings.image_settings)
-        self._engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(model),
-                skip_tokenizer_init=not settings.decodes_text,
-                load_format="dummy",
-                max_model_len=settings.max_tokens,
-                tensor_parallel_size=settings.tensor_parallel_size,
-                seed=settings.seed,
-                # Compiled code on a CPU takes minutes to make; on GPUs graphs are captured, in which nothing is
-                # reported.
-                enforce_eager=not settings.on_gpus or settings.captures_routes,
+        self._engine = releases.make_engine(
+            {
+                "model": str(model),
+                "skip_tokenizer_init": not settings.decodes_text,
+                "load_format": "dummy",
+                "max_model_len": settings.max_tokens,
+                "tensor_parallel_size": settings.tensor_parallel_size,
+                "seed": settings.seed,
+                # Compiled code on a CPU takes minutes to make; on GPUs graphs are captured.
+                "enforce_eager": not settings.on_gpus,
                 # What a model's folder says of sampling is not what the run says.
-                generation_config="vllm",
-                enable_prefix_caching=settings.prefix_caching != "none",
-                disable_log_stats=True,
+                "generation_config": "vllm",
+                "enable_prefix_caching": settings.prefix_caching != "none",
+                "disable_log_stats": True,
                 **more,
-            )
+            }
         )
-        self._engine.collective_rpc(_prepare, args=(settings.max_tokens if settings.captures_routes else None,))
+        self._engine.collective_rpc(_prepare, args=(settings.captures_routes,))
         releases.count_steps(self._engine, self._steps)
 
     def close(self) -> None:
@@ -149,6 +151,10 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
 
     def process_id(self) -> int:
         return os.getpid()
+
+    def window(self) -> int | None:
+        """Return the requests that it should have at a time, some of them waiting; None: any number."""
+        return releases.window(self._engine)
 
     def num_steps(self) -> int:
         """Return the steps of the engine so far in which the model ran: an engine that makes none makes no progress."""
@@ -191,7 +197,9 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             for number, request in self._added.get().items():
                 taken[number] = request
                 prompt = prompts.prompt(request.token_ids, request.model_inputs)
-                self._engine.add_request(str(number), prompt, sampling_of(request.sampling, request.seed))
+                # On a GPU each seed is a kernel of its own in every step, and samples do not repeat anyway.
+                seed = None if self._settings.on_gpus else request.seed
+                self._engine.add_request(str(number), prompt, sampling_of(request.sampling, seed))
         return len(taken) > num_before
 
     def _sequences(
@@ -293,17 +301,18 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return releases.sleeping_parts(self._engine)
 
 
-def _prepare(worker: Any, captured_tokens: int | None) -> None:
+def _prepare(worker: Any, captures_routes: bool) -> None:
     from nemo_rl_moe.generation.vllm.routes import RouteRecorder
 
-    worker.prompt_temperature = releases.report_logprobs_at_temperature(worker.model_runner)
-    worker.routes = None if captured_tokens is None else RouteRecorder(worker.model_runner, captured_tokens)
+    runner = worker.model_runner
+    worker.prompt_temperature = releases.report_logprobs_at_temperature(runner)
+    worker.routes = (getattr(runner, "route_recorder", None) or RouteRecorder(runner)) if captures_routes else None
 
 
 def _record_routes(worker: Any, on: bool) -> None:
     if worker.routes is not None:
         worker.routes.start()
-        worker.routes.is_on = on
+        worker.routes.is_on &= on
 
 
 def _take_routes(worker: Any, num_fed: Mapping[str, int]) -> dict[str, Any]:
@@ -320,10 +329,13 @@ def _receive(worker: Any, spec: TransportSpec, first_receiver: int, image_settin
 
     def load(tensors: Iterator[NamedTensor]) -> None:
         releases.forget_packed_experts(runner.get_model())
+        held = releases.held_experts(runner.get_model())
         # The reload keeps tensors until a layer is complete, longer than the transport does.
         runner.reload_weights(
             weights_iterator=(
-                (name, as_loader_expects(image_settings, name, tensor).clone()) for name, tensor in tensors
+                (name, as_loader_expects(image_settings, name, tensor).clone())
+                for name, tensor in tensors
+                if releases.is_held(name, held)
             )
         )
 
@@ -349,8 +361,8 @@ def _with_outputs_noted(worker: Any, forward: Callable[[], object]) -> dict[str,
     return outputs
 
 
-def sampling_of(sampling: SamplingParameters, seed: int) -> Any:
-    """Convert a request's sampling parameters to vLLM's."""
+def sampling_of(sampling: SamplingParameters, seed: int | None) -> Any:
+    """Convert a request's sampling parameters to vLLM's; without a seed it draws from the engine's own generator."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -360,7 +372,7 @@ def sampling_of(sampling: SamplingParameters, seed: int) -> Any:
         top_k=sampling.top_k or 0,
         top_p=sampling.top_p,
         # torch's generators take 63 bits and a sign.
-        seed=seed & (2**63 - 1),
+        seed=None if seed is None else seed & (2**63 - 1),
         stop_token_ids=list(sampling.stop_token_ids),
         stop=list(sampling.stop_strings) or None,
         # The stop tokens are those of the request alone.

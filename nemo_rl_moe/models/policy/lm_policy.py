@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's side of a trainable model, and of the policy, which also generates and sends its weights."""
 
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+from ray.util import get_node_ip_address
 from torch import Tensor
 
 from nemo_rl_moe.config.schema import MasterConfig, engines_share_gpus
@@ -24,6 +26,7 @@ from nemo_rl_moe.distributed.batch import (
 )
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import PlainBatching, plan_microbatches
+from nemo_rl_moe.distributed.shared_gpu import OwnGpu, SharedGpu
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
@@ -240,6 +243,9 @@ class MegatronPolicy(TrainableModel):
         model_files: As of `TrainableModel`.
         keep_reference: Keep the first weights as the reference model.
 
+    Attributes:
+        gpu: The account of the GPUs that its ranks and engines share.
+
     Raises:
         ConfigurationError: The model or its weights cannot be used.
     """
@@ -270,6 +276,17 @@ class MegatronPolicy(TrainableModel):
         self._weight_transport = "files" if generates is None else generates.generation.weight_transport
         self._num_failed_transfers = 0
         self._engines_share_gpus = engines_share_gpus(config)
+        moves = generates is not None and generates.offload_optimizer_for_generation
+        self.gpu = SharedGpu(moves_training_state=moves) if self._engines_share_gpus else OwnGpu()
+        self.gpu.load("when workers start")
+
+    def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
+        self.gpu.train()
+        return super().train(batch, loss_function)
+
+    def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
+        self.gpu.load()
+        super().load_checkpoint(directory, with_optimizer=with_optimizer)
 
     def prepare_for_generation(self, clock: PhaseClock) -> None:
         """Move the optimizer's state to the host, and free gradients, where the configuration says so.
@@ -280,9 +297,11 @@ class MegatronPolicy(TrainableModel):
         self._offload_optimizer(generates is not None and generates.offload_optimizer_for_generation, clock)
         if self._engines_share_gpus:
             self._workers.call_all(MegatronModel.empty_cache)
+        self.gpu.make_room()
 
     def prepare_for_logprobs(self, clock: PhaseClock) -> None:
         """Do the same before log-probability passes, as configured for these."""
+        self.gpu.measure()
         generates = generating(self._policy)
         self._offload_optimizer(generates is not None and generates.offload_optimizer_for_logprob, clock)
 
@@ -341,10 +360,19 @@ class MegatronPolicy(TrainableModel):
             then: Called when all ranks have been asked to send: what it asks of them, they do next.
 
         Raises:
-            ConfigurationError: The run has several machines and no folder that all of them reach.
+            ConfigurationError: The run has several machines and no folder that all of them reach, for files.
         """
         send = partial(self._send_weights, altered, then)
-        return WeightTransport(self._transfer_folder(), len(self._coordinates), send, make_backend=self._backend)
+        # Over NCCL the first rank sends for all: each sender is a communicator with buffers in every receiver.
+        num_senders = 1 if self._weight_transport == "nccl" else len(self._coordinates)
+        has_files = self._weight_transport == "files"
+        return WeightTransport(
+            self._transfer_folder() if has_files or self._cluster.is_local else Path(tempfile.gettempdir()),
+            num_senders,
+            send,
+            make_backend=self._backend,
+            address=None if has_files or self._cluster.is_local else get_node_ip_address(),
+        )
 
     def start_fingerprints(self, number_format: str) -> Callable[[], Fingerprints]:
         """Have all ranks begin with the fingerprints of their weights; return what waits for those of all tensors.

@@ -227,7 +227,7 @@ def _fetched_routes(group: Sequence[Trajectory], fetch: Fetch) -> list[Shaped[np
         present = [part for part in parts if part is not None]
         if len(present) < len(parts) or sum(map(len, present)) < stored.end:
             return None  # lost with an engine, or with a gap
-        found.append(_joined(present))
+        found.append(_joined(present).astype(stored.dtype, copy=False))
     return found
 
 

@@ -46,6 +46,11 @@ class OpenEnvRollout:
     """
 
     def __init__(self, servers: Sequence[OpenEnvServer], env: EnvironmentConfig):
+        # Imports take seconds, in which no trajectory may wait.
+        from openenv.core import GenericEnvClient
+        from websockets.exceptions import ConnectionClosed  # the library's own connection
+
+        self._client, self._lost = GenericEnvClient, (ConnectionClosed, ConnectionError)
         assert env.openenv is not None
         self._servers, self._env, self._config = servers, env, env.openenv
         number = len(servers) or 1
@@ -62,11 +67,9 @@ class OpenEnvRollout:
                 self._places.give_back(server)
 
     async def _in_place(self, session: Session, server: OpenEnvServer | None) -> Trajectory:
-        from openenv.core import GenericEnvClient
-
         limit_s = self._env.timeout_s
         url = str(self._config.url) if server is None else server.url
-        client = GenericEnvClient(base_url=url, connect_timeout_s=limit_s, message_timeout_s=limit_s)
+        client = self._client(base_url=url, connect_timeout_s=limit_s, message_timeout_s=limit_s)
         try:
             return await self._play(session, client)
         except TimeoutError:
@@ -100,8 +103,6 @@ class OpenEnvRollout:
 
     async def _step(self, session: Session, client: Any, text: str) -> Any:
         """Take a step, which the conversation shows as a call of its response with what became of it."""
-        from websockets.exceptions import ConnectionClosed  # the library's own connection
-
         action = {self._config.action_key: self._action(text)}
         name, began_s = f"step{len(session.turns)}", time.monotonic()
 
@@ -116,7 +117,7 @@ class OpenEnvRollout:
         except TimeoutError:
             note("timeout")
             raise
-        except (ConnectionClosed, ConnectionError):
+        except self._lost:
             note("died")
             raise
         except Exception:

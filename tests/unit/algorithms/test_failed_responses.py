@@ -222,6 +222,8 @@ def test_too_few_responses_of_a_step_are_those_of_all_environments() -> None:
     failed_ones = [replace(response(None), environment="b") for _ in range(2)]
     assert rule.taking_part([*groups["a"], *failed_ones], 2).tolist() == [[False, False], [False, False]]
     assert rule.taking_part(groups["c"], 2).tolist() == [[True, True]]
+    one_of_each = [groups["a"][1], *groups["c"][:1]]
+    assert rule.taking_part(one_of_each, 1).tolist() == [[False], [True]], "zero needs no others"
     assert rule.taking_part([], 2).shape == (0, 2)
 
 

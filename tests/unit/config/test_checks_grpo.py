@@ -201,20 +201,14 @@ BROKEN = [
         f"{WAY}: got nccl, expected cuda_ipc or files: engines have no GPUs of their own (cluster.roles.generation)",
     ),
     (
-        (*ON_GPUS, f"{WAY}=cuda_ipc"),
-        "weights_can_travel",
-        f"{WAY}: got cuda_ipc, which needs an engine that sees all GPUs of its machine:"
-        f" {VLLM}.tensor_parallel_size = cluster.gpus_per_node = 4",
-    ),
-    (
         ("policy.generation.backend=vllm", "+cluster.roles.generation={gpus_per_node: 2}"),
         "engine_has_what_it_needs",
         "cluster.roles.generation.gpus_per_node: got 2, expected 0: the policy is on CPUs (cluster.gpus_per_node 0)",
     ),
     (
-        (*ON_GPUS, f"{WAY}=cuda_ipc", f"{VLLM}.tensor_parallel_size=4"),
+        (*ON_GPUS, f"{WAY}=cuda_ipc", "+cluster.roles.generation={gpus_per_node: 2}"),
         "weights_can_travel",
-        f"{WAY}: got cuda_ipc, expected files or gloo: engines do not lie on the trainer's GPUs, on one machine",
+        f"{WAY}: got cuda_ipc, expected nccl, gloo or files: engines do not lie on the trainer's GPUs",
     ),
     (
         ("grpo.num_prompts_per_step=15",),

@@ -13,6 +13,7 @@ from tests.support.family_models import FAMILY_MODELS
 
 Problems = Callable[..., list[str]]
 M = "policy.megatron_cfg"
+OVERLAPPING = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 
 
 def lora(**changes: Any) -> str:
@@ -45,6 +46,10 @@ def lora(**changes: Any) -> str:
         (
             (lora(), f"+{M}.moe_shared_expert_overlap=true"),
             f"{M}.moe_shared_expert_overlap: got true, expected false with policy.lora",
+        ),
+        (
+            (lora(), *(f"{M}.distributed_data_parallel_config.{name}=true" for name in OVERLAPPING)),
+            f"{M}.distributed_data_parallel_config.overlap_param_gather: got true, expected false with policy.lora",
         ),
     ],
 )

@@ -12,7 +12,8 @@ Problems = Callable[..., list[str]]
 O = "policy.megatron_cfg.optimizer"  # noqa: E741
 AWARE, OFFLOAD = f"{O}.use_precision_aware_optimizer=true", f"{O}.optimizer_cpu_offload=true"
 BFLOAT16 = "policy.precision=bfloat16"
-SHARDED = "policy.megatron_cfg.distributed_data_parallel_config.use_distributed_optimizer=true"
+DDP = "policy.megatron_cfg.distributed_data_parallel_config"
+SHARDED = f"{DDP}.use_distributed_optimizer=true"
 GPUS = ("cluster.gpus_per_node=8", "policy.train_global_batch_size=512")
 
 
@@ -49,6 +50,10 @@ GPUS = ("cluster.gpus_per_node=8", "policy.train_global_batch_size=512")
         (
             (f"{O}.overlap_cpu_optimizer_d2h_h2d=true",),
             f"{O}.overlap_cpu_optimizer_d2h_h2d: got true, expected false without {O}.optimizer_cpu_offload true",
+        ),
+        (
+            (f"{DDP}.overlap_param_gather=true", f"{DDP}.overlap_grad_reduce=true"),
+            f"{DDP}.overlap_param_gather: true needs {DDP}: use_distributed_optimizer true, overlap_grad_reduce true",
         ),
         (
             (f"{O}.optimizer_offload_fraction=0",),

@@ -16,7 +16,7 @@ from nemo_rl_moe.config.files import BASE_NAME, exemplar_names, exemplars_folder
 from nemo_rl_moe.config.loading import dump_resolved, load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES
 from nemo_rl_moe.config.overrides import present_keys
-from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema import MasterConfig, engines_share_gpus
 from nemo_rl_moe.config.validation import field_at, known_keys
 from nemo_rl_moe.errors import ConfigurationError
 
@@ -162,6 +162,27 @@ def test_large_vllm_exemplar_divides_the_gpus_into_engines() -> None:
     assert (config.policy.generation.backend, config.cluster.num_nodes) == ("vllm", 2)
     assert config.cluster.gpus_per_node % config.policy.generation.vllm.tensor_parallel_size == 0
     assert config.checkpointing.checkpoint_dir is not None, "weights travel through it"
+
+
+def test_exemplars_of_h100_differ_in_what_they_say() -> None:
+    beside = load_grpo_config("grpo_qwen3_30b_a3b_8xh100.yaml", check_paths=False)
+    replaying = load_grpo_config("grpo_qwen3_30b_a3b_8xh100_r3.yaml", check_paths=False)
+    apart = load_grpo_config("grpo_qwen3_30b_a3b_2x8xh100.yaml", check_paths=False)
+    assert [each.policy.generation.weight_transport for each in (beside, replaying, apart)] == [
+        "cuda_ipc",
+        "cuda_ipc",
+        "nccl",
+    ]
+    assert [each.policy.megatron_cfg.routing_replay for each in (beside, replaying, apart)] == [
+        "none",
+        "rollout",
+        "none",
+    ]
+    assert [engines_share_gpus(each) for each in (beside, replaying, apart)] == [True, True, False]
+    assert apart.cluster.num_gpus == 16
+    assert apart.grpo.rollouts.is_asynchronous
+    for each in (beside, replaying, apart):
+        assert each.policy.generation.max_batch_size is None, "of the trainer's own engine"
 
 
 def test_unset_moe_fields_stay_out() -> None:

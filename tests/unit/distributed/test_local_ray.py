@@ -11,15 +11,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import ray
 
 from nemo_rl_moe.distributed.local_ray import (
-    LARGEST_OBJECT_STORE_BYTES,
     MOST_STARTS,
     SMALLEST_OBJECT_STORE_BYTES,
+    USUAL_OBJECT_STORE_BYTES,
     last_error,
     object_store_bytes,
     preserved_handlers,
@@ -169,7 +170,20 @@ print(ray_folder(os.getpid()).exists())
 
 
 def test_the_object_store_is_small() -> None:
-    assert SMALLEST_OBJECT_STORE_BYTES <= object_store_bytes() <= LARGEST_OBJECT_STORE_BYTES
+    assert SMALLEST_OBJECT_STORE_BYTES <= object_store_bytes() <= USUAL_OBJECT_STORE_BYTES
+
+
+def test_the_object_store_holds_what_a_run_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    gigabyte = 10**9
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=400 * gigabyte))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1000 * gigabyte))
+    assert object_store_bytes() == USUAL_OBJECT_STORE_BYTES
+    assert object_store_bytes(13 * gigabyte) == USUAL_OBJECT_STORE_BYTES + 13 * gigabyte
+    assert object_store_bytes(2000 * gigabyte) == 300 * gigabyte, "at most Ray's own share of the memory"
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10 * gigabyte))
+    assert object_store_bytes(13 * gigabyte) == 8 * gigabyte, "shared memory is scarce"
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=gigabyte))
+    assert object_store_bytes(gigabyte) == USUAL_OBJECT_STORE_BYTES, "never less for it"
 
 
 def test_ray_takes_over_neither_signals_nor_output(

@@ -106,6 +106,14 @@ def test_a_plan_of_two_a_microbatch_is_even() -> None:
     assert plan.global_batches == ((((0,), (1, 2)), ((3, 4), (5, 6))),)
 
 
+@pytest.mark.parametrize("batching", [DynamicBatching(9), PackedBatching(9)])
+def test_an_empty_row_is_no_work_for_its_rank(batching: DynamicBatching | PackedBatching) -> None:
+    """It stands beside the longest sequence, and the two shorter ones share the other rank."""
+    common = {"num_data_parallel_ranks": 2, "global_batch_size": 2, "sample_sizes": [2, 1]}
+    (by_rank,) = plan_microbatches([9, 5, 5], batching=batching, **common).global_batches
+    assert sorted(sorted(row for microbatch in rank for row in microbatch) for rank in by_rank) == [[0, 3], [1, 2]]
+
+
 def test_empty_rows_count_nowhere() -> None:
     batch = tiny_batch(1)
     filled = with_empty_rows(batch, 2)

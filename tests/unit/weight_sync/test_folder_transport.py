@@ -495,7 +495,7 @@ def test_a_driver_that_raises_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="entered first"):
         transport.open(1, VERSION)
     with pytest.raises(KeyError), transport:
-        transport.open(1, VERSION).place("bucket", Path.touch)
+        transport.open(1, VERSION).board.put("bucket", "")
         assert len(list(tmp_path.iterdir())) == 1
         raise KeyError
     assert list(tmp_path.iterdir()) == []

@@ -260,6 +260,17 @@ def test_a_round_trip_that_does_not_come_back_is_reported(arrives: list[float], 
         check_of(engine, in_float32=False).after_refit(engine)
 
 
+@pytest.mark.parametrize(("offset_again", "is_reported"), [(0.013, False), (0.03, True)])
+def test_ranks_that_add_up_by_nccl_come_back_within_rounding(offset_again: float, is_reported: bool) -> None:
+    engine = Engine([1.0, offset_again], offset=0.012)
+    check = replace(check_of(engine, in_float32=False), repeats_bits=False)
+    if is_reported:
+        with pytest.raises(WeightSyncError, match=r"keeps something of .* a mean below 0\.01"):
+            check.after_refit(engine)
+    else:
+        check.after_refit(engine)
+
+
 def test_a_wrong_start_in_sixteen_bits_is_reported() -> None:
     """It comes back to the bit, and is wrong each time: a router's rows in another order, say."""
     engine = Engine([1.0, 0.6], offset=0.6)

@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.errors import WeightSyncError
+from nemo_rl_moe.weight_sync import manifest
 from nemo_rl_moe.weight_sync import transport_backends as backends
+from nemo_rl_moe.weight_sync.board import FolderBoard, NetworkBoard, serve_store
 from nemo_rl_moe.weight_sync.bucket import BucketLabel, tensor_checksum, weighted_sum
+from nemo_rl_moe.weight_sync.manifest import read_manifest
+from nemo_rl_moe.weight_sync.packing import Packing, packed
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec, WeightTransport
 from nemo_rl_moe.weight_sync.transport_backends import (
     CollectiveTransport,
     IpcTransport,
     TransportBackend,
-    packed,
-    read_manifest,
 )
 from tests.unit.weight_sync.test_folder_transport import (
     BUCKET_BYTES,
@@ -45,10 +47,19 @@ def gloo(num_receivers: int, receivers: str = "", timeout_s: float = 200.0) -> C
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Memory that other processes open by a name, in the place of a GPU's."""
+    """Memory that other processes open by a name, in the place of a GPU's.
+
+    Attributes:
+        is_everywhere: All processes are on one GPU; otherwise each is where `PLACE` says.
+    """
+
+    is_everywhere: bool = True
 
     def device(self) -> torch.device:
         return torch.device("cpu")
+
+    def place(self) -> str:
+        return "GPU-0" if self.is_everywhere else PLACE[0]
 
     def shared(self, buffer: Tensor) -> Mapping[str, Any]:
         block = shared_memory.SharedMemory(create=True, size=max(1, buffer.nbytes))
@@ -65,10 +76,16 @@ class HostMemory:
 
 
 KEPT: list[shared_memory.SharedMemory] = []
+PLACE = ["nowhere"]
+"""Of this process."""
 
 
 def ipc(num_receivers: int, receivers: str = "") -> IpcTransport:
     return IpcTransport(HostMemory())
+
+
+def ipc_of_several_gpus(num_receivers: int, receivers: str = "") -> IpcTransport:
+    return IpcTransport(HostMemory(is_everywhere=False))
 
 
 @pytest.fixture(autouse=True)
@@ -85,10 +102,13 @@ def transfers(
     sender: Callable[..., Any] = send,
     receiver: Callable[..., Any] = receive,
     count: int = 1,
+    address: str | None = None,
 ) -> dict[str, Any]:
     """Transfers from three senders to two receivers, in the same processes; results of each by its name."""
     with_transport = [
-        WeightTransport(parent, 3, lambda spec: 0, bucket_bytes=BUCKET_BYTES, make_backend=make_backend)
+        WeightTransport(
+            parent, 3, lambda spec: 0, bucket_bytes=BUCKET_BYTES, make_backend=make_backend, address=address
+        )
         for _ in range(count)
     ]
     for transport in with_transport:
@@ -108,17 +128,53 @@ def _each(function: Callable[..., Any], specs: list[TransportSpec], rank: int) -
     return [function(spec, rank) for spec in specs]
 
 
-@pytest.mark.parametrize("make_backend", [gloo, ipc])
+@pytest.mark.parametrize(
+    ("make_backend", "address"),
+    [(gloo, None), (ipc, None), (gloo, "127.0.0.1"), pytest.param(ipc, "127.0.0.1", marks=pytest.mark.full)],
+    ids=["gloo", "ipc", "gloo between machines", "ipc on several machines"],
+)
 def test_every_receiver_gets_the_bits_of_every_sender_again_and_again(
-    make_backend: Callable[[int, str], TransportBackend], tmp_path: Path
+    make_backend: Callable[[int, str], TransportBackend], address: str | None, tmp_path: Path
 ) -> None:
-    found = transfers(tmp_path, make_backend, count=2)
+    found = transfers(tmp_path, make_backend, count=2, address=address)
     expected = {name: bits_of(tensor) for sender in range(3) for name, tensor in tensors_of(sender)}
     for receiver in range(2):
         assert found[f"receiver {receiver}"] == [expected, expected]
     for sender in range(3):
         assert found[f"sender {sender}"] == 2 * [sum(tensor.nbytes for _, tensor in tensors_of(sender))]
     assert list(tmp_path.iterdir()) == []
+
+
+def placed_send(spec: TransportSpec, rank: int) -> int:
+    PLACE[0] = f"GPU-{rank}"
+    return send(spec, rank)
+
+
+def placed_receive(spec: TransportSpec, rank: int) -> Any:
+    PLACE[0] = ("GPU-1", "GPU-0")[rank]
+    return receive(spec, rank)
+
+
+def test_engines_take_what_the_trainer_has_on_their_own_gpu(tmp_path: Path) -> None:
+    found = transfers(tmp_path, ipc_of_several_gpus, placed_send, placed_receive)
+    for receiver, sender in ((0, 1), (1, 0)):
+        expected = {name: bits_of(tensor) for name, tensor in tensors_of(sender)}
+        assert expected
+        assert found[f"receiver {receiver}"] == [expected]
+        assert found[f"sender {sender}"] == [sum(tensor.nbytes for _, tensor in tensors_of(sender))]
+    assert found["sender 2"] == [0], "nobody is on its GPU"
+
+
+def lost_receive(spec: TransportSpec, rank: int) -> Any:
+    PLACE[0] = ("GPU-1", "GPU-7")[rank]
+    return receive(spec, rank)
+
+
+@pytest.mark.full
+def test_an_engine_on_a_gpu_without_the_trainer_is_reported(tmp_path: Path) -> None:
+    found = transfers(tmp_path, ipc_of_several_gpus, placed_send, lost_receive)
+    assert "no rank of the trainer is at its place, GPU-7; policy.generation.weight_transport" in found["receiver 1"]
+    assert found["receiver 0"].startswith("WeightSyncError: ")
 
 
 def connections(spec: TransportSpec, rank: int) -> int:
@@ -207,15 +263,14 @@ def test_a_process_that_dies_ends_the_transfer(
 
 def spoiled_send(spec: TransportSpec, rank: int) -> int:
     """Sends what it has not reported."""
-    original = backends.packed
+    original = manifest.buffer_checksum
 
-    def spoiled(tensors: Any, device: torch.device) -> Tensor:
-        buffer = original(tensors, device)
-        buffer[-1] ^= 1
-        buffer[0] ^= 64
-        return buffer
+    def spoiled(packing: Packing, buffer: Tensor) -> str:
+        changed = buffer.clone()
+        changed[0] ^= 64
+        return original(packing, changed)
 
-    backends.packed = spoiled  # of this process alone
+    manifest.buffer_checksum = spoiled  # of this process alone
     return send(spec, rank)
 
 
@@ -228,19 +283,18 @@ def test_bytes_that_change_on_the_way_are_reported(
 ) -> None:
     found = transfers(tmp_path, make_backend, spoiled_send)
     reported = found["receiver 0"]
-    assert "is damaged in" in reported or "WeightSyncError: receiver 1: " in reported, reported
+    assert "is damaged" in reported or "WeightSyncError: receiver 1: " in reported, reported
 
 
 def test_a_bucket_in_the_place_of_another_is_reported(tmp_path: Path) -> None:
-    backend, label = gloo(0), BucketLabel("transfer", VERSION, 0, 3)
-    backend.write(tmp_path / "bucket", label, {"weight": torch.arange(5.0)})
-    manifest = read_manifest(tmp_path / "bucket", label)
-    assert manifest.tensors == [["weight", "float32", [5]]]
+    label, board = BucketLabel("transfer", VERSION, 0, 3), FolderBoard(tmp_path)
+    gloo(0).publish(board, "bucket", label, {"weight": torch.arange(5.0)})
+    text = board.read("bucket")
+    assert read_manifest("bucket", text, label).packing.rows == [["weight", "float32", [5]]]
     with pytest.raises(WeightSyncError, match=r"bucket is bucket 3 of sender 0, version 7.*; expected bucket 4"):
-        read_manifest(tmp_path / "bucket", replace(label, number=4))
-    (tmp_path / "bucket").write_text("{")
+        read_manifest("bucket", text, replace(label, number=4))
     with pytest.raises(WeightSyncError, match="bucket cannot be read"):
-        read_manifest(tmp_path / "bucket", label)
+        read_manifest("bucket", "{", label)
 
 
 def test_tensors_are_packed_where_their_types_may_lie() -> None:
@@ -248,13 +302,20 @@ def test_tensors_are_packed_where_their_types_may_lie() -> None:
         "a": torch.arange(3, dtype=torch.uint8),
         "b": torch.arange(2.0, dtype=torch.float64),
         "c": torch.ones(()),
+        "transposed": torch.arange(6.0).view(2, 3).T,
     }
     buffer = packed(list(tensors.values()), torch.device("cpu"))
     assert buffer.tolist()[:3] == [0, 1, 2]
-    assert len(buffer) == 16 + 16 + 16
-    manifest = backends.Manifest([("a", "uint8", [3]), ("b", "float64", [2]), ("c", "float32", [])], {}, {})
-    assert manifest.num_bytes == len(buffer)
-    for name, tensor in manifest.cut(buffer).items():
+    assert len(buffer) == 16 + 16 + 16 + 32
+    packing = Packing.of(tensors)
+    assert packing.rows == [
+        ("a", "uint8", [3]),
+        ("b", "float64", [2]),
+        ("c", "float32", []),
+        ("transposed", "float32", [3, 2]),
+    ]
+    assert packing.num_bytes == len(buffer)
+    for name, tensor in packing.cut(buffer).items():
         assert bits_of(tensor) == bits_of(tensors[name])
 
 
@@ -273,3 +334,27 @@ def test_the_checksum_of_devices_sees_each_word_and_its_place(monkeypatch: pytes
     swapped[:4], swapped[4:8] = content[4:8], content[:4]
     assert weighted_sum(swapped) != weighted_sum(content)
     assert tensor_checksum("a", content) != tensor_checksum("b", content)
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_notes_of_a_board(is_folder: bool, tmp_path: Path) -> None:
+    store = None if is_folder else serve_store("127.0.0.1")
+    board = FolderBoard(tmp_path) if store is None else NetworkBoard("127.0.0.1", store.port)
+    board.put("a", "1")
+    board.put("a", "2")
+    assert [board.put_first("b", text) for text in ("first", "second")] == [True, False]
+    assert (board.names(), board.read("a"), board.read("b")) == ({"a", "b"}, "2", "first")
+    board.remove(["a", "c"])
+    assert board.names() == {"b"}
+    assert board.own_address() == "127.0.0.1"
+
+
+def test_a_board_that_is_gone_has_ended_the_transfer(tmp_path: Path) -> None:
+    with pytest.raises(WeightSyncError, match="the folder of the transfer cannot be read"):
+        FolderBoard(tmp_path / "gone").names()
+    store = serve_store("127.0.0.1")
+    board = NetworkBoard("127.0.0.1", store.port)
+    board.put("a", "1")
+    del store
+    with pytest.raises(WeightSyncError, match=r"the notes of the transfer at 127.0.0.1:\d+ cannot be read"):
+        board.names()

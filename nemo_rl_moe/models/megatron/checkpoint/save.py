@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nemo_rl_moe.atomic_writes import sync
 from nemo_rl_moe.checksums import INVENTORY_FILE_NAME, ChecksumStream, Part, write_inventory
 from nemo_rl_moe.models.megatron.checkpoint.index import COMMON_FILE, FORMAT, FORMAT_FILE
+from nemo_rl_moe.models.megatron.checkpoint.snapshot import Snapshots
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 
 # isort: split
@@ -38,18 +39,18 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 
 class _SnapshotWriter(FileSystemWriterAsync):
-    """Write one rank's part: copy its tensors when they are planned, and write the copies later.
+    """Write one rank's part: take a snapshot of its tensors when they are planned, and write that later.
 
     Args:
-        copies_at_once: False copies each tensor when it is written, for a model that nothing changes meanwhile.
+        snapshots: None copies each tensor when it is written, for a model that nothing changes meanwhile.
 
     Attributes:
         parts: By finished file: the bytes of each tensor with their checksum.
     """
 
-    def __init__(self, directory: Path, *, copies_at_once: bool):
+    def __init__(self, directory: Path, snapshots: Snapshots | None):
         super().__init__(directory)
-        self._copies_at_once = copies_at_once
+        self._snapshots = snapshots
         self.is_cancelled = False
         self.parts: dict[str, list[Part]] = {}
 
@@ -58,17 +59,19 @@ class _SnapshotWriter(FileSystemWriterAsync):
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Take the snapshot: copies on the host."""
+        """Take the snapshot."""
         assert all(item.type != WriteItemType.BYTE_IO for item in plan.items)  # tensors alone, never pickled objects
         self._file_name = f"{plan.storage_data.prefix}0.distcp"
         tensors: list[Any] = [planner.resolve_data(item) for item in plan.items]
-        if self._copies_at_once:
-            tensors = [_copy(tensor) for tensor in tensors]
+        if self._snapshots is not None:
+            tensors = self._snapshots.take(tensors)
         self._snapshot = list(zip(plan.items, tensors, strict=True))
 
     def write(self) -> list[WriteResult]:
         """Write this rank's file, and release the copies."""
         snapshot, self._snapshot = self._snapshot, []
+        if self._snapshots is not None:
+            self._snapshots.wait()
         if not snapshot:
             return []
         results = []
@@ -78,7 +81,8 @@ class _SnapshotWriter(FileSystemWriterAsync):
                 if self.is_cancelled:
                     raise RuntimeError("cancelled")
                 # A view would be written with all that it is a view of.
-                whole = tensor if self._copies_at_once else _copy(tensor)
+                is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+                whole = _copy(tensor) if self._snapshots is None or is_view else tensor
                 results.append(
                     _write_item(self.transforms, stream, whole, item, self._file_name, SerializationFormat.TORCH_SAVE)
                 )
@@ -108,6 +112,10 @@ class CheckpointWrite:
     def is_written(self) -> bool:
         """True when writing of this rank's part has ended, with or without success."""
         return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the writing of this rank's part has ended."""
+        self._thread.join()
 
     def cancel(self) -> None:
         """End the writing after the present tensor: a running thread would disturb the end of the process."""
@@ -191,20 +199,20 @@ def _text(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def start_write(contents: dict[str, Any], directory: Path, *, snapshot: bool = True) -> CheckpointWrite:
+def start_write(contents: dict[str, Any], directory: Path, snapshots: Snapshots | None) -> CheckpointWrite:
     """Take the snapshot and begin to write it. Every rank calls it; training may go on when it returns.
 
     Args:
         contents: From `sharded_contents`.
         directory: Existing and empty, reachable for every rank.
-        snapshot: False saves its memory: nothing may change the contents until they are written.
+        snapshots: Memory of this rank's; None saves it: nothing may change the contents until they are written.
     """
     sharded, _ = save_preprocess(contents)
     # What data-parallel ranks hold in common is written by all of them in parts, and not by the first alone.
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(*FORMAT), group).apply_saving_parallelization(sharded)
     sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-    writer = _SnapshotWriter(directory, copies_at_once=snapshot)
+    writer = _SnapshotWriter(directory, snapshots)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     (_, plan, _), *_ = save_state_dict_async_plan(
         mcore_to_pyt_state_dict(sharded, False), writer, None, 0, planner=planner

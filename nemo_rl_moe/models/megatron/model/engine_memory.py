@@ -10,10 +10,13 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.models.megatron.model.memory_estimate import parameters_of_layers
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.weight_sync.folder import BUCKET_BYTES, MAX_UNACKNOWLEDGED
+from nemo_rl_moe.weight_sync.transport_backends import DEVICE_BUCKET_BYTES
 
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+ON_DEVICE = ("cuda_ipc", "nccl")
+"""Transports of weights that use no memory of the host."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -69,3 +72,14 @@ def bytes_on_the_way(config: GRPOMasterConfig, transformer: TransformerConfig, h
     embedding = hf_config.vocab_size * transformer.hidden_size * itemsize
     num_ends = 1 if hf_config.tie_word_embeddings else 2
     return int(config.cluster.world_size * MAX_UNACKNOWLEDGED * bucket + num_ends * max(0, embedding - bucket))
+
+
+def refit_bytes(config: GRPOMasterConfig, transformer: TransformerConfig, memory: EngineMemory) -> int:
+    """Return the bytes on a GPU that trainer and engine share while weights arrive, besides the weights themselves.
+
+    The engine keeps what arrives of a layer until it is complete. On the device the trainer's rank has, for each
+    bucket of `MAX_UNACKNOWLEDGED`, its copy, and one that it fills.
+    """
+    on_device = config.policy.generation.weight_transport in ON_DEVICE
+    buckets = (MAX_UNACKNOWLEDGED + 1) * DEVICE_BUCKET_BYTES if on_device else 0
+    return buckets + memory.weights // int(transformer.num_layers)

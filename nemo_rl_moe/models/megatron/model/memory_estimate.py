@@ -229,10 +229,12 @@ class WorkerMemory:
     Attributes:
         gradients: Megatron-Core's buffers: float32 where they are reduced in it, else as the weights.
         optimizer: Sharded over (expert-)data-parallel and context-parallel ranks by the distributed optimizer.
-        activations_at_least: A lower bound of what one microbatch keeps for the backward pass: the input of every layer
-            and, on the last stage, float32 logits, of one chunk where there are several.
+        activations_at_least: A lower bound of what one microbatch keeps for the backward pass: the input of every
+            layer, what is not recomputed and, on the last stage, float32 logits and, in chunks, gradients of the output
+            layer.
         tower_activations: The same bound for the vision tower with the maximum number of patches, which few
             microbatches have: it is in no sum.
+        snapshot: Of a checkpoint, on the host: this rank's share of the weights, and the state unless it is there.
         is_moved: Gradients are freed and the optimizer's state moves to the host during generation.
     """
 
@@ -243,6 +245,7 @@ class WorkerMemory:
     tower_activations: int
     key_value_cache: int
     reference_weights: int
+    snapshot: int
     is_moved: bool
 
     @property
@@ -291,15 +294,20 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
         updated += -(-parameters.experts // expert_data_parallel_size(config))
     weights = parameters.total * weight_bytes
     copies_reference = algorithm_of(config).needs_reference(config) and config.policy.lora is None
+    optimizer = _optimizer_memory(megatron.optimizer, updated, weight_bytes, gradient_bytes)
+    is_moved = generates is not None and generates.offload_optimizer_for_generation
+    saved = config.checkpointing
+    state = optimizer.state + optimizer.on_the_host if saved.save_optimizer and not is_moved else 0
     return WorkerMemory(
         weights=weights,
         gradients=parameters.trained * gradient_bytes,
-        optimizer=_optimizer_memory(megatron.optimizer, updated, weight_bytes, gradient_bytes),
+        optimizer=optimizer,
         activations_at_least=_activations_at_least(config, transformer, hf_config, stage),
         tower_activations=_tower_activations(config, transformer, hf_config, stage),
         key_value_cache=_key_value_cache(config, transformer, stage),
         reference_weights=weights if copies_reference else 0,
-        is_moved=generates is not None and generates.offload_optimizer_for_generation,
+        snapshot=updated * weight_bytes + state if saved.enabled else 0,
+        is_moved=is_moved,
     )
 
 
@@ -363,10 +371,42 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
     num_layers = sum(len(chunk) for chunk in layers_of_chunks(transformer, stage))
     # Sequence parallelism cuts the inputs, the cut vocabulary the logits.
     inputs = num_layers * tokens * transformer.hidden_size * transformer.params_dtype.itemsize // tensor
+    layers = [index for chunk in layers_of_chunks(transformer, stage) for index in chunk]
+    kept = sum(_kept_of_a_token(transformer, index) for index in layers)
+    kept = tokens * kept * transformer.params_dtype.itemsize // tensor
     is_last = stage == transformer.pipeline_model_parallel_size - 1
-    at_once = min(tokens, config.policy.logprob_chunk_size or tokens)
-    logits = at_once * padded_vocabulary_size(hf_config.vocab_size, tensor) // tensor * _FLOAT32
-    return int(inputs + (logits if is_last else 0))
+    return int(inputs + kept + (_output_layer(config, transformer, hf_config, tokens) if is_last else 0))
+
+
+def _output_layer(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, tokens: int) -> int:
+    """Return the bytes of the float32 logits of a chunk and, in chunks, of the sum of the weight's gradients."""
+    tensor = transformer.tensor_model_parallel_size
+    vocabulary = padded_vocabulary_size(hf_config.vocab_size, tensor) // tensor
+    chunk = config.policy.logprob_chunk_size
+    if chunk is None:
+        return int(tokens * vocabulary * _FLOAT32)
+    return int((min(tokens, chunk) + transformer.hidden_size) * vocabulary * _FLOAT32)
+
+
+def _kept_of_a_token(transformer: TransformerConfig, index: int) -> int:
+    """Count the numbers that a layer keeps of a token for the backward pass besides its input, at least.
+
+    With everything recomputed none; with the MoE layers recomputed those of attention: norm's output, queries, keys,
+    values and what attention makes of them, and the input of the other half. Otherwise also the inputs of matrices
+    behind it, of a routed expert those of each token that it serves.
+    """
+    if transformer.recompute_granularity == "full":
+        return 0
+    value_dim = transformer.v_head_dim if transformer.multi_latent_attention else transformer.kv_channels
+    heads, groups = transformer.num_attention_heads, transformer.num_query_groups
+    attention = heads * (transformer.kv_channels + value_dim) + groups * (transformer.kv_channels + value_dim)
+    kept = attention + 2 * transformer.hidden_size
+    if index not in moe_layer_indices(transformer):
+        return int(kept + transformer.hidden_size + 3 * transformer.ffn_hidden_size)
+    if transformer.recompute_granularity == "selective":
+        return int(kept)
+    of_experts = transformer.moe_router_topk * (transformer.hidden_size + 3 * transformer.moe_ffn_hidden_size)
+    return int(kept + of_experts)
 
 
 def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:

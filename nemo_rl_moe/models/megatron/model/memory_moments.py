@@ -7,8 +7,9 @@ with their whole share free, and sleep; weights arrive; responses are generated;
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from nemo_rl_moe.distributed.shared_gpu import Entry, GpuBytes, SharedGpu
 from nemo_rl_moe.models.megatron.model.engine_memory import EngineMemory
 from nemo_rl_moe.models.megatron.model.memory_estimate import WorkerMemory
 
@@ -19,49 +20,60 @@ KEPT_BYTES = 1_500_000_000
 
 
 @dataclass(frozen=True)
-class Moment:
-    name: str
-    trainer: int
-    engine: int
-    processes: int
-
-    @property
-    def total(self) -> int:
-        return self.trainer + self.engine + self.processes
-
-
-@dataclass(frozen=True)
 class EngineShare:
-    """An engine's rank on a GPU of the trainer."""
+    """An engine's rank on a GPU of the trainer.
+
+    Attributes:
+        share: Bytes that it takes while it is awake.
+        refit: Bytes of buckets and of a layer while weights arrive.
+    """
 
     memory: EngineMemory
     share: int
+    refit: int = 0
 
 
-def moments(worker: WorkerMemory, engine: EngineShare | None) -> list[Moment]:
+def moments(worker: WorkerMemory, engine: EngineShare | None) -> list[Entry]:
+    """Return the fullest state of a GPU in each phase, in the order in which a run comes to them."""
+    gpu = SharedGpu(
+        moves_training_state=worker.is_moved,
+        sizes=GpuBytes(
+            process=PROCESS_BYTES,
+            weights=worker.weights,
+            training=worker.always - worker.weights,
+            in_a_step=worker.while_training_at_least - worker.always,
+            buckets=0 if engine is None else engine.refit,
+            engine_weights=0 if engine is None else engine.memory.weights,
+            engine_share=0 if engine is None else engine.share,
+            engine_kept=KEPT_BYTES,
+        ),
+    )
     if engine is None:
-        found = [Moment("while training", worker.while_training_at_least, 0, PROCESS_BYTES)]
-        if worker.key_value_cache:
-            generating = worker.while_generating + worker.key_value_cache
-            found.append(Moment("while responses are generated", generating, 0, PROCESS_BYTES))
-        return found
-    both = 2 * PROCESS_BYTES
-    return [
-        Moment("when a checkpoint is loaded", worker.always, 0, PROCESS_BYTES),
-        Moment("when engines start", worker.while_generating, engine.share, both),
-        Moment("when weights arrive", worker.while_generating, engine.memory.weights + KEPT_BYTES, both),
-        Moment("while responses are generated", worker.while_generating, engine.share, both),
-        Moment("while training", worker.while_training_at_least, KEPT_BYTES, both),
-    ]
+        gpu.train()
+        if not worker.key_value_cache:
+            return gpu.ledger
+        generating = worker.while_generating + worker.key_value_cache
+        return [*gpu.ledger, Entry("while responses are generated", generating, 0, PROCESS_BYTES)]
+    gpu.load()
+    gpu.make_room()
+    gpu.start_engine()
+    gpu.sleep_engine()
+    gpu.receive_weights()
+    gpu.wake_cache("while responses are generated")
+    # The round trip of the refit check; the cache is awake too where an engine that died is replaced.
+    gpu.receive_weights()
+    gpu.sleep_engine()
+    gpu.train()
+    return gpu.ledger
 
 
-def fullest(of_a_run: Sequence[Moment]) -> Moment:
-    """Return the moment with the most bytes, of several the first."""
-    return max(of_a_run, key=lambda moment: moment.total)
+def fullest(of_a_run: Sequence[Entry]) -> Entry:
+    """Return the phase with the most bytes, of several the first."""
+    return max(of_a_run, key=lambda entry: entry.total)
 
 
-def smallest_device(worker: WorkerMemory, memory: EngineMemory, utilization: float) -> float:
-    """Return the bytes of the smallest GPU that holds trainer and engine at each moment; infinite where none does."""
-    held = worker.while_generating + 2 * PROCESS_BYTES
-    others = max(moment.total for moment in moments(worker, EngineShare(memory, share=0)))
-    return max(memory.fits_from(held, utilization), others)
+def smallest_device(worker: WorkerMemory, engine: EngineShare, utilization: float) -> float:
+    """Return the bytes of the smallest GPU that holds trainer and engine in each phase; infinite where none does."""
+    held = worker.while_generating + 2 * PROCESS_BYTES + engine.refit
+    others = max(entry.total for entry in moments(worker, replace(engine, share=0)))
+    return max(engine.memory.fits_from(held, utilization), others)

@@ -32,6 +32,7 @@ _KEYS = {
 }
 """Fields that follow from keys of other names, which the rest of the program reads."""
 _CUDA_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+_NARROW_FORMATS = ("fp8", "fp4")
 _ADAPTER = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
@@ -66,6 +67,8 @@ def _problems_with_name(name: str, of_the_model: Collection[str], hints: Mapping
         yield f"follows from {_KEYS[name]}"
     if name in _CUDA_GRAPHS:
         yield "is not supported: a graph runs no hooks, so that loads would be 0 and nothing replayed, without a word"
+    if name.startswith(_NARROW_FORMATS):
+        yield "is not supported: packed sequences are no multiples of 16 tokens, and weights are exported in 16 bits"
     fields = transformer_config_fields()
     if name not in fields:
         hint = did_you_mean(nearest(name, sorted(fields)))

@@ -86,6 +86,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functiona
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 BIAS_RATE = "moe_router_bias_update_rate"
+_NEEDING_DEEP_EP = ("deepep", "hybridep")
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -209,6 +210,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
         if name not in transformer_config_fields() and name not in FORCED_ROUTING_FIELDS
     ]
     problems += _problems_with_layers(fields)
+    problems += _problems_with_fused_gradients(fields)
     problems += _problems_with_vision(policy, has_vision=family.vision is not None)
     problems += _problems_with_shared_sequences(fields)
     problems += [] if policy.lora is None else target_problems(policy.lora, hf_config)
@@ -336,6 +338,16 @@ def _problems_with_shared_sequences(fields: dict[str, Any]) -> list[str]:
     return problems
 
 
+def _problems_with_fused_gradients(fields: dict[str, Any]) -> list[str]:
+    """Refuse weight gradients that kernels add up where Megatron-Core has none for the output layer."""
+    if not fields["gradient_accumulation_fusion"] or importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):
+        return []
+    return [
+        "policy.megatron_cfg.model_overrides.gradient_accumulation_fusion: got true, which needs Apex's extension"
+        " fused_weight_gradient_mlp_cuda, which is not installed; expected false"
+    ]
+
+
 def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
     """Return the problems of sizes that do not divide by the layout."""
     tensor = fields["tensor_model_parallel_size"]
@@ -427,7 +439,20 @@ def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> 
         )
     if fields["moe_grouped_gemm"] and not grouped_kernels:
         problems.append(f"{key}moe_grouped_gemm: got true, which needs Transformer Engine; leave it out")
-    return problems
+    return problems + _problems_with_dispatcher(fields, on_gpus=not cpu_backend.ACTIVE)
+
+
+def _problems_with_dispatcher(fields: dict[str, Any], *, on_gpus: bool) -> list[str]:
+    """Return the problem of a dispatcher whose library is missing: Megatron-Core raises in the first MoE layer."""
+    backend = fields.get("moe_flex_dispatcher_backend", "deepep")
+    if not on_gpus or fields["moe_token_dispatcher_type"] != "flex" or backend not in _NEEDING_DEEP_EP:
+        return []
+    if importlib.util.find_spec("deep_ep") is not None:
+        return []
+    return [
+        f"policy.megatron_cfg.moe_token_dispatcher_type: got flex with moe_flex_dispatcher_backend {backend}, which"
+        " needs the package deep_ep, which is not installed; expected alltoall"
+    ]
 
 
 def _problems_with_groups(fields: dict[str, Any]) -> list[str]:

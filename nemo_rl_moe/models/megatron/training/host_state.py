@@ -2,21 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer's state on the host while nothing trains, and back; gradients' buffers freed meanwhile."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import device_optimizers, optimizer_parts
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.model.host_memory import fit, host_tensors
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-
-SLAB_BYTES = 2**30
-"""Pinned memory is asked for in pieces of so many bytes: torch rounds each up to a power of two."""
-_ALIGNMENT = 64
 
 
 class HostState:
@@ -34,7 +31,9 @@ class HostState:
         ]
         self._moved: list[Tensor] = []
         self._on_host: list[Tensor] = []
+        self._slabs: set[int] = set()
         self._gradient_bytes: list[int] = []
+        self._wait_for_readers: Callable[[], object] = lambda: None
         self.is_away = False
 
     @torch.no_grad()
@@ -43,8 +42,10 @@ class HostState:
         if self.is_away:
             return 0
         self._moved = list(self._tensors())
-        if [(t.shape, t.dtype) for t in self._moved] != [(t.shape, t.dtype) for t in self._on_host]:
-            self._on_host = _host_tensors(self._moved, pinned=self._device.type == "cuda")
+        self._wait_for_readers()
+        if not fit(self._on_host, self._moved):
+            self._on_host = host_tensors(self._moved, pinned=self._device.type == "cuda")
+            self._slabs = {host.untyped_storage().data_ptr() for host in self._on_host}
         for tensor, host in zip(self._moved, self._on_host, strict=True):
             host.copy_(tensor, non_blocking=True)
         torch.cuda.synchronize()  # a host tensor is whole only then
@@ -70,6 +71,14 @@ class HostState:
         self._moved = []
         self.is_away = False
 
+    def is_frozen(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in the host's memory of a state that is away, which the next `leave` changes."""
+        return self.is_away and tensor.untyped_storage().data_ptr() in self._slabs
+
+    def hold(self, wait: Callable[[], object]) -> None:
+        """Have the next `leave` wait for who still reads that memory."""
+        self._wait_for_readers = wait
+
     def _tensors(self) -> Iterator[Tensor]:
         """Yield the masters and moments on the device, each once; weights that the optimizer updates in place stay."""
         seen = {tensor.untyped_storage().data_ptr() for tensor in self._model}
@@ -87,17 +96,3 @@ class HostState:
                     if tensor.device == self._device and tensor.numel() and place not in seen:
                         seen.add(place)
                         yield tensor
-
-
-def _host_tensors(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
-    """Return the tensors of the same shapes and formats in the host's memory, many to an allocation."""
-    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-    left = sum(sizes)
-    slab, offset = torch.empty(0, dtype=torch.uint8), 0
-    found = []
-    for tensor, size in zip(tensors, sizes, strict=True):
-        if offset + size > len(slab):
-            slab, offset = torch.empty(max(size, min(SLAB_BYTES, left)), dtype=torch.uint8, pin_memory=pinned), 0
-        found.append(slab[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        offset, left = offset + size, left - size
-    return found

@@ -38,6 +38,7 @@ from nemo_rl_moe.models.megatron.training.captured_routes import StagesOfLayers,
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward, metrics_to_host
 from nemo_rl_moe.models.megatron.training.optimizer import half_precision_modules
 from nemo_rl_moe.models.megatron.training.router_hooks import attach_hooks
+from nemo_rl_moe.models.megatron.weights.hf_broadcast import tensors_on_every_rank
 from nemo_rl_moe.models.megatron.weights.hf_export import save_weights, tensors_of_this_rank
 from nemo_rl_moe.models.megatron.weights.hf_receive import load_tensors
 from nemo_rl_moe.models.megatron.weights.starting_weights import set_starting_weights
@@ -192,8 +193,10 @@ class MegatronModel:
             WeightSyncError: A receiver or another rank could not go on; the model is as it was.
             RuntimeError: A rank ran out of memory, say. The same on every rank.
         """
-        tensors = self._sent_tensors()
+        tensors = self._sent_tensors(on_device=transfer.backend.on_device)
         try:
+            if dist.get_rank() >= transfer.num_senders:
+                return 0
             # A norm's weights are often all alike, so that moving them is not enough.
             sent = ((name, 1.5 * tensor.roll(1, -1)) for name, tensor in tensors) if altered else tensors
             return transfer.send(sent, dist.get_rank(), self.num_updates)
@@ -240,11 +243,12 @@ class MegatronModel:
         generates = generating(self.policy)
         return self.adapters is not None and generates is not None and generates.generation.lora_refit == "adapter"
 
-    def _sent_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _sent_tensors(self, *, on_device: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what an engine with a copy of the weights gets of this rank."""
         if self._sends_adapters:
             return factors_of_this_rank(self.chunks)
-        return tensors_of_this_rank(self.chunks, self.config, self.hf_config)
+        gather = tensors_on_every_rank if on_device else tensors_of_this_rank
+        return gather(self.chunks, self.config, self.hf_config)
 
     def begin_probe(self) -> None:
         """Give the adapters other values until `end_probe`."""

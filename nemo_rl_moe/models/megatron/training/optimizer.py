@@ -86,6 +86,8 @@ def wrap_data_parallel(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=chosen.grad_reduce_in_fp32,
         overlap_grad_reduce=chosen.overlap_grad_reduce,
+        overlap_param_gather=chosen.overlap_param_gather,
+        bucket_size=chosen.bucket_size,
         use_distributed_optimizer=chosen.use_distributed_optimizer,
         check_for_nan_in_grad=False,
     )
@@ -143,6 +145,7 @@ def _optimizer_config(policy: PolicyConfig, config: TransformerConfig) -> Optimi
         bf16=config.bf16,
         params_dtype=DTYPES[policy.precision],
         use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_param_gather=parallel.overlap_param_gather,
         use_precision_aware_optimizer=precision_aware,
         main_grads_dtype=gradients,
         exp_avg_dtype=DTYPES[chosen.exp_avg_dtype],
@@ -166,6 +169,16 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
+
+
+def gather_weights(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Wait for all weights that an update has changed, where ranks gather them late; every rank calls it.
+
+    Whoever reads them besides forward passes would find old ones: refits, checkpoints, exports.
+    """
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
 
 
 def step_if_finite(optimizer: MegatronOptimizer, *, may_update: bool) -> tuple[float, bool]:

@@ -19,6 +19,7 @@ from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
 from nemo_rl_moe.models.interfaces import Head, LossFunction
 from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpoint, start_write
 from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, TrainingObjects, sharded_contents
+from nemo_rl_moe.models.megatron.checkpoint.snapshot import Snapshots
 from nemo_rl_moe.models.megatron.layers.routers import ExpertBias, force_routing
 from nemo_rl_moe.models.megatron.lora.reference import BaseAsReference
 from nemo_rl_moe.models.megatron.training.host_state import HostState
@@ -27,6 +28,7 @@ from nemo_rl_moe.models.megatron.training.observers import make_observers
 from nemo_rl_moe.models.megatron.training.optimizer import (
     build_optimizer,
     build_scheduler,
+    gather_weights,
     step_if_finite,
     wrap_data_parallel,
 )
@@ -84,6 +86,7 @@ class MegatronTrainer(MegatronModel):
         self._forward_backward = replace(self._forward_backward, observers=self.observers)
         self._reference = self._make_reference() if keep_reference else None
         self.host_state = HostState(self.optimizer, self.ddp_chunks, self.device)
+        self._snapshots = Snapshots(self.device, self.host_state.is_frozen)
         self.reports_moe_metrics = True
         self._calls = 0
         self._write: CheckpointWrite | None = None
@@ -97,6 +100,7 @@ class MegatronTrainer(MegatronModel):
         microbatches.
         """
         shards = [replace(shard, microbatches=self._fetched(shard.microbatches)) for shard in shards]
+        self._snapshots.before_changes()
         self.host_state.come_back()
         self._calls += 1
         for observer in self.observers:
@@ -108,6 +112,7 @@ class MegatronTrainer(MegatronModel):
         for shard in shards:
             updates.append(self._update(shard, loss_function, first_microbatch=num_microbatches))
             num_microbatches += len(shard.microbatches)
+        gather_weights(self.ddp_chunks)
         observed = [observer.end_step() for observer in self.observers]
         reported = observed if self.reports_moe_metrics else []
         return RankTrainResult(
@@ -173,7 +178,9 @@ class MegatronTrainer(MegatronModel):
     def start_checkpoint(self, directory: Path, with_optimizer: bool) -> None:
         """Take a snapshot and begin to write it; the one before must have been finished. Every rank calls it."""
         counters = TrainerCounters(self.num_updates, self._calls, self.scheduler.num_steps) if with_optimizer else None
-        self._write = start_write(sharded_contents(self._training_objects, counters), directory)
+        self._write = start_write(sharded_contents(self._training_objects, counters), directory, self._snapshots)
+        if self._snapshots.has_frozen:
+            self.host_state.hold(self._write.wait)
 
     def checkpoint_is_written(self) -> bool:
         """Return whether this rank has written its part of the last checkpoint, well or not."""
@@ -192,6 +199,7 @@ class MegatronTrainer(MegatronModel):
             CheckpointError: It is damaged, holds anything but tensors, or belongs to another model. The same on every
                 rank.
         """
+        self._snapshots.before_changes()
         self.host_state.come_back()
         counters = load_checkpoint(self._training_objects, directory, with_optimizer=with_optimizer)
         if counters is not None:

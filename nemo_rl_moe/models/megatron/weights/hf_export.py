@@ -79,18 +79,38 @@ def tensors_of_this_rank(
     deliveries, _ = plan_deliveries(chunks, config, hf_config)
     failure = SharedFailure()
     for delivery in deliveries:
-        entries = list(gather_tensors(delivery, hf_config, failure))
-        whole = None
-        with failure.caught():
-            if delivery.is_mine and not failure.has_failed:
-                # A copy: the model goes on learning.
-                whole = (
-                    torch.stack(entries)
-                    if delivery.is_stacked
-                    else entries[0].clone(memory_format=torch.contiguous_format)
-                )
+        whole = whole_tensor(delivery, hf_config, failure, place=_host_copy)
         if whole is not None:
             yield delivery.header.name, whole
+    raise_problems(failure)
+
+
+def whole_tensor(
+    delivery: Delivery, hf_config: Any, failure: SharedFailure, place: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """Return a tensor on the rank that gathers it, elsewhere None; every rank calls it.
+
+    Args:
+        place: Moves the tensor, of a stacked one each expert, to where it is wanted.
+    """
+    entries: list[Tensor] = []
+    for entry in gather_tensors(delivery, hf_config, failure):
+        with failure.caught():
+            entries.append(place(entry))
+    whole = None
+    with failure.caught():
+        if delivery.is_mine and not failure.has_failed:
+            whole = torch.stack(entries) if delivery.is_stacked else entries[0]
+    return whole
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """Return a copy also where the tensor is on the host: the model goes on learning."""
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def raise_problems(failure: SharedFailure) -> None:
+    """Raise what has gone wrong on any rank, on all of them."""
     if problems := _problems_of_all(failure.text):
         raise RuntimeError(f"the weights cannot be handed out: {problems}")
 
@@ -124,7 +144,7 @@ def _write(
     for number, delivery in enumerate(deliveries, start=1):
         for entry in gather_tensors(delivery, hf_config, failure):
             with failure.caught():
-                writer.write(entry)
+                writer.write(entry.cpu())
         progress(number / len(deliveries))
     with failure.caught():
         writer.close()

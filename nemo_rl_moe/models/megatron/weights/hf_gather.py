@@ -131,15 +131,17 @@ def _assigned(tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterP
 
 
 def gather_tensors(delivery: Delivery, hf_config: Any, failure: SharedFailure) -> Iterator[Tensor]:
-    """Yield the tensor on the host of the gathering rank, a stacked one expert by expert; elsewhere nothing.
+    """Yield the tensor on the device of the gathering rank, a stacked one expert by expert; elsewhere nothing.
 
-    Every rank must run through all deliveries in order, each to its end.
+    It may be a view of a parameter. Every rank must run through all deliveries in order, each to its end.
     """
     if not delivery.takes_part:
         return
     if not delivery.is_stacked:
         ((piece, rule),) = delivery.items
-        yield from _on_host(_gathered(delivery, piece, rule, hf_config, failure), failure)
+        whole = _gathered(delivery, piece, rule, hf_config, failure)
+        if whole is not None:
+            yield whole
         return
     rank = parallel_state.get_expert_model_parallel_rank()
     for expert in range(delivery.header.shape[0]):
@@ -147,16 +149,8 @@ def gather_tensors(delivery: Delivery, hf_config: Any, failure: SharedFailure) -
         entry = _gathered(delivery, *delivery.items[index], hf_config, failure) if holder == rank else None
         if holder != delivery.owner:
             entry = _handed_over(delivery, holder, entry, failure)
-        yield from _on_host(entry, failure)
-
-
-def _on_host(entry: Tensor | None, failure: SharedFailure) -> Iterator[Tensor]:
-    """Yield a host copy of the tensor that this rank received, if any."""
-    on_host = None
-    with failure.caught():
-        on_host = None if entry is None else entry.cpu()
-    if on_host is not None:
-        yield on_host
+        if entry is not None:
+            yield entry
 
 
 def _handed_over(delivery: Delivery, holder: int, entry: Tensor | None, failure: SharedFailure) -> Tensor | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER, holds_megatron_weights
 from nemo_rl_moe.models.megatron.checkpoint.load import load_model
+from nemo_rl_moe.models.megatron.model.host_memory import host_tensors
 from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PREFIX
 from nemo_rl_moe.models.megatron.model.vision_model import PREFIX as VISION_PREFIX
 from nemo_rl_moe.models.megatron.weights.hf_import import load_weights
@@ -105,9 +106,10 @@ class ReferenceWeights:
     def __init__(self, chunks: Sequence[nn.Module]):
         self._live = [tensor for chunk in chunks for tensor in _weights(chunk)]
         # Pinned memory is copied to a GPU several times faster.
-        self._kept = [tensor.detach().to("cpu", copy=True) for tensor in self._live]
-        if any(tensor.is_cuda for tensor in self._live):
-            self._kept = [tensor.pin_memory() for tensor in self._kept]
+        self._kept = host_tensors(self._live, pinned=any(tensor.is_cuda for tensor in self._live))
+        with torch.no_grad():
+            for kept, live in zip(self._kept, self._live, strict=True):
+                kept.copy_(live)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

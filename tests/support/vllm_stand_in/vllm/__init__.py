@@ -23,6 +23,7 @@ from typing import Any
 from torch import nn
 
 from vllm.sampling_params import SamplingParams as SamplingParams
+from vllm.usage.usage_lib import UsageContext
 
 TAGS = ("weights", "kv_cache")
 NO_MEMORY = "CUDA error: an illegal memory access was encountered"
@@ -127,21 +128,32 @@ class Executor:
 
 
 class LLMEngine:
-    """An engine whose core is in this process."""
+    """An engine whose core is in this process.
 
-    def __init__(self, *, caches_prefixes: bool) -> None:
+    Attributes:
+        arguments: What it was made with.
+        usage_context: Chooses sizes of batches.
+        seeds: Of the requests so far.
+    """
+
+    def __init__(self, arguments: dict[str, Any], usage_context: UsageContext) -> None:
+        self.arguments, self.usage_context = arguments, usage_context
+        self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=None))
         self.model_executor = Executor()
         self._is_paused = False
         self._unfinished: dict[str, tuple[int, int]] = {}
-        self._caches_prefixes = caches_prefixes
+        self._caches_prefixes: bool = arguments["enable_prefix_caching"]
         self._cached: dict[tuple[int, ...], int] = {}
         self._prompts: dict[str, tuple[int, ...]] = {}
+        self.seeds: list[int | None] = []
         log("start")
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
+    def from_engine_args(
+        cls, engine_args: EngineArgs, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
+    ) -> "LLMEngine":
         """Return an engine without weights, awake."""
-        return cls(caches_prefixes=engine_args.arguments["enable_prefix_caching"])
+        return cls(engine_args.arguments, usage_context)
 
     def collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
         """Call all workers, as the executor does."""
@@ -150,6 +162,7 @@ class LLMEngine:
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
         """Queue a request, also of a paused scheduler."""
         self._unfinished[request_id] = (0, params.max_tokens)
+        self.seeds.append(params.seed)
         self._prompts[request_id] = tuple(prompt["prompt_token_ids"])
 
     def has_unfinished_requests(self) -> bool:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of sampling, of which the length alone is read."""
+"""Parameters of sampling, of which length and seed are read."""
 
 from enum import Enum
 from typing import Any
@@ -15,5 +15,5 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """Any parameters."""
 
-    def __init__(self, *, max_tokens: int, **others: Any):
-        self.max_tokens = max_tokens
+    def __init__(self, *, max_tokens: int, seed: int | None = None, **others: Any):
+        self.max_tokens, self.seed = max_tokens, seed

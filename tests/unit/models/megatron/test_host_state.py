@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import device_optimizers, optimizer_parts
-from nemo_rl_moe.models.megatron.training import host_state
+from nemo_rl_moe.models.megatron.model import host_memory
 from tests.support.fused_adam import fused_adam
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import parallel_job, tiny_policy
@@ -138,10 +138,10 @@ def test_a_round_trip_leaves_no_trace(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slab_bytes", [64, 200, 10**6])
 def test_host_tensors_do_not_overlap(slab_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_state, "SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr(host_memory, "SLAB_BYTES", slab_bytes)
     kinds = [((3, 5), torch.float32), ((7,), torch.bfloat16), ((0,), torch.float32), ((40,), torch.int16)]
     tensors = [torch.full(shape, float(n), dtype=dtype) for n, (shape, dtype) in enumerate([*kinds, ((), torch.half)])]
-    found = host_state._host_tensors(tensors, pinned=False)
+    found = host_memory.host_tensors(tensors, pinned=False)
     for host, tensor in zip(found, tensors, strict=True):
         host.copy_(tensor)
     assert [(t.shape, t.dtype, t.tolist()) for t in found] == [(t.shape, t.dtype, t.tolist()) for t in tensors]

@@ -17,12 +17,18 @@ TOLERANCE = Difference(loss=5e-7, grad_norm=2e-6, moe_metrics=2e-6, weights=1e-5
 
 ZERO_1 = {"distributed_data_parallel_config__use_distributed_optimizer": True}
 OVERLAP = {"distributed_data_parallel_config__overlap_grad_reduce": True}
+LATE_WEIGHTS = {
+    "distributed_data_parallel_config__overlap_param_gather": True,
+    "distributed_data_parallel_config__bucket_size": 20_000,
+}
 DENSE_STAGE = {"mlp_only_layers": [0, 1]}
 
 LAYOUTS = {
     "dp2": (2, {}),
     "dp2_zero1": (2, ZERO_1),
     "dp2_zero1_overlap": (2, ZERO_1 | OVERLAP),
+    "dp2_zero1_late_weights": (2, ZERO_1 | OVERLAP | LATE_WEIGHTS),
+    "ep2_dp4_zero1_late_weights": (4, layout(ep=2) | ZERO_1 | OVERLAP | LATE_WEIGHTS),
     "dp4": (4, {}),
     "ep2": (2, layout(ep=2)),
     "ep2_zero1": (2, layout(ep=2) | ZERO_1),
@@ -65,7 +71,7 @@ def assert_same_training(runs: list[RankRun], reference: RankRun) -> None:
 
 # Every dimension of a layout, every two of them, and the sharded optimizer with each are in one of these.
 COMBINING_MOST = {
-    "dp2_zero1_overlap",
+    "dp2_zero1_late_weights",
     "ep2_zero1",
     "pp2_uneven",
     "pp2_vpp2_dp2_zero1",

@@ -329,8 +329,15 @@ def test_fine_tuning_neither_generates_nor_keeps_a_reference() -> None:
 
 
 def test_lower_bound_of_activations_by_hand() -> None:
-    # Inputs of 28 layers in bfloat16, of 4096 tokens; logits in float32, of a chunk.
-    assert memory_of(grpo_run()).activations_at_least == 4096 * 28 * 2048 * 2 + 1024 * 151936 * 4
+    # Inputs of 28 layers in bfloat16, of 4096 tokens; logits of a chunk and the output layer's gradient in float32.
+    inputs, head = 4096 * 28 * 2048 * 2, (1024 + 2048) * 151936 * 4
+    assert memory_of(grpo_run()).activations_at_least == inputs + head
+    whole = memory_of(grpo_run("policy.logprob_chunk_size=null"))
+    assert whole.activations_at_least == inputs + 4096 * 151936 * 4
+    # 16 heads and 8 groups of 128, queries and outputs, keys and values; two inputs; 6144 of the matrices behind.
+    kept = 16 * 2 * 128 + 8 * 2 * 128 + 2 * 2048 + 2048 + 3 * 6144
+    plain = memory_of(grpo_run("policy.megatron_cfg.activation_checkpointing=none"))
+    assert plain.activations_at_least == inputs + head + 28 * 4096 * kept * 2
     first = memory_of(grpo_run("policy.megatron_cfg.pipeline_model_parallel_size=2"), 0)
     assert first.activations_at_least == 4096 * 14 * 2048 * 2
 
@@ -368,3 +375,17 @@ def test_exemplars_report_their_memory(name: str) -> None:
 def test_small_exemplar_fits_80_gigabytes() -> None:
     config = load_any_config("grpo_math_1B.yaml", [f"policy.model_name={QWEN3_1_7B}"], check_paths=False)
     assert memory_of(config).peak_at_least < 60e9
+
+
+def test_what_recomputed_experts_leave() -> None:
+    """48 layers with 32 heads and 4 groups of 128; without recomputation, 8 experts of 768 for each token."""
+
+    def activations(recomputed: str) -> int:
+        overrides = [f"policy.model_name={QWEN3_30B_A3B}", f"policy.megatron_cfg.activation_checkpointing={recomputed}"]
+        config = load_any_config("grpo_qwen3_30b_a3b.yaml", overrides, check_paths=False)
+        return memory_of(config).activations_at_least
+
+    attention = 32 * 2 * 128 + 4 * 2 * 128 + 2 * 2048
+    experts = 8 * (2048 + 3 * 768)
+    assert activations("moe") - activations("full") == 48 * 4096 * attention * 2
+    assert activations("none") - activations("moe") == 48 * 4096 * experts * 2

@@ -12,7 +12,11 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.cpu import cpu_backend
 from nemo_rl_moe.models.megatron.model import transformer_config
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, mark_duplicated_weights
-from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, require_transformer_engine
+from nemo_rl_moe.models.megatron.model.transformer_config import (
+    _problems_with_dispatcher,
+    build_transformer_config,
+    require_transformer_engine,
+)
 from nemo_rl_moe.models.policy.model_workers import _environment
 from tests.support.tiny_model import layout, sharing_sequences, tiny_hf_config, tiny_policy
 
@@ -48,6 +52,7 @@ def test_fields_that_cannot_be_set_are_all_reported_at_once() -> None:
             cross_entropy_los_fusion=True,
             init_method=3,
             cuda_graph_impl="local",
+            fp8="hybrid",
             moe_router_topk=3,
             num_layers=3,
             params_dtype="bfloat16",
@@ -60,10 +65,37 @@ def test_fields_that_cannot_be_set_are_all_reported_at_once() -> None:
         f"{KEY}.init_method: cannot be said in YAML",
         f"{KEY}.cuda_graph_impl: is not supported: a graph runs no hooks, so that loads would be 0 and nothing"
         " replayed, without a word",
+        f"{KEY}.fp8: is not supported: packed sequences are no multiples of 16 tokens, and weights are exported in 16"
+        " bits",
         f"{KEY}.moe_router_topk: has a key of its own: policy.megatron_cfg.moe_router_topk",
         f"{KEY}.num_layers: comes from the model's config.json",
         f"{KEY}.params_dtype: follows from policy.precision",
     ]
+
+
+def test_fused_weight_gradients_need_their_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        overridden(gradient_accumulation_fusion=True)
+    assert caught.value.problems == [
+        f"{KEY}.gradient_accumulation_fusion: got true, which needs Apex's extension fused_weight_gradient_mlp_cuda,"
+        " which is not installed; expected false"
+    ]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert overridden(gradient_accumulation_fusion=True).gradient_accumulation_fusion
+
+
+def test_a_dispatcher_without_its_library_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    flex = tiny_policy(1, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
+    monkeypatch.setattr(cpu_backend, "ACTIVE", False)
+    with pytest.raises(ConfigurationError) as caught:
+        build_transformer_config(flex, tiny_hf_config())
+    assert caught.value.problems == [
+        "policy.megatron_cfg.moe_token_dispatcher_type: got flex with moe_flex_dispatcher_backend deepep, which needs"
+        " the package deep_ep, which is not installed; expected alltoall"
+    ]
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "deep_ep" else find_spec(name))
+    assert not _problems_with_dispatcher({"moe_token_dispatcher_type": "flex"}, on_gpus=True)
 
 
 def test_gpus_without_transformer_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

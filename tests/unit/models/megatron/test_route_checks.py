@@ -17,6 +17,7 @@ from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token, wi
 from nemo_rl_moe.models.megatron.training.context_parallel import ContextPlace
 from nemo_rl_moe.models.megatron.training.expert_writers import _writers_of_tokens
 from nemo_rl_moe.models.megatron.training.microbatch import MicrobatchShape, pack_microbatch, pad_microbatch
+from nemo_rl_moe.models.megatron.training.route_checks import NUM_TOKENS, RouteProbe
 from nemo_rl_moe.models.megatron.training.router_hooks import (
     SequenceCut,
     fed_tokens,
@@ -25,7 +26,7 @@ from nemo_rl_moe.models.megatron.training.router_hooks import (
     row_lags,
 )
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 from nemo_rl_moe.runs.folder.artifacts import ROUTING
 from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
 from nemo_rl_moe.token_writers import ANSWER, TOKEN_WRITERS, WRITERS
@@ -98,6 +99,26 @@ def test_no_token_of_an_empty_row_counts(make: Any, size: int, context: int) -> 
         num_lags += int((lags != NO_LAG).sum())
         num_written += int((_writers_of_tokens(microbatch, len(WRITERS), cut) < len(WRITERS)).sum())
     assert (num_fed, num_lags, num_written) == (num_tokens - 3, num_tokens - 3, num_tokens)
+
+
+def known_of_an_empty_row(policy: PolicyConfig) -> list[int]:
+    """Number of rows that the sample has of a sequence and of an empty row beside it."""
+    with parallel_job(policy):
+        batch = with_empty_rows(tiny_batch(3).select([0]), 1)
+        found = []
+        for make in (pad_microbatch, pack_microbatch):
+            microbatch = make(batch, MicrobatchShape(1), CPU)
+            routes = torch.zeros(2, 1, microbatch.input_ids.numel(), dtype=torch.int32)
+            probe = RouteProbe(num_layers=1, topk=2, device=CPU)
+            probe.add(torch.tensor([0]), routes, routes, microbatch, 0)
+            known = (probe.reduced().live != UNKNOWN).all((2, 3))
+            assert known[0].sum() == min(int(batch.lengths[0]) - 1, NUM_TOKENS)
+            found.append(int(known[1].sum()))
+    return found
+
+
+def test_no_token_of_an_empty_row_is_sampled() -> None:
+    assert run_ranks(known_of_an_empty_row, 1, tiny_grpo_policy(1)) == [[0, 0]]
 
 
 def trained(policy: PolicyConfig, fault: str) -> tuple[dict[str, float], list[str]]:

@@ -1,0 +1,27 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker process of vLLM on a GPU imports before it loads a model (`worker_extension_cls`).
+
+A recorder of routes must be there when CUDA graphs are captured, which happens before an engine takes any call.
+"""
+
+from typing import Any
+
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from nemo_rl_moe.generation.vllm.routes import RouteRecorder
+
+
+class WorkerExtension:
+    """Adds nothing to a worker."""
+
+
+def _with_recorder(load_model: Any) -> Any:
+    def load(runner: Any, *args: Any, **kwargs: Any) -> None:
+        load_model(runner, *args, **kwargs)
+        runner.route_recorder = RouteRecorder(runner, reports=runner.parallel_config.rank == 0)
+
+    return load
+
+
+GPUModelRunner.load_model = _with_recorder(GPUModelRunner.load_model)

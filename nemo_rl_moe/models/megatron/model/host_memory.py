@@ -1,0 +1,31 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of the host for tensors of a device: pinned, and many tensors to an allocation."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SLAB_BYTES = 2**30
+"""Pinned memory is asked for in pieces of so many bytes: torch rounds each up to a power of two."""
+_ALIGNMENT = 64
+
+
+def host_tensors(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
+    """Return tensors of the same shapes and formats in the host's memory, with any numbers."""
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    left = sum(sizes)
+    slab, offset = torch.empty(0, dtype=torch.uint8), 0
+    found = []
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if offset + size > len(slab):
+            slab, offset = torch.empty(max(size, min(SLAB_BYTES, left)), dtype=torch.uint8, pin_memory=pinned), 0
+        found.append(slab[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        offset, left = offset + size, left - size
+    return found
+
+
+def fit(kept: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors have the shapes and formats of those that are kept."""
+    return [(t.shape, t.dtype) for t in kept] == [(t.shape, t.dtype) for t in tensors]

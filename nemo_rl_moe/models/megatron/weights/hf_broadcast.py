@@ -1,0 +1,117 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""All Hugging Face tensors on every rank's device, for engines that take them there.
+
+Nothing passes the host. The ranks agree once on who has what; then they go through the layers together. Those that
+share a tensor bring it together where it belongs, and each broadcasts what it has of the layer in one buffer.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron.model.agreement import SharedFailure
+from nemo_rl_moe.models.megatron.weights.hf_export import raise_problems, whole_tensor
+from nemo_rl_moe.models.megatron.weights.hf_gather import Delivery, plan_deliveries
+from nemo_rl_moe.weight_sync.packing import Packing, Row, packed, row_of
+
+# isort: split
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_NUMBER = re.compile(r"^(.*?\.\d+)\.")
+
+
+def round_of(name: str) -> str:
+    """Return the round in which a tensor is sent: its layer's, such as `model.layers.3`, or its own."""
+    found = _NUMBER.match(name)
+    return name if found is None else found[1]
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """What one rank sends in one round."""
+
+    round: str
+    root: int
+    packing: Packing
+
+
+def plan_broadcasts(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Broadcast]:
+    """Return the broadcasts in the order in which all ranks take part in them.
+
+    Args:
+        rows_of_ranks: Tensors that each rank gathers, in the order of its plan.
+    """
+    by_round: dict[str, dict[int, list[Row]]] = {}
+    for rank, rows in enumerate(rows_of_ranks):
+        for row in rows:
+            by_round.setdefault(round_of(row[0]), {}).setdefault(rank, []).append(row)
+    return [
+        Broadcast(name, root, Packing(by_round[name][root])) for name in by_round for root in sorted(by_round[name])
+    ]
+
+
+def rows_of(deliveries: Sequence[Delivery]) -> list[Row]:
+    """Return the tensors that this rank gathers."""
+    headers = [delivery.header for delivery in deliveries if delivery.is_mine]
+    return [row_of(header.name, header.dtype, header.shape) for header in headers]
+
+
+def tensors_on_every_rank(
+    chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield Hugging Face names and full tensors on this rank's device, the same on every rank, layer by layer.
+
+    Every rank runs it to its end.
+
+    Raises:
+        RuntimeError: A rank failed, for example without memory; at the end, on every rank.
+    """
+    deliveries, _ = plan_deliveries(chunks, config, hf_config)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, rows_of(deliveries))
+    of_rounds: dict[str, list[Delivery]] = {}
+    for delivery in deliveries:
+        of_rounds.setdefault(round_of(delivery.header.name), []).append(delivery)
+    broadcasts, failure, device = plan_broadcasts(of_ranks), SharedFailure(), next(chunks[0].parameters()).device
+    names = dict.fromkeys(broadcast.round for broadcast in broadcasts)
+    by_round = {name: [each for each in broadcasts if each.round == name] for name in names}
+    for name, in_round in by_round.items():
+        own = _gathered_whole(of_rounds.get(name, []), hf_config, failure)
+        for broadcast in in_round:
+            yield from _taken_part(broadcast, own, failure, device)
+    raise_problems(failure)
+
+
+def _gathered_whole(deliveries: Sequence[Delivery], hf_config: Any, failure: SharedFailure) -> dict[str, Tensor]:
+    """Return the tensors of a round that are this rank's; views of parameters where it holds them whole."""
+    found: dict[str, Tensor] = {}
+    for delivery in deliveries:
+        whole = whole_tensor(delivery, hf_config, failure, place=lambda entry: entry)
+        if whole is not None:
+            found[delivery.header.name] = whole
+    return found
+
+
+def _taken_part(
+    broadcast: Broadcast, own: Mapping[str, Tensor], failure: SharedFailure, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Take part in a broadcast, in memory that lives as long as its tensors."""
+    buffer: Tensor | None = None
+    with failure.caught():
+        if failure.has_failed:
+            pass  # what is missing here is missing because of it
+        elif broadcast.root == dist.get_rank():
+            buffer = packed([own[name] for name, *_ in broadcast.packing.rows], device)
+        else:
+            buffer = torch.empty(broadcast.packing.num_bytes, dtype=torch.uint8, device=device)
+    if not failure.none_failed(None, device) or buffer is None:
+        return
+    dist.broadcast(buffer, src=broadcast.root)
+    yield from broadcast.packing.cut(buffer).items()
