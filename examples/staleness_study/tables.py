@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and image of the staleness study: means over seeds by lag, and differences from the synchronous run."""
+"""Tables and image of the staleness study: means over seeds by lag, and differences from a method's lag 0."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +11,6 @@ from examples.staleness_study.grid import CORRECTIONS, LAGS, REPLAYS, Method
 from examples.staleness_study.measures import MEASURES, Results
 from examples.studies.intervals import Interval, geometric, interval, paired_differences
 
-SYNCHRONOUS = (Method("clipped", "none"), 0)
-"""Method and lag of the run that others are compared with."""
 PANELS = ("accuracy", "mismatch", "live agreement")
 GEOMETRIC = ("mismatch",)
 """Measures that span powers of ten."""
@@ -30,9 +28,9 @@ def by_seed(results: Results, method: Method, lag: int, measure: str) -> dict[in
 
 
 def difference(results: Results, method: Method, lag: int, measure: str = "accuracy") -> Interval | None:
-    """Return the difference of a cell from the synchronous run, paired by seed; None of fewer than two pairs."""
+    """Return the difference of a cell from lag 0 of its method, paired by seed; None of fewer than two pairs."""
     of_cell = by_seed(results, method, lag, measure)
-    return interval(paired_differences(of_cell, by_seed(results, *SYNCHRONOUS, measure)))
+    return interval(paired_differences(of_cell, by_seed(results, method, 0, measure)))
 
 
 def mean(results: Results, method: Method, lag: int, measure: str) -> Interval | None:
@@ -51,7 +49,7 @@ def tables(results: Results) -> str:
     ]
     if diverged := sorted(run.name for run, result in results.items() if result.diverged is not None):
         lines.append(f"Diverged, and in no mean: {', '.join(diverged)}.")
-    lines += ["", "## Accuracy minus that of the synchronous run, paired by seed", "", *_differences(results)]
+    lines += ["", "## Accuracy minus that of lag 0, paired by seed", "", *_differences(results)]
     lines += ["", *_claims(results)]
     for measure in MEASURES:
         if any(measure in result.measures for result in results.values()):
@@ -103,9 +101,7 @@ def _differences(results: Results) -> Iterator[str]:
     yield "| | " + " | ".join(f"lag {lag}" for lag in LAGS) + " |"
     yield "|---|" + "---|" * len(LAGS)
     for method in _methods(results):
-        cells = [
-            "0" if (method, lag) == SYNCHRONOUS else _shown(difference(results, method, lag), "+.3f") for lag in LAGS
-        ]
+        cells = ["0" if lag == 0 else _shown(difference(results, method, lag), "+.3f") for lag in LAGS]
         yield f"| {method} | " + " | ".join(cells) + " |"
 
 
@@ -113,7 +109,7 @@ def _claims(results: Results) -> Iterator[str]:
     for method in _methods(results):
         for lag in LAGS:
             found = difference(results, method, lag)
-            if found is None or (method, lag) == SYNCHRONOUS or found.count < FEWEST_FOR_A_CLAIM:
+            if found is None or lag == 0 or found.count < FEWEST_FOR_A_CLAIM:
                 continue
             verdict = "no difference seen" if found.holds_zero else "lower" if found.mean < 0 else "higher"
             yield f"- {method}, lag {lag}: accuracy {verdict}, {_shown(found, '+.3f')}."
