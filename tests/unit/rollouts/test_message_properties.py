@@ -64,13 +64,13 @@ def test_a_session_is_a_fresh_rendering_as_long_as_the_template_only_appends(
                 assert piece is None, "what only appends is continued"
                 return responses
             if piece is None:
-                responses.append("a")
+                responses.append("3")
                 await session.generate()
                 fresh = family.encode(family.render(session.messages[:-1], definitions))
                 assert requests[-1] == fresh, "another sequence begins with a fresh rendering"
                 return responses[:-1]
             assert session.num_tokens == len(family.encode(conversation.text))
-        responses.append("a")
+        responses.append("3")
         await session.generate()
         assert requests[-1] == family.encode(conversation.text)
         return responses

@@ -29,6 +29,7 @@ MODELS = {
     "DeepSeek-V3": ("deepseek_v3",),
     "gpt-oss": ("gpt_oss",),
     "OLMoE": ("olmoe",),
+    "OLMo-3": ("olmoe",),
 }
 # Two formats that differ much; the tests of data see of every one which of its text the assistant writes.
 LONGEST = 600
