@@ -87,7 +87,9 @@ Convert a model's folder between Hugging Face's format and Megatron-Core's.
 hf        config.json, tokenizer, and weights in *.safetensors files, with an index where there are several
 megatron  config.json, tokenizer, and weights in Megatron-Core's torch_dist format, in the folder 'policy':
           a checkpoint of a run (results/sft_tiny_moe/step_50), or what this command has written
+adapter   an adapter alone, as peft reads it; --adapter names the one to write, beside its base (--input)
 
+With --adapter and another format, the adapter is merged into the weights.
 Runs can start from both (policy.model_name=DIR policy.init=pretrained). The output is written completely or not at all.
 Needs as much host memory as the weights. A missing or unknown tensor, a wrong shape, or a field of config.json that is
 not supported ends with a line that names it, and exit code 2.
@@ -97,6 +99,8 @@ examples:
   nemo-rl-moe convert --from megatron --to hf --input results/sft_tiny_moe/step_50 --output exported
   nemo-rl-moe convert --from hf --to megatron --input Qwen3-30B-A3B --output Qwen3-30B-A3B-megatron
   nemo-rl-moe convert --from hf --to hf --input float32_model --output bfloat16_model --dtype bfloat16
+  nemo-rl-moe convert --from hf --to hf --input BASE --adapter results/sft_tiny_moe_lora/step_40 --output merged
+  nemo-rl-moe convert --from hf --to adapter --input BASE --adapter ADAPTER --output named --experts per_expert
 """
 
 
@@ -204,7 +208,7 @@ def _run_with_config(options: argparse.Namespace, overrides: Sequence[str], *, o
 
 
 def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from nemo_rl_moe.models.model_files import NUMBER_FORMATS, WEIGHTS_FORMATS
+    from nemo_rl_moe.models.model_files import NUMBER_FORMATS, TARGET_FORMATS, WEIGHTS_FORMATS
 
     command = commands.add_parser(
         _CONVERT,
@@ -214,14 +218,24 @@ def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for option, destination, what in (
-        ("--from", "source_format", "format of the input"),
-        ("--to", "target_format", "format of the output"),
+    for option, destination, choices, what in (
+        ("--from", "source_format", WEIGHTS_FORMATS, "format of the input"),
+        ("--to", "target_format", TARGET_FORMATS, "format of the output"),
     ):
-        command.add_argument(option, dest=destination, choices=WEIGHTS_FORMATS, required=True, help=what)
+        command.add_argument(option, dest=destination, choices=choices, required=True, help=what)
     command.add_argument("--input", metavar="DIR", required=True, help="the model's folder")
     command.add_argument("--output", metavar="DIR", required=True, help="a folder that is not there yet, or is empty")
     command.add_argument("--dtype", choices=NUMBER_FORMATS, help="number format of the weights (default: the input's)")
+    command.add_argument(
+        "--adapter",
+        metavar="DIR",
+        help="an adapter beside the input: of peft's, or a checkpoint of a run with policy.lora",
+    )
+    command.add_argument(
+        "--experts",
+        choices=("per_expert", "fused"),
+        help="form of the experts' factors with --to adapter (default: fused, as transformers 5 holds them)",
+    )
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -231,7 +245,13 @@ def _convert(options: argparse.Namespace) -> int:
 
     convert(
         Conversion(
-            options.source_format, options.target_format, Path(options.input), Path(options.output), options.dtype
+            options.source_format,
+            options.target_format,
+            Path(options.input),
+            Path(options.output),
+            options.dtype,
+            None if options.adapter is None else Path(options.adapter),
+            options.experts,
         )
     )
     return 0

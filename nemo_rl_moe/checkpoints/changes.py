@@ -47,7 +47,16 @@ _LAYOUT = (
     "policy.megatron_cfg.sequence_parallel",
 )
 _OPTIMIZER_STATE = "the checkpoint's optimizer state does not fit"
-_WRONG_TO_CHANGE_EVERYWHERE = {"data.shuffle": ORDER_OF_THE_DATA}
+_OTHER_ADAPTERS = "the checkpoint's adapters are others"
+_OTHER_BASE = "the checkpoint's adapters stand beside another base"
+_WRONG_TO_CHANGE_EVERYWHERE = {
+    "data.shuffle": ORDER_OF_THE_DATA,
+    "policy.lora": _OTHER_ADAPTERS,
+    "policy.lora.rank": _OTHER_ADAPTERS,
+    "policy.lora.alpha": _OTHER_ADAPTERS,
+    "policy.lora.targets*": _OTHER_ADAPTERS,
+    "policy.lora.experts": _OTHER_ADAPTERS,
+}
 _WRONG_TO_CHANGE_WITH_OPTIMIZER = {
     "policy.precision": _OPTIMIZER_STATE,
     "policy.megatron_cfg.freeze_moe_router": _OPTIMIZER_STATE,
@@ -78,12 +87,25 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
 
 
 def wrong_changes(
-    algorithm: Algorithm, changes: Mapping[str, tuple[str, str]], *, with_optimizer: bool
+    algorithm: Algorithm,
+    changes: Mapping[str, tuple[str, str]],
+    *,
+    with_optimizer: bool,
+    with_adapters: bool = False,
 ) -> dict[str, tuple[str, str, str]]:
-    """Return changes that prevent resuming: key to the two values and the reason."""
+    """Return changes that prevent resuming: key to the two values and the reason.
+
+    Args:
+        algorithm: Of the run.
+        changes: Of `changed_keys`.
+        with_optimizer: The checkpoint holds the optimizer.
+        with_adapters: The checkpoint holds adapters, and the base is made anew.
+    """
     wrong = {**algorithm.resume_keys, **_WRONG_TO_CHANGE_EVERYWHERE}
     if with_optimizer:
         wrong |= _WRONG_TO_CHANGE_WITH_OPTIMIZER
+    if with_adapters:
+        wrong |= {"policy.init": _OTHER_BASE, "policy.init_seed": _OTHER_BASE}
     found = {key: next((why for name, why in wrong.items() if fnmatchcase(key, name)), None) for key in changes}
     return {key: (*changes[key], why) for key, why in found.items() if why is not None}
 

@@ -211,7 +211,8 @@ def _checked_resume_point(checkpoint: Checkpoint, config: MasterConfig, warn: Ca
             f"{checkpoint.folder}: a checkpoint of {state.algorithm}, and this run is {algorithm.name}; {WAY_OUT}"
         )
     changes = changed_keys(state.config, resolved)
-    wrong = wrong_changes(algorithm, changes, with_optimizer=state.with_optimizer)
+    with_adapters = config.policy.lora is not None
+    wrong = wrong_changes(algorithm, changes, with_optimizer=state.with_optimizer, with_adapters=with_adapters)
     if wrong:
         raise CheckpointError(
             [

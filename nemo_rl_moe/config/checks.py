@@ -11,6 +11,7 @@ from typing import Any
 
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.checks_data import DATA_RULES
+from nemo_rl_moe.config.checks_lora import LORA_RULES
 from nemo_rl_moe.config.checks_optimizer import OPTIMIZER_RULES
 from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, PATH_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
@@ -378,5 +379,6 @@ COMMON_RULES: tuple[Rule, ...] = (
     routers_have_gradients_to_measure,
     recompute_is_said_once,
     balancing_types_match_coefficients,
+    *LORA_RULES,
     *OPTIMIZER_RULES,
 )

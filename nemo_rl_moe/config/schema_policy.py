@@ -17,6 +17,7 @@ from nemo_rl_moe.config.schema_base import (
     Text,
     UnitFloat,
 )
+from nemo_rl_moe.config.schema_lora import LoraConfig
 
 
 def _recompute_from_bool(value: Any) -> Any:
@@ -269,6 +270,8 @@ class PolicyConfig(StrictModel):
     """Put samples of similar length together, as many as fit."""
     freeze: FreezeConfig
     """Parts that are not trained."""
+    lora: LoraConfig | None
+    """Train low-rank adapters beside frozen weights; null: train the weights."""
     megatron_cfg: MegatronConfig
     """Megatron-Core."""
 
@@ -326,6 +329,7 @@ class RoleModelConfig(StrictModel):
                 "model_name": self.model_name,
                 "init": "pretrained",
                 "freeze": FreezeConfig(vision_tower=False, projector=False, language_model=False),
+                "lora": None,
                 "train_micro_batch_size": self.logprob_batch_size,
                 "megatron_cfg": MegatronConfig.model_construct(**shared | alone | layout),
             }

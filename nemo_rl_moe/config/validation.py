@@ -73,6 +73,8 @@ def field_at(model: type[BaseModel], path: Sequence[Any]) -> tuple[tuple[str, ..
 
 def expected(field: FieldInfo) -> str:
     """Return the allowed values of a field, in words: `a whole number above 0 or null`."""
+    if get_origin(field.annotation) is list and (names := choices(field)):
+        return f"a list of some of {', '.join(names)}"
     return _expected(field.annotation, field.metadata)
 
 

@@ -7,12 +7,14 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError, UserError
 from nemo_rl_moe.launch.output_folder import require_free, staged
@@ -27,12 +29,14 @@ from nemo_rl_moe.models.hf_files import (
 from nemo_rl_moe.models.model_files import (
     NUMBER_FORMATS,
     NumberFormat,
+    TargetFormat,
     WeightsFormat,
     copied_model_files,
     left_out_line,
     tokenizer_code,
     write_model_files,
 )
+from nemo_rl_moe.models.peft_files import ExpertForm, lora_of_folder
 from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, one_line, shown
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
@@ -56,13 +60,17 @@ class Conversion:
     Attributes:
         target: Folder of the output; it must not exist, or be empty.
         dtype: Number format of the weights; None: the input's.
+        adapter: Folder of an adapter of the input's; None: there is none.
+        experts: Form of an adapter's experts in the output; None: fused.
     """
 
     source_format: WeightsFormat
-    target_format: WeightsFormat
+    target_format: TargetFormat
     source: Path
     target: Path
     dtype: NumberFormat | None
+    adapter: Path | None = None
+    experts: ExpertForm | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class _Model:
     hf_config: Any
     config: "TransformerConfig"
     chunks: "list[GPTModel]"
+    lora: LoraConfig | None = None
 
 
 def convert(conversion: Conversion) -> None:
@@ -86,7 +95,11 @@ def convert(conversion: Conversion) -> None:
         _convert(conversion, console)
     except UserError as error:
         # The checks know the input as what a run's configuration calls it.
-        raise ConfigurationError([line.replace("policy.model_name:", "--input:") for line in error.problems]) from error
+        raise ConfigurationError([_as_options(line) for line in error.problems]) from error
+
+
+def _as_options(line: str) -> str:
+    return line.replace("policy.model_name:", "--input:").replace("policy.lora.path:", "--adapter:")
 
 
 @contextmanager
@@ -110,6 +123,12 @@ def _check_folders(conversion: Conversion) -> None:
         raise ConfigurationError(
             f"--from: got {conversion.source_format}, but {source} holds {what}{_hint(source, found)}"
         )
+    if conversion.adapter is None and conversion.target_format == "adapter":
+        raise ConfigurationError("--to: got adapter, expected hf or megatron without --adapter")
+    if conversion.experts is not None and conversion.target_format != "adapter":
+        raise ConfigurationError(f"--experts: got {conversion.experts}, expected none without --to adapter")
+    if conversion.adapter is not None and not conversion.adapter.is_dir():
+        raise ConfigurationError(f"--adapter: got {str(conversion.adapter)!r}, which is no folder")
     require_free(target)
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigurationError(f"--output: {target} lies in the input's folder; choose another place")
@@ -159,6 +178,8 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
                 notices = set_starting_weights(model.chunks, config, hf_config, source, policy.init_seed, progress)
             for line in notices:
                 console.message(line)
+            if conversion.adapter is not None:
+                model = _with_adapter(model, conversion.adapter, is_merged=conversion.target_format != "adapter")
             exported = exported_config(policy, hf_config, config_json, config)
             files = copied_model_files(source, exported.content, hf_config)
         with (
@@ -166,8 +187,12 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
             console.phase(f"writing {target}") as progress,
             _staged(target) as staging,
         ):
-            write = {"hf": _write_hugging_face, "megatron": _write_megatron}[conversion.target_format]
-            left_out = write(model, staging, files, progress)
+            left_out: Sequence[str] = ()
+            if model.lora is not None and conversion.target_format == "adapter":
+                _write_adapter(model, model.lora, staging, source, conversion.experts or "fused")
+            else:
+                write = {"hf": _write_hugging_face, "megatron": _write_megatron}[conversion.target_format]
+                left_out = write(model, staging, files, progress)
         for name in left_out:
             console.warn(left_out_line(name))
     if code := tokenizer_code(files):
@@ -178,7 +203,33 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
     num_parameters = sum(parameter.numel() for chunk in model.chunks for parameter in chunk.parameters())
     console.message(f"{target}: {num_parameters:,} parameters in {policy.precision}")
     has_vision = vision_family_of(config_json) is not None
-    console.message(_next_step(conversion.target_format, target, has_vision=has_vision))
+    if conversion.target_format != "adapter":
+        console.message(_next_step(conversion.target_format, target, has_vision=has_vision))
+
+
+def _with_adapter(model: _Model, folder: Path, *, is_merged: bool) -> _Model:
+    """Return the model with an adapter beside its layers, or merged into them."""
+    from nemo_rl_moe.models.families.linear_targets import target_problems
+    from nemo_rl_moe.models.megatron.lora.attach import add_adapters
+    from nemo_rl_moe.models.megatron.lora.merge import merge_adapters
+    from nemo_rl_moe.models.megatron.lora.peft_folder import load_adapter
+
+    lora = lora_of_folder(folder)
+    if problems := target_problems(lora, model.hf_config):
+        raise ConfigurationError(problems)
+    add_adapters(model.chunks, model.config, model.hf_config, lora, seed=0)
+    load_adapter(model.chunks, folder, lora.rank, model.hf_config)
+    if is_merged:
+        merge_adapters(model.chunks, model.config)
+    return replace(model, lora=lora)
+
+
+def _write_adapter(model: _Model, lora: LoraConfig, staging: Path, base: Path, form: ExpertForm) -> None:
+    from nemo_rl_moe.models.megatron.lora.peft_folder import factors_on_first_rank, write_adapter
+
+    factors = factors_on_first_rank(model.chunks)
+    write_adapter(staging, factors, lora, model.hf_config, str(base), form)
+    write_inventory(staging)
 
 
 def _check_size(held: SafetensorsFolder, num_parameters: int) -> None:
@@ -202,7 +253,7 @@ def _staged(target: Path) -> Iterator[Path]:
             raise ConfigurationError(f"--output: {target}: {reason}; nothing is left") from error
 
 
-def _next_step(target_format: WeightsFormat, target: Path, *, has_vision: bool) -> str:
+def _next_step(target_format: TargetFormat, target: Path, *, has_vision: bool) -> str:
     train = f"to train it: policy.model_name={target} policy.init=pretrained"
     loaded_by = "AutoModelForImageTextToText" if has_vision else "AutoModelForCausalLM"
     return train if target_format == "megatron" else f"{train}; to load it: {loaded_by}.from_pretrained"

@@ -121,9 +121,13 @@ def parameter_lines(config: MasterConfig, transformer: TransformerConfig, hf_con
     ]
     stages = transformer.pipeline_model_parallel_size
     for stage in range(stages):
-        held = rank_parameters(transformer, hf_config, stage)
+        held = rank_parameters(transformer, hf_config, stage, lora=config.policy.lora)
         where = f" of stage {stage}" if stages > 1 else ""
         experts = f", of them {_billions(held.experts)} in routed experts" if held.experts else ""
+        if config.policy.lora is not None:
+            rows.append((f"each worker{where}: frozen", _billions(held.frozen)))
+            rows.append((f"each worker{where}: adapters", _billions(held.trained) + experts))
+            continue
         rows.append((f"each worker{where}", _billions(held.total) + experts))
     return ["Parameters, by arithmetic:", *aligned(rows)]
 

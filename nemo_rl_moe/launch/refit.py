@@ -87,6 +87,7 @@ def make_refit_check(
         model_inputs=inputs,
         start_fingerprints=policy.start_fingerprints if gives_fingerprints else None,
         number_format=common_format(config.policy.precision, engines_format),
+        probe_adapters=policy.probe_adapters if config.policy.lora is not None else None,
         repeats_bits=is_of_one_rank,
     )
 

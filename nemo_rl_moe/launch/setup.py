@@ -37,6 +37,7 @@ from nemo_rl_moe.models.hf_files import (
 )
 from nemo_rl_moe.models.image_rules import ImageRule, load_image_rule
 from nemo_rl_moe.models.model_files import collect_model_files
+from nemo_rl_moe.models.peft_files import adapter_problems
 from nemo_rl_moe.models.position_limit import too_long_sequences
 from nemo_rl_moe.runs.folder.expert_load import FOLDER_NAME
 from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
@@ -84,6 +85,8 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel
     with console.phase("checking the model"):
         hf_config, config_json = load_hf_config(str(folder)), load_config_json(str(folder))
         if problems := too_long_sequences(policy, config_json):
+            raise ConfigurationError(problems)
+        if policy.lora is not None and (problems := adapter_problems(policy.lora)):
             raise ConfigurationError(problems)
         image_rule = load_image_rule(str(folder), hf_config)
         check_weights(policy, folder)

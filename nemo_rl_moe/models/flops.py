@@ -34,8 +34,13 @@ class ForwardFlops:
             for length in lengths
         )
 
-    def training(self, lengths: Iterable[int]) -> int:
-        return _PASSES_OF_TRAINING * self.forward(lengths)
+    def training(self, lengths: Iterable[int], *, is_frozen: bool = False) -> int:
+        """Return the operations of a forward and a backward pass; of frozen weights, without products for their
+        gradients. Those of adapters are not counted.
+        """
+        lengths = list(lengths)
+        of_weights = self.per_token * sum(lengths) if is_frozen else 0
+        return _PASSES_OF_TRAINING * self.forward(lengths) - of_weights
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:

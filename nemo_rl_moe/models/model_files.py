@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WeightsFormat = Literal["hf", "megatron"]
+TargetFormat = Literal["hf", "megatron", "adapter"]
 NumberFormat = Literal["float32", "bfloat16"]
 WEIGHTS_FORMATS: tuple[WeightsFormat, ...] = get_args(WeightsFormat)
+TARGET_FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
 NUMBER_FORMATS: tuple[NumberFormat, ...] = get_args(NumberFormat)
 CONFIG_FILE, GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE = (
     "config.json",

@@ -10,7 +10,8 @@ weights, such as experts in packed kernels (vllm#42821, NeMo-RL#3659). Two proof
   computed with. In float32 the bound is 1e-4 nats; faults that move log-probabilities by less pass, such as all weights
   off by 1e-6 or one step old at a learning rate of 1e-6. In 16 bits rounding hides more. The bound follows the right
   refits of the run, and a round trip is made at its start: the engine gets other weights, then the first ones again,
-  and must compute what it computed before, to the bit.
+  and must compute what it computed before, to the bit. With adapters a round trip is made in every format: these begin
+  as zero, so that the trainer gives them other values for a while, which the engine has to follow.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,6 +125,7 @@ class RefitCheck:
             NCCL need not, and are only asked to come back within rounding.
         start_fingerprints: Starts the fingerprints of the trainer's weights; returns a function that waits for them.
             None: the engine gives none.
+        probe_adapters: Gives the trainer's adapters other values (True), or their own again. None: it has none.
 
     Attributes that change:
         share_compared: Share of the trainer's tensors whose fingerprints were compared last; None: none were.
@@ -140,6 +142,7 @@ class RefitCheck:
     model_inputs: Sequence[Inputs] = ()
     start_fingerprints: Callable[[str], Callable[[], Fingerprints]] | None = None
     number_format: str = "float32"
+    probe_adapters: Callable[[bool], object] | None = None
     repeats_bits: bool = True
 
     def __post_init__(self) -> None:
@@ -164,9 +167,8 @@ class RefitCheck:
         Raises:
             WeightSyncError: They are not the trainer's, or something of earlier weights remains.
         """
-        if self._is_first and not self.in_float32:
+        if self._is_first and not self.in_float32 and self.probe_adapters is None:
             self._with_copies(lambda: self._make_round_trip(engine))
-        self._is_first = False
         found = self._examine(engine)
         problem = self._problem(found)
         if problem is not None:
@@ -178,7 +180,27 @@ class RefitCheck:
         if problem is not None:
             raise WeightSyncError(f"{problem}{self._explanation(found)}")
         self._noise = max(self._noise, found.gap.mean)
+        if self._is_first and self.probe_adapters is not None:
+            self._try_adapters(engine, self.probe_adapters)
+        self._is_first = False
         return found.gap
+
+    def _try_adapters(self, engine: ScoringEngine, probe: Callable[[bool], object]) -> None:
+        """Have the engine follow other values of the adapters, and then the first ones again."""
+        first = self._score(engine)
+        probe(True)
+        try:
+            self.begin()
+            self.refit(False)
+            found = self._examine(engine)
+        finally:
+            probe(False)
+        if (problem := self._problem(found)) is not None:
+            raise WeightSyncError(
+                f"the adapters do not arrive as they are: with other values, {problem}{self._explanation(found)}"
+            )
+        self.refit(False)
+        self._require_same(first, self._score(engine))
 
     def _examine(self, engine: ScoringEngine) -> "Finding":
         if self._expected is None:
@@ -244,9 +266,13 @@ class RefitCheck:
         other = self._score(engine)
         self.refit(False)
         again = self._score(engine)
-        for copy, (before, between, after) in enumerate(zip(first, other, again, strict=True)):
+        for copy, (before, between) in enumerate(zip(first, other, strict=True)):
             if gap_between(before, between).mean < UNMOVED:
                 raise WeightSyncError(f"copy {copy} of the generation engine's weights does not follow a refit")
+        self._require_same(first, again)
+
+    def _require_same(self, first: Sequence[Scores], again: Sequence[Scores]) -> None:
+        for copy, (before, after) in enumerate(zip(first, again, strict=True)):
             gap = gap_between(after, before, copy)
             is_equal = all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
             if not (is_equal or (not self.repeats_bits and gap.mean < UNMOVED)):

@@ -77,6 +77,25 @@ def dpo(folder: Path, data: Path) -> Algorithm:
     return Algorithm("dpo", dpo_runs.EXEMPLAR, settings)
 
 
+LORA = "policy.lora={rank: 4, alpha: 8.0, targets: [all-linear], dropout: %s, experts: %s, init: kaiming, path: null}"
+
+
+def sft_of_adapters(folder: Path, data: Path) -> Algorithm:
+    return _with(sft(folder, data), LORA % (0.1, "per_expert"))
+
+
+def grpo_of_adapters(folder: Path, data: Path) -> Algorithm:
+    return _with(grpo(folder, data), LORA % (0.0, "shared"))
+
+
+def dpo_of_adapters(folder: Path, data: Path) -> Algorithm:
+    return _with(dpo(folder, data), LORA % (0.0, "per_expert"))
+
+
+def _with(algorithm: Algorithm, override: str) -> Algorithm:
+    return Algorithm(algorithm.name, algorithm.config, [*algorithm.overrides, override])
+
+
 def run_to_its_end(algorithm: Algorithm, cwd: Path) -> str:
     done = subprocess.run(
         algorithm.command(), capture_output=True, text=True, env=sft_runs.environment(), cwd=cwd, timeout=TIME_LIMIT_S
@@ -131,7 +150,14 @@ def samples_of(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "make", [sft, *(pytest.param(make, marks=pytest.mark.slow) for make in (grpo, dpo))], ids=lambda make: make.__name__
+    "make",
+    [
+        sft,
+        sft_of_adapters,
+        *(pytest.param(make, marks=pytest.mark.full) for make in (grpo_of_adapters, dpo_of_adapters)),
+        *(pytest.param(make, marks=pytest.mark.slow) for make in (grpo, dpo)),
+    ],
+    ids=lambda make: make.__name__,
 )
 def test_a_run_of_fewer_steps_goes_on_to_the_last_bit(make: Any, tmp_path: Path) -> None:
     data = sft_runs.make_additions(tmp_path / "data", 300, 40)
@@ -147,10 +173,11 @@ def test_a_run_of_fewer_steps_goes_on_to_the_last_bit(make: Any, tmp_path: Path)
         return done.stdout
 
     run("whole")
-    run("extended", f"{make.__name__}.max_num_steps={STOP_AFTER}")
+    name = make(tmp_path, data).name
+    run("extended", f"{name}.max_num_steps={STOP_AFTER}")
     assert f": {STOP_AFTER} of {NUM_STEPS} steps are done" in run("extended")
     assert_same_run(folders["extended"], folders["whole"])
-    if make is grpo:
+    if name == "grpo":
         assert samples_of(folders["extended"] / "samples.jsonl") == samples_of(folders["whole"] / "samples.jsonl")
 
 

@@ -20,7 +20,7 @@ from nemo_rl_moe.generation.vllm import actors
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.models.megatron.generation.sampling import StopCondition
-from nemo_rl_moe.weight_sync.transport import TransportSpec
+from nemo_rl_moe.weight_sync.board import FolderBoard
 from tests.support.vllm_engines import (
     FREE,
     VOCABULARY_SIZE,
@@ -337,13 +337,13 @@ def test_kernels_that_stay_packed_are_found(
 def test_a_bucket_that_is_lost_or_damaged_is_named(
     engine: VllmEngine, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = TransportSpec.place
+    put_file = FolderBoard.put_file
 
-    def lose(transfer: TransportSpec, name: str, write: Callable[[Path], object]) -> None:
+    def lose(board: FolderBoard, name: str, write: Callable[[Path], object]) -> None:
         if name != "0000-000002.bucket":
-            place(transfer, name, write)
+            put_file(board, name, write)
 
-    def damage(transfer: TransportSpec, name: str, write: Callable[[Path], object]) -> None:
+    def damage(board: FolderBoard, name: str, write: Callable[[Path], object]) -> None:
         def spoil(path: Path) -> None:
             write(path)
             if name == "0000-000002.bucket":
@@ -351,14 +351,14 @@ def test_a_bucket_that_is_lost_or_damaged_is_named(
                 content[-1] ^= 1  # one bit, of its last tensor
                 path.write_bytes(content)
 
-        place(transfer, name, spoil)
+        put_file(board, name, spoil)
 
     for fault, problem in (
         (lose, r"0000-000002\.bucket is gone before receivers \[0\] have taken it"),
         (damage, r"receiver 0: 0000-000002\.bucket is damaged in (model|lm_head)\.\S+: not what sender 0"),
     ):
         with monkeypatch.context() as patch, pytest.raises(WeightSyncError, match=problem):
-            patch.setattr(TransportSpec, "place", fault)
+            patch.setattr(FolderBoard, "put_file", fault)
             trainer.refit(engine)
     trainer.refit(engine)
     check_of(engine, trainer).after_refit(engine)
@@ -380,5 +380,6 @@ def test_a_refit_that_is_cut_off_leaves_no_engine_that_generates(engine: VllmEng
 
 
 class _Raises:
-    def detach(self) -> Tensor:
+    @property
+    def nbytes(self) -> int:
         raise RuntimeError("cut off")

@@ -258,6 +258,39 @@ def test_the_30b_recipe_fits_eight_cards_of_80_gb(capsys: pytest.CaptureFixture[
     assert int(spare[1]) >= 10
 
 
+LORA_RECIPE = ("grpo_qwen3_30b_a3b_lora.yaml", QWEN3_30B_A3B)
+ON_ONE_GPU = ("policy.megatron_cfg.expert_model_parallel_size=1", "--target", "1xH100")
+
+
+def test_adapters_of_the_30b_model_fit_two_cards_of_80_gb(capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, errors = plan(capsys, *LORA_RECIPE, "--target", "2xH100")
+    assert (code, errors) == (0, "")
+    rows = values(printed)
+    # 48 layers x rank 32 x (q 2048 + 4096, k and v 2048 + 512 each, o 4096 + 2048), whole on each worker.
+    attention = 48 * 32 * (6144 + 2 * 2560 + 6144)
+    # Of half of the 128 experts, three products between 2048 and 768.
+    experts = 48 * 64 * 32 * 3 * (2048 + 768)
+    assert (attention, experts) == (26_738_688, 830_472_192)
+    assert rows["each worker: adapters"].startswith(f"0.857 billion ({attention + experts:,}), of them 0.830 billion")
+    assert rows["each worker: frozen"] == "16.037 billion (16,036,608,000)"
+    assert rows["weights (bfloat16)"] == "33.79"
+    # Of experts all, of attention half: 12 bytes each.
+    assert rows["optimizer: master weights and two moments (float32, sharded)"] == "10.13"
+    assert "in the host's memory: reference weights" not in rows, "the base is the reference"
+    assert "  2xH100: fits, with 31% of the 80 GB of each H100 to spare: 55.29 GB while responses" in printed
+
+
+def test_adapters_of_the_30b_model_on_one_card_of_80_gb(capsys: pytest.CaptureFixture[str]) -> None:
+    """One for all experts of a layer fits; one for each has 20 GB of optimizer state."""
+    code, printed, errors = plan(capsys, *LORA_RECIPE, "policy.lora.experts=shared", *ON_ONE_GPU)
+    assert (code, errors) == (0, "")
+    assert values(printed)["each worker: adapters"] == f"{26_738_688 + 48 * 32 * 3 * (2048 + 768):,}"
+    assert "  1xH100: fits, with 13% of the 80 GB of each H100 to spare: 69.72 GB while responses" in printed
+    _, printed, _ = plan(capsys, *LORA_RECIPE, *ON_ONE_GPU)
+    assert values(printed)["optimizer: master weights and two moments (float32, sharded)"] == "20.25"
+    assert "  1xH100: does not fit: 99.38 GB while responses are generated are more than the 80 GB" in printed
+
+
 def test_a_target_stands_for_its_machines(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ("grpo_qwen3_30b_a3b.yaml", QWEN3_30B_A3B)
     _, printed, _ = plan(capsys, *recipe, "--target", "8xA100-80GB")
@@ -324,6 +357,7 @@ SHIPPED = {
     "grpo_dapo17k.yaml": ("Qwen3-30B-A3B", "8xH20"),
     "grpo_qwen3_30b_a3b.yaml": ("Qwen3-30B-A3B", "8xH20"),
     "grpo_qwen3_30b_a3b_80gb.yaml": ("Qwen3-30B-A3B", "8xA100-80GB"),
+    "grpo_qwen3_30b_a3b_lora.yaml": ("Qwen3-30B-A3B", "2xA100-80GB"),
     "grpo_qwen3_30b_a3b_vllm.yaml": ("Qwen3-30B-A3B", "2x8xA100-80GB"),
     "grpo_qwen3_30b_a3b_8xh100.yaml": ("Qwen3-30B-A3B", "8xH100"),
     "grpo_qwen3_30b_a3b_8xh100_r3.yaml": ("Qwen3-30B-A3B", "8xH100"),

@@ -63,4 +63,5 @@ ENGINE = Engine(
     check_model=check_model,
     number_format=lambda policy: policy.precision,
     captures_routes=lambda config: True,
+    takes_adapters=True,
 )

@@ -158,10 +158,14 @@ class TrainableModel(ModelWorkers):
         return GpuUse(
             num_gpus=len(names),
             num_gpus_of_run=self._cluster.config.num_gpus,
-            train_flops=self._forward_flops.training(batch.lengths.tolist()) + self._tower_flops(by_global_batch),
+            train_flops=self._train_flops(batch) + self._tower_flops(by_global_batch),
             peak_flops_per_second=peak_flops_per_second(names) if in_bfloat16 else None,
             memory=join_metrics([result.memory for result in results]),
         )
+
+    def _train_flops(self, batch: TokenBatch) -> int:
+        assert self._forward_flops is not None  # asked for where they are known
+        return self._forward_flops.training(batch.lengths.tolist(), is_frozen=self._policy.lora is not None)
 
     def _tower_flops(self, by_global_batch: Sequence[Sequence[GlobalBatchShard]]) -> int:
         """Return the operations of the vision tower: on the distinct images of each microbatch, once for all its
@@ -379,6 +383,10 @@ class MegatronPolicy(TrainableModel):
         asked = [(number_format,)] * len(self._coordinates)
         by_rank = self._workers.start_each(MegatronModel.weight_fingerprints, asked)
         return lambda: {name: found for of_rank in by_rank().values() for name, found in of_rank.items()}
+
+    def probe_adapters(self, is_on: bool) -> None:
+        """Give the adapters other values, or their own again, to the last bit."""
+        self._workers.call_all(MegatronModel.begin_probe if is_on else MegatronModel.end_probe)
 
     def _transfer_folder(self) -> Path:
         if self._cluster.is_local:

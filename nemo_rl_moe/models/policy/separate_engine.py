@@ -164,14 +164,15 @@ def _batch_of(sequences: Sequence[Sequence[int]], model_inputs: Sequence[Mapping
 
 
 def on_one_rank(policy: GeneratingPolicyConfig) -> GeneratingPolicyConfig:
-    """Return the policy's section for a rank that holds the whole model."""
+    """Return the policy's section for a rank that holds the whole model; without adapters where these come merged."""
     sizes = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "context")
     stages = ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage")
     layout = {f"{name}_parallel_size": 1 for name in sizes} | dict.fromkeys(
         (*stages, "num_layers_in_last_pipeline_stage")
     )
     megatron = policy.megatron_cfg.model_copy(update=layout | {"sequence_parallel": False})
-    return policy.model_copy(update={"megatron_cfg": megatron})
+    lora = policy.lora if policy.generation.lora_refit == "adapter" else None
+    return policy.model_copy(update={"megatron_cfg": megatron, "lora": lora})
 
 
 def start_copies(setup: "EngineSetup", places: RayCluster) -> WorkerGroup[MegatronModel]:

@@ -246,6 +246,16 @@ def test_an_engine_does_not_wake_beside_a_full_allocator(stand_in: ModuleType) -
         machine.train()
 
 
+def test_an_engine_that_has_slept_gets_its_weights_again(stand_in: ModuleType) -> None:
+    """Two rollouts with sleep between them, and no update."""
+    machine = Machine(stand_in, budget=BUDGET)
+    machine.refit()
+    for _ in range(2):
+        machine.generate()
+        machine.sleep()
+    assert [entry.event for entry in machine.gpu.ledger].count("when weights arrive beside the cache") == 1
+
+
 def test_gpus_that_are_not_shared_allow_everything() -> None:
     gpu = OwnGpu()
     gpu.train()

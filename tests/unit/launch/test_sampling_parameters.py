@@ -43,7 +43,7 @@ def test_every_field_reaches_the_engine(tokenizer: Any) -> None:
     assert not [name for name, value in CHOSEN.items() if shipped[name] == value]
     assert CHOSEN.keys() == {field.name for field in fields(SamplingParameters)}
     # Which engine, and how many sequences at a time, is not a matter of sampling.
-    engine = {"backend", "vllm", "megatron_separate", "weight_transport", "refit_check", "max_batch_size"}
+    engine = {"backend", "vllm", "megatron_separate", "weight_transport", "lora_refit", "refit_check", "max_batch_size"}
     assert CHOSEN.keys() == GenerationConfig.model_fields.keys() - engine
     assert sampling_parameters(generation_config(**CHOSEN), tokenizer, VOCABULARY_SIZE) == SamplingParameters(
         max_new_tokens=7,

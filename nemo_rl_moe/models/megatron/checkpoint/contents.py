@@ -29,6 +29,7 @@ from nemo_rl_moe.models.megatron.checkpoint.optimizer_state import (
     sharded_optimizer_state,
 )
 from nemo_rl_moe.models.megatron.cpu import cpu_backend
+from nemo_rl_moe.models.megatron.lora.checkpoint_names import sharded_adapters
 from nemo_rl_moe.models.megatron.model.agreement import union_of_ranks
 from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PREFIX
 from nemo_rl_moe.models.megatron.weights.parameter_layout import plain_norm_name
@@ -176,14 +177,17 @@ def random_key(name: str) -> str:
 
 
 def sharded_model(chunks: Sequence[GPTModel], *, saved: Collection[str] = ()) -> dict[str, Sharded]:
-    """Return parameters and buffers that belong to the weights, as the model's own tensors.
+    """Return parameters and buffers that belong to the weights, as the model's own tensors; of a model with adapters
+    these alone.
 
     Names contain layer numbers, so that another pipeline layout finds them.
 
     Args:
         saved: On loading, the names in the checkpoint.
     """
-    tensors: dict[str, Sharded] = {}
+    tensors: dict[str, Sharded] = {**sharded_adapters(chunks)}
+    if tensors:
+        return tensors
     for index, chunk in enumerate(chunks):
         found = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
         # Transformer Engine's extra state, which only its 8-bit formats fill, is no tensor.

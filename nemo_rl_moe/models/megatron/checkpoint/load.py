@@ -26,6 +26,8 @@ from nemo_rl_moe.models.megatron.checkpoint.contents import (
     sharded_model,
 )
 from nemo_rl_moe.models.megatron.checkpoint.index import check_folder, data_only
+from nemo_rl_moe.models.megatron.lora.adapter import adapters_in
+from nemo_rl_moe.models.megatron.lora.checkpoint_names import PREFIX as ADAPTER_PREFIX
 from nemo_rl_moe.models.megatron.model.agreement import DamageSearch
 
 # isort: split
@@ -72,6 +74,11 @@ def load_model(chunks: Sequence[GPTModel], directory: Path) -> list[str]:
     """
     index = _index_of_all_ranks(directory, with_optimizer=False)
     saved = index.state_dict_metadata.keys()
+    if not adapters_in(chunks) and any(name.startswith(ADAPTER_PREFIX) for name in saved):
+        raise CheckpointError(
+            f"{directory}: holds adapters alone (policy.lora); merge them into their base: nemo-rl-moe convert --from "
+            "hf --to hf --input BASE --adapter CHECKPOINT"
+        )
     wanted = {
         name: sharded
         for name, sharded in sharded_model(chunks, saved=saved).items()

@@ -299,14 +299,15 @@ def _embedding(embedding: Any) -> Apply:
 
 
 def _linear(linear: Any) -> Apply:
-    if isinstance(linear, PlainColumnLinear | PlainRowLinear):
+    # A hook adds an adapter's term.
+    if isinstance(linear, PlainColumnLinear | PlainRowLinear) and not linear._forward_hooks:
         return partial(F.linear, weight=linear.weight)
     return lambda inputs: linear(inputs)[0]
 
 
 def _mlp(mlp: Any) -> Callable[[Tensor, Tensor], Tensor]:
     """Add an MLP's output for the second tensor to the first."""
-    if isinstance(mlp, LocalMoELayer) and isinstance(mlp.experts, GroupedExperts):
+    if isinstance(mlp, LocalMoELayer) and type(mlp.experts) is GroupedExperts:
         return partial(_add_experts, mlp)
     return lambda residual, inputs: residual.add_(mlp(inputs)[0])
 

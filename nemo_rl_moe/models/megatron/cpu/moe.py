@@ -30,9 +30,11 @@ class IndexTopKRouter(TopKRouter):
 
     Attributes:
         last_topk_indices: `[tokens, k]`, experts of the last forward pass, best first; None before it.
+        is_plain: Logits are the product with the weight and nothing else.
     """
 
     last_topk_indices: Tensor | None = None
+    is_plain = True
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return probabilities and expert indices, both `[sequence * batch, k]`; padding is routed too."""
@@ -48,8 +50,9 @@ class IndexTopKRouter(TopKRouter):
     def evaluate(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the route `[tokens, hidden]` as `forward` does, without side effects."""
         weight = self.weight
-        as_it_is = self.config.moe_router_dtype is None or (
-            self.config.moe_router_dtype == "fp32" and tokens.dtype == weight.dtype == torch.float32
+        as_it_is = self.is_plain and (
+            self.config.moe_router_dtype is None
+            or (self.config.moe_router_dtype == "fp32" and tokens.dtype == weight.dtype == torch.float32)
         )
         return self._choose(F.linear(tokens, weight) if as_it_is and self.bias is None else self.gating(tokens))
 
@@ -243,13 +246,15 @@ class SwigluExpertsFunction(torch.autograd.Function):
         return products.with_weights(scaled, weights_2.transpose(1, 2))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-        """Return the gradients of tokens, probabilities and both weights; those of unused experts are zero."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None]:
+        """Return the gradients of tokens, probabilities and both weights unless these are frozen; those of unused
+        experts are zero.
+        """
         tokens, probs, weights_1, weights_2, gate_up, activated, product, scaled = ctx.saved_tensors
         products: ExpertProducts = ctx.products
         grad = grad.contiguous()
         grad_product = products.with_weights(grad, weights_2)
-        grad_weights_2 = products.of_rows(grad, scaled)
+        grad_weights_2 = products.of_rows(grad, scaled) if ctx.needs_input_grad[3] else None
         grad_probs = (grad_product * product).sum(-1).to(probs.dtype)
         grad_product.mul_(probs.unsqueeze(-1))
         grad_gate_up = torch.empty_like(gate_up)
@@ -257,7 +262,8 @@ class SwigluExpertsFunction(torch.autograd.Function):
         torch.mul(grad_product, activated, out=grad_up)
         grad_gate.copy_(torch.ops.aten.silu_backward(grad_product.mul_(up), gate))
         grad_tokens = products.with_weights(grad_gate_up, weights_1)
-        return grad_tokens, grad_probs, products.of_rows(grad_gate_up, tokens), grad_weights_2, None
+        grad_weights_1 = products.of_rows(grad_gate_up, tokens) if ctx.needs_input_grad[2] else None
+        return grad_tokens, grad_probs, grad_weights_1, grad_weights_2, None
 
 
 class GroupedExperts(MegatronModule):

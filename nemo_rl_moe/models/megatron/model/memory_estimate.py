@@ -8,8 +8,10 @@ from typing import Any
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
+from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.config.schema_policy import FreezeConfig, OptimizerConfig
 from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.megatron.model.adapter_estimate import adapter_parameters
 from nemo_rl_moe.models.megatron.model.gpt_model import padded_vocabulary_size
 from nemo_rl_moe.models.megatron.model.transformer_config import layers_of_chunks, moe_layer_indices
 from nemo_rl_moe.models.megatron.model.vision_model import vision_parameters
@@ -88,6 +90,7 @@ def rank_parameters(
     *,
     routers_frozen: bool = False,
     freeze: FreezeConfig | None = None,
+    lora: LoraConfig | None = None,
 ) -> Parameters:
     """Count the parameters of each rank of a pipeline stage, which is equal on all of its ranks."""
     cut = _Cut(
@@ -107,6 +110,11 @@ def rank_parameters(
     whole = sum(layers, start=Parameters(dense=ends))
     if freeze is not None and freeze.language_model:
         whole = Parameters(frozen=whole.total)
+    if lora is not None:
+        with_experts = moe_layer_indices(config)
+        own = [(index, index in with_experts) for chunk in layers_of_chunks(config, stage) for index in chunk]
+        dense, experts = adapter_parameters(config, hf_config, lora, own)
+        whole = Parameters(dense, experts, whole.total)
     return whole + _vision(hf_config, freeze) if is_first else whole
 
 
@@ -271,7 +279,12 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
     megatron, generates = config.policy.megatron_cfg, generating(config.policy)
     parallel = megatron.distributed_data_parallel_config
     parameters = rank_parameters(
-        transformer, hf_config, stage, routers_frozen=megatron.freeze_moe_router, freeze=config.policy.freeze
+        transformer,
+        hf_config,
+        stage,
+        routers_frozen=megatron.freeze_moe_router,
+        freeze=config.policy.freeze,
+        lora=config.policy.lora,
     )
     weight_bytes = transformer.params_dtype.itemsize
     gradient_bytes = _FLOAT32 if parallel.grad_reduce_in_fp32 else weight_bytes
@@ -280,6 +293,7 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
         updated = -(-parameters.dense // (config.data_parallel_size * megatron.context_parallel_size))
         updated += -(-parameters.experts // expert_data_parallel_size(config))
     weights = parameters.total * weight_bytes
+    copies_reference = algorithm_of(config).needs_reference(config) and config.policy.lora is None
     optimizer = _optimizer_memory(megatron.optimizer, updated, weight_bytes, gradient_bytes)
     is_moved = generates is not None and generates.offload_optimizer_for_generation
     saved = config.checkpointing
@@ -291,7 +305,7 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
         activations_at_least=_activations_at_least(config, transformer, hf_config, stage),
         tower_activations=_tower_activations(config, transformer, hf_config, stage),
         key_value_cache=_key_value_cache(config, transformer, stage),
-        reference_weights=weights if algorithm_of(config).needs_reference(config) else 0,
+        reference_weights=weights if copies_reference else 0,
         snapshot=updated * weight_bytes + state if saved.enabled else 0,
         is_moved=is_moved,
     )

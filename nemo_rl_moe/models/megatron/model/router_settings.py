@@ -63,6 +63,8 @@ def setting_sources(
             sources[name] = f"policy.megatron_cfg{_what_it_replaces(name, own, chosen)}"
         elif name == BIAS_RATE and policy.freeze.language_model:
             sources[name] = "follows from policy.freeze.language_model"
+        elif name == BIAS_RATE and policy.lora is not None:
+            sources[name] = "follows from policy.lora"
         elif name == "moe_router_load_balancing_type" and own.get(name) != getattr(config, name):
             sources[name] = "follows from policy.megatron_cfg.moe_aux_loss_coeff"
         elif name in family.router_fields:

@@ -14,6 +14,7 @@ from torch import Tensor
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.families.linear_targets import target_problems
 from nemo_rl_moe.models.megatron.cpu import cpu_backend
 from nemo_rl_moe.models.megatron.install_transformer_engine import problem_with_extension
 from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS, forced_routing_in_force
@@ -212,6 +213,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     problems += _problems_with_fused_gradients(fields)
     problems += _problems_with_vision(policy, has_vision=family.vision is not None)
     problems += _problems_with_shared_sequences(fields)
+    problems += [] if policy.lora is None else target_problems(policy.lora, hf_config)
     if fields.get("softmax_type") == "learnable":
         problems += _problems_with_packed_sinks(policy)
     if "num_moe_experts" in fields:
@@ -219,7 +221,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
             # The model trains without; who asks for a coefficient asks for a loss.
             fields["moe_router_load_balancing_type"] = "aux_loss"
         fields |= chosen | {"moe_router_force_hot_rank": policy.megatron_cfg.moe_router_force_hot_rank}
-        if policy.freeze.language_model:
+        if policy.freeze.language_model or policy.lora is not None:
             # The bias is no parameter: Megatron-Core moves it by counts of tokens, whatever trains.
             fields[BIAS_RATE] = 0.0
         problems += _problems_with_experts(fields, grouped_kernels=use_transformer_engine(policy))

@@ -3,7 +3,7 @@
 """One rank's model for forward passes: it measures, generates, and sends or saves its weights. Knows nothing of Ray."""
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,10 @@ from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.flops import forward_flops
 from nemo_rl_moe.models.interfaces import Head, LossFunction
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
+from nemo_rl_moe.models.megatron.lora.attach import add_adapters
+from nemo_rl_moe.models.megatron.lora.peft_folder import factors_on_first_rank, load_adapter, write_adapter
+from nemo_rl_moe.models.megatron.lora.probe import AdapterProbe
+from nemo_rl_moe.models.megatron.lora.transfer import factors_of_this_rank, load_factors
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
 from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
@@ -39,6 +43,7 @@ from nemo_rl_moe.models.megatron.weights.hf_export import save_weights, tensors_
 from nemo_rl_moe.models.megatron.weights.hf_receive import load_tensors
 from nemo_rl_moe.models.megatron.weights.starting_weights import set_starting_weights
 from nemo_rl_moe.models.model_files import write_model_files
+from nemo_rl_moe.models.peft_files import ADAPTER_FOLDER
 from nemo_rl_moe.models.rank_results import RankDescription
 from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
@@ -59,6 +64,7 @@ class MegatronModel:
         store: Store of rows that batches refer to and results leave behind.
 
     Attributes:
+        adapters: Switches the model's adapters off and on; None: it has none.
         num_updates: Optimizer steps that changed the weights: their version.
     """
 
@@ -78,6 +84,11 @@ class MegatronModel:
         self.config = build_transformer_config(policy, hf_config)
         self.chunks = build_model_chunks(policy, self.config, hf_config, heads)
         self.notices = set_starting_weights(self.chunks, self.config, hf_config, weights_folder, policy.init_seed)
+        self.adapters = None
+        if policy.lora is not None:
+            self.adapters = add_adapters(self.chunks, self.config, hf_config, policy.lora, policy.init_seed)
+            if policy.lora.path is not None:
+                load_adapter(self.chunks, Path(policy.lora.path), policy.lora.rank, hf_config)
         generates = generating(policy)
         temperature = generates.generation.temperature if generates else 1.0
         for chunk in self.chunks:
@@ -97,6 +108,7 @@ class MegatronModel:
         self._generator = MegatronGenerator(
             self.chunks, self.config, tokenizer, self.device, hooks=self._hooks, stages=self._stages
         )
+        self._probe = AdapterProbe(self.chunks)
         self.num_updates = 0
 
     @property
@@ -181,8 +193,7 @@ class MegatronModel:
             WeightSyncError: A receiver or another rank could not go on; the model is as it was.
             RuntimeError: A rank ran out of memory, say. The same on every rank.
         """
-        gather = tensors_on_every_rank if transfer.backend.on_device else tensors_of_this_rank
-        tensors = gather(self.chunks, self.config, self.hf_config)
+        tensors = self._sent_tensors(on_device=transfer.backend.on_device)
         try:
             if dist.get_rank() >= transfer.num_senders:
                 return 0
@@ -201,25 +212,58 @@ class MegatronModel:
             WeightSyncError: Not every tensor arrived once; the weights are a mixture.
         """
         load = partial(load_tensors, self.chunks, self.config, self.hf_config)
+        if self._sends_adapters:
+            load = partial(load_factors, self.chunks)
         num_bytes = transfer.receive(receiver, load)
         self.num_updates = version
         return num_bytes
 
     def weight_fingerprints(self, number_format: str) -> dict[str, str]:
-        """Return the fingerprints of this rank's part of the weights. Every rank calls it."""
-        tensors = tensors_of_this_rank(self.chunks, self.config, self.hf_config)
+        """Return the fingerprints of this rank's part of the weights. Every rank calls it.
+
+        They are those of base and adapters where an engine gets these, otherwise of the merged weights.
+        """
+        whole = partial(tensors_of_this_rank, self.chunks, self.config, self.hf_config)
+        if self.adapters is None or not self._sends_adapters:
+            return self._fingerprints(whole(), number_format)
+        found = self._fingerprints(factors_of_this_rank(self.chunks), number_format)
+        with self.adapters.off():
+            return found | self._fingerprints(whole(), number_format)
+
+    def _fingerprints(self, tensors: Iterator[tuple[str, torch.Tensor]], number_format: str) -> dict[str, str]:
         try:
             return fingerprints_of(tensors, number_format)
         finally:
             deque(tensors, maxlen=0)  # the others wait in its collectives
             torch.cuda.empty_cache()  # the engine's cache comes next
 
+    @property
+    def _sends_adapters(self) -> bool:
+        """True where an engine gets the adapters beside a base of its own."""
+        generates = generating(self.policy)
+        return self.adapters is not None and generates is not None and generates.generation.lora_refit == "adapter"
+
+    def _sent_tensors(self, *, on_device: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what an engine with a copy of the weights gets of this rank."""
+        if self._sends_adapters:
+            return factors_of_this_rank(self.chunks)
+        gather = tensors_on_every_rank if on_device else tensors_of_this_rank
+        return gather(self.chunks, self.config, self.hf_config)
+
+    def begin_probe(self) -> None:
+        """Give the adapters other values until `end_probe`."""
+        self._probe.begin()
+
+    def end_probe(self) -> None:
+        """Give the adapters their own values again, to the last bit."""
+        self._probe.end()
+
     def empty_cache(self) -> None:
         """Give the device's memory back that torch's allocator keeps for later."""
         torch.cuda.empty_cache()
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
-        """Write the weights as a Hugging Face folder. Every rank calls it.
+        """Write the weights as a Hugging Face folder, adapters merged and in a folder beside them. Every rank calls it.
 
         Returns:
             Names of parameters that the family has no tensor for, which are left out.
@@ -228,8 +272,14 @@ class MegatronModel:
             CheckpointError: A rank could not write its part. The same on every rank.
         """
 
+        lora = self.policy.lora
+        factors = {} if lora is None else factors_on_first_rank(self.chunks)
+
         def write_beside(staging: Path) -> None:
             write_model_files(model_files, staging)
+            if lora is not None:
+                base = self.policy.model_name
+                write_adapter(staging / ADAPTER_FOLDER, factors, lora, self.hf_config, base, "fused")
 
         return save_weights(self.chunks, self.config, self.hf_config, folder, write_beside)
 

@@ -3,7 +3,7 @@
 """Gradient of the routers by source, exact: a pass for each source with the others switched off."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -86,10 +86,15 @@ class RouterGradients(StepObserver):
         parts = torch.zeros(shape, dtype=torch.float32, device=self._device)
         for source, of_source in zip(self.sources, parts, strict=True):
             trained = loss_function if source == POLICY else _WithoutGradient(loss_function)
-            with side_pass(self._chunks, config), _only_auxiliary_losses_of(source, config):
+            weights = [router.weight for _, router in self._routers]
+            with (
+                side_pass(self._chunks, config),
+                _only_auxiliary_losses_of(source, config),
+                _gradients_of(weights) as gradients,
+            ):
                 self._passes.train(self._chunks, shard, trained, num_microbatches=self._number_of(shard))
-                for position, router in self._routers:
-                    of_source[position] = router.weight.main_grad
+                for (position, _), gradient in zip(self._routers, gradients(), strict=True):
+                    of_source[position] = gradient
         return parts.mul_(share_of_rank(config))
 
     def _number_of(self, shard: GlobalBatchShard) -> int:
@@ -126,6 +131,30 @@ def share_of_rank(config: TransformerConfig) -> float:
     """
     counts = config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
     return float(counts) / parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+
+
+@contextmanager
+def _gradients_of(weights: Sequence[Tensor]) -> Iterator[Callable[[], list[Tensor]]]:
+    """Have weights get gradients while open, frozen ones too; yield what returns them."""
+    frozen = [weight for weight in weights if not weight.requires_grad]
+    for weight in frozen:
+        weight.requires_grad_(True)
+    own = {id(weight) for weight in frozen}
+
+    def found() -> list[Tensor]:
+        # The data-parallel wrapper knows of no frozen weight, so torch keeps its gradient.
+        return [_or_zero(weight) if id(weight) in own else weight.main_grad for weight in weights]  # type: ignore[attr-defined]
+
+    try:
+        yield found
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(False)
+            weight.grad = None
+
+
+def _or_zero(weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight) if weight.grad is None else weight.grad
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpo
 from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, TrainingObjects, sharded_contents
 from nemo_rl_moe.models.megatron.checkpoint.snapshot import Snapshots
 from nemo_rl_moe.models.megatron.layers.routers import ExpertBias, force_routing
+from nemo_rl_moe.models.megatron.lora.reference import BaseAsReference
 from nemo_rl_moe.models.megatron.training.host_state import HostState
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.observers import make_observers
@@ -83,12 +84,16 @@ class MegatronTrainer(MegatronModel):
         self._expert_bias = ExpertBias(self.chunks, self.config)
         self.observers = make_observers(policy, self._forward_backward, self.chunks, self.ddp_chunks, self._expert_bias)
         self._forward_backward = replace(self._forward_backward, observers=self.observers)
-        self._reference = ReferenceWeights(self.chunks) if keep_reference else None
+        self._reference = self._make_reference() if keep_reference else None
         self.host_state = HostState(self.optimizer, self.ddp_chunks, self.device)
         self._snapshots = Snapshots(self.device, self.host_state.is_frozen)
         self.reports_moe_metrics = True
         self._calls = 0
         self._write: CheckpointWrite | None = None
+
+    def _make_reference(self) -> ReferenceWeights | BaseAsReference:
+        """Return the model at the start of the run."""
+        return ReferenceWeights(self.chunks) if self.adapters is None else BaseAsReference(self.adapters)
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> RankTrainResult:
         """Take one optimizer step for each global batch. Every rank calls it with as many shards and

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.lora.adapter import Adapter, adapters_in
 
 # isort: split
 from megatron.core import parallel_state
@@ -25,6 +26,7 @@ class ParameterPiece:
         name: Canonical name, see `families/rules.py`: global layer and expert numbers, no wrapper prefixes.
         shard_dimension: Dimension that tensor parallelism splits; None: whole.
         gated: The dimension holds two halves (gate, up) that are each split.
+        adapter: What stands beside it, with the index of the rank's expert.
     """
 
     name: str
@@ -34,6 +36,18 @@ class ParameterPiece:
     shard_rank: int
     gated: bool
     is_expert: bool
+    adapter: tuple[Adapter, int] | None = None
+
+    def merged(self) -> Tensor:
+        """Return the local tensor with its adapter merged: added in float32, and rounded once; of one that is switched
+        off as it is.
+        """
+        if self.adapter is None:
+            return self.local
+        adapter, expert = self.adapter
+        if not adapter.switch.is_on:
+            return self.local
+        return (self.local.float() + adapter.delta(expert)).to(self.local.dtype)
 
     @property
     def is_vocabulary(self) -> bool:
@@ -91,11 +105,17 @@ _EXPERT_BIAS = ".router.expert_bias"
 def parameter_pieces(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[ParameterPiece]:
     """Yield every parameter of this rank's unwrapped model chunks, stacked experts one by one, and the expert bias.
 
-    The bias has no gradient and is no parameter to torch, but it is learnt.
+    The bias has no gradient and is no parameter to torch, but it is learnt. Adapters are no pieces: the piece that one
+    stands beside names it.
     """
+    adapters = adapters_in(chunks)
+    factors = {id(parameter) for adapter in adapters for parameter in adapter.parameters()}
+    beside = {id(weight): (adapter, index) for adapter in adapters for index, weight in enumerate(adapter.base.weights)}
     for chunk in chunks:
         for local_name, parameter in chunk.named_parameters():
-            yield from _pieces_of(_canonical_layer(chunk, local_name), parameter, config)
+            if id(parameter) not in factors:
+                found = beside.get(id(parameter))
+                yield from _pieces_of(_canonical_layer(chunk, local_name), parameter, config, found)
         for local_name, buffer in chunk.named_buffers():
             if local_name.endswith(_EXPERT_BIAS):
                 yield from _pieces_of(_canonical_layer(chunk, local_name), buffer, config)
@@ -116,10 +136,12 @@ def plain_norm_name(name: str) -> str:
     return name
 
 
-def _pieces_of(name: str, parameter: Tensor, config: TransformerConfig) -> Iterator[ParameterPiece]:
+def _pieces_of(
+    name: str, parameter: Tensor, config: TransformerConfig, beside: tuple[Adapter, int] | None = None
+) -> Iterator[ParameterPiece]:
     name = plain_norm_name(name)
     if ".experts." in name:
-        yield from _expert_pieces(name, parameter, config)
+        yield from _expert_pieces(name, parameter, config, beside)
         return
     sharded = bool(getattr(parameter, "tensor_model_parallel", False))
     yield ParameterPiece(
@@ -130,10 +152,13 @@ def _pieces_of(name: str, parameter: Tensor, config: TransformerConfig) -> Itera
         shard_rank=parallel_state.get_tensor_model_parallel_rank() if sharded else 0,
         gated=sharded and ".linear_fc1." in name,
         is_expert=False,
+        adapter=beside,
     )
 
 
-def _expert_pieces(name: str, parameter: Tensor, config: TransformerConfig) -> Iterator[ParameterPiece]:
+def _expert_pieces(
+    name: str, parameter: Tensor, config: TransformerConfig, beside: tuple[Adapter, int] | None
+) -> Iterator[ParameterPiece]:
     num_local = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
     first = parallel_state.get_expert_model_parallel_rank() * num_local
     if match := _SEQUENTIAL_EXPERT.search(name):
@@ -162,4 +187,5 @@ def _expert_pieces(name: str, parameter: Tensor, config: TransformerConfig) -> I
             shard_rank=parallel_state.get_expert_tensor_parallel_rank(),
             gated=linear == "linear_fc1",
             is_expert=True,
+            adapter=None if beside is None else (beside[0], expert - first),
         )

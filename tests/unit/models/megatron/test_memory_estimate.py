@@ -22,11 +22,11 @@ from nemo_rl_moe.models.megatron.model.memory_estimate import (
     whole_model_parameters,
     worker_memory,
 )
-from nemo_rl_moe.models.megatron.model.releases import is_routed_expert
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.gloo_ranks import run_ranks
+from tests.support.lora_models import lora
 from tests.support.tiny_dense_model import tiny_dense_hf_config
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
 
@@ -96,8 +96,8 @@ def held_by_rank(config: MasterConfig, model: dict[str, Any]) -> Held:
 def parameters_of(trainer: MegatronTrainer) -> Parameters:
     counts = {"dense": 0, "experts": 0, "frozen": 0}
     for chunk in trainer.chunks:
-        for name, parameter in chunk.named_parameters():
-            trained = "experts" if is_routed_expert(name) else "dense"
+        for parameter in chunk.parameters():
+            trained = "dense" if getattr(parameter, "allreduce", True) else "experts"
             counts[trained if parameter.requires_grad else "frozen"] += parameter.numel()
     return Parameters(**counts)
 
@@ -136,6 +136,7 @@ def float32_gradient_bytes(trainer: MegatronTrainer) -> int:
 BF16 = {"precision": "bfloat16"}
 SHARDED = {"distributed_data_parallel_config__use_distributed_optimizer": True}
 WHOLE = {"distributed_data_parallel_config__use_distributed_optimizer": False}
+WITH_ROUTER = ("all-linear", "router")
 DENSE, TIED = {"dense": True}, {"tie_word_embeddings": True}
 LATENT, LATENT_KEYS = {"family": "deepseek_v3"}, {"family": "deepseek_v2"}
 BIASES_AND_SINKS = {"family": "gpt_oss"}
@@ -154,6 +155,11 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "interleaved pipeline": (2, {"pp": 2, "vpp": 2}, {"mlp_only_layers": [0, 2]}, WHOLE),
     "all at once": (4, {"tp": 2, "ep": 2, "pp": 2}, {}, BF16 | SHARDED),
     "frozen routers": (1, {}, {}, BF16 | WHOLE | {"freeze_moe_router": True}),
+    "adapters": (1, {}, {}, BF16 | WHOLE | lora("per_expert")),
+    "adapters, all at once": (4, {"tp": 2, "ep": 2, "pp": 2}, {}, BF16 | SHARDED | lora("per_expert")),
+    "adapters, latents, shared by experts": (2, {"tp": 2}, LATENT, BF16 | SHARDED | lora("shared", WITH_ROUTER)),
+    "adapters, biases": (2, {"ep": 2}, BIASES_AND_SINKS, WHOLE | lora("per_expert")),
+    "adapters, cut experts": (2, {"tp": 2, "etp": 2}, {}, BF16 | SHARDED | lora("per_expert", ("down_proj", "v_proj"))),
     "shared experts": (
         2,
         {"tp": 2},
@@ -204,7 +210,8 @@ def test_every_rank_holds_what_the_arithmetic_says(name: str) -> None:
     ranks = run_ranks(held_by_rank, world_size, config, model)
     estimates = [worker_memory(config, transformer, hf_config, held.stage) for held in ranks]
     for held, estimate in zip(ranks, estimates, strict=True):
-        expected = rank_parameters(transformer, hf_config, held.stage, routers_frozen=frozen)
+        lora_of_run = config.policy.lora
+        expected = rank_parameters(transformer, hf_config, held.stage, routers_frozen=frozen, lora=lora_of_run)
         assert held.parameters == expected
         assert held.gradients == estimate.gradients
         assert estimate.weights == expected.total * (2 if transformer.bf16 else 4)

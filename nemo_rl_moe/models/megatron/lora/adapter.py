@@ -1,0 +1,267 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank factors beside one linear layer, as tensor-parallel ranks share them (Hu et al. 2021, LoRA).
+
+Each Hugging Face tensor that the layer's weight consists of can have a pair of factors: `lora_A` `[rank, inputs]` and
+`lora_B` `[its outputs, rank]`. Where ranks share the layer's outputs, `A` is whole on each of them and `B` is cut as
+the weight is; where they share its inputs, `A` is cut and `B` is whole. A whole factor that sees only a rank's part of
+the sequence, or of an expert's width, is marked so that Megatron-Core sums its gradient over the tensor-parallel ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nemo_rl_moe.config.schema_lora import LoraConfig
+from nemo_rl_moe.models.families.rules import TensorLayout
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu.moe import ExpertProducts
+from nemo_rl_moe.models.megatron.lora.grouped_products import grouped_product
+
+# isort: split
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+
+OUTPUTS, INPUTS = 0, 1
+"""Dimension of a weight that ranks share."""
+
+
+class Switch:
+    """Whether adapters count: without them the model is its base."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Compute with the base alone while open."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+
+@dataclass(frozen=True)
+class Base:
+    """A frozen linear layer of this rank, or the layers of its experts.
+
+    Attributes:
+        weights: One matrix `[outputs, inputs]`; of experts one each, or one tensor with all of them.
+        shape: Outputs and inputs of a matrix on this rank.
+        modules: Hugging Face name of each module that the weight consists of, in order, with `{expert}` for an expert's
+            number; None where it gets no adapter.
+        names: The modules' names within their layer, such as q_proj; as many.
+        layout: How the modules' outputs lie in the weight.
+        cut: Dimension that ranks share: OUTPUTS, INPUTS; None: whole on each of them.
+        num_shards: Ranks that share it.
+        shard_rank: This rank's place among them.
+        experts: Of routed experts: the number of this rank's first one, of its experts, and of all; None: no experts.
+        sequence_is_cut: The layer's inputs or outputs are a part of the sequence on each tensor-parallel rank.
+    """
+
+    weights: tuple[Tensor, ...]
+    shape: tuple[int, int]
+    modules: tuple[str | None, ...]
+    names: tuple[str | None, ...]
+    layout: TensorLayout
+    cut: int | None
+    num_shards: int
+    shard_rank: int
+    experts: tuple[int, int, int] | None
+    sequence_is_cut: bool
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One factor of this rank, as a piece of a full tensor.
+
+    Attributes:
+        name: That of the full tensor in `peft`, without its prefix; of experts with `{expert}` for a number.
+        parameter: `[rows, columns]`; of experts with a factor each `[experts, rows, columns]`.
+        cut: Dimension of the matrix that ranks share; None: whole.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    cut: int | None
+    base: Base
+
+    @property
+    def is_stacked(self) -> bool:
+        """Return whether there is a matrix for each expert."""
+        return self.parameter.dim() == 3
+
+
+class Pair(nn.Module):
+    """The two factors of one Hugging Face tensor."""
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def __init__(self, lora_A: Tensor, lora_B: Tensor):
+        super().__init__()
+        self.lora_A, self.lora_B = nn.Parameter(lora_A), nn.Parameter(lora_B)
+
+
+class Adapter(nn.Module):
+    """The factors beside one linear layer; they begin with zeros.
+
+    Args:
+        base: The layer.
+        hf_config: For the order of queries, keys and values.
+        settings: Rank, scale, dropout; whether each expert has factors of its own.
+        switch: Of the model.
+        dtype: Number format of the factors.
+    """
+
+    def __init__(self, base: Base, hf_config: object, settings: LoraConfig, switch: Switch, dtype: torch.dtype):
+        super().__init__()
+        self.base, self.switch, self.scale = base, switch, settings.scale
+        self._hf_config, self._dropout = hf_config, settings.dropout
+        self.is_per_expert = base.experts is not None and settings.experts == "per_expert"
+        outputs, inputs = base.shape
+        of_sources = base.layout.split(torch.empty(outputs, 1, device="meta"), len(base.modules), hf_config)
+        self._outputs = [len(part) for part in of_sources]
+        first = (base.experts[1],) if self.is_per_expert and base.experts is not None else ()
+        device = base.weights[0].device
+        self._places = [place for place, module in enumerate(base.modules) if module is not None]
+        self.pairs = nn.ModuleDict()
+        for place in self._places:
+            lora_a = torch.zeros(*first, settings.rank, inputs, dtype=dtype, device=device)
+            lora_b = torch.zeros(*first, self._outputs[place], settings.rank, dtype=dtype, device=device)
+            self.pairs[str(base.names[place])] = Pair(lora_a, lora_b)
+        for factor in self.factors():
+            self._mark(factor)
+
+    def factors(self) -> Iterator[Factor]:
+        """Yield both factors of every tensor."""
+        for place, pair in zip(self._places, self._pairs, strict=True):
+            module = self.base.modules[place]
+            for name, parameter, whole_where in (("lora_A", pair.lora_A, OUTPUTS), ("lora_B", pair.lora_B, INPUTS)):
+                cut = None if self.base.cut in (None, whole_where) or self.base.num_shards == 1 else self.base.cut
+                yield Factor(f"{module}.{name}", parameter, cut, self.base)
+
+    @property
+    def _pairs(self) -> list[Pair]:
+        return [pair for pair in self.pairs.values() if isinstance(pair, Pair)]
+
+    def _mark(self, factor: Factor) -> None:
+        """Tell Megatron-Core who shares a factor: for its gradient's reduction, and for the gradient's norm."""
+        base, parameter = self.base, factor.parameter
+        if factor.cut is not None:
+            set_tensor_model_parallel_attributes(parameter, True, factor.cut + parameter.dim() - 2, 1)
+        elif self.is_per_expert and base.num_shards == 1:
+            # Tensor-parallel ranks hold other experts.
+            set_tensor_model_parallel_attributes(parameter, True, 1, 1)
+        # What is whole sees a part of the tokens, or of an expert's width.
+        is_summed = factor.cut is None and (not self.is_per_expert or base.num_shards > 1) and base.sequence_is_cut
+        parameter.sequence_parallel = is_summed  # type: ignore[attr-defined]
+        if self.is_per_expert:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+    def down(self) -> Tensor:
+        """Return all `A`, one below the other: `[n * rank, inputs]`, of experts `[experts, n * rank, inputs]`."""
+        parts: list[Tensor] = [pair.lora_A for pair in self._pairs]
+        return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
+
+    def up(self) -> Tensor:
+        """Return all `B` in the order of the weight's rows: `[outputs, n * rank]`, of experts with these first."""
+        pairs = self._pairs
+        first = pairs[0].lora_B
+        rank, count = first.shape[-1], len(pairs)
+        parts = [first.new_zeros(*first.shape[:-2], length, count * rank) for length in self._outputs]
+        for number, (place, pair) in enumerate(zip(self._places, pairs, strict=True)):
+            parts[place] = F.pad(pair.lora_B, (number * rank, (count - 1 - number) * rank))
+        if not self.is_per_expert:
+            return self.base.layout.join(parts, self._hf_config)
+        # The layout joins rows, which have to come first; grouped products want a matrix behind the other.
+        whole = self.base.layout.join([part.movedim(0, -1) for part in parts], self._hf_config)
+        return whole.movedim(-1, 0).contiguous()
+
+    @torch.no_grad()
+    def delta(self, expert: int = 0) -> Tensor:
+        """Return what is added to a weight where the adapter is merged, in float32: `[outputs, inputs]`.
+
+        Args:
+            expert: Index of one of this rank's experts.
+        """
+        up, down = self.up().float(), self.down().float()
+        if self.is_per_expert:
+            up, down = up[expert], down[expert]
+        return self.scale * (up @ down)
+
+    def of_linear(self, inputs: Tensor) -> Tensor:
+        """Return what is added to the layer's output for its inputs `[..., inputs]`."""
+        base = self.base
+        hidden = F.linear(self._dropped(inputs), self.down())
+        if base.num_shards > 1 and base.experts is None:
+            hidden = self._shared(hidden)
+        return F.linear(hidden, self.up()) * self.scale
+
+    def _shared(self, hidden: Tensor) -> Tensor:
+        """Bring `A`'s products to the ranks that need them for their part of `B`'s."""
+        if self.base.cut == OUTPUTS:
+            if self.base.sequence_is_cut:
+                return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+            return copy_to_tensor_model_parallel_region(hidden)
+        if self.base.cut == INPUTS:
+            if self.base.sequence_is_cut:
+                return reduce_scatter_to_sequence_parallel_region(hidden)
+            return reduce_from_tensor_model_parallel_region(hidden)
+        return hidden
+
+    def of_router(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what is added to the logits `[..., experts]` of a router, which computes in a format of its own."""
+        hidden = F.linear(self._dropped(inputs).to(dtype), self.down().to(dtype))
+        return F.linear(hidden, self.up().to(dtype)) * self.scale
+
+    def of_expert(self, inputs: Tensor, expert: int) -> Tensor:
+        """Return what is added to one of this rank's experts' output, for its rows alone."""
+        if not self.is_per_expert:
+            return self.of_linear(inputs)
+        inputs = self._dropped(inputs)
+        return F.linear(F.linear(inputs, self.down()[expert]), self.up()[expert]) * self.scale
+
+    def of_experts(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return what is added to all experts' outputs.
+
+        Args:
+            rows: `[rows, inputs]`, sorted by this rank's experts.
+            ends: Where each expert's rows end, int32 `[experts]`.
+        """
+        if not self.is_per_expert:
+            return self.of_linear(rows)
+        down, up = self.down().transpose(1, 2), self.up().transpose(1, 2)
+        products = ExpertProducts(ends, rows, (rows.shape[1], down.shape[2], up.shape[2]))
+        hidden = grouped_product(self._dropped(rows), down, products)
+        return grouped_product(hidden, up, products) * self.scale
+
+    def _dropped(self, inputs: Tensor) -> Tensor:
+        if not self._dropout or not self.training:
+            return inputs
+        # Ranks with the same inputs drop the same ones of them, others their own.
+        with self._random_state():
+            return F.dropout(inputs, self._dropout)
+
+    def _random_state(self) -> AbstractContextManager[None]:
+        base = self.base
+        if base.experts is not None:
+            return get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
+        has_own_inputs = base.cut == INPUTS or base.sequence_is_cut
+        return get_cuda_rng_tracker().fork() if has_own_inputs else nullcontext()
+
+
+def adapters_in(chunks: Sequence[nn.Module]) -> list[Adapter]:
+    """Return the adapters of a model's chunks, in the order of its layers."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]

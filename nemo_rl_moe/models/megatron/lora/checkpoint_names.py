@@ -1,0 +1,55 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters in a checkpoint: the factors under peft's names, as pieces of full tensors that no layout changes."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.lora.adapter import Factor, adapters_in
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+PREFIX = "base_model.model."
+"""Of every name in peft."""
+
+
+def sharded_adapters(chunks: Sequence[nn.Module]) -> dict[str, ShardedTensor]:
+    """Return every factor of this rank; empty without adapters.
+
+    Factors of a layer's experts are one tensor `[experts, rows, columns]` without an expert's number in its name.
+    """
+    found = (_sharded(factor) for adapter in adapters_in(chunks) for factor in adapter.factors())
+    return {sharded.key: sharded for sharded in found}
+
+
+def _sharded(factor: Factor) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(
+        f"{PREFIX}{factor.name.replace('.{expert}', '')}.weight",
+        factor.parameter,
+        *_offsets(factor),
+        replica_id=_replica(factor),
+    )
+
+
+def _offsets(factor: Factor) -> Iterator[tuple[int, int, int]]:
+    base = factor.base
+    if factor.is_stacked:
+        size = parallel_state.get_expert_model_parallel_world_size()
+        yield 0, parallel_state.get_expert_model_parallel_rank(), size
+    if factor.cut is not None:
+        yield factor.cut + factor.parameter.dim() - 2, base.shard_rank, base.num_shards
+
+
+def _replica(factor: Factor) -> Any:
+    """Return which copy of its piece this rank holds, among the ranks of pipelines, of tensors and of data."""
+    if factor.is_stacked:
+        same = factor.cut is None and factor.base.num_shards > 1
+        copy = parallel_state.get_expert_tensor_parallel_rank() if same else 0
+        return 0, copy, parallel_state.get_expert_data_parallel_rank()
+    copy = 0 if factor.cut is not None else parallel_state.get_tensor_model_parallel_rank()
+    return 0, copy, parallel_state.get_data_parallel_rank(with_context_parallel=True)

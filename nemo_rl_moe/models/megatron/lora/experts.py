@@ -1,0 +1,82 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters beside the routed experts of a rank, whichever module computes these."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nemo_rl_moe.models.megatron.cpu.moe import ExpertProducts, GroupedExperts
+from nemo_rl_moe.models.megatron.lora.adapter import Adapter
+from nemo_rl_moe.models.megatron.lora.grouped_products import grouped_product
+
+# isort: split
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+FC1, FC2 = "linear_fc1", "linear_fc2"
+
+
+class AdaptedExperts(GroupedExperts):
+    """`GroupedExperts` with an adapter beside one of its products or both."""
+
+    adapters: Mapping[str, Adapter]
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Apply each expert to its rows of `[tokens, hidden]`, which are sorted by local expert."""
+        if not any(adapter.switch.is_on for adapter in self.adapters.values()):
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+        tokens, ends = permuted_local_hidden_states, tokens_per_expert.cumsum(0).to(torch.int32)
+        weights_1, weights_2 = self.linear_fc1_weights.transpose(1, 2), self.linear_fc2_weights.transpose(1, 2)
+        products = ExpertProducts(ends, tokens, (tokens.size(1), weights_1.size(2), weights_2.size(1)))
+        gate_up = self._with_term(FC1, tokens, grouped_product(tokens, weights_1, products), ends)
+        gate, up = gate_up.chunk(2, -1)
+        scaled = (F.silu(gate) * up * permuted_probs.unsqueeze(-1)).to(tokens.dtype)
+        return self._with_term(FC2, scaled, grouped_product(scaled, weights_2, products), ends), None
+
+    def _with_term(self, linear: str, rows: Tensor, output: Tensor, ends: Tensor) -> Tensor:
+        return output + self.adapters[linear].of_experts(rows, ends) if linear in self.adapters else output
+
+
+def attach_to_experts(experts: Any, adapters: dict[str, Adapter]) -> None:
+    """Put adapters beside a layer's routed experts, by the name of their product.
+
+    Raises:
+        TypeError: The experts are of a kind that no adapter is built for.
+    """
+    experts.adapters = nn.ModuleDict(adapters)
+    if isinstance(experts, GroupedExperts):
+        experts.__class__ = AdaptedExperts
+    elif isinstance(experts, SequentialMLP):
+        for name, adapter in adapters.items():
+            for index, expert in enumerate(experts.local_experts):
+                expert.get_submodule(name).register_forward_hook(_add_of_expert(adapter, index))
+    elif hasattr(experts, FC1):  # Transformer Engine's grouped layers
+        for name, adapter in adapters.items():
+            experts.get_submodule(name).register_forward_hook(_add_of_experts(adapter))
+    else:
+        raise TypeError(f"no adapter is built for experts of {type(experts).__name__}")
+
+
+def _add_of_expert(adapter: Adapter, index: int) -> Any:
+    def add(module: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
+        if not adapter.switch.is_on:
+            return None
+        return output[0] + adapter.of_expert(inputs[0], index), output[1]
+
+    return add
+
+
+def _add_of_experts(adapter: Adapter) -> Any:
+    def add(module: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
+        if not adapter.switch.is_on:
+            return None
+        rows, counts = inputs[:2]
+        ends = torch.as_tensor(counts, device=rows.device).cumsum(0).to(torch.int32)
+        return output[0] + adapter.of_experts(rows, ends), output[1]
+
+    return add

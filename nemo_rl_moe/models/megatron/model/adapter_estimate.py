@@ -1,0 +1,111 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of an adapter's parameters on each worker by arithmetic, without building a model."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_moe.config.schema_lora import LoraConfig
+from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.families.linear_targets import PLACES, ROUTED_EXPERTS, chosen_sources
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+
+# isort: split
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """Sizes of the Hugging Face tensors of a place; how ranks share them.
+
+    Attributes:
+        inputs: Of all of them.
+        outputs: Of each.
+        cut: Whether ranks share the inputs or the outputs; None: each has all.
+    """
+
+    inputs: int
+    outputs: tuple[int, ...]
+    cut: str | None
+
+
+def adapter_parameters(
+    config: TransformerConfig, hf_config: Any, lora: LoraConfig, layers: Iterable[tuple[int, bool]]
+) -> tuple[int, int]:
+    """Count the parameters of a rank's adapters: of all but experts' own, and of those.
+
+    Args:
+        layers: Of the rank: their indices, and whether they have experts.
+    """
+    dense = experts = 0
+    for index, has_experts in layers:
+        for place in PLACES:
+            linear = _linear(config, place, has_experts=has_experts)
+            if linear is None:
+                continue
+            is_routed = place.startswith(f"{ROUTED_EXPERTS}.")
+            if is_routed and lora.experts == "none":
+                continue
+            ranks = config.expert_tensor_parallel_size or 1 if is_routed else config.tensor_model_parallel_size
+            count = _count(place, linear, lora, index, hf_config, ranks)
+            if is_routed and lora.experts == "per_expert":
+                experts += count * (config.num_moe_experts // config.expert_model_parallel_size)
+            else:
+                dense += count
+    return dense, experts
+
+
+def _count(place: str, linear: _Linear, lora: LoraConfig, layer: int, hf_config: Any, ranks: int) -> int:
+    name = place.replace(ROUTED_EXPERTS, f"{ROUTED_EXPERTS}.0")
+    rule = family_of(hf_config).rules.find(f"decoder.layers.{layer}.{name}.weight")
+    assert rule is not None  # the place has sizes
+    names = chosen_sources(place, len(rule.sources), lora.targets)
+    outputs = linear.outputs if len(names) == len(linear.outputs) else (sum(linear.outputs),)
+    inputs = linear.inputs // ranks if linear.cut == "inputs" else linear.inputs
+    divisor = ranks if linear.cut == "outputs" else 1
+    return sum(lora.rank * (inputs + size // divisor) for size, chosen in zip(outputs, names, strict=True) if chosen)
+
+
+def _linear(config: TransformerConfig, place: str, *, has_experts: bool) -> _Linear | None:
+    """Return the sizes of a place; None where such a layer has none."""
+    if place.startswith("self_attention."):
+        return _latent_attention(config).get(place) if config.multi_latent_attention else _attention(config).get(place)
+    if place == "mlp.router":
+        return _Linear(config.hidden_size, (config.num_moe_experts,), None) if has_experts else None
+    kind, _, linear = place.rpartition(".")
+    widths = {
+        "mlp": None if has_experts else config.ffn_hidden_size,
+        "mlp.shared_experts": config.moe_shared_expert_intermediate_size if has_experts else None,
+        ROUTED_EXPERTS: config.moe_ffn_hidden_size if has_experts else None,
+    }
+    width = widths[kind]
+    if width is None:
+        return None
+    hidden = config.hidden_size
+    return _Linear(hidden, (width, width), "outputs") if linear == "linear_fc1" else _Linear(width, (hidden,), "inputs")
+
+
+def _attention(config: TransformerConfig) -> dict[str, _Linear]:
+    queries, keys = (n * config.kv_channels for n in (config.num_attention_heads, config.num_query_groups))
+    return {
+        "self_attention.linear_qkv": _Linear(config.hidden_size, (queries, keys, keys), "outputs"),
+        "self_attention.linear_proj": _Linear(queries, (config.hidden_size,), "inputs"),
+    }
+
+
+def _latent_attention(config: TransformerConfig) -> dict[str, _Linear]:
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    queries = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+    latents = config.kv_lora_rank + config.qk_pos_emb_head_dim
+    found = {
+        "kv_down_proj": _Linear(hidden, (latents,), None),
+        "kv_up_proj": _Linear(config.kv_lora_rank, (heads * (config.qk_head_dim + config.v_head_dim),), "outputs"),
+        "proj": _Linear(heads * config.v_head_dim, (hidden,), "inputs"),
+    }
+    if config.q_lora_rank is None:
+        found["q_proj"] = _Linear(hidden, (queries,), "outputs")
+    else:
+        found["q_down_proj"] = _Linear(hidden, (config.q_lora_rank,), None)
+        found["q_up_proj"] = _Linear(config.q_lora_rank, (queries,), "outputs")
+    return {f"self_attention.linear_{name}": linear for name, linear in found.items()}

@@ -1,0 +1,260 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of peft's adapters: `adapter_config.json`, and names and forms of the factors in `adapter_model.safetensors`.
+
+Experts have two forms. With names of their own, each has its factors: `experts.3.gate_proj.lora_A.weight`. Fused, as
+transformers holds them in memory, a layer's experts share two tensors of each kind: `A` `[experts * rank, inputs]`,
+which counts experts before ranks, and `B` `[outputs, rank * experts]`, which counts ranks before experts. Gate and up
+projection are one module there, of twice the rank, whose `B` has a block for each.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+
+from nemo_rl_moe.config.schema_lora import LoraConfig
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.hf_files import holds_megatron_weights
+from nemo_rl_moe.models.safetensors_folder import shown
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FOLDER = "adapter"
+"""Beside merged weights, the folder of the adapter."""
+PREFIX = "base_model.model."
+ExpertForm = Literal["per_expert", "fused"]
+
+# What this project's adapters are; of other values peft's adapter would compute something else.
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "fan_in_fan_out": (False, None),
+    "lora_bias": (False, None),
+    "layer_replication": (None,),
+    "layers_to_transform": (None,),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None,),
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+}
+# They take a part out of the base, which then is not the model in its folder.
+_CHANGED_BASE = re.compile(r"pissa|olora|loftq|corda|lora_ga")
+_EXPERT = re.compile(
+    r"(?P<layer>.*)\.(?P<mlp>\w+)\.experts\.(?:(?P<expert>\d+)\.)?(?P<kind>\w+)\.(?P<factor>lora_[AB])\.weight"
+)
+_LAYER = re.compile(r".*layers\.\d+\.")
+_NAMES = {
+    "gate": {"router"},
+    "w1": {"gate_proj"},
+    "w2": {"down_proj"},
+    "w3": {"up_proj"},
+    "gate_up_proj": {"gate_proj", "up_proj"},
+}
+"""Last part of a module's name to targets, where they differ."""
+_FIRST_HALVES, _SECOND_HALVES = ("gate_proj", "w1"), ("up_proj", "w3")
+
+
+@dataclass(frozen=True)
+class ExpertFactor:
+    """The name of a factor of a routed expert, in parts.
+
+    Attributes:
+        container: transformers' module of the layer's experts.
+        expert: Its number; None: all experts of the layer share the factor.
+        fused: The parameter of the container that its weight is a part of.
+        half: Which half of the parameter's outputs it is; None: it is all of them.
+        is_a: Whether it is the factor `A`.
+    """
+
+    container: str
+    expert: int | None
+    fused: str
+    half: int | None
+    is_a: bool
+
+
+def expert_factor(name: str) -> ExpertFactor | None:
+    """Return the parts of a factor's name; None where it belongs to no routed expert."""
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return None
+    kind = match["kind"]
+    half = 0 if kind in _FIRST_HALVES else 1 if kind in _SECOND_HALVES else None
+    fused = "down_proj" if kind in ("down_proj", "w2") else "gate_up_proj"
+    mlp = "mlp" if match["mlp"] == "block_sparse_moe" else match["mlp"]  # Mixtral's in its files
+    expert = None if match["expert"] is None else int(match["expert"])
+    return ExpertFactor(f"{match['layer']}.{mlp}.experts", expert, fused, half, match["factor"] == "lora_A")
+
+
+def adapter_config(
+    lora: LoraConfig, hf_config: Any, base: str, names: Iterable[str], form: ExpertForm
+) -> dict[str, Any]:
+    """Return the content of `adapter_config.json`.
+
+    Args:
+        base: Name or folder of the base.
+        names: Of all factors, as this project has them.
+        form: Of the experts.
+    """
+    rank = lora.rank
+    modules: set[str] = set()
+    parameters: set[str] = set()
+    fused: dict[str, set[int | None]] = {}
+    has_experts = family_of(hf_config).rules.find("decoder.layers.0.mlp.experts.0.linear_fc1.weight") is not None
+    for name in names:
+        module = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")[0]
+        leaf = module.rpartition(".")[2]
+        if found := expert_factor(name):
+            fused.setdefault(found.fused, set()).add(found.half)
+            if form == "per_expert":
+                modules.add(leaf)
+        elif leaf in ("gate", "router"):
+            parameters.add(f"{_LAYER.sub('', module).replace('block_sparse_moe', 'mlp')}.weight")
+        elif has_experts and ".self_attn." not in module:
+            # peft takes an MLP's names in a model with experts for those of the experts.
+            parameters.add(f"{module}.weight")
+        else:
+            modules.add(leaf)
+    twice = {parameter: len(halves) for parameter, halves in fused.items()}
+    if form == "fused":
+        parameters |= {f"mlp.experts.{parameter}" for parameter in fused}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": sorted(modules) or None,
+        "target_parameters": sorted(parameters) or None,
+        "rank_pattern": {rf".*\.{parameter}": times * rank for parameter, times in twice.items() if times > 1},
+        "alpha_pattern": {rf".*\.{parameter}": times * lora.alpha for parameter, times in twice.items() if times > 1},
+    }
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Read a folder's `adapter_config.json`.
+
+    Raises:
+        ConfigurationError: There is none, or it describes an adapter that this project's are not.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"policy.lora.path: {folder}: {CONFIG_FILE} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"policy.lora.path: {path}: got {shown(content)}, expected an object")
+    problems = [
+        f"policy.lora.path: {path}: {name}: got {shown(content[name])}, supported: {values[0]!r}"
+        for name, values in _FIXED.items()
+        if content.get(name, values[0]) not in values
+    ]
+    init = content.get("init_lora_weights")
+    if isinstance(init, str) and _CHANGED_BASE.match(init):
+        problems.append(
+            f"policy.lora.path: {path}: init_lora_weights: got {init!r}, whose base is not the model in its folder; "
+            "convert it to a plain adapter first (peft: save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    if problems:
+        raise ConfigurationError(problems)
+    return content
+
+
+def adapter_problems(lora: LoraConfig) -> list[str]:
+    """Return a line for each setting of `policy.lora` that is not that of the adapter that training begins with."""
+    if lora.path is None:
+        return []
+    folder = folder_of_peft(Path(lora.path))
+    if holds_megatron_weights(folder):
+        described = _section_of_checkpoint(folder)
+        expected = {"rank": described.get("rank"), "alpha": described.get("alpha")}
+    else:
+        content = read_adapter_config(folder)
+        expected = {"rank": content.get("r"), "alpha": content.get("lora_alpha")}
+        if not (folder / WEIGHTS_FILE).is_file():
+            return [f"policy.lora.path: {folder}: there is no {WEIGHTS_FILE}"]
+    own = {"rank": lora.rank, "alpha": lora.alpha}
+    return [
+        f"policy.lora.{name}: got {own[name]}, expected {shown(value)}, as in policy.lora.path {lora.path}"
+        for name, value in expected.items()
+        if value != own[name]
+    ]
+
+
+def folder_of_peft(folder: Path) -> Path:
+    """Return the folder of the adapter beside a run's final weights; any other as it is."""
+    inner = folder / ADAPTER_FOLDER
+    return inner if not (folder / CONFIG_FILE).is_file() and inner.is_dir() else folder
+
+
+def _section_of_checkpoint(folder: Path) -> dict[str, Any]:
+    """Return the section `policy.lora` of the run that wrote a checkpoint."""
+    try:
+        section = json.loads((folder / "state.json").read_bytes())["config"]["policy"]["lora"]
+    except (OSError, ValueError, KeyError, TypeError):
+        section = None
+    if not isinstance(section, dict):
+        raise ConfigurationError(f"policy.lora.path: {folder} is no checkpoint of a run with policy.lora")
+    return section
+
+
+def lora_of_folder(folder: Path) -> LoraConfig:
+    """Return the section `policy.lora` that describes an adapter: of peft's, or of a run's weights or checkpoint.
+
+    Raises:
+        ConfigurationError: It cannot be read, or is none that this project's can be.
+    """
+    folder = folder_of_peft(folder)
+    if holds_megatron_weights(folder):
+        return _checked({**_section_of_checkpoint(folder), "path": None}, folder)
+    content = read_adapter_config(folder)
+    try:
+        with safe_open(folder / WEIGHTS_FILE, "np") as file:
+            names = list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise ConfigurationError(f"policy.lora.path: {folder}: {WEIGHTS_FILE} cannot be read: {error}") from None
+    section = {
+        "rank": content.get("r"),
+        "alpha": float(content.get("lora_alpha") or 0),
+        "targets": sorted(_targets(names, content.get("target_parameters") or ())),
+        "dropout": 0.0,
+        "experts": "per_expert" if any(".experts." in name for name in names) else "none",
+        "init": "kaiming",
+        "path": None,
+    }
+    return _checked(section, folder / CONFIG_FILE)
+
+
+def _checked(section: Mapping[str, Any], where: Path) -> LoraConfig:
+    try:
+        return LoraConfig.model_validate(section)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        raise ConfigurationError([f"policy.lora.path: {where}: {line}" for line in lines]) from None
+
+
+def _targets(names: Iterable[str], parameters: Iterable[str]) -> set[str]:
+    """Return the targets of factors by their names, and by those of fused parameters."""
+    fused = {parameter.rpartition(".")[2] for parameter in parameters if ".experts." in parameter}
+    found = {"down_proj"} & fused | ({"gate_proj", "up_proj"} if "gate_up_proj" in fused else set())
+    for name in names:
+        module = name.removesuffix(".weight").rpartition(".")[0]
+        leaf = module.rpartition(".")[2]
+        if leaf not in ("experts", "base_layer"):
+            found |= _NAMES.get(leaf, {leaf})
+    return found
+
+
+def fused_module(container: str, fused: str, parameters: Collection[str]) -> str:
+    """Return the module under which peft keeps the factors of a fused parameter: it nests one around the other."""
+    is_inner = fused == "gate_up_proj" and "down_proj" in parameters
+    return f"{container}.base_layer" if is_inner else container

@@ -1,0 +1,209 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of tiny models with values that show, in this project's modules and in peft's."""
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+RANK = 4
+Array = npt.NDArray[Any]
+Factors = dict[str, Array]
+"""Whole factors by this project's name of each in a checkpoint, without peft's prefix."""
+
+_EXPERTS = re.compile(r"layers\.(\d+)\..*\.experts\.(\w+)\.(lora_[AB])\.weight$")
+
+
+def lora(experts: str = "per_expert", targets: Sequence[str] = ("all-linear",), **changes: Any) -> dict[str, Any]:
+    """Return a `policy.lora` section, as a keyword of `tiny_policy`."""
+    fields = {
+        "rank": RANK,
+        "alpha": 5.0,
+        "targets": list(targets),
+        "dropout": 0.0,
+        "experts": experts,
+        "init": "kaiming",
+        "path": None,
+    }
+    return {"lora": "{" + ", ".join(f"{name}: {_text(value)}" for name, value in {**fields, **changes}.items()) + "}"}
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    return f"[{', '.join(value)}]" if isinstance(value, list) else str(value)
+
+
+def pieces(chunks: Any) -> Iterator[Any]:
+    """Yield the `ShardedTensor` of each factor of this rank; its `data` is the parameter."""
+    from nemo_rl_moe.models.megatron.lora.checkpoint_names import sharded_adapters
+
+    yield from sharded_adapters(chunks).values()
+
+
+def _place(piece: Any) -> tuple[slice, ...]:
+    return tuple(
+        slice(start, start + length) for start, length in zip(piece.global_offset, piece.local_shape, strict=True)
+    )
+
+
+@torch.no_grad()
+def set_random(chunks: Any, seed: int = 0) -> None:
+    """Give every factor values that no layout changes, `B` among them, which begins with zeros."""
+    for piece in pieces(chunks):
+        generator = torch.Generator().manual_seed(zlib.crc32(piece.key.encode()) + seed)
+        whole = torch.randn(piece.global_shape, generator=generator) * (0.6 * piece.global_shape[-1] ** -0.5)
+        piece.data.copy_(whole[_place(piece)])
+
+
+def local_factors(chunks: Any, *, gradients: bool = False) -> list[tuple[str, tuple[int, ...], Any, Array]]:
+    """Return name, whole shape, place and values of each piece of this rank, or of its gradient."""
+    return [
+        (
+            piece.key.removeprefix("base_model.model."),
+            tuple(piece.global_shape),
+            _place(piece),
+            (piece.data.main_grad if gradients else piece.data).detach().float().numpy().copy(),
+        )
+        for piece in pieces(chunks)
+    ]
+
+
+def whole_factors(of_ranks: Sequence[Sequence[tuple[str, tuple[int, ...], Any, Array]]]) -> Factors:
+    """Put the ranks' pieces together. Replicas must agree in every bit, and nothing may be missing."""
+    found: Factors = {}
+    for of_rank in of_ranks:
+        for name, shape, place, values in of_rank:
+            whole = found.setdefault(name, np.full(shape, np.nan, np.float32))
+            held = whole[place]
+            if not np.isnan(held).all():
+                np.testing.assert_array_equal(held, values, err_msg=f"replicas of {name} differ")
+            whole[place] = values
+    assert not any(np.isnan(values).any() for values in found.values())
+    return found
+
+
+class PeftModel:
+    """transformers' model of a folder with peft's adapters: the same layers as this project's, the same values.
+
+    Args:
+        folder: A Hugging Face folder.
+        factors: This project's.
+        scale: Factor of the products.
+    """
+
+    def __init__(self, folder: Path, factors: Mapping[str, Array], scale: float):
+        import peft
+        from transformers import AutoModelForCausalLM
+
+        base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+        self._names = {name: _in_memory(name) for name in factors}
+        experts = {_kind(match.group(2)) for name in factors if (match := _EXPERTS.search(name))}
+        routers = any(name.endswith(".weight.lora_A.weight") for name in self._names.values())
+        fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+        parameters = sorted({f"mlp.experts.{fused.get(name, name)}" for name in experts})
+        router = ["mlp.router.weight" if hasattr(base.config, "swiglu_limit") else "mlp.gate.weight"]
+        modules = {
+            self._names[name].removesuffix(".lora_A.weight")
+            for name in factors
+            if name.endswith(".lora_A.weight") and not _EXPERTS.search(name) and not _is_router(name)
+        }
+        if experts or hasattr(base.config, "num_experts_per_tok"):
+            # peft takes an MLP's names in a model with experts for those of the experts.
+            parameters += [f"{name}.weight" for name in modules if ".self_attn." not in name]
+            modules = {name for name in modules if ".self_attn." in name}
+        twice = 2 if {"gate_proj", "up_proj"} <= experts else 1
+        config = peft.LoraConfig(
+            r=RANK,
+            lora_alpha=scale * RANK,
+            target_modules=sorted(modules) or None,
+            target_parameters=[*parameters, *(router if routers else [])],
+            rank_pattern={r".*\.gate_up_proj": twice * RANK},
+            alpha_pattern={r".*\.gate_up_proj": twice * scale * RANK},
+        )
+        self.model: Any = peft.get_peft_model(base, config).eval()
+        self._factors = factors
+        with torch.no_grad():
+            for name, parameter, index in self._all():
+                value = torch.from_numpy(factors[name])
+                if index is None:
+                    parameter.copy_(value)
+                else:
+                    _block(parameter, name, index, twice, self._num_experts).copy_(value)
+
+    def gradients(self) -> Factors:
+        """Return the gradients after a backward pass, under this project's names; of a shared factor the sum."""
+        found = {}
+        kinds = {_kind(match.group(2)) for name in self._factors if (match := _EXPERTS.search(name))}
+        twice = 2 if "gate_proj" in kinds else 1
+        for name, parameter, index in self._all():
+            gradient = parameter.grad
+            if index is not None:
+                gradient = _block(gradient, name, index, twice, self._num_experts)
+                if self._factors[name].ndim == 2:
+                    gradient = gradient.sum(0)
+            found[name] = gradient.numpy().copy()
+        return found
+
+    @property
+    def _num_experts(self) -> int:
+        config = self.model.config
+        return int(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0) or int(
+            config.n_routed_experts
+        )
+
+    def _all(self) -> Iterator[tuple[str, Tensor, int | None]]:
+        """Yield each name with peft's parameter; of experts also which half of the fused outputs it is."""
+        parameters = dict(self.model.named_parameters())
+        wrapped = {
+            (int(match.group(1)), module.parameter_name): module
+            for path, module in self.model.named_modules()
+            if type(module).__name__ == "ParamWrapper"
+            and ".experts" in path
+            and (match := re.search(r"layers\.(\d+)\.", path))
+        }
+        for name in self._factors:
+            if match := _EXPERTS.search(name):
+                layer, kind, factor = int(match.group(1)), _kind(match.group(2)), match.group(3)
+                fused = "down_proj" if kind == "down_proj" else "gate_up_proj"
+                module = wrapped[layer, fused]
+                yield name, getattr(module, factor)["default"].weight, int(kind == "up_proj")
+            else:
+                own = self._names[name].replace(".weight.lora_", ".lora_")
+                yield name, parameters[f"base_model.model.{own.removesuffix('.weight')}.default.weight"], None
+
+
+def _kind(name: str) -> str:
+    """Return the usual name of a product of an expert."""
+    return {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(name, name)
+
+
+def _is_router(name: str) -> bool:
+    return re.search(r"\.(gate|router)\.lora_[AB]\.weight$", name) is not None
+
+
+def _in_memory(name: str) -> str:
+    """Return transformers' name in memory: Mixtral's files have another."""
+    name = name.replace("block_sparse_moe.", "mlp.")
+    return re.sub(r"(\.(?:gate|router))\.(lora_[AB])", r"\1.weight.\2", name) if _is_router(name) else name
+
+
+def _block(parameter: Tensor, name: str, half: int, num_halves: int, num_experts: int) -> Tensor:
+    """Return the view `[experts, rows, columns]` of one tensor's factors within peft's.
+
+    In peft `A` counts experts before ranks, and `B` ranks before experts.
+    """
+    if re.search(r"\.(down_proj|w2|gate_up_proj)\.", name):
+        half, num_halves = 0, 1
+    if ".lora_A." in name:
+        return parameter.view(num_experts, -1, parameter.shape[-1])[:, half * RANK : (half + 1) * RANK]
+    of_experts = parameter.view(parameter.shape[0], -1, num_experts).permute(2, 0, 1)
+    outputs = parameter.shape[0] // num_halves
+    return of_experts[:, half * outputs : (half + 1) * outputs, half * RANK : (half + 1) * RANK]

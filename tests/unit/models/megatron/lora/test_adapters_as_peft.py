@@ -1,0 +1,73 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Logits, loss and gradients of adapters are those of peft on transformers' model; merged weights give the same."""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.gloo_ranks import run_ranks
+from tests.support.lora_models import Array
+from tests.support.lora_runs import Comparison, compare_with_peft, one_rank_policy
+from tests.support.quick_list import some_of
+
+TOLERANCE = 1e-5
+ROUNDING = 5e-5
+"""Of merged weights, which moves what latent attention computes of them."""
+ALL = ("all-linear",)
+WITH_ROUTER = ("all-linear", "router")
+
+FAMILIES = (
+    "qwen3_moe",
+    "llama",
+    "qwen2_moe",
+    "mixtral",
+    "olmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen3_moe_dense_layers_raw_weights",
+)
+
+
+def _cases() -> list[tuple[str, str, tuple[str, ...], str]]:
+    cases = [(name, mode, ALL, "auto") for name in FAMILIES for mode in ("per_expert", "shared") if name != "llama"]
+    cases += [("llama", "none", ALL, "auto"), ("qwen3_moe", "none", ("q_proj", "v_proj"), "auto")]
+    cases += [(name, "none", WITH_ROUTER, "auto") for name in ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")]
+    cases += [("qwen3_moe", "per_expert", ("down_proj",), "auto"), ("qwen3_moe", "per_expert", ALL, "local")]
+    cases += [("qwen3_moe", "per_expert", ("gate_proj", "up_proj"), "auto"), ("deepseek_v3", "shared", ALL, "local")]
+    return cases
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+def largest(found: Array, expected: Array) -> float:
+    """Return the largest difference, of numbers above 1 as a share of the largest."""
+    return float(np.abs(found - expected).max() / max(1.0, np.abs(expected).max()))
+
+
+@cache
+def compared(name: str, experts: str, targets: tuple[str, ...], layer_spec: str, root: str) -> Comparison:
+    policy = one_rank_policy(experts, targets, layer_spec=layer_spec)
+    (found,) = run_ranks(compare_with_peft, 1, name, policy, root)
+    assert isinstance(found, Comparison)
+    return found
+
+
+@pytest.mark.parametrize(("name", "experts", "targets", "layer_spec"), some_of(_cases(), 4))
+def test_as_peft(name: str, experts: str, targets: tuple[str, ...], layer_spec: str, folders: Path) -> None:
+    found = compared(name, experts, targets, layer_spec, str(folders))
+    assert largest(found.ours.logits, found.peft.logits) < TOLERANCE
+    assert abs(found.ours.loss - found.peft.loss) < TOLERANCE
+    assert found.ours.gradients.keys() == found.peft.gradients.keys()
+    for parameter, gradient in found.peft.gradients.items():
+        assert np.abs(gradient).max() > 10 * TOLERANCE, parameter  # there is something to compare
+        np.testing.assert_allclose(found.ours.gradients[parameter], gradient, atol=TOLERANCE, err_msg=parameter)
+    assert largest(found.merged, found.ours.logits) < ROUNDING
+    assert largest(found.base, found.ours_without) < TOLERANCE
+    assert largest(found.base, found.merged) > 0.05

@@ -1,0 +1,87 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""peft reads the adapters that are written here, in both forms of experts; what peft writes is read here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.peft_files import adapter_problems, lora_of_folder
+from tests.support.gloo_ranks import run_ranks
+from tests.support.lora_folders import logits_in_layout, peft_writes_and_we_read, we_write_and_peft_reads
+from tests.support.lora_models import lora
+from tests.support.quick_list import some_of
+from tests.support.tiny_model import layout, tiny_policy
+
+TOLERANCE = 3e-5
+WRITTEN = [
+    (name, experts, form)
+    for name in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss")
+    for experts in ("per_expert", "shared")
+    for form in ("per_expert", "fused")
+    if (name, form) not in (("gpt_oss", "per_expert"), ("qwen2_moe", "per_expert"))
+]
+"""gpt-oss has no such names; peft 0.21 knows them of Qwen2-MoE's relatives, and not of Qwen2-MoE."""
+
+
+@pytest.mark.parametrize(("name", "experts", "form"), some_of([*WRITTEN, ("llama", "none", "per_expert")], 4))
+def test_peft_reads_what_is_written(name: str, experts: str, form: str, tmp_path: Path) -> None:
+    policy = tiny_policy(1, **lora(experts))
+    ((ours, theirs),) = run_ranks(we_write_and_peft_reads, 1, name, policy, str(tmp_path), form)
+    assert np.abs(ours - theirs).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", some_of(["qwen3_moe", "llama", "deepseek_v3", "mixtral", "gpt_oss"], 2))
+def test_what_peft_writes_is_read(name: str, tmp_path: Path) -> None:
+    """With one factor `A` for gate and up projection, as peft makes them on fused experts."""
+    policy = tiny_policy(1, **lora("none" if name == "llama" else "per_expert", path=str(tmp_path / "adapter")))
+    ((ours, theirs),) = run_ranks(peft_writes_and_we_read, 1, name, policy, str(tmp_path))
+    assert np.abs(ours - theirs).max() < TOLERANCE
+    found = lora_of_folder(tmp_path / "adapter")
+    assert found.rank == 4
+    assert found.experts == ("none" if name == "llama" else "per_expert")
+
+
+def test_every_layout_writes_and_reads_the_same(tmp_path: Path) -> None:
+    policy = tiny_policy(1, **lora("per_expert"))
+    ((ours, _),) = run_ranks(we_write_and_peft_reads, 1, "qwen3_moe", policy, str(tmp_path), "fused")
+    many = tiny_policy(4, **lora("per_expert", path=str(tmp_path / "adapter")), **layout(tp=2, pp=2, ep=2))
+    again = tmp_path / "again"
+    found = run_ranks(logits_in_layout, 4, str(tmp_path / "model"), many, str(again))[0]
+    assert np.abs(found - ours).max() < TOLERANCE
+    one = tiny_policy(1, **lora("per_expert", path=str(again)))
+    (read,) = run_ranks(logits_in_layout, 1, str(tmp_path / "model"), one, str(tmp_path / "third"))
+    assert np.abs(read - ours).max() < TOLERANCE
+
+
+def _folder(tmp_path: Path, **changes: Any) -> Path:
+    content = {"peft_type": "LORA", "r": 4, "lora_alpha": 5.0, "bias": "none", **changes}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"use_dora": True}, "use_dora: got True, supported: False"),
+        ({"use_rslora": True}, "use_rslora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa_niter_4"}, "whose base is not the model in its folder"),
+        ({"r": 8}, "policy.lora.rank: got 4, expected 8"),
+        ({"lora_alpha": 6}, "policy.lora.alpha: got 5.0, expected 6"),
+    ],
+    ids=str,
+)
+def test_other_adapters_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    section = tiny_policy(1, **lora("none", path=str(_folder(tmp_path, **changes)))).lora
+    assert section is not None
+    try:
+        lines = adapter_problems(section)
+    except ConfigurationError as error:
+        lines = error.problems
+    assert any(said in line for line in lines), lines
