@@ -101,7 +101,9 @@ def test_nothing_is_left_of_a_run_that_is_ended_while_tools_run(number: signal.S
         run.wait_for_text("rollouts: no progress for ", START_LIMIT_S)
         children = [process for process in run.family() if CHILD in process.cmdline()]
         assert children
+        ports = run.ports()
         run.process.send_signal(number)
         run.wait_for_end(END_LIMIT_S)
         run.wait_until_nothing_runs(END_LIMIT_S)
-    assert not [process for process in children if process.is_running()]
+    assert not sft_runs.running(children)
+    assert not run_kills.ports_in_use(ports)
