@@ -6,9 +6,9 @@ import os
 import subprocess
 import sys
 import time
+from importlib import import_module
+from types import ModuleType
 from typing import Any
-
-from openai import AsyncOpenAI, OpenAI
 
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 
@@ -16,12 +16,17 @@ MARK = "left-by-an-agent"
 """In the command line of every child that an agent leaves."""
 
 
+def openai() -> ModuleType:
+    """Import the client when an agent runs: in a process that has it, W&B writes a hint to the error output."""
+    return import_module("openai")
+
+
 def agent(task: AgentTask) -> Any:
     """Do what the record says: `ask`, `raise`, `exit`, `die`, `hang` or `child`."""
     what = task.record["what"]
     if what == "none":
         return None
-    client = OpenAI()  # the variables of the environment say where
+    client = openai().OpenAI()  # the variables of the environment say where
     reply = client.chat.completions.create(model=task.model, messages=list(task.messages))
     print("the model said", reply.choices[0].message.content, flush=True)
     if what == "raise":
@@ -41,7 +46,7 @@ def agent(task: AgentTask) -> Any:
 
 async def asks_twice(task: AgentTask) -> dict[str, float]:
     """Ask a second question about the first answer, as a coroutine; the reward is the share of digits."""
-    client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
+    client = openai().AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
     messages: list[Any] = [*task.messages]
     first = await client.chat.completions.create(model=task.model, messages=messages, max_tokens=8)
     messages += [first.choices[0].message, {"role": "user", "content": "12+3="}]
@@ -53,7 +58,7 @@ async def asks_twice(task: AgentTask) -> dict[str, float]:
 
 def hangs_at_times(task: AgentTask) -> float:
     """Ask once; where the answer has a length that four divides, leave a child and hang."""
-    client = OpenAI(base_url=task.base_url, api_key=task.api_key)
+    client = openai().OpenAI(base_url=task.base_url, api_key=task.api_key)
     text = client.chat.completions.create(model=task.model, messages=list(task.messages)).choices[0].message.content
     if len(text) % 4 == 0:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", MARK])
@@ -63,7 +68,7 @@ def hangs_at_times(task: AgentTask) -> float:
 
 def hangs_with_a_child(task: AgentTask) -> float:
     """Ask once, leave a child, and hang."""
-    client = OpenAI(base_url=task.base_url, api_key=task.api_key)
+    client = openai().OpenAI(base_url=task.base_url, api_key=task.api_key)
     client.chat.completions.create(model=task.model, messages=list(task.messages))
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", MARK])
     time.sleep(1000)
@@ -72,7 +77,7 @@ def hangs_with_a_child(task: AgentTask) -> float:
 
 def asks_many_times(task: AgentTask) -> float:
     """Ask four questions in one conversation; the reward is the share of digits in the answers."""
-    client = OpenAI(base_url=task.base_url, api_key=task.api_key)
+    client = openai().OpenAI(base_url=task.base_url, api_key=task.api_key)
     messages: list[Any] = [*task.messages]
     texts = []
     for number in range(4):

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from openai import OpenAI
-
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.tools.formats.interface import ParsedCall, Schemas, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
+from tests.support.agents_of_tests import openai
 
 NOTES = "DRILL_CALLERS"
 """Environment variable with the folder in which each process that calls leaves its id, and a text while it does."""
@@ -59,7 +58,7 @@ ANY_TEXT = ToolFormat(read_calls, TOOL_FORMATS["hermes"].example)
 
 def asks_twice(task: AgentTask) -> None:
     """Ask, turn the answer around, and ask about that; the reward function scores."""
-    client = OpenAI(base_url=task.base_url, api_key=task.api_key)
+    client = openai().OpenAI(base_url=task.base_url, api_key=task.api_key)
     messages = list(task.messages)
     for _ in range(2):
         answer = client.chat.completions.create(model=task.model, messages=messages).choices[0].message
