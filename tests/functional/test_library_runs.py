@@ -213,7 +213,8 @@ def test_a_shipped_configuration_without_its_library_says_what_to_install(
     if importlib.util.find_spec(extra) is not None:
         pytest.skip(f"{extra} is installed")
     data = grpo_runs.make_prompts(tmp_path / "data", 4)
-    values = {"policy.model_name": sft_runs.MODEL, "logger.log_dir": tmp_path / "logs", "data.validation": None}
+    values = {"policy.model_name": sft_runs.MODEL, "policy.init": "random", "data.validation": None}
+    values["logger.log_dir"] = tmp_path / "logs"
     values["data.train.path"] = None if name == "verifiers" else data / "grpo.jsonl"
     overrides = sft_runs.as_overrides(values, {})
     done = shared_ray.run_here(["grpo", "--config", f"grpo_tiny_moe_{name}.yaml", *overrides], tmp_path)
