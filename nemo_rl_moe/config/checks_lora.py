@@ -12,7 +12,7 @@ _KEY, _MEGATRON = "policy.lora", "policy.megatron_cfg"
 
 
 _ADAPTER_TRANSPORTS = ("files", "gloo")
-"""Of the ways of weights, those to which every rank of the trainer brings its own tensors."""
+"""Transports to which every rank of the trainer brings its own tensors."""
 
 
 def rollouts_know_the_adapters(config: MasterConfig) -> Iterator[str]:

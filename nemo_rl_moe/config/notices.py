@@ -76,7 +76,7 @@ MOST_BFLOAT16_PARTS = 16
 
 
 MOST_OF_FULL_LENGTH = 64
-"""The same where it depends on the samples' lengths, if all had the greatest: few batches come near it."""
+"""Such microbatches where their number depends on the samples' lengths, if all samples had the greatest one."""
 
 
 def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:

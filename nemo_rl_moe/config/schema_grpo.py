@@ -196,8 +196,8 @@ class GenerationConfig(EngineSections):
     engines with GPUs of their own; cuda_ipc: engines read them in the trainer's GPUs, which they share; gloo: over the
     network, through the hosts' memory."""
     lora_refit: Literal["merged", "adapter"]
-    """What an engine with a copy gets of a policy with adapters. merged: all weights, with the adapters added; adapter:
-    the adapters alone, for engines that put them beside a base of their own."""
+    """Weights that an engine with a copy gets of a policy with adapters. merged: all of them, with the adapters added;
+    adapter: the adapters alone, for engines that put them beside a base of their own."""
     refit_check: RefitCheckConfig
     """Proof that weights have arrived, for engines that keep a copy."""
     max_new_tokens: PositiveInt

@@ -43,7 +43,7 @@ class LoraConfig(StrictModel):
     dropout: UnitFloat
     """Share of the adapters' inputs that training sets to zero."""
     experts: Literal["per_expert", "shared", "none"]
-    """Of routed experts: an adapter for each, one that all experts of a layer share, or none."""
+    """Adapters of routed experts: one for each expert, one that all experts of a layer share, or none."""
     init: Literal["kaiming", "gaussian"]
     """Values of `A`: uniform as of a linear layer (kaiming), or normal with the deviation `1 / rank` (gaussian). `B`
     begins with zeros, so that training begins with the model as it is."""

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker process of vLLM on a GPU imports before it loads a model (`worker_extension_cls`).
+"""Recorder of routes for a worker process of vLLM on a GPU, imported before a model is loaded (`worker_extension_cls`).
 
 A recorder of routes must be there when CUDA graphs are captured, which happens before an engine takes any call.
 """

@@ -65,6 +65,12 @@ def test_rollouts_know_the_adapters(grpo_problems_of: Problems) -> None:
         "policy.generation.lora_refit: got adapter, expected merged with policy.generation.backend megatron; engines"
         " that take an adapter: megatron_separate"
     ]
+    over_device = ("policy.generation.backend=megatron_separate", "policy.generation.weight_transport=nccl")
+    line = (
+        "policy.generation.weight_transport: got nccl, expected files or gloo with policy.generation.lora_refit adapter"
+    )
+    assert line in grpo_problems_of(lora(), "policy.generation.lora_refit=adapter", *over_device)
+    assert line not in grpo_problems_of(lora(), *over_device)
     assert grpo_problems_of(lora(dropout=0.1)) == [
         "policy.lora.dropout: got 0.1, expected 0.0 with rollouts, which are sampled without: the ratio of"
         " probabilities would measure it"

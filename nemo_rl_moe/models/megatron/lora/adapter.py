@@ -37,7 +37,7 @@ OUTPUTS, INPUTS = 0, 1
 
 
 class Switch:
-    """Whether adapters count: without them the model is its base."""
+    """Switch that turns all adapters of a model on or off: without them the model is its base."""
 
     def __init__(self) -> None:
         self.is_on = True

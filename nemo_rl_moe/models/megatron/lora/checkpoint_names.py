@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 PREFIX = "base_model.model."
-"""Of every name in peft."""
+"""Prefix of every name in peft's files."""
 
 
 def sharded_adapters(chunks: Sequence[nn.Module]) -> dict[str, ShardedTensor]:

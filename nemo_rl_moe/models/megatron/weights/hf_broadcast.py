@@ -35,7 +35,7 @@ def round_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """What one rank sends in one round."""
+    """Tensors that one rank sends in one round."""
 
     round: str
     root: int
