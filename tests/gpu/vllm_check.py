@@ -8,13 +8,13 @@ and random weights get no reward, so that dynamic sampling takes a second round.
 
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.runs.folder.metrics import read_metrics
 from tests.functional import grpo_runs, sft_runs
-from tests.gpu.checks import Failed
+from tests.gpu.models import Failed, Numbers
 
 NUM_STEPS = 3
 _MISSING = "train/moe/routing/rows_missing_share"
@@ -50,22 +50,46 @@ def exemplar(*, rehearse: bool) -> Path:
     return grpo_runs.EXEMPLAR if rehearse else grpo_runs.EXEMPLAR.with_name("grpo_tiny_moe_vllm.yaml")
 
 
-def vllm_routes_and_refit(*, rehearse: bool) -> dict[str, Any]:
-    """Return what the run's own metrics say of each step."""
+def vllm_routes_and_refit(*, rehearse: bool) -> Iterator[Numbers]:
+    """Yield what the run's own metrics say of each step."""
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as scratch:
         folder = Path(scratch)
-        subprocess.run(grpo_runs.command(overrides(folder, rehearse=rehearse), exemplar(rehearse=rehearse)), check=True)
-        records = read_metrics(sft_runs.only_run_folder(folder) / "metrics.jsonl")
-    return judged([record.metrics for record in records], 1 if rehearse else NUM_STEPS, has_engine=not rehearse)
+        records = _run(folder, overrides(folder, rehearse=rehearse), rehearse=rehearse)
+        yield judged(records, 1 if rehearse else NUM_STEPS, has_engine=not rehearse)
 
 
-def judged(records: Sequence[Mapping[str, float]], num_steps: int, *, has_engine: bool) -> dict[str, Any]:
-    """The numbers of a run.
+def vllm_resume(*, rehearse: bool) -> Iterator[Numbers]:
+    """Yield the same of a run that goes on from a checkpoint: its state is loaded beside an engine."""
+    with tempfile.TemporaryDirectory(prefix="gpu_check_") as scratch:
+        folder = Path(scratch)
+        saved = [
+            "checkpointing.enabled=true",
+            f"checkpointing.checkpoint_dir={folder / 'checkpoints'}",
+            "checkpointing.save_period=1",
+        ]
+        for last in (1, 2):
+            changes = [*saved, f"grpo.max_num_steps={last}"]
+            records = _run(folder, [*overrides(folder, rehearse=rehearse), *changes], rehearse=rehearse)
+        yield judged(records, 1, has_engine=not rehearse, is_resumed=True)
+
+
+def _run(folder: Path, settings: Sequence[str], *, rehearse: bool) -> list[Mapping[str, float]]:
+    """Run GRPO; return the metrics of the last run below the folder."""
+    subprocess.run(grpo_runs.command(settings, exemplar(rehearse=rehearse)), check=True)
+    last = max((folder / "logs").rglob("metrics.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    return [record.metrics for record in read_metrics(last)]
+
+
+def judged(
+    records: Sequence[Mapping[str, float]], num_steps: int, *, has_engine: bool, is_resumed: bool = False
+) -> Numbers:
+    """Return the numbers of a run.
 
     Args:
         records: Metrics of the start and of each step.
         num_steps: Steps that there must be.
         has_engine: The engine keeps a copy of the weights, which are checked after each refit.
+        is_resumed: It goes on from a checkpoint, without a validation at its start.
 
     Raises:
         Failed: Steps, validations, weights or routes are missing.
@@ -77,8 +101,9 @@ def judged(records: Sequence[Mapping[str, float]], num_steps: int, *, has_engine
     if len(steps) != num_steps:
         raise Failed(f"{len(steps)} steps instead of {num_steps}", numbers)
     validated = sum(_VALIDATED in metrics for metrics in records)
-    if validated != num_steps + 1:
-        raise Failed(f"{validated} validations instead of {num_steps + 1}", numbers)
+    expected = num_steps + (not is_resumed)
+    if validated != expected:
+        raise Failed(f"{validated} validations instead of {expected}", numbers)
     absent = [key for key in wanted if None in numbers[key]]
     if absent:
         raise Failed(f"steps lack {', '.join(absent)}", numbers)
