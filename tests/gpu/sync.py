@@ -29,7 +29,7 @@ def waits_counted() -> Iterator[Counter[Wait]]:
 
     def note(message: Any, *_: Any, **__: Any) -> None:
         if _SAID in str(message):
-            found[Wait(*caller(beyond=__file__), "synchronizes")] += 1
+            found[Wait(*caller(beyond=(__file__, warnings.__file__)), "synchronizes")] += 1
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ HEADER = "| date | card | torch, engine | check | numbers |\n|---|---|---|---|--
 NONE = "| none measured yet | | | | |\n"
 _LEFT_OUT = ("losses", "losses_on_cpu", "errors", "message", "waits", "planned_held_bytes")
 """Lists and texts that a table has no room for."""
+_WHOLE = 1000
+"""From here on decimals say nothing."""
 
 
 def rows(lines: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -28,27 +31,22 @@ def rows(lines: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _row(line: Mapping[str, Any]) -> str:
-    numbers = ", ".join(
-        _cell(name, value)
-        for name, value in line["numbers"].items()
-        if name not in _LEFT_OUT and value not in (None, {})
-    )
+    shown = {
+        name: value for name, value in line["numbers"].items() if name not in _LEFT_OUT and value not in (None, {})
+    }
+    numbers = ", ".join(_cell(name, value) for name, value in shown.items())
     releases = f"{line['torch']}, {line['transformer_engine']}"
     return f"| {line['date']} | {line['card']} | {releases} | `{line['name']}` | {numbers} |\n"
 
 
 def _cell(name: str, value: Any) -> str:
     """Return a number with its name, bytes in GB."""
+    words = name.replace("bytes", "GB").replace("_", " ")
     if "bytes" in name:
-        return f"{name.replace('bytes', 'GB').replace('_', ' ')} {value / 1e9:.2f}"
-    text = (
-        f"{value:,.4g}"
-        if isinstance(value, float) and value < 1000
-        else f"{value:,.0f}"
-        if isinstance(value, float)
-        else str(value)
-    )
-    return f"{name.replace('_', ' ')} {text}"
+        return f"{words} {value / 1e9:.2f}"
+    if isinstance(value, float):
+        return f"{words} {value:,.0f}" if value >= _WHOLE else f"{words} {value:.4g}"
+    return f"{words} {value:,}" if isinstance(value, int) else f"{words} {value}"
 
 
 def with_rows(page: str, found: Sequence[str]) -> str:
@@ -60,10 +58,10 @@ def with_rows(page: str, found: Sequence[str]) -> str:
     before, header, behind = page.partition(HEADER)
     if not header:
         raise ValueError(f"there is no table that begins with {HEADER.splitlines()[0]}")
-    table = [line for line in behind.partition("\n\n")[0].splitlines(keepends=True) if line != NONE]
-    rest = behind[len("".join(behind.partition("\n\n")[0].splitlines(keepends=True))) :]
-    present = sorted({line if line.endswith("\n") else f"{line}\n" for line in (*table, *found)}, reverse=True)
-    return before + header + ("".join(present) or NONE).removesuffix("\n") + rest
+    table = list(takewhile(lambda line: line.startswith("|"), behind.splitlines(keepends=True)))
+    rest = behind[len("".join(table)) :]
+    present = sorted({*table, *found} - {NONE}, reverse=True)
+    return before + header + ("".join(present) or NONE) + rest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,9 +6,9 @@
   python3 -m tests.gpu.three_calls 2    10 minutes: speed and memory of a rank of the 8-GPU recipe, every family
   python3 -m tests.gpu.three_calls 3     7 minutes: state on the host, refits, decoding, one long sequence
 
-Each installs the kit (.gpu, made by `make gpu-kit`) into a folder of its own and stops at its own limit. Where the kit
-has no extension for this Python and torch, 1 starts build_te.sh beside its checks, and 2 and 3 wait for it. Results are
-JSON lines in OUTPUT/results.jsonl; `python -m tests.gpu.table` makes the rows of docs/gpu.md of them.
+Each installs the kit (.gpu, made by `make gpu-kit`) into build/gpu/site and stops at its own limit. Where the kit has
+no extension for this Python and torch, 1 compiles it beside its checks, and 2 and 3 wait for it. Results are JSON lines
+in OUTPUT/results.jsonl; `python -m tests.gpu.table` makes rows of docs/gpu.md of them.
 """
 
 import argparse
@@ -24,7 +24,9 @@ from pathlib import Path
 from tests.gpu.run import REPOSITORY
 
 STAND_IN = REPOSITORY / "tests/support/transformer_engine_stand_in"
+SITE, BUILT = REPOSITORY / "build/gpu/site", REPOSITORY / "build/gpu/extension"
 LONGEST_BUILD_S = 400.0
+_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class NotReady(Exception):
     """Something that the checks need is not there."""
 
 
-def install(kit: Path, site: Path, wheels: Sequence[Path]) -> None:
-    """Install wheels of the kit into a folder, without an index.
+def install(kit: Path, wheels: Sequence[Path]) -> None:
+    """Install wheels into a folder of their own, without an index.
 
     Raises:
         NotReady: pip refuses; it has said why.
@@ -62,41 +64,49 @@ def install(kit: Path, site: Path, wheels: Sequence[Path]) -> None:
     if not kit.is_dir():
         raise NotReady(f"there is no kit at {kit}: make gpu-kit makes it, and it is carried with the repository")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
-    done = subprocess.run([*pip, "--no-compile", "--upgrade", "--target", str(site), *map(str, wheels)], check=False)
+    done = subprocess.run([*pip, "--no-compile", "--upgrade", "--target", str(SITE), *map(str, wheels)], check=False)
     if done.returncode != 0:
         raise NotReady(f"the kit's wheels cannot be installed: made for another Python than {sys.version.split()[0]}?")
 
 
-def extension_of(kit: Path) -> Path:
-    """Return where build_te.sh puts the extension for this Python and torch."""
-    import torch
+class Extension:
+    """Transformer Engine's extension for this Python and torch: in the kit, or compiled here.
 
-    major, minor = sys.version_info[:2]
-    return kit / "extension" / f"{torch.__version__}-cp{major}{minor}"
-
-
-def start_build(kit: Path, log: Path) -> None:
-    """Start the compiler, which goes on when this process has ended."""
-    with log.open("ab") as output:
-        subprocess.Popen(
-            ["sh", str(kit / "build_te.sh"), sys.executable], stdout=output, stderr=output, start_new_session=True
-        )
-
-
-def built_extension(kit: Path, log: Path, limit_s: float) -> list[Path]:
-    """Wait for the extension; return its wheel.
-
-    Raises:
-        NotReady: It does not come.
+    Args:
+        kit: Folder of the kit.
+        log: File that gets what the compiler says.
     """
-    folder, deadline = extension_of(kit), time.monotonic() + limit_s
-    if not folder.is_dir() and not any(folder.parent.glob(f".{folder.name}.*")):
-        start_build(kit, log)
-    while not folder.is_dir():
-        if time.monotonic() > deadline:
-            raise NotReady(f"Transformer Engine's extension is not compiled after {limit_s:.0f} s: see {log}")
-        time.sleep(1.0)
-    return sorted(folder.glob("*.whl"))
+
+    def __init__(self, kit: Path, log: Path):
+        import torch
+
+        name = f"{torch.__version__}-cp{sys.version_info[0]}{sys.version_info[1]}"
+        self._kit, self._log = kit, log
+        self._places = [folder / name for folder in (kit / "extension", BUILT)]
+
+    def wheel(self) -> Path | None:
+        """Return the wheel, if it is there."""
+        return next((path for place in self._places for path in place.glob("*.whl")), None)
+
+    def start_build(self) -> None:
+        """Start the compiler, where it neither has run nor runs; it goes on when this process has ended."""
+        if self.wheel() is None and not any(BUILT.glob(".*")):
+            with self._log.open("ab") as output:
+                command = ["sh", str(self._kit / "build_te.sh"), sys.executable, str(BUILT)]
+                subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+
+    def wait(self, limit_s: float) -> Path:
+        """Return the wheel when it has been compiled.
+
+        Raises:
+            NotReady: It does not come.
+        """
+        deadline = time.monotonic() + limit_s
+        while (found := self.wheel()) is None:
+            if time.monotonic() > deadline:
+                raise NotReady(f"Transformer Engine's extension is not compiled after {limit_s:.0f} s: see {self._log}")
+            time.sleep(_POLL_S)
+        return found
 
 
 def require_architecture(kit: Path) -> None:
@@ -122,16 +132,16 @@ def run(call: Call, kit: Path, output: Path, *, rehearse: bool) -> int:
     """
     began = time.monotonic()
     output.mkdir(parents=True, exist_ok=True)
-    site, log = output.parent / "gpu_site", output / "build.log"
-    install(kit, site, sorted((kit / "wheels").glob("*.whl")))
+    install(kit, sorted((kit / "wheels").glob("*.whl")))
     require_architecture(kit)
-    path = [str(site), str(REPOSITORY)]
-    if not call.engine:
+    path = [str(SITE), str(REPOSITORY)]
+    if not call.engine or rehearse:
         path.insert(0, str(STAND_IN))
-        if not extension_of(kit).is_dir() and not rehearse:
-            start_build(kit, log)
-    elif not rehearse:
-        install(kit, site, built_extension(kit, log, LONGEST_BUILD_S))
+    if not rehearse:
+        extension = Extension(kit, output / "build.log")
+        extension.start_build()
+        if call.engine:
+            install(kit, [extension.wait(LONGEST_BUILD_S)])
     left_s = call.limit_s - (time.monotonic() - began)
     command = [sys.executable, "-m", "tests.gpu.run", "--only", *call.checks, "--limit", f"{left_s:.0f}"]
     command += ["--output", str(output), *(["--rehearse"] if rehearse else [])]

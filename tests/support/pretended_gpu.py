@@ -356,12 +356,12 @@ _SKIPPED = (__file__, str(Path(__file__).with_name("nccl_rules.py")))
 _TESTS = f"{Path(__file__).resolve().parents[1]}/"
 
 
-def caller(*, beyond: str = __file__) -> tuple[str, str]:
-    """Return the owner and name of the innermost function outside of torch, of this file and of that of who asks."""
+def caller(*, beyond: Sequence[str] = ()) -> tuple[str, str]:
+    """Return the owner and name of the innermost function outside of torch, of this file and of others."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         file = frame.f_code.co_filename
-        is_skipped = file in (*_SKIPPED, beyond) or file.startswith((_TORCH, "<"))
+        is_skipped = file in (*_SKIPPED, *beyond) or file.startswith((_TORCH, "<"))
         if frame.f_code.co_name != "__torch_function__" and not is_skipped:
             break
         frame = frame.f_back
