@@ -127,8 +127,9 @@ def recipe_config(*, rehearse: bool, tokens: int, **changes: Any) -> GRPOMasterC
             "megatron_cfg__optimizer__exp_avg_dtype": "float32",
             "megatron_cfg__optimizer__exp_avg_sq_dtype": "float32",
         }
-    # Without the reference model, which some losses read.
-    values = _one_rank(rehearse, tokens, changes) | {"loss_fn.reference_policy_kl_penalty": 0.0}
+    values = _one_rank(rehearse, tokens, changes)
+    values |= {"policy.generation.max_new_tokens": tokens // 2}
+    values |= {"loss_fn.reference_policy_kl_penalty": 0.0}  # without the reference model
     return load_grpo_config("examples/configs/grpo_qwen3_30b_a3b_80gb.yaml", _overrides(values), check_paths=False)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,4 +51,4 @@ class HostMemory:
 def forget_kept() -> None:
     """Remove what this process has shared."""
     while KEPT:
-        KEPT.pop().unlink()
+        Path("/dev/shm", KEPT.pop().name).unlink()
