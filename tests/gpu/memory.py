@@ -104,7 +104,7 @@ def long(*, rehearse: bool) -> Iterator[Numbers]:
                 "logprob_seconds": round(scored, 3),
                 "train_seconds": round(trained, 3),
                 "replayed_share": result.moe_metrics.get("routing/replayed_share"),
-                **memory_of(config, trainer),
+                **memory_of(config, trainer, result),
             }
             del trainer
         yield numbers

@@ -21,6 +21,7 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, SFTMasterC
 from nemo_rl_moe.distributed.accelerators import peak_flops_per_second
 from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch, make_shard, per_sequence, per_token
 from nemo_rl_moe.models.flops import forward_flops
+from nemo_rl_moe.models.rank_results import RankTrainResult
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 
 Numbers = dict[str, Any]
@@ -256,16 +257,17 @@ def speed(trainer: Any, shard: GlobalBatchShard, seconds: Sequence[float]) -> Nu
     }
 
 
-def memory_of(config: MasterConfig, trainer: Any) -> Numbers:
-    """Return what is held and was held at most, beside what `plan` says; None for what only a GPU has."""
+def memory_of(config: MasterConfig, trainer: Any, result: RankTrainResult) -> Numbers:
+    """Return what is held and was held at most in a step, beside what `plan` says; None for what only a GPU has."""
     from nemo_rl_moe.models.megatron.model.memory_estimate import worker_memory
 
     planned = worker_memory(config, trainer.config, trainer.hf_config, 0)
-    on_gpu = torch.cuda.is_available()
+    # A step ends with its own report, and a new count.
+    peak, reserved = (result.memory.get(f"max_memory_{kind}_gb") for kind in ("allocated", "reserved"))
     return {
-        "held_bytes": torch.cuda.memory_allocated() if on_gpu else None,
+        "held_bytes": torch.cuda.memory_allocated() if torch.cuda.is_available() else None,
         "planned_held_bytes": planned.always,
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "peak_bytes": None if peak is None else round(1e9 * peak.reduce()),
         "planned_peak_bytes_at_least": planned.peak_at_least,
-        "reserved_bytes": torch.cuda.memory_reserved() if on_gpu else None,
+        "reserved_bytes": None if reserved is None else round(1e9 * reserved.reduce()),
     }

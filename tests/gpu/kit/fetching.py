@@ -29,7 +29,7 @@ _ANSWERS: Mapping[str, str] = {
 
 
 class NotFetched(UserError):
-    """A package that pip cannot get."""
+    """What pip cannot get; says which package."""
 
 
 def fetch_wheels(requirements: Sequence[str], folder: Path, python: str, machine: str) -> None:
@@ -41,8 +41,7 @@ def fetch_wheels(requirements: Sequence[str], folder: Path, python: str, machine
     platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(_NEWEST_GLIBC, _OLDEST_GLIBC - 1, -1)]
     options = ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}"]
     options += [f"--platform={name}" for name in (*platforms, f"manylinux2014_{machine}")]
-    for requirement in requirements:  # one by one, so that an error names one
-        _download(requirement, folder, options, os.environ)
+    _download(requirements, folder, options, os.environ)
 
 
 def fetch_sources(requirement: str, folder: Path) -> None:
@@ -58,12 +57,14 @@ def fetch_sources(requirement: str, folder: Path) -> None:
             path.write_text(text, encoding="utf-8")
             path.chmod(0o755)
         environment = os.environ | {"PYTHONPATH": answers, "CUDA_HOME": f"{answers}/toolkit"}
-        _download(requirement, folder, ["--no-binary=:all:", "--no-build-isolation"], environment)
+        _download([requirement], folder, ["--no-binary=:all:", "--no-build-isolation"], environment)
 
 
-def _download(requirement: str, folder: Path, options: Sequence[str], environment: Mapping[str, str]) -> None:
-    command = [*_PIP, "--dest", str(folder), *options, requirement]
+def _download(
+    requirements: Sequence[str], folder: Path, options: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    command = [*_PIP, "--dest", str(folder), *options, *requirements]
     found = subprocess.run(command, check=False, env=dict(environment), capture_output=True, text=True)
     if found.returncode != 0:
         said = [line.strip() for line in found.stderr.splitlines() if line.lower().startswith("error")]
-        raise NotFetched(f"pip cannot fetch {requirement}: {said[-1] if said else 'it gives no reason'}")
+        raise NotFetched(f"pip download: {said[-1].partition(': ')[2] if said else 'failed without a reason'}")
