@@ -108,7 +108,7 @@ CHECK = 8
         {"grpo__val_at_start": True, "grpo__val_period": 1},
         {"grpo__use_dynamic_sampling": True, "grpo__dynamic_sampling_max_gen_batches": 3},
         {"policy__offload_optimizer_for_generation": True, "policy__offload_optimizer_for_logprob": True},
-        {"policy__train_global_batch_size": 8, "policy__generation__vllm__prefix_caching": "reset"},
+        {"policy__train_global_batch_size": 8},
         {"cluster__cpu_workers_per_node": 2, "policy__megatron_cfg__expert_model_parallel_size": 2},
     ],
     ids=["validation", "dynamic sampling", "state on the host", "two updates a step", "two ranks"],

@@ -65,7 +65,7 @@ _TINY: Mapping[str, Any] = {
     **_SMALL,
     "hidden_size": 64,
     "head_dim": 16,
-    "num_experts": 8,
+    "num_experts": 16,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "intermediate_size": 64,
