@@ -115,9 +115,8 @@ def slice_step(*, rehearse: bool, num_steps: int = 5) -> Iterator[Numbers]:
         trainer = MegatronTrainer(config.policy, hf_config, None, num_steps=100)
         shards = [packed_shard(config, hf_config.vocab_size, seed) for seed in range(num_steps + 2)]
         steps = [timed_step(trainer, shard) for shard in shards]
-        numbers = speed(trainer, shards[0], [seconds for seconds, _ in steps[2:]]) | memory_of(
-            config, trainer, steps[-1][1]
-        )
+        numbers = speed(trainer, shards[0], [seconds for seconds, _ in steps[2:]])
+        numbers |= memory_of(config, trainer, steps[-1][1])
     numbers["losses"] = [result.global_loss for _, result in steps]
     if not all(torch.isfinite(torch.tensor(numbers["losses"]))):
         raise Failed("a loss is not finite", numbers)
