@@ -207,7 +207,7 @@ docs: $(DOCS_STAMP) ## the site in build/docs, from docs/ and the configuration'
 	@echo "[docs] open build/docs/index.html; with a search: $(VENV)/bin/python -m http.server --directory build/docs"
 
 clean: ## remove the environments and caches; data, logs and results stay
-	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) $(LIBRARIES_VENV) $(OPENENV_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) $(LIBRARIES_VENV) $(OPENENV_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .gpu build dist
 
 define MAKE_VENV
 	@[ -n "$(PYTHON)" ] || { echo "error: no Python >= 3.11 with the modules venv and ensurepip is on the path;" \
