@@ -103,7 +103,7 @@ def long(*, rehearse: bool) -> Iterator[Numbers]:
                 "head_chunk": chunk,
                 "logprob_seconds": round(scored, 3),
                 "train_seconds": round(trained, 3),
-                "replayed_share": result.moe_metrics.get("routing/replayed_share"),
+                "rows_missing_share": result.moe_metrics["routing/rows_missing_share"],
                 **memory_of(config, trainer, result),
             }
             del trainer
