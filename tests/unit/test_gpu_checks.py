@@ -3,6 +3,9 @@
 """`make test-gpu` without a GPU: its lines, its exit code, its arithmetic, and a rehearsal of every check."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 import warnings
 from collections import Counter
@@ -14,10 +17,12 @@ import torch
 
 from nemo_rl_moe.config.loading import load_grpo_config
 from tests.gpu import checks, run, vllm_check
+from tests.gpu.kit.closure import link_packages
 from tests.gpu.models import Failed, recipe_config
 from tests.gpu.rank_share import RECIPE
 from tests.gpu.run import CHECKS, Check, run_checks
 from tests.gpu.sync import growing, waits_counted
+from tests.gpu.three_calls import CALLS
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.pretended_gpu import Wait
@@ -179,6 +184,21 @@ def test_waits_that_grow_with_the_microbatches_are_ours_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_every_check_runs_on_cpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_checks(CHECKS, tmp_path, rehearse=True) == 0, capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_checks_run_with_what_a_machine_has_and_the_kit_brings(tmp_path: Path, repository_root: Path) -> None:
+    """In an environment that has nothing else."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "machine")], check=True)
+    (site,) = (tmp_path / "machine/lib").glob("python3*/site-packages")
+    link_packages(site)
+    environment = os.environ | {"PYTHONPATH": str(repository_root)}
+    of_three_calls = sorted({name for call in CALLS.values() for name in call.checks})
+    command = [str(tmp_path / "machine/bin/python"), "-m", "tests.gpu.run", "--rehearse", "--only", *of_three_calls]
+    done = subprocess.run(command, cwd=repository_root, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {line["name"] for line in lines_of(done.stdout)} == set(of_three_calls)

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.kit import make
+from tests.gpu.kit.closure import IMPORTED, carried
 from tests.gpu.kit.fatbin import NotALibrary, entries, keep_architectures, sections
 from tests.gpu.kit.pins import pins
 from tests.gpu.kit.slim_wheel import slim
@@ -142,7 +143,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "index"
     folder.mkdir()
     releases = pins(make.REPOSITORY / "constraints-gpu.txt", "3.12")
-    for name in (*make.CARRIED, make.ENGINE):
+    for name in (*carried(), make.ENGINE):
         make_wheel(folder, name, releases[name], {f"{name.replace('-', '_')}.py": b""})
     make_wheel(folder, make.LIBRARY, "2.17.1", ENGINE_FILES)
     root = f"transformer_engine_torch-{releases[make.EXTENSION]}"
@@ -156,6 +157,12 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def test_packages_of_packages_are_carried_and_those_of_torch_are_not() -> None:
+    assert set(IMPORTED) <= set(carried())
+    assert {"pydantic-core", "antlr4-python3-runtime", "wadler-lindig"} <= set(carried())
+    assert not {"numpy", "pyyaml", "typing-extensions", "torch", "packaging"} & set(carried())
+
+
 def test_a_kit_is_made(index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / ".gpu"
     (folder / "old").mkdir(parents=True)
@@ -166,7 +173,7 @@ def test_a_kit_is_made(index: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         "transformer_engine": "2.17.1",
     }
     wheels = sorted(path.name.partition("-")[0] for path in (folder / "wheels").iterdir())
-    assert wheels == sorted(name.replace("-", "_") for name in (*make.CARRIED, make.ENGINE, make.LIBRARY))
+    assert wheels == sorted(name.replace("-", "_") for name in (*carried(), make.ENGINE, make.LIBRARY))
     others = {path.name for path in folder.iterdir()}
     assert others == {"wheels", "kit.json", "build_te.sh", "transformer_engine_torch-2.17.1.tar.gz"}
     assert {path.name for path in tmp_path.iterdir()} == {".gpu", "index"}

@@ -1,61 +1,49 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that the checks of one GPU import beside those that the machine is taken to have.
+"""Packages of the checks of one GPU, by the metadata of what is installed here; and a folder with these alone."""
 
-`python -m tests.gpu.kit.closure` rehearses the checks on CPUs, one after the other in one process, and prints their
-names: `CARRIED` of make.py. What Transformer Engine alone imports is not among them: onnxscript, einops, packaging.
-"""
-
-import importlib
-import sys
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.gpu.run import CHECKS
-
-ON_THE_MACHINE = ("torch", "transformers", "einops", "psutil", "pyarrow", "xxhash")
-"""With what they require."""
-_NEITHER = ("nemo-rl-moe", "pip", "setuptools", "wheel")
+IMPORTED = ("einops", "jaxtyping", "megatron-core", "omegaconf", "psutil", "pydantic", "xxhash")
+"""What this project and the checks import there, beside the next ones."""
+ON_THE_MACHINE = ("torch", "transformers")
+"""Taken to be there, with what they require."""
+# With what they require: what other releases of transformers do not may be missing there.
+_NOT_CARRIED = ("torch", "numpy", "packaging", "pyyaml")
 
 
 def with_requirements(names: Iterable[str]) -> set[str]:
-    """Return packages with all that they require, as installed here, without their extras."""
+    """Return packages with all that they require, without their extras."""
     found: set[str] = set()
     waiting = list(map(canonicalize_name, names))
     while waiting:
         name = waiting.pop()
         if name in found:
             continue
-        found.add(name)
         try:
-            asked = [Requirement(text) for text in requires(name) or ()]
-        except PackageNotFoundError:  # of another platform
+            asked = [Requirement(text) for text in distribution(name).requires or ()]
+        except PackageNotFoundError:  # of torch's builds for CUDA
             continue
+        found.add(name)
         waiting += [canonicalize_name(each.name) for each in asked if each.marker is None or each.marker.evaluate()]
     return found
 
 
-def imported() -> set[str]:
-    """Return the packages of all modules that this process has imported."""
-    owners = packages_distributions()
-    tops = {name.partition(".")[0] for name in sys.modules}
-    return {canonicalize_name(owner) for top in tops for owner in owners.get(top, ())}
+def carried() -> list[str]:
+    """Return the packages that the kit brings."""
+    return sorted(with_requirements(IMPORTED) - with_requirements(_NOT_CARRIED))
 
 
-def main() -> int:
-    """Rehearse and print; return the exit code."""
-    for check in CHECKS:
-        if "vllm" in check.needs:
-            continue
-        print(f"[closure] {check.name}", file=sys.stderr, flush=True)
-        module, _, name = check.function.partition(":")
-        list(getattr(importlib.import_module(module), name)(rehearse=True))
-    print(*sorted(imported() - with_requirements(ON_THE_MACHINE) - set(_NEITHER)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def link_packages(folder: Path) -> None:
+    """Fill a folder with links to what the machine has and what the kit brings, for a Python that sees nothing else."""
+    for name in with_requirements((*IMPORTED, *ON_THE_MACHINE)):
+        found = distribution(name)
+        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            link = folder / top
+            if not link.exists():
+                link.symlink_to(Path(str(found.locate_file(top))))

@@ -21,22 +21,13 @@ from pathlib import Path
 
 from nemo_rl_moe.atomic_writes import delete
 from nemo_rl_moe.errors import EXIT_BAD_INPUT, UserError, report_error
+from tests.gpu.kit.closure import carried
 from tests.gpu.kit.fatbin import NotALibrary
 from tests.gpu.kit.fetching import fetch_sources, fetch_wheels
 from tests.gpu.kit.pins import pins
 from tests.gpu.kit.slim_wheel import slim
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-CARRIED = (
-    "annotated-types",
-    "antlr4-python3-runtime",
-    "megatron-core",
-    "omegaconf",
-    "pydantic",
-    "pydantic-core",
-    "typing-inspection",
-)
-"""What the checks import beside torch, transformers and what these require: tests/gpu/kit/closure.py computes it."""
 ENGINE, LIBRARY, EXTENSION = "transformer-engine", "transformer-engine-cu13", "transformer-engine-torch"
 BUILD_SCRIPT = Path(__file__).with_name("build_te.sh")
 FACTS = "kit.json"
@@ -64,7 +55,7 @@ class Target:
 def requirements(target: Target) -> list[str]:
     """Return what is fetched as it is, in the releases of constraints-gpu.txt."""
     releases = pins(REPOSITORY / "constraints-gpu.txt", target.python)
-    return [f"{name}=={releases[name]}" for name in (*CARRIED, ENGINE)] + list(target.also)
+    return [f"{name}=={releases[name]}" for name in (*carried(), ENGINE)] + list(target.also)
 
 
 def make_kit(target: Target, folder: Path) -> int:
