@@ -32,7 +32,7 @@ def overrides(data: Path, model: str = "tiny_qwen3_moe_tools", *more: str) -> li
     ]
 
 
-def test_definitions_stand_in_every_prompt(tmp_path: Path) -> None:
+def test_t08_definitions_stand_in_every_prompt(tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path, 3)
     tokenizer = load_tokenizer(str(ASSETS / "tiny_qwen3_moe_tools"))
     texts = {}

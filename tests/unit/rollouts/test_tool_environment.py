@@ -131,7 +131,7 @@ def test_the_model_calls_until_it_answers(name: str) -> None:
     assert all(definition["function"]["description"] in text for definition in INPUTS.tools or ()) == family.shows_tools
 
 
-def test_several_calls_of_a_turn_are_made_in_their_order_and_answered_once_each() -> None:
+def test_t07_several_calls_of_a_turn_are_made_in_their_order_and_answered_once_each() -> None:
     calls = Calls()
     both = called("add", a=1, b=2) + "\n" + called("say", text="x") + "\n" + called("add", a="3")
     session, found = play([both, "done"], calls)
@@ -195,7 +195,7 @@ def test_answers_to_bad_calls_are_cut_as_results_are() -> None:
     assert text.startswith("error: there is no tool 'ad'; did you me\n[cut: the first 40 of ")
 
 
-def test_a_model_that_never_calls_right_ends_at_the_most_turns() -> None:
+def test_t09_a_model_that_never_calls_right_ends_at_the_most_turns() -> None:
     wrong = "<tool_call>add</tool_call>"
     calls = Calls()
     session, found = play([wrong] * 9, calls, max_turns=3)
@@ -223,7 +223,7 @@ def test_what_is_thought_is_not_called() -> None:
     assert (calls.made, found.num_turns) == ([], 1)
 
 
-def test_a_result_that_does_not_fit_ends_the_trajectory_as_cut() -> None:
+def test_t06_a_result_that_does_not_fit_ends_the_trajectory_as_cut() -> None:
     session, whole = play([called("say", text="y" * 400), "done"])
     size = len(only_sequence(whole).token_ids)
     _, exact = play([called("say", text="y" * 400), "done"], max_tokens=size)

@@ -111,7 +111,7 @@ def test_the_server_listens_on_loopback_with_a_key_of_the_run_and_a_path_of_the_
         ({"tools": [{"type": "function"}]}, "tools[0]: expected the definition of a tool"),
     ],
 )
-def test_what_training_cannot_take_is_refused_in_one_line(more: dict[str, Any], message: str) -> None:
+def test_t19_what_training_cannot_take_is_refused_in_one_line(more: dict[str, Any], message: str) -> None:
     """T19: no parameter is dropped in silence."""
     with pytest.raises(RequestError) as caught:
         RULES.parse(BODY | more)
@@ -142,7 +142,7 @@ def session_of(what: str, responses: list[list[int]]) -> Session:
     return session
 
 
-def test_an_agent_that_raises_hangs_or_dies_costs_its_trajectory_alone(
+def test_t18_an_agent_that_raises_hangs_or_dies_costs_its_trajectory_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T18: an agent that never ends. Nothing of any is left."""
