@@ -107,7 +107,9 @@ class EndpointServer:
         except RequestError as error:
             return web.json_response(error.body, status=error.status)
         except web.HTTPException as error:
-            expected = "; expected POST .../v1/chat/completions or GET .../v1/models" if error.status in (404, 405) else ""
+            expected = (
+                "; expected POST .../v1/chat/completions or GET .../v1/models" if error.status in (404, 405) else ""
+            )
             message = f"{request.method} {request.path}: {error.reason}{expected}"
             return web.json_response(RequestError(message).body, status=error.status)
 
