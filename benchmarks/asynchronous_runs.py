@@ -7,10 +7,10 @@ thread each. Both modes run in turns, each as `nemo-rl-moe grpo`, so that a mach
 --cases chooses which part of a step is longer: a decoding step costs nearly as much for few sequences as for many,
 training does not. Nearly all responses are as long as they may be. Routing is not captured.
 
-The bound is what a perfect overlap of the two parts of a synchronous step would bring: generation with rewards, and
-everything else. Two processes side by side may each be slower than alone, as cores share caches and memory, and those
-of virtual machines sometimes one core. So two synchronous runs are timed side by side too, and the bound counts that
-slowdown.
+The bound is what a perfect overlap would bring: a synchronous step in which generation with rewards runs beside
+everything else but the refit and its check, which take trainer and engine. Two processes side by side may each be
+slower than alone, as cores share caches and memory, and those of virtual machines sometimes one core. So two
+synchronous runs are timed side by side too, and the bound counts that slowdown.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,9 +57,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--cases",
         type=case,
         nargs="+",
-        default=[Case(16, 32), Case(3, 128)],
+        default=[Case(16, 32), Case(4, 256)],
         metavar="PxT",
-        help="P prompts a step, of 8 responses each, of at most T tokens (default: 16x32 3x128)",
+        help="P prompts a step, of 8 responses each, of at most T tokens (default: 16x32 4x256)",
     )
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="runs of each kind (default: 3)")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="measured steps of a run (default: 20)")
@@ -86,15 +86,22 @@ class Timing:
     Attributes:
         step: From the end of one step to the end of the next.
         generation: Until responses and their rewards are there.
+        refit: Until the engine has new weights, and they are checked.
     """
 
     step: float
     generation: float
+    refit: float
 
     @property
-    def rest(self) -> float:
-        """Seconds of everything but generation, in a synchronous step."""
-        return self.step - self.generation
+    def training(self) -> float:
+        """Seconds of everything else, in a synchronous step."""
+        return self.step - self.generation - self.refit
+
+    def overlapped(self, slowdown: float) -> float:
+        """Return the seconds of a synchronous step if generation and training overlapped."""
+        shorter, longer = sorted((self.generation, self.training))
+        return self.refit + slowdown * shorter + longer - shorter
 
 
 def measured(sizes: Case, data: Path, options: argparse.Namespace) -> dict[str, object]:
@@ -113,26 +120,24 @@ def figures(found: Mapping[str, Sequence[Timing]]) -> dict[str, float]:
     synchronous = median_of(found["synchronous"])
     step = median_of(found["asynchronous"]).step
     slowdown = max(1.0, median_of(found["synchronous_side_by_side"]).step / synchronous.step)
-    shorter, longer = sorted((synchronous.generation, synchronous.rest))
-    bound = synchronous.step / (slowdown * shorter + longer - shorter)
+    bound = synchronous.step / synchronous.overlapped(slowdown)
     return {
         "synchronous_step_s": synchronous.step,
         "generation_s": synchronous.generation,
-        "rest_s": synchronous.rest,
+        "training_s": synchronous.training,
+        "refit_s": synchronous.refit,
         "asynchronous_step_s": step,
         "speedup": synchronous.step / step,
         "slowdown_side_by_side": slowdown,
         "bound": bound,
-        "bound_without_slowdown": synchronous.step / longer,
+        "bound_without_slowdown": synchronous.step / synchronous.overlapped(1.0),
         "share_of_bound": synchronous.step / step / bound,
     }
 
 
 def median_of(timings: Sequence[Timing]) -> Timing:
     """Return the median of each part over runs."""
-    return Timing(
-        statistics.median(timing.step for timing in timings), statistics.median(timing.generation for timing in timings)
-    )
+    return Timing(*map(statistics.median, zip(*map(astuple, timings), strict=True)))
 
 
 def timed(modes: Sequence[str], sizes: Case, data: Path, steps: int) -> list[Timing]:
@@ -193,14 +198,15 @@ def overrides(mode: str, sizes: Case, data: Path, steps: int, folder: Path) -> l
 
 def timing_of(records: Sequence[Mapping[str, Any]]) -> Timing:
     """Compute a run's seconds from its records, warm-up left out."""
-    steps = {}
+    ends, timings = [], []
     for record in records:
         metrics = record["metrics"]
         if "timing/step/seconds" in metrics:
-            steps[record["step"]] = record["time"], metrics["timing/generation/seconds"]
-    ends = [end for end, _ in steps.values()][WARM_UP_STEPS - 1 :]
-    generation = [seconds for _, seconds in steps.values()][WARM_UP_STEPS:]
-    return Timing((ends[-1] - ends[0]) / (len(ends) - 1), statistics.fmean(generation))
+            ends.append(record["time"])
+            timings.append([metrics[f"timing/{phase}/seconds"] for phase in ("generation", "refit", "refit_check")])
+    measured_ends = ends[WARM_UP_STEPS - 1 :]
+    generation, refit, check = (statistics.fmean(phase) for phase in zip(*timings[WARM_UP_STEPS:], strict=True))
+    return Timing((measured_ends[-1] - measured_ends[0]) / (len(measured_ends) - 1), generation, refit + check)
 
 
 if __name__ == "__main__":
