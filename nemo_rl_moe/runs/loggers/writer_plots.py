@@ -41,7 +41,7 @@ def draw_writers(title: str, load: WriterLoad) -> "Figure":
         row, column = divmod(writer, 2)
         axes = axes_at(figure, LEFT + column * (_WIDTH + _GAP), TOP + 24 + row * (height + BOTTOM), _WIDTH, height)
         share = loads[writer].sum() / loads.sum()
-        axes.set_title(f"{_LABELS[writer]} ({share:.0%} of the tokens)", fontsize=11, loc="left")
+        axes.set_title(f"{_LABELS[writer]} ({share:.0%} of tokens)", fontsize=11, loc="left")
         _draw_load(axes, load, writer)
         if column == 0:
             axes.set_ylabel("layer")
