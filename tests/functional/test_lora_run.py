@@ -207,3 +207,22 @@ def test_grpo_refits_an_engine_of_its_own(refit: str, tmp_path: Path) -> None:
     assert {value for _, value in history["train/refit/weights_compared"]} == {1.0}
     assert {value for _, value in history["train/refit/checks_failed"]} == {0.0}
     assert max(value for _, value in history["train/refit/logprob_gap"]) < 1e-4
+
+
+def test_later_refits_leave_out_what_is_frozen(tmp_path: Path) -> None:
+    """Adapters on the attention alone: experts and embeddings reach the engine once, and are compared in each step."""
+    data = grpo_runs.make_prompts(tmp_path / "data", 40)
+    changes: dict[str, Any] = {
+        "policy__lora": LORA | {"targets": ["q_proj", "v_proj"], "experts": "none"},
+        "policy__generation__backend": "megatron_separate",
+        "policy__megatron_cfg__optimizer__lr": 0.01,
+        **REWARD,
+        **sft_runs.only_jsonl(),
+    }
+    overrides = grpo_runs.settings(tmp_path, data, **changes)
+    done = grpo_runs.run_here([*overrides, f"+cluster.roles.{GENERATION_ROLE}={{}}"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    history = read_jsonl(sft_runs.only_run_folder(tmp_path) / "metrics.jsonl")
+    assert {value for _, value in history["train/refit/weights_compared"]} == {1.0}
+    assert {value for _, value in history["train/refit/checks_failed"]} == {0.0}
+    print([value for _, value in history["train/refit/bytes"]])
