@@ -252,7 +252,7 @@ def worker_that_keeps_kernels() -> type[VllmWorker]:
         def start(self) -> str | None:
             from nemo_rl_moe.generation.vllm import releases
 
-            releases.forget_packed_experts = lambda model: None
+            releases.PackedExperts._forget_layer = lambda packed, name: None
             return super().start()
 
     return Forgetful
