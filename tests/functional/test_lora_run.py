@@ -187,6 +187,24 @@ def test_generate_with_an_adapter_is_generate_with_merged_weights(
         assert record["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)
 
 
+def test_evaluate_with_an_adapter_is_evaluate_with_merged_weights(trained: Trained, tmp_path: Path) -> None:
+    data = grpo_runs.make_prompts(tmp_path / "data", 8)
+
+    def evaluated(name: str, model: Path, **changes: Any) -> tuple[Any, list[str]]:
+        folder = tmp_path / name
+        common = {"policy__model_name": model, "policy__init": "pretrained", "grpo__val_temperature": 0.0, **REWARD}
+        overrides = grpo_runs.settings(folder, data, **common, grpo__val_num_generations=1, **changes)
+        done = shared_ray.run_here(["evaluate", "--config", str(grpo_runs.EXEMPLAR), *overrides], folder)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        (output,) = (folder / "logs").iterdir()
+        samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+        return json.loads((output / "results.json").read_text())["reward"], [each["response"] for each in samples]
+
+    merged = evaluated("merged", trained.final)
+    assert evaluated("adapter", trained.base, policy__lora=LORA | {"path": str(trained.checkpoint)}) == merged
+    assert evaluated("base", trained.base) != merged
+
+
 @pytest.mark.parametrize("refit", ["merged", pytest.param("adapter", marks=pytest.mark.full)])
 def test_grpo_refits_an_engine_of_its_own(refit: str, tmp_path: Path) -> None:
     """The engine beside the trainer gets merged weights or adapters, which the check compares."""
