@@ -3,6 +3,7 @@
 """Runs that train adapters: what they leave, and what the other commands make of it."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,27 @@ def test_generate_with_an_adapter_is_generate_with_merged_weights(
     assert [record["token_ids"] for record in found] == [record["token_ids"] for record in expected]
     for record, other in zip(found, expected, strict=True):
         assert record["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)
+
+
+def test_verify_names_damage_in_every_folder_of_a_run(trained: Trained, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained.run_folder / "checkpoints", run)
+    done = shared_ray.called_here(["verify", str(run)])
+    assert done.returncode == 0, done.stderr
+    folders = [run / "final", run / "final" / "adapter", run / "step_3", run / "step_6"]
+    assert [line.partition(": ")[0] for line in done.stdout.splitlines()] == [str(folder) for folder in folders]
+    for file in (
+        run / "final" / "adapter" / "adapter_model.safetensors",
+        *(run / "step_6" / "policy").glob("*.distcp"),
+    ):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        done = shared_ray.called_here(["verify", str(run)])
+        assert done.returncode == 1
+        assert str(file) in done.stderr
+        content[-1] ^= 1
+        file.write_bytes(content)
 
 
 def test_evaluate_with_an_adapter_is_evaluate_with_merged_weights(trained: Trained, tmp_path: Path) -> None:
