@@ -224,8 +224,9 @@ class LaterRefit:
 def later_refit(name: str, root: str, policy: Any, on_device: bool) -> LaterRefit:
     """Run on every rank: a refit of all tensors, and one of those that changed."""
     with parallel_job(policy):
-        folder = Path(root, str(torch.distributed.get_rank()))
-        write_reference(name, folder)
+        folder = Path(root, name)
+        write_reference(name, folder)  # transformers writes on rank 0 alone
+        torch.distributed.barrier()
         trainer = trainer_of(folder, policy)
         first = _sent(trainer, on_device=on_device)
         set_random(trainer.chunks)
