@@ -53,7 +53,7 @@ LATER = [
     ("qwen3_moe", layout(tp=2, ep=2), ("all-linear",), "none", True),
     ("qwen3_moe", layout(tp=2, ep=2), ("down_proj",), "per_expert", False),
     ("qwen3_moe", layout(pp=2), ("all-linear",), "shared", True),
-    ("gpt_oss", layout(ep=2), ("gate_proj",), "per_expert", False),
+    ("gpt_oss", layout(ep=2), ("down_proj",), "per_expert", False),
     ("deepseek_v3", {}, ("kv_b_proj",), "none", False),
     ("mixtral", {}, ("all-linear",), "per_expert", False),
     ("llama", layout(tp=2), ("gate_proj",), "none", True),
