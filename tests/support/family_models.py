@@ -79,6 +79,17 @@ _GPT_OSS: Mapping[str, Any] = {
     "intermediate_size": 16,
     "swiglu_limit": 1.0,
 }
+_GLM: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "attention_bias": True,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+}
 
 
 @dataclass(frozen=True)
@@ -234,6 +245,38 @@ FAMILY_MODELS: Mapping[str, FamilyModel] = {
     "deepseek_v3_moonlight": FamilyModel(
         "deepseek_v3",
         {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-2, "routed_scaling_factor": 2.446},
+    ),
+    # As GLM-4.5-Air.
+    "glm4_moe": FamilyModel("glm4_moe", _GLM),
+    # As GLM-4.5, with norms, and with groups besides, positions stretched in the rotated part of heads.
+    "glm4_moe_norms_groups": FamilyModel(
+        "glm4_moe",
+        {
+            **_GLM,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {
+                **_ROPE["yarn"],
+                "partial_rotary_factor": 0.5,
+                "attention_factor": 1.0,
+            },
+        },
+    ),
+    "glm4_moe_without_biases": FamilyModel("glm4_moe", {**_GLM, "attention_bias": False, "num_hidden_layers": 2}),
+    # As GLM-4.7-Flash.
+    "glm4_moe_lite": FamilyModel(
+        "glm4_moe_lite",
+        {
+            **{name: value for name, value in _DEEPSEEK.items() if name != "first_k_dense_replace"},
+            "q_lora_rank": 10,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.8,
+            "v_head_dim": 12,
+        },
     ),
 }
 """By a name for people that begins with the model type."""

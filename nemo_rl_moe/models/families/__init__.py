@@ -8,13 +8,15 @@ from typing import Any
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.families import deepseek, dense, gpt_oss, internvl, qwen_vl, softmax_moe
+from nemo_rl_moe.models.families import deepseek, dense, glm, gpt_oss, internvl, qwen_vl, softmax_moe
 from nemo_rl_moe.models.families.rules import ModelFamily
 from nemo_rl_moe.models.families.vision import VisionFamily, decoder_section
 
 FAMILIES: Mapping[str, ModelFamily] = {
     "deepseek_v2": deepseek.DEEPSEEK_V2,
     "deepseek_v3": deepseek.DEEPSEEK_V3,
+    "glm4_moe": glm.GLM4_MOE,
+    "glm4_moe_lite": glm.GLM4_MOE_LITE,
     "gpt_oss": gpt_oss.GPT_OSS,
     "llama": dense.LLAMA,
     "mistral": dense.MISTRAL,

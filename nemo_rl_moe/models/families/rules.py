@@ -253,6 +253,11 @@ def _none_unused(hf_config: Any) -> Mapping[str, str]:
     return {}
 
 
+def _whole_heads(hf_config: Any) -> float:
+    del hf_config
+    return 1.0
+
+
 @dataclass(frozen=True)
 class ModelFamily:
     """Mapping of one Hugging Face model type to Megatron-Core.
@@ -264,6 +269,7 @@ class ModelFamily:
         unused_tensors: Regular expressions (full match) of tensors that the model may ignore, each with the reason.
         exported_fields: Fields of an exported `config.json` that declare the left-out tensors absent.
         normalizes_all_heads: Norms of queries and keys run over all heads together.
+        rotary_percent: Part of each head that is rotated, its first entries.
         vision: Parts beside the decoder; None for text alone.
     """
 
@@ -276,4 +282,5 @@ class ModelFamily:
     unused_tensors: Callable[[Any], Mapping[str, str]] = _none_unused
     exported_fields: Mapping[str, Any] = field(default_factory=dict)
     normalizes_all_heads: bool = False
+    rotary_percent: Callable[[Any], float] = _whole_heads
     vision: "VisionFamily | None" = None

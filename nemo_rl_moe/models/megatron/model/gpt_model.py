@@ -187,6 +187,7 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
         share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
         position_embedding_type="mrope" if has_mrope else "rope",
         rotary_base=family.rotary_base(hf_config),
+        rotary_percent=family.rotary_percent(hf_config),
         # Images take their places among all tokens, which are cut afterwards.
         scatter_embedding_sequence_parallel=not has_vision,
         vp_stage=vp_stage,
