@@ -204,7 +204,7 @@ def test_yarn_positions(tmp_path: Path) -> None:
         ({"rope_theta": 0}, r"rope_theta: got 0, expected a number above 0"),
         (
             {"rope_type": "default", "partial_rotary_factor": 0.5},
-            r"rope_parameters.partial_rotary_factor: got 0.5, a field that is not known for rope_type 'default'",
+            r"rope_parameters.partial_rotary_factor: got 0.5, expected 1.0: the family rotates whole heads",
         ),
         (
             {"rope_type": "linear", "factor": 2.0, "beta_fast": 1.0},
