@@ -73,7 +73,19 @@ def write_reference(name: str, folder: Path, *, as_in_memory: bool = False) -> N
         for tensor_name, tensor in tensors.items():
             if tensor_name in persistent:
                 tensor.copy_(_random_values(tensor_name, tensor))
+    save_model(model, folder, as_in_memory=as_in_memory)
+
+
+def save_model(model: Any, folder: Path, *, as_in_memory: bool = False) -> None:
+    """Write a model of transformers in several files."""
     model.save_pretrained(folder, max_shard_size=_SHARD_SIZE, save_original_format=not as_in_memory)
+
+
+def read_model(folder: Path) -> Any:
+    """Return a folder's model as transformers computes it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
 
 
 def _random_values(name: str, like: Tensor) -> Tensor:
@@ -88,9 +100,7 @@ def _random_values(name: str, like: Tensor) -> Tensor:
 
 def reference_outputs(folder: Path) -> ModelOutputs:
     """Return what transformers computes with a folder."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    model = read_model(folder)
     ids = token_ids(model.config.vocab_size)
     chosen, scores = [], []
 
@@ -109,9 +119,7 @@ def reference_outputs(folder: Path) -> ModelOutputs:
 
 def greedy_responses(folder: Path) -> list[Response]:
     """Return the most likely next token of `PROMPTS`, again and again, without a cache."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    model = read_model(folder)
     return [_greedy_response(model, prompt) for prompt in PROMPTS]
 
 

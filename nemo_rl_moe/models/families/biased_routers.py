@@ -100,7 +100,7 @@ def moe_layer_pattern(hf_config: Any) -> list[int]:
         ConfigurationError: The two differ, or a dense layer follows one with experts.
     """
     num_layers, kinds = hf_config.num_hidden_layers, getattr(hf_config, "mlp_layer_types", None)
-    num_dense = getattr(hf_config, "first_k_dense_replace", None)
+    num_dense: Any = getattr(hf_config, "first_k_dense_replace", None)
     if kinds is None:
         return [int(index >= num_dense) for index in range(num_layers)]
     found = sum(kind == "dense" for kind in kinds)
