@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_rl_moe.models.families import FAMILIES
+
 _SIZES: Mapping[str, Any] = {
     "num_hidden_layers": 2,
     "hidden_size": 32,
@@ -122,10 +124,22 @@ class FamilyModel:
         return "num_experts_per_tok" in self.fields
 
     def hf_config(self) -> Any:
-        """Return the configuration as transformers has it."""
+        """Return the configuration as this project has it."""
+        config = self.transformers_config()
+        if config.model_type != self.model_type:
+            config.model_type = self.model_type
+        return config
+
+    def transformers_config(self) -> Any:
+        """Return the configuration of transformers' model, which may know the family as another one."""
         from transformers import AutoConfig
 
-        return AutoConfig.for_model(self.model_type, **{**_SIZES, **self.fields})
+        known_type = FAMILIES[self.model_type].transformers_type or self.model_type
+        return AutoConfig.for_model(known_type, **{**_SIZES, **self.fields})
+
+    def config_json(self) -> dict[str, Any]:
+        """Return the content of `config.json`."""
+        return {**self.transformers_config().to_dict(), "model_type": self.model_type}
 
 
 FAMILY_MODELS: Mapping[str, FamilyModel] = {
@@ -276,6 +290,31 @@ FAMILY_MODELS: Mapping[str, FamilyModel] = {
             "n_shared_experts": 1,
             "routed_scaling_factor": 1.8,
             "v_head_dim": 12,
+        },
+    ),
+    "minimax_m2": FamilyModel(
+        "minimax_m2",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 12,
+            "router_aux_loss_coef": 0.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    # With YaRN's two bounds in one place, as released.
+    "kimi_k2": FamilyModel(
+        "kimi_k2",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": 10,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": {**_DEEPSEEK_YARN, "beta_fast": 1.0, "beta_slow": 1.0},
         },
     ),
 }

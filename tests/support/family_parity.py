@@ -27,6 +27,7 @@ from tests.support.family_reference import (
     ModelOutputs,
     Response,
     greedy_responses,
+    read_model,
     reference_outputs,
     write_reference,
 )
@@ -160,11 +161,7 @@ def read_exports(names: Sequence[str], root: str, exports: str) -> dict[str, Exp
 
 
 def _read_export(folder: Path, exports: Path) -> Export:
-    from transformers import AutoModelForCausalLM
-
-    original, same = (
-        AutoModelForCausalLM.from_pretrained(source, dtype="auto").state_dict() for source in (folder, exports / "same")
-    )
+    original, same = (read_model(source, dtype="auto").state_dict() for source in (folder, exports / "same"))
     is_same = original.keys() == same.keys() and all(
         tensor.dtype == same[name].dtype and torch.equal(tensor, same[name]) for name, tensor in original.items()
     )

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models as transformers makes, writes and computes them; and how close other outputs come to these."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from nemo_rl_moe.models.families import FAMILIES
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.tiny_model import tiny_batch
 
@@ -66,7 +68,8 @@ def write_reference(name: str, folder: Path, *, as_in_memory: bool = False) -> N
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(FAMILY_MODELS[name].hf_config(), dtype=torch.float32)
+    family_model = FAMILY_MODELS[name]
+    model = AutoModelForCausalLM.from_config(family_model.transformers_config(), dtype=torch.float32)
     with torch.no_grad():
         persistent = set(model.state_dict())
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -74,6 +77,7 @@ def write_reference(name: str, folder: Path, *, as_in_memory: bool = False) -> N
             if tensor_name in persistent:
                 tensor.copy_(_random_values(tensor_name, tensor))
     save_model(model, folder, as_in_memory=as_in_memory)
+    (folder / "config.json").write_text(json.dumps(family_model.config_json()))
 
 
 def save_model(model: Any, folder: Path, *, as_in_memory: bool = False) -> None:
@@ -81,11 +85,15 @@ def save_model(model: Any, folder: Path, *, as_in_memory: bool = False) -> None:
     model.save_pretrained(folder, max_shard_size=_SHARD_SIZE, save_original_format=not as_in_memory)
 
 
-def read_model(folder: Path) -> Any:
+def read_model(folder: Path, dtype: torch.dtype | str = torch.float32) -> Any:
     """Return a folder's model as transformers computes it."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    fields = json.loads((folder / "config.json").read_text())
+    model_type = fields.pop("model_type")
+    config = AutoConfig.for_model(FAMILIES[model_type].transformers_type or model_type, **fields)
+    found = AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager", dtype=dtype)
+    return found.eval()
 
 
 def _random_values(name: str, like: Tensor) -> Tensor:

@@ -101,9 +101,8 @@ class PeftModel:
 
     def __init__(self, folder: Path, factors: Mapping[str, Array], scale: float):
         import peft
-        from transformers import AutoModelForCausalLM
 
-        base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+        base = read_model(folder)
         self._names = {name: _in_memory(name) for name in factors}
         experts = {_kind(match.group(2)) for name in factors if (match := _EXPERTS.search(name))}
         routers = any(name.endswith(".weight.lora_A.weight") for name in self._names.values())

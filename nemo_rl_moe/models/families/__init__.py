@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.families import deepseek, dense, glm, gpt_oss, internvl, qwen_vl, softmax_moe
+from nemo_rl_moe.models.families import deepseek, dense, glm, gpt_oss, internvl, minimax, qwen_vl, softmax_moe
 from nemo_rl_moe.models.families.rules import ModelFamily
 from nemo_rl_moe.models.families.vision import VisionFamily, decoder_section
 
@@ -18,7 +18,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "glm4_moe": glm.GLM4_MOE,
     "glm4_moe_lite": glm.GLM4_MOE_LITE,
     "gpt_oss": gpt_oss.GPT_OSS,
+    "kimi_k2": deepseek.KIMI_K2,
     "llama": dense.LLAMA,
+    "minimax_m2": minimax.MINIMAX_M2,
     "mistral": dense.MISTRAL,
     "mixtral": softmax_moe.MIXTRAL,
     "olmoe": softmax_moe.OLMOE,

@@ -119,7 +119,12 @@ def moe_layer_pattern(hf_config: Any) -> list[int]:
 
 def unused_tensors(hf_config: Any) -> Mapping[str, str]:
     """Return the tensors of a checkpoint that the model has no use for."""
+    return unused_layers(hf_config, getattr(hf_config, "num_nextn_predict_layers", None))
+
+
+def unused_layers(hf_config: Any, number: int | None) -> Mapping[str, str]:
+    """Return the tensors of so many layers behind the model's own, which predict further tokens."""
     first_extra = hf_config.num_hidden_layers
-    extra_layers = range(first_extra, first_extra + max(getattr(hf_config, "num_nextn_predict_layers", None) or 0, 0))
+    extra_layers = range(first_extra, first_extra + max(number or 0, 0))
     reason = "a layer that predicts tokens further ahead, which neither training nor the model's logits use"
     return {rf"model\.layers\.{index}\..*": reason for index in extra_layers}

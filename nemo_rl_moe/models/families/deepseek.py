@@ -1,9 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V2 and DeepSeek-V3: latent attention, shared experts, and dense layers before those with experts."""
+"""DeepSeek-V2, DeepSeek-V3 and Kimi-K2: latent attention, shared experts, dense layers before those with experts."""
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nemo_rl_moe.errors import ConfigurationError
@@ -202,3 +203,7 @@ DEEPSEEK_V3 = ModelFamily(
     unused_tensors=biased_routers.unused_tensors,
     exported_fields=biased_routers.EXPORTED_FIELDS,
 )
+
+
+# The files have the form of DeepSeek-V3's under a type of their own, by which engines choose what is best for it.
+KIMI_K2 = replace(DEEPSEEK_V3, name="Kimi-K2", transformers_type="deepseek_v3")

@@ -270,6 +270,7 @@ class ModelFamily:
         exported_fields: Fields of an exported `config.json` that declare the left-out tensors absent.
         normalizes_all_heads: Norms of queries and keys run over all heads together.
         rotary_percent: Part of each head that is rotated, its first entries.
+        transformers_type: `model_type` of transformers' class for such files, where theirs is none that it knows.
         vision: Parts beside the decoder; None for text alone.
     """
 
@@ -283,4 +284,5 @@ class ModelFamily:
     exported_fields: Mapping[str, Any] = field(default_factory=dict)
     normalizes_all_heads: bool = False
     rotary_percent: Callable[[Any], float] = _whole_heads
+    transformers_type: str | None = None
     vision: "VisionFamily | None" = None

@@ -143,7 +143,7 @@ def test_layers_for_further_tokens_are_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_value_is_named(model: str, field: str, value: Any, supported: str, tmp_path: Path) -> None:
-    fields = FAMILY_MODELS[model].hf_config().to_dict()
+    fields = FAMILY_MODELS[model].config_json()
     with pytest.raises(ConfigurationError) as caught:
         read_config(tmp_path, **{**fields, field: value})
     (problem,) = caught.value.problems

@@ -99,7 +99,7 @@ def test_other_families_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", FAMILIES)
 def test_unknown_field_is_named(model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        read_config(tmp_path, **FAMILY_MODELS[model].hf_config().to_dict(), residual_multiplier=2.0)
+        read_config(tmp_path, **FAMILY_MODELS[model].config_json(), residual_multiplier=2.0)
     (problem,) = caught.value.problems
     assert problem.startswith("policy.model_name: config.json: residual_multiplier: got 2.0, a field that is not known")
 
@@ -127,7 +127,7 @@ def test_unknown_field_is_named(model: str, tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_value_is_named(model: str, field: str, value: Any, supported: str, tmp_path: Path) -> None:
-    fields = FAMILY_MODELS[model].hf_config().to_dict()
+    fields = FAMILY_MODELS[model].config_json()
     with pytest.raises(ConfigurationError) as caught:
         read_config(tmp_path, **{**fields, field: value})
     (problem,) = caught.value.problems
