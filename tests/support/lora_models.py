@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tests.support.family_reference import read_model
+
 RANK = 4
 Array = npt.NDArray[Any]
 Factors = dict[str, Array]
