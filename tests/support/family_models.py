@@ -53,6 +53,16 @@ _DEEPSEEK_YARN: Mapping[str, Any] = {
     "mscale_all_dim": 0.5,
 }
 _SHARED_EXPERT: Mapping[str, Any] = {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 24}
+# An indexer that chooses all tokens of the tests' sequences.
+_INDEXED: Mapping[str, Any] = {
+    **_DEEPSEEK,
+    "q_lora_rank": 10,
+    "n_shared_experts": 1,
+    "index_topk": 32,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "rope_parameters": _DEEPSEEK_YARN,
+}
 # Stretched so far that short sequences show it.
 _ROPE: Mapping[str, Mapping[str, Any]] = {
     "linear": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0},
@@ -302,6 +312,19 @@ FAMILY_MODELS: Mapping[str, FamilyModel] = {
             "intermediate_size": 12,
             "router_aux_loss_coef": 0.0,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "deepseek_v32": FamilyModel("deepseek_v32", {**_INDEXED, "n_group": 4, "topk_group": 2}),
+    "glm_moe_dsa": FamilyModel(
+        "glm_moe_dsa",
+        {
+            **_INDEXED,
+            "n_group": 1,
+            "topk_group": 1,
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "first_k_dense_replace": 2,
+            "indexer_types": ["full", "full", "shared", "full"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         },
     ),
     # With YaRN's two bounds in one place, as released.

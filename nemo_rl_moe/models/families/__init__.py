@@ -8,15 +8,27 @@ from typing import Any
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.families import deepseek, dense, glm, gpt_oss, internvl, minimax, qwen_vl, softmax_moe
+from nemo_rl_moe.models.families import (
+    deepseek,
+    dense,
+    glm,
+    gpt_oss,
+    internvl,
+    minimax,
+    qwen_vl,
+    softmax_moe,
+    sparse_attention,
+)
 from nemo_rl_moe.models.families.rules import ModelFamily
 from nemo_rl_moe.models.families.vision import VisionFamily, decoder_section
 
 FAMILIES: Mapping[str, ModelFamily] = {
     "deepseek_v2": deepseek.DEEPSEEK_V2,
     "deepseek_v3": deepseek.DEEPSEEK_V3,
+    "deepseek_v32": sparse_attention.DEEPSEEK_V32,
     "glm4_moe": glm.GLM4_MOE,
     "glm4_moe_lite": glm.GLM4_MOE_LITE,
+    "glm_moe_dsa": sparse_attention.GLM_MOE_DSA,
     "gpt_oss": gpt_oss.GPT_OSS,
     "kimi_k2": deepseek.KIMI_K2,
     "llama": dense.LLAMA,
