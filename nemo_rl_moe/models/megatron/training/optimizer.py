@@ -72,8 +72,8 @@ def _chunks(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
 
 
 def half_precision_modules(config: TransformerConfig, chunks: Sequence[GPTModel]) -> list[MegatronModule]:
-    """Return the model chunks with their weights in the configuration's number format; the state of routers
-    and indexers stays as it is, and so do the frequencies of a vision tower."""
+    """Return the model chunks with their weights in the configuration's number format; the state of routers and
+    indexers stays as it is, and so do the frequencies of a vision tower."""
     with unconverted_state(chunks), tower_buffers_in_float32(chunks):
         return [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
 
