@@ -98,4 +98,4 @@ def test_training_is_that_of_transformers(name: str, where: str, how: str, jobs:
     assert found.losses == pytest.approx(expected.losses, rel=LOSS)
     assert found.grad_norms == pytest.approx(expected.grad_norms, rel=GRAD_NORM)
     assert changed < CHANGE
-    assert expected.losses[-1] < 0.95 * expected.losses[0], "the steps are large enough to show differences"
+    assert expected.losses[-1] < 0.9 * expected.losses[0], "the steps are large enough to show differences"
