@@ -7,8 +7,10 @@ thread each. Both modes run in turns, each as `nemo-rl-moe grpo`, so that a mach
 --cases chooses which part of a step is longer: a decoding step costs nearly as much for few sequences as for many,
 training does not. Nearly all responses are as long as they may be. Routing is not captured.
 
-The bound is a synchronous step over the longer of its two parts, generation with rewards and everything else: what a
-perfect overlap would bring.
+The bound is what a perfect overlap would bring: a synchronous step in which generation with rewards runs beside
+everything else but the refit and its check, which take trainer and engine. Two processes side by side may each be
+slower than alone, as cores share caches and memory, and those of virtual machines sometimes one core. So two
+synchronous runs are timed side by side too, and the bound counts that slowdown.
 """
 
 import argparse
@@ -18,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +33,13 @@ EXAMPLES = """\
 examples:
   python benchmarks/asynchronous_runs.py
   python benchmarks/asynchronous_runs.py --cases 8x64 --rounds 5   8 prompts a step, 64 tokens a response"""
-MODES = ("synchronous", "asynchronous")
+CONFIG = CONFIGS / "grpo_tiny_moe_async_separate.yaml"
+# Modes of the runs that are started together.
+KINDS = {
+    "synchronous": ["synchronous"],
+    "asynchronous": ["asynchronous"],
+    "synchronous_side_by_side": ["synchronous", "synchronous"],
+}
 WARM_UP_STEPS = 5
 
 
@@ -48,11 +57,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--cases",
         type=case,
         nargs="+",
-        default=[Case(16, 32), Case(3, 128)],
+        default=[Case(16, 32), Case(4, 256)],
         metavar="PxT",
-        help="P prompts a step, of 8 responses each, of at most T tokens (default: 16x32 3x128)",
+        help="P prompts a step, of 8 responses each, of at most T tokens (default: 16x32 4x256)",
     )
-    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="runs of each mode (default: 3)")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="runs of each kind (default: 3)")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="measured steps of a run (default: 20)")
     return parser.parse_args(arguments)
 
@@ -77,100 +86,127 @@ class Timing:
     Attributes:
         step: From the end of one step to the end of the next.
         generation: Until responses and their rewards are there.
+        refit: Until the engine has new weights, and they are checked.
     """
 
     step: float
     generation: float
+    refit: float
 
     @property
-    def rest(self) -> float:
-        """Seconds of everything but generation, in a synchronous step."""
-        return self.step - self.generation
+    def training(self) -> float:
+        """Seconds of everything else, in a synchronous step."""
+        return self.step - self.generation - self.refit
+
+    def overlapped(self, slowdown: float) -> float:
+        """Return the seconds of a synchronous step if generation and training overlapped."""
+        shorter, longer = sorted((self.generation, self.training))
+        return self.refit + slowdown * shorter + longer - shorter
 
 
 def measured(sizes: Case, data: Path, options: argparse.Namespace) -> dict[str, object]:
-    """Return the figures of one size of step, from runs of both modes in turns."""
-    found: dict[str, list[Timing]] = {mode: [] for mode in MODES}
+    """Return the figures of one size of step, from runs of every kind in turns."""
+    found: dict[str, list[Timing]] = {kind: [] for kind in KINDS}
     for repeat in range(options.rounds):
-        for mode in MODES if repeat % 2 == 0 else reversed(MODES):
-            run = f"{sizes.prompts}x{sizes.tokens}, run {repeat + 1} of {options.rounds}, {mode}"
+        for kind in KINDS if repeat % 2 == 0 else reversed(KINDS):
+            run = f"{sizes.prompts}x{sizes.tokens}, round {repeat + 1} of {options.rounds}, {kind.replace('_', ' ')}"
             print(run, file=sys.stderr, flush=True)
-            found[mode].append(timed(mode, sizes, data, options.steps))
+            found[kind] += timed(KINDS[kind], sizes, data, options.steps)
     return {**sizes._asdict(), **figures(found)}
 
 
 def figures(found: Mapping[str, Sequence[Timing]]) -> dict[str, float]:
     """Compute speed-up and bound from the medians over runs."""
-    synchronous = statistics.median(timing.step for timing in found["synchronous"])
-    generation = statistics.median(timing.generation for timing in found["synchronous"])
-    rest = statistics.median(timing.rest for timing in found["synchronous"])
-    asynchronous = statistics.median(timing.step for timing in found["asynchronous"])
-    speedup, bound = synchronous / asynchronous, synchronous / max(generation, rest)
+    synchronous = median_of(found["synchronous"])
+    step = median_of(found["asynchronous"]).step
+    slowdown = max(1.0, median_of(found["synchronous_side_by_side"]).step / synchronous.step)
+    bound = synchronous.step / synchronous.overlapped(slowdown)
     return {
-        "synchronous_step_s": synchronous,
-        "generation_s": generation,
-        "rest_s": rest,
-        "asynchronous_step_s": asynchronous,
-        "speedup": speedup,
+        "synchronous_step_s": synchronous.step,
+        "generation_s": synchronous.generation,
+        "training_s": synchronous.training,
+        "refit_s": synchronous.refit,
+        "asynchronous_step_s": step,
+        "speedup": synchronous.step / step,
+        "slowdown_side_by_side": slowdown,
         "bound": bound,
-        "share_of_bound": speedup / bound,
+        "bound_without_slowdown": synchronous.step / synchronous.overlapped(1.0),
+        "share_of_bound": synchronous.step / step / bound,
     }
 
 
-def timed(mode: str, sizes: Case, data: Path, steps: int) -> Timing:
-    """Run GRPO in a mode; return its seconds a step.
+def median_of(timings: Sequence[Timing]) -> Timing:
+    """Return the median of each part over runs."""
+    return Timing(*map(statistics.median, zip(*map(astuple, timings), strict=True)))
+
+
+def timed(modes: Sequence[str], sizes: Case, data: Path, steps: int) -> list[Timing]:
+    """Run GRPO in each of `modes`, all at a time; return the seconds a step of each.
 
     Raises:
-        RuntimeError: The run failed; with the end of its output.
+        RuntimeError: A run failed; with the end of its output.
     """
+    with tempfile.TemporaryDirectory() as root:
+        folders = [Path(root) / str(index) for index in range(len(modes))]
+        with ThreadPoolExecutor(len(modes)) as pool:
+            return list(pool.map(lambda mode, folder: timed_run(mode, sizes, data, steps, folder), modes, folders))
+
+
+def timed_run(mode: str, sizes: Case, data: Path, steps: int, folder: Path) -> Timing:
+    """Run GRPO once, with its logs in `folder`; return its seconds a step."""
+    command = [sys.executable, "-m", "nemo_rl_moe.cli", "grpo", "--config", str(CONFIG)]
+    command += overrides(mode, sizes, data, steps, folder)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{mode} run, exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    (metrics,) = folder.glob("*/metrics.jsonl")
+    return timing_of([json.loads(line) for line in metrics.read_text().splitlines()])
+
+
+def overrides(mode: str, sizes: Case, data: Path, steps: int, folder: Path) -> list[str]:
+    """Return a run's settings, as words of the command line."""
     batch = sizes.prompts * 8
-    with tempfile.TemporaryDirectory() as folder:
-        words = overrides_of(
-            {
-                "grpo.rollouts.mode": mode,
-                "grpo.num_prompts_per_step": sizes.prompts,
-                "grpo.max_num_steps": WARM_UP_STEPS + steps,
-                "grpo.max_num_epochs": 100,
-                "grpo.val_period": 0,
-                "grpo.val_at_start": "false",
-                "policy.train_global_batch_size": batch,
-                "policy.train_micro_batch_size": max(size for size in range(1, 65) if batch % size == 0),
-                "policy.model_name": TOKENIZER,
-                "policy.init": "random",
-                "policy.max_total_sequence_length": sizes.tokens + 32,
-                "policy.generation.max_new_tokens": sizes.tokens,
-                "policy.megatron_cfg.capture_routing": "false",
-                "data.train.path": data / "grpo.jsonl",
-                "data.validation.path": data / "validation_prompts.jsonl",
-                "checkpointing.enabled": "false",
-                "cluster.cpu_workers_per_node": 1,
-                "cluster.roles.generation.cpu_workers_per_node": 1,
-                "logger.log_dir": folder,
-                "logger.wandb_enabled": "false",
-                "logger.mlflow_enabled": "false",
-                "logger.num_samples_to_print": 0,
-                **({"loss_fn.importance_sampling_correction": "none"} if mode == "synchronous" else {}),
-            }
-        )
-        config = CONFIGS / "grpo_tiny_moe_async_separate.yaml"
-        command = [sys.executable, "-m", "nemo_rl_moe.cli", "grpo", "--config", str(config), *words]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{mode} run, exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-        (metrics,) = Path(folder).glob("*/metrics.jsonl")
-        return timing_of([json.loads(line) for line in metrics.read_text().splitlines()])
+    return overrides_of(
+        {
+            "grpo.rollouts.mode": mode,
+            "grpo.num_prompts_per_step": sizes.prompts,
+            "grpo.max_num_steps": WARM_UP_STEPS + steps,
+            "grpo.max_num_epochs": 100,
+            "grpo.val_period": 0,
+            "grpo.val_at_start": "false",
+            "policy.train_global_batch_size": batch,
+            "policy.train_micro_batch_size": max(size for size in range(1, 65) if batch % size == 0),
+            "policy.model_name": TOKENIZER,
+            "policy.init": "random",
+            "policy.max_total_sequence_length": sizes.tokens + 32,
+            "policy.generation.max_new_tokens": sizes.tokens,
+            "policy.megatron_cfg.capture_routing": "false",
+            "data.train.path": data / "grpo.jsonl",
+            "data.validation.path": data / "validation_prompts.jsonl",
+            "checkpointing.enabled": "false",
+            "cluster.cpu_workers_per_node": 1,
+            "cluster.roles.generation.cpu_workers_per_node": 1,
+            "logger.log_dir": folder,
+            "logger.wandb_enabled": "false",
+            "logger.mlflow_enabled": "false",
+            "logger.num_samples_to_print": 0,
+            "logger.expert_load_plots.every_steps": 0,
+            **({"loss_fn.importance_sampling_correction": "none"} if mode == "synchronous" else {}),
+        }
+    )
 
 
 def timing_of(records: Sequence[Mapping[str, Any]]) -> Timing:
     """Compute a run's seconds from its records, warm-up left out."""
-    steps = {}
+    ends, timings = [], []
     for record in records:
         metrics = record["metrics"]
         if "timing/step/seconds" in metrics:
-            steps[record["step"]] = record["time"], metrics["timing/generation/seconds"]
-    ends = [end for end, _ in steps.values()][WARM_UP_STEPS - 1 :]
-    generation = [seconds for _, seconds in steps.values()][WARM_UP_STEPS:]
-    return Timing((ends[-1] - ends[0]) / (len(ends) - 1), statistics.fmean(generation))
+            ends.append(record["time"])
+            timings.append([metrics[f"timing/{phase}/seconds"] for phase in ("generation", "refit", "refit_check")])
+    measured_ends = ends[WARM_UP_STEPS - 1 :]
+    generation, refit, check = (statistics.fmean(phase) for phase in zip(*timings[WARM_UP_STEPS:], strict=True))
+    return Timing((measured_ends[-1] - measured_ends[0]) / (len(measured_ends) - 1), generation, refit + check)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from nemo_rl_moe.data.turn_glue import (
     GlueFinder,
     NoExtension,
     Refusal,
+    Rewritten,
     StandIn,
     marked_and_shown,
     stand_ins,
@@ -119,7 +120,8 @@ class Continuation:
 
         Raises:
             RecordError: A message is malformed, or the template does not show it.
-            NoExtension: The chat template does not merely append, or where the turn ends cannot be told.
+            Rewritten: The chat template does not merely append.
+            NoExtension: Where the turn ends cannot be told, or the template cannot show the conversation.
         """
         new = self._checked(messages)
         try:
@@ -305,12 +307,12 @@ class Continuation:
     def _require_unchanged(self, text: str, prompted: str, shown: str | None, turn: SampledTurn) -> None:
         """Check that the template still renders the conversation so far, and the sampled turn, as they are."""
         if not text.startswith(prompted):
-            raise NoExtension("the chat template renders what stands before the turn in another way once it follows")
+            raise Rewritten("the chat template renders what stands before the turn in another way once it follows")
         # Blanks may differ: templates trim texts.
         if shown is not None and _without_blanks(self._sampled_text(turn)) not in _without_blanks(
             shown[len(prompted) :]
         ):
-            raise NoExtension("the chat template leaves out a part of the turn, such as thinking, once others follow")
+            raise Rewritten("the chat template leaves out a part of the turn, such as thinking, once others follow")
 
     def _is_special(self, token_id: int) -> bool:
         """Return whether a token is a mark, such as one that ends turns, and no part of a text."""

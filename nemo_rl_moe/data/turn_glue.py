@@ -33,6 +33,10 @@ class Refusal(NoExtension):
     """The chat template refuses a conversation."""
 
 
+class Rewritten(NoExtension):
+    """The chat template renders what is there in another way once messages follow."""
+
+
 @dataclass(frozen=True)
 class Glue:
     """What stands behind the text of a turn.

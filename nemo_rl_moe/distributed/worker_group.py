@@ -48,11 +48,14 @@ def outcome(call: Any) -> Any:
 
 
 def exit_reason(error: RayActorError) -> str:
-    """Return the cause of a process's end out of Ray's message, in one line."""
+    """Return the cause of a process's end out of Ray's message, in one line and without its guesses."""
     text = " ".join(str(error).split())
     for start in ("Worker exit type:", "The actor is dead because"):
         if start in text:
-            return text[text.index(start) :].partition(" If the process was killed by the kernel OOM killer")[0]
+            reason = text[text.index(start) :]
+            for guess in (" If the process was killed by the kernel OOM killer", " Some common causes include:"):
+                reason = reason.partition(guess)[0]
+            return reason
     return text
 
 

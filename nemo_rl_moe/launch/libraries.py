@@ -5,14 +5,12 @@
 import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
-from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.launch.tools import continuation_of
+from nemo_rl_moe.launch.tools import checked_format
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rewards.verifiers_library import load_verifiers
 from nemo_rl_moe.rollouts.environment import Environment
@@ -21,8 +19,6 @@ from nemo_rl_moe.rollouts.libraries.openenv_servers import OpenEnvServer
 from nemo_rl_moe.rollouts.libraries.verifiers_environment import VerifiersRollout
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
-from nemo_rl_moe.tools.detection import format_of, require_continuable
-from nemo_rl_moe.tools.formats.interface import ToolFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,20 +76,10 @@ def library_driver(
     environment = load_verifiers(env.parameters)
     tool_format = None
     try:
-        tool_format = _tool_format(config, tokenizer, stop_token_ids, name)
+        tool_format = checked_format(config, tokenizer, stop_token_ids, name)
     except ConfigurationError:  # rows of its data may have tools too, which the template then does not show
         if environment.tool_defs:
             raise
     return RolloutFunction(
         VerifiersRollout(environment, tool_format, score_truncated=env.score_truncated), str(env.driven_by)
     )
-
-
-def _tool_format(
-    config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: Sequence[int], name: str
-) -> ToolFormat:
-    kwargs = config.data.chat_template_kwargs
-    tool_format = format_of(tokenizer, config.env.environments[name].tool_format, run_wide_inputs([], kwargs))
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    require_continuable(continuation_of(config, tokenizer, name), tool_format, encode, stop_token_ids)
-    return tool_format

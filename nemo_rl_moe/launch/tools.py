@@ -18,7 +18,7 @@ from nemo_rl_moe.rollouts.environment import Environment
 from nemo_rl_moe.rollouts.tool_environment import ToolConversation
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.tools.definitions import Tools, load_tools, with_servers
-from nemo_rl_moe.tools.detection import format_of, require_continuable
+from nemo_rl_moe.tools.detection import format_of, require_continuable, require_definitions
 from nemo_rl_moe.tools.formats.interface import ToolFormat
 from nemo_rl_moe.tools.mcp_tools import McpTool, describe_servers
 from nemo_rl_moe.tools.worker_pool import ToolWorkers
@@ -66,11 +66,23 @@ def prepare_tools(
     if not env.has_tools:
         return None
     tools = _tools(env)
+    return PreparedTools(tools, checked_format(config, tokenizer, stop_token_ids, name))
+
+
+def checked_format(
+    config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: Sequence[int], name: str
+) -> ToolFormat:
+    """Return the format of an environment's calls, whose definitions and results the chat template shows.
+
+    Raises:
+        ConfigurationError: It cannot show calls, definitions or results.
+    """
     run_wide = run_wide_inputs([], config.data.chat_template_kwargs)
-    tool_format = format_of(tokenizer, env.tool_format, run_wide)
+    tool_format = format_of(tokenizer, config.env.environments[name].tool_format, run_wide)
+    require_definitions(tokenizer, run_wide)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     require_continuable(continuation_of(config, tokenizer, name), tool_format, encode, stop_token_ids)
-    return PreparedTools(tools, tool_format)
+    return tool_format
 
 
 def data_with_tools(config: GRPOMasterConfig, name: str = THE_ONLY_ONE) -> PromptDataConfig:

@@ -6,7 +6,8 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -19,6 +20,7 @@ from nemo_rl_moe.tools.ready import READY_TOOLS
 
 TOOLS_KEY, PARAMETERS_KEY = "env.tools", "env.tool_parameters"
 _TYPES = "str, int, float, bool, Literal, list, dict and X | None"
+_PLAIN_TYPES = (str, int, float, bool, list, dict, tuple, NoneType, Any)
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ def _tool(reference: str, name: str, function: Callable[..., object], settings: 
             hidden[parameter.name] = parameter
         else:
             shown.append(parameter)
+    _require_types_of_json(reference, shown, hints)
     definition = _definition(reference, function, shown, hints)
     properties = definition["function"]["parameters"]["properties"]
     return Tool(
@@ -144,6 +147,26 @@ def _tool(reference: str, name: str, function: Callable[..., object], settings: 
         ],
         _checked_settings(name, hidden, hints, settings),
     )
+
+
+def _require_types_of_json(reference: str, shown: Sequence[inspect.Parameter], hints: Mapping[str, Any]) -> None:
+    for parameter in shown:
+        if (foreign := _foreign_type(hints.get(parameter.name, Any))) is not None:
+            raise ConfigurationError(
+                f"{TOOLS_KEY}: {reference}: {parameter.name} is of type {inspect.formatannotation(foreign)}, which"
+                f" cannot be told to a model; expected types among {_TYPES}"
+            )
+
+
+def _foreign_type(hint: Any) -> Any:
+    """Return a type in an annotation that has no name in JSON; None: there is none."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is None:
+        return None if hint in _PLAIN_TYPES else hint
+    if origin not in (list, dict, tuple, Literal, Union, UnionType):
+        return hint
+    found = (None if origin is Literal or part is ... else _foreign_type(part) for part in parts)
+    return next((each for each in found if each is not None), None)
 
 
 def _name(reference: str, function: Callable[..., object]) -> str:

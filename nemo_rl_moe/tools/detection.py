@@ -10,8 +10,8 @@ from nemo_rl_moe.config.user_code import described, import_attribute, is_custom,
 from nemo_rl_moe.data.chat_template import TextRenderer, text_renderer_for
 from nemo_rl_moe.data.continuation import Continuation, SampledTurn
 from nemo_rl_moe.data.messages import Message
-from nemo_rl_moe.data.template_inputs import TemplateInputs
-from nemo_rl_moe.data.turn_glue import NoExtension
+from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
+from nemo_rl_moe.data.turn_glue import NoExtension, Rewritten
 from nemo_rl_moe.data.turn_spans import RenderError
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.tools.formats.interface import THINK_START, ToolCall, ToolFormat
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FORMAT_KEY = "env.tool_format"
 _EXPECTED = f"one of {', '.join(TOOL_FORMATS)}, or package.module:FORMAT"
+_QUESTION: Message = {"role": "user", "content": "a"}
 _RESULT = "result-qx7"
 _CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
 _KNOWN = ToolCall("probe_tool", {"text": "two words", "count": 3})
@@ -65,32 +66,53 @@ def format_of(tokenizer: "PreTrainedTokenizerBase", name: str | None, run_wide: 
     )
 
 
+def require_definitions(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs) -> None:
+    """Check that the chat template shows the model what it may call.
+
+    Raises:
+        ConfigurationError: It shows no definitions.
+    """
+    render = text_renderer_for(tokenizer, TemplateInputs(kwargs=run_wide.kwargs))
+    if render([_QUESTION], TemplateInputs(tools=(_DEFINITION,))) == render([_QUESTION], NO_INPUTS):
+        raise ConfigurationError(
+            "env.tools: the chat template shows no definitions of tools; set policy.tokenizer.chat_template to a"
+            " template that shows them"
+        )
+
+
 def require_continuable(
     continuation: Continuation, tool_format: ToolFormat, encode: Callable[[str], Sequence[int]], stops: Sequence[int]
 ) -> None:
-    """Check that results can follow a turn of calls.
+    """Check that results can follow a turn of calls, be it in a fresh rendering.
 
     Args:
         stops: Tokens that end a turn.
 
     Raises:
-        ConfigurationError: The chat template would change what is there.
+        ConfigurationError: The chat template cannot show them.
     """
-    question: Message = {"role": "user", "content": "a"}
     written = list(encode(tool_format.example))
     ends = [[]] if written[-1] in stops else [[stop] for stop in stops] or [[]]
     problem: NoExtension | None = None
     for end in ends:
         try:
-            continuation.extend(SampledTurn((question,), [*written, *end], stops), [_result_of("tool")])
+            _extend_or_begin_anew(continuation, SampledTurn((_QUESTION,), [*written, *end], stops))
         except NoExtension as error:
             problem = problem or error
         else:
             return
     raise ConfigurationError(
         f"env.tools: no result of a tool can follow a call: {problem}; expected a policy.tokenizer.chat_template that"
-        " only appends, and the token that ends a call in policy.generation.stop_token_ids"
+        " shows results, and the token that ends a call in policy.generation.stop_token_ids"
     )
+
+
+def _extend_or_begin_anew(continuation: Continuation, turn: SampledTurn) -> None:
+    results = [_result_of("tool")]
+    try:
+        continuation.extend(turn, results)
+    except Rewritten:
+        continuation.begin_anew(turn, results, len(turn.before))
 
 
 def _result_of(name: str) -> Message:
@@ -111,16 +133,15 @@ def _named(name: str) -> ToolFormat:
 
 def _rendered_call(render: TextRenderer) -> str:
     """Return what the chat template writes for a turn of the known call."""
-    question: Message = {"role": "user", "content": "a"}
     call = {"id": _CALL_ID, "type": "function", "function": {"name": _KNOWN.name, "arguments": dict(_KNOWN.arguments)}}
     turns: Sequence[Message] = (
-        question,
+        _QUESTION,
         {"role": "assistant", "content": "", "tool_calls": [call]},
         _result_of(_KNOWN.name),
     )
     inputs = TemplateInputs(tools=(_DEFINITION,))
     try:
-        prompt, whole = render([question], inputs), render(turns, inputs)
+        prompt, whole = render([_QUESTION], inputs), render(turns, inputs)
     except RenderError as error:
         raise ConfigurationError(
             f"env.tools: the chat template shows no calls or no results of tools: {error}"

@@ -31,9 +31,24 @@ def error_text(problem: str) -> str:
 
 
 def as_text(value: object) -> str:
-    """Return what a tool has returned as a text: JSON, unless it is one."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    """Return what a tool has returned as a text: JSON, unless it is one.
+
+    Raises:
+        TypeError: JSON cannot write it.
+    """
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_as_words)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"what the tool returned is no text, and JSON cannot write it: {error}") from error
     return text.encode("utf-8", "replace").decode()  # half of a pair of surrogates has no tokens
+
+
+def _as_words(value: object) -> str:
+    """Return a value that JSON does not know as a text, such as a date."""
+    text = str(value)
+    if f"{id(value):#x}" in text:  # an address is no answer, and differs from run to run
+        raise TypeError(f"there is a value of type {type(value).__name__}")
+    return text
 
 
 def cut(text: str, most_characters: int) -> tuple[str, bool]:

@@ -49,6 +49,14 @@ THINKING = """\
 {%- endif %}
 """
 
+# As Qwen3's of July 2025 that always think: the generation prompt opens a think block.
+THINKING_ALWAYS = THINKING.replace(
+    """{{- '<|start|>assistant\\n' }}
+    {%- if enable_thinking""",
+    """{{- '<|start|>assistant\\n<think>\\n' }}
+    {%- if enable_thinking""",
+)
+
 # As DeepSeek's: the generation prompt opens a think block that no turn of the conversation has, a turn that calls tools
 # is one whose content is null, arguments are a string that is put in between, and after results there is no header.
 PROMPT_OPENS_THINKING = """\

@@ -165,6 +165,15 @@ def with_set(a: set[int]) -> int:
     return len(a)
 
 
+def with_class(a: list[Path] | None) -> int:
+    """Do nothing.
+
+    Args:
+        a: Files.
+    """
+    return 0
+
+
 def with_unknown_type(a: "Missing") -> int:  # type: ignore[name-defined]  # noqa: F821
     """Do nothing.
 

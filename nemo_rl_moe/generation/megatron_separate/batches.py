@@ -4,13 +4,14 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from threading import Condition
 
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationRequest
 
-Waiting = tuple[GenerationRequest, "Future[GeneratedSequence]"]
+Waiting = tuple[GenerationRequest, "asyncio.Future[GeneratedSequence]"]
+Ended = tuple["asyncio.Future[GeneratedSequence]", GeneratedSequence | Exception]
 Generate = Callable[[int, GenerationBatch], Sequence[GeneratedSequence]]
 
 
@@ -35,11 +36,12 @@ class RequestBatches:
 
     async def answer(self, request: GenerationRequest) -> GeneratedSequence:
         """Wait for the result of a request."""
-        future: Future[GeneratedSequence] = Future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[GeneratedSequence] = loop.create_future()
         with self._changed:
             self._waiting.append((request, future))
-        asyncio.get_running_loop().call_soon(self._deal_out)
-        return await asyncio.wrap_future(future)
+        loop.call_soon(self._deal_out)
+        return await future
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -76,20 +78,39 @@ class RequestBatches:
         chosen = [each for each in self._waiting if each[0].sampling == sampling][:most]
         taken = {id(future) for _, future in chosen}
         self._waiting = [each for each in self._waiting if id(each[1]) not in taken]
-        asked = [each for each in chosen if each[1].set_running_or_notify_cancel()]
+        asked = [each for each in chosen if not each[1].cancelled()]
         shares = {copy: asked[number :: len(copies)] for number, copy in enumerate(copies)}
         return {copy: share for copy, share in shares.items() if share}
 
     def _run(self, copy: int, share: Sequence[Waiting]) -> None:
+        ended: list[Ended]
         try:
             sequences = self._generate(copy, GenerationBatch.of([request for request, _ in share]))
-            for (_, future), sequence in zip(share, sequences, strict=True):
-                future.set_result(sequence)
+            ended = [(future, found) for (_, future), found in zip(share, sequences, strict=True)]
         except Exception as error:
-            for _, future in share:
-                if not future.done():
-                    future.set_exception(error)
+            ended = [(future, error) for _, future in share]
+        _hand_over(ended)
         with self._changed:
             self._free.add(copy)
             self._changed.notify_all()
         self._deal_out()
+
+
+def _hand_over(ended: Sequence[Ended]) -> None:
+    """Set results from another thread than the futures'. It wakes an event loop once a batch, not once a sequence."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Ended]] = {}
+    for future, result in ended:
+        by_loop.setdefault(future.get_loop(), []).append((future, result))
+    for loop, of_loop in by_loop.items():
+        with suppress(RuntimeError):  # the loop was closed, so nobody waits
+            loop.call_soon_threadsafe(_set_results, of_loop)
+
+
+def _set_results(ended: Sequence[Ended]) -> None:
+    for future, result in ended:
+        if future.cancelled():
+            continue
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

@@ -18,10 +18,14 @@ def turn_advantages(inputs: EstimatorInputs, *, divides: bool) -> Float[Tensor, 
     """Compute the advantage of each turn.
 
     The return of turn k of response i is `G[i, k] = r[i, k] + r[i, k + 1] + ... + R[i]`: the rewards of this turn and
-    of later ones, and what the response's reward has beside those of its turns. As in GTPO (arXiv:2511.14846, without
-    a discount) a turn gets its return and not the whole reward: it has no part in what was earned before it. Returns
-    are compared as in GRPO, among the responses of the group that have a turn k:
+    of later ones, and what the response's reward has beside those of its turns. It is the undiscounted return of Sutton
+    and Barto (2018, eq. 3.7) with a turn as a step. Returns are compared as rewards are in GRPO (arXiv:2402.03300,
+    section 4.1.2), among the responses of the group that have a turn k:
     `A[i, k] = (G[i, k] - mean_j G[j, k]) / std_j G[j, k]`.
+
+    GTPO (Ding et al. 2025, arXiv:2511.14846) takes normalised returns of turns as advantages too, with a discount,
+    which is 1 here. GRPO with process supervision (arXiv:2402.03300, section 4.1.3) adds up rewards that are normalised
+    before.
 
     A turn that no other response of the group has is compared with nothing; it gets the advantage of the turn before,
     whose return holds its own. A single turn gives the advantages of the estimator `grpo`.

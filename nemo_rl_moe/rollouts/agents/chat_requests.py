@@ -171,6 +171,9 @@ class RequestRules:
         for index, definition in enumerate(value):
             if (problem := definition_problem(definition)) is not None:
                 raise RequestError(f"tools[{index}]: {problem}", parameter="tools")
+        names = [definition["function"]["name"] for definition in value]
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise RequestError(f"tools: got {shortened(repeated)!r} twice, expected one of each", parameter="tools")
         if value and self._no_tools is not None:
             raise RequestError(f"tools: got {len(value)}, expected none: {self._no_tools}", parameter="tools")
         return tuple(value)

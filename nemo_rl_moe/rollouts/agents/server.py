@@ -86,8 +86,10 @@ class EndpointServer:
         app = web.Application(middlewares=[self._guarded], client_max_size=MOST_BODY_BYTES)
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._complete)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
-        # A client that has left is no longer answered.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        # A client that has left is no longer answered; no client compresses its requests.
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
+        )
         await runner.setup()
         site = web.TCPSite(runner, HOST, 0)
         await site.start()
@@ -98,20 +100,23 @@ class EndpointServer:
     async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Let through who has the key; answer errors in OpenAI's form."""
         try:
-            given = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
+            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+            if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
                 raise RequestError("the key is not the one of this run", status=401, code="invalid_api_key")
             return await handler(request)
         except RequestError as error:
             return web.json_response(error.body, status=error.status)
         except web.HTTPException as error:
-            message = f"{request.method} {request.path}: {error.reason}; there is .../v1/chat/completions alone"
+            expected = (
+                "; expected POST .../v1/chat/completions or GET .../v1/models" if error.status in (404, 405) else ""
+            )
+            message = f"{request.method} {request.path}: {error.reason}{expected}"
             return web.json_response(RequestError(message).body, status=error.status)
 
     async def _complete(self, request: web.Request) -> web.Response:
         ask, unread = self._session_of(request)
         try:
-            body = await request.json()
+            body = json.loads(await request.read())  # whatever encoding its header names
         except (ValueError, RecursionError):  # JSON, its encoding or its depth
             raise RequestError("the body is no JSON") from None
         asked = ask(body)

@@ -105,6 +105,20 @@ def test_nobody_generates_for_a_task_that_was_cancelled() -> None:
     assert copies.batches == [(0, (0,)), (0, (2,))]
 
 
+def test_a_copy_is_free_again_when_its_batch_ends_after_the_event_loop_that_asked() -> None:
+    copies = Copies(gates={0: Event()})
+    batches = RequestBatches(copies.generate, 1, None)
+
+    async def give_up() -> None:
+        task = asyncio.create_task(seed_of(batches, request(0)))
+        await until(lambda: bool(copies.batches))
+        task.cancel()
+
+    run(give_up())
+    copies.gates[0].set()
+    assert run(seed_of(batches, request(5))) == 5
+
+
 def test_an_error_reaches_the_requests_of_its_batch_and_the_copy_goes_on() -> None:
     copies = Copies()
     batches = RequestBatches(copies.generate, 2, None)

@@ -32,7 +32,7 @@ def overrides(data: Path, model: str = "tiny_qwen3_moe_tools", *more: str) -> li
     ]
 
 
-def test_definitions_stand_in_every_prompt(tmp_path: Path) -> None:
+def test_t08_definitions_stand_in_every_prompt(tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path, 3)
     tokenizer = load_tokenizer(str(ASSETS / "tiny_qwen3_moe_tools"))
     texts = {}
@@ -84,6 +84,18 @@ def test_tools_that_cannot_be_used_are_refused(tmp_path: Path, model: str, more:
         prepare_tools(config, tokenizer, [tokenizer.eos_token_id])
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_a_template_without_definitions_is_refused_before_the_data_are_read(tmp_path: Path) -> None:
+    config = load_grpo_config(
+        "grpo_tiny_moe.yaml",
+        overrides(grpo_runs.make_prompts(tmp_path, 3), "tiny_qwen3_moe_tools", "env.tools=[calculator]"),
+    )
+    tokenizer = load_tokenizer(str(ASSETS / "tiny_qwen3_moe_tools"))
+    assert isinstance(tokenizer.chat_template, str)
+    tokenizer.chat_template = tokenizer.chat_template.replace("if tools", "if false")
+    with pytest.raises(ConfigurationError, match=r"^env\.tools: the chat template shows no definitions of tools; set "):
+        prepare_tools(config, tokenizer, [tokenizer.eos_token_id])
 
 
 def test_the_command_names_the_key_and_leaves_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

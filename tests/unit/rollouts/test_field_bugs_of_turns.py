@@ -3,12 +3,12 @@
 """Bugs that other frameworks had with trajectories of several turns, as scripts.
 
 Each fails on its planted bug. The numbers are those of the project's list; those that concern an endpoint alone are in
-`agents/test_agent_conversations.py`.
+`agents/test_agent_conversations.py`, those of routes in `test_field_bugs_of_routes.py`.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 
 import numpy as np
 import pytest
@@ -17,24 +17,22 @@ from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses import policy_gradient
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.data import continuation
 from nemo_rl_moe.data.continuation import Continuation, SampledTurn
+from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.distributed.batch import per_token
-from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.models.images import IS_IMAGE, ModelImage, image_inputs
 from nemo_rl_moe.models.interfaces import LossInputs
 from nemo_rl_moe.rewards.interface import Score
-from nemo_rl_moe.rollouts.agents.branches import Branches
-from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest
 from nemo_rl_moe.rollouts.environment import Session
-from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
+from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence
 from nemo_rl_moe.rollouts.training_batch import training_batch
-from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
-from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
+from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.conversations import ALL, Family, Message
 from tests.support.scripted_rollouts import red_on
-from tests.support.scripted_session import LOGPROB, scripted_session
+from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, scripted_session
 from tests.support.tool_templates import FAMILIES
 from tests.unit.algorithms.policy_loss_reference import config_of
 
@@ -118,6 +116,27 @@ def trains_on_observations(patch: Patch) -> None:
     patch.setattr(GrowingSequence, "add_given", add)
 
 
+def lets_the_environment_speak_for_the_model(patch: Patch) -> None:
+    patch.setattr(continuation, "ANSWERING_ROLES", (*continuation.ANSWERING_ROLES, "assistant"))
+
+
+@red_on(trains_on_observations, lets_the_environment_speak_for_the_model)
+async def test_t10_nothing_but_what_was_sampled_is_trained_on() -> None:
+    """No end token that the framework appends (SkyRL#758), and no turn that is made up for the model (Gym#2254)."""
+    session = scripted_session(CHATML, ASKED, ["cut", "second<|im_end|>"])
+    await session.generate()
+    with contextlib.suppress(RecordError):
+        session.append_message({"role": "assistant", "content": "made up"})
+    assert [message["content"] for message in session.messages] == ["q", "cut"]
+    session.append_message(USER)
+    await session.generate()
+    found = session.finish(RIGHT)
+    assert texts_of(CHATML, found.sequences)[0][1] == "cutsecond<|im_end|>"
+    (sequence,) = found.sequences
+    assert (sequence.logprobs == np.where(sequence.loss_mask, LOGPROB, 0)).all()
+    assert (sequence.weight_versions == np.where(sequence.loss_mask, WEIGHT_VERSION, NOT_SAMPLED)).all()
+
+
 def compares_whole_sequences(patch: Patch) -> None:
     def ratio(new: Tensor, old: Tensor, mask: Tensor, *, of_sequences: bool) -> Tensor:
         return (new - old).mean(1, keepdim=True).exp().expand_as(new)
@@ -149,98 +168,6 @@ async def test_t11_observations_have_no_ratio() -> None:
         torch.testing.assert_close(found.detach(), torch.tensor(-2.0))
         (gradient,) = torch.autograd.grad(found, logprobs)
         assert torch.equal(gradient != 0, mask)
-
-
-def with_routes(session: Session) -> None:
-    """Have the engine report, for the routes of each token that it has read, the token and the number of the pass."""
-    submit, passes = session.submit_request, count(1)
-
-    async def routed(request: GenerationRequest) -> GeneratedSequence:
-        found = await submit(request)
-        fed = [*request.token_ids, *found.token_ids.tolist()][:-1]
-        rows = np.stack([np.array(fed), np.full(len(fed), next(passes))], axis=1)
-        return replace(found, routed_experts=StoredRows.of(rows[:, None].astype(np.int16)))
-
-    session.submit_request = routed
-
-
-def routes_of(found: Trajectory) -> list[tuple[list[int], list[int]]]:
-    """Return the tokens that the routes of each sequence are of, and their passes, as a rank gets them."""
-    batch = training_batch([found], torch.ones(1, 1), 0, leave_out_truncated=False).fetched(list)
-    rows = batch.columns[ROUTED_EXPERTS].values[:, :, 0]
-    assert (rows.shape[:2], len(rows)) == (batch.input_ids.shape, found.num_sequences)
-    return [(row[:, 0].tolist(), row[:, 1].tolist()) for row in rows]
-
-
-def takes_the_routes_of_the_sequence_before(patch: Patch) -> None:
-    right = GrowingSequences.begin
-
-    def begin(self: GrowingSequences, token_ids: Sequence[int]) -> GrowingSequence:
-        before = self.last
-        begun = right(self, token_ids)
-        begun.routed_experts = before.routed_experts
-        return begun
-
-    patch.setattr(GrowingSequences, "begin", begin)
-
-
-def padded(values: Sequence[int], size: int) -> list[int]:
-    return [*values, *[UNKNOWN] * (size - len(values))]
-
-
-@red_on(takes_the_routes_of_the_sequence_before)
-async def test_t13_routes_of_a_branch_are_those_of_its_own_tokens() -> None:
-    """Two branches share a prefix that is shorter than the first of them (AReno#524)."""
-    session = scripted_session(CHATML, ASKED, ["one<|im_end|>", "a long answer<|im_end|>", "x<|im_end|>"])
-    with_routes(session)
-    branches = Branches(session, Continuation(CHATML.tokenizer))
-
-    async def ask(*messages: Message) -> Message:
-        place = branches.place(ChatRequest(messages))
-        turn = await session.continue_sequence(place.sequence, session.max_tokens)
-        reply = {"role": "assistant", "content": turn.text}
-        branches.add(place, reply, turn.token_ids)
-        return reply
-
-    first = await ask(*ASKED)
-    await ask(*ASKED, first, {"role": "user", "content": "one way"})
-    await ask(*ASKED, first, {"role": "user", "content": "2"})
-    found = session.finish(RIGHT)
-    longest = max(map(len, found.sequences))
-    in_first_pass = len(session.prompt.token_ids) + len(CHATML.encode("one<|im_end|>")) - 1
-    expected_passes = ([1] * in_first_pass + [2] * (len(found.sequences[0]) - 1 - in_first_pass), None)
-    for number, ((tokens, passes), sequence) in enumerate(zip(routes_of(found), found.sequences, strict=True)):
-        fed = len(sequence) - 1
-        assert tokens == padded(sequence.token_ids[:-1].tolist(), longest)
-        assert passes == padded(expected_passes[number] or [3] * fed, longest)
-
-
-def joins_whole_passes(patch: Patch) -> None:
-    patch.setattr(StoredRows, "followed_by", lambda self, later: replace(self, pieces=self.pieces + later.pieces))
-
-
-@red_on(takes_the_routes_of_the_sequence_before, joins_whole_passes)
-async def test_t15_a_truncated_episode_that_is_not_contiguous_has_routes_of_its_own_tokens_alone() -> None:
-    """Its history changes, and what comes last does not fit: no row is of another token (NeMo-RL#3063)."""
-    responses = [THOUGHT, "second<|end|>", "third<|end|>"]
-    session = scripted_session(THINKING, ASKED, responses, max_tokens=150)
-    with_routes(session)
-    await session.generate()
-    session.append_message(USER)
-    await session.generate()
-    session.append_message(USER)
-    await session.generate()
-    session.append_message({"role": "user", "content": "r" * 150})
-    found = session.finish(RIGHT)
-    assert (found.is_truncated, found.num_sequences, session.has_room) == (True, 2, False)
-    longest = max(map(len, found.sequences))
-    (tokens, passes), (later_tokens, later_passes) = routes_of(found)
-    first, second = found.sequences
-    assert tokens == padded(first.token_ids[:-1].tolist(), longest)
-    assert passes == padded([1] * (len(first) - 1), longest)
-    assert later_tokens == padded(second.token_ids[:-1].tolist(), longest)
-    in_second_pass = second.token_ids.tolist().index(THINKING.end_ids[0], np.flatnonzero(second.loss_mask)[0])
-    assert later_passes == padded([2] * in_second_pass + [3] * (len(second) - 1 - in_second_pass), longest)
 
 
 def tokenizes_again(patch: Patch) -> None:

@@ -86,7 +86,7 @@ def test_the_conversation_of_a_session() -> None:
     assert [message["content"] for message in session.messages] == ["q", "first", "r", "second", "1", "r"]
 
 
-def test_sampled_tokens_are_never_rendered_again() -> None:
+def test_t01_sampled_tokens_are_never_rendered_again() -> None:
     """The same text in other tokens than those of the tokenizer."""
     tokenizer = make_byte_tokenizer(THINKING, merges=[("h", "e"), ("l", "o")])
     family = Family(tokenizer, ("<|end|>",))
@@ -150,7 +150,7 @@ def test_a_response_that_was_cut_gets_its_end_which_is_not_trained_on() -> None:
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_a_message_that_does_not_fit_ends_the_trajectory(more: int) -> None:
+def test_t06_a_message_that_does_not_fit_ends_the_trajectory(more: int) -> None:
     """One that fills the room to the last token fits."""
     sizes = len(CHATML.encode(f"first<|im_end|>{BEHIND}"))
     session = scripted_session(CHATML, ASKED, ["first<|im_end|>"], max_tokens=0)

@@ -107,7 +107,7 @@ async def look_up_for_ever() -> None:
     await asyncio.Event().wait()
 
 
-def test_a_tool_that_hangs_costs_its_trajectory_alone() -> None:
+def test_t18_a_tool_that_hangs_costs_its_trajectory_alone() -> None:
     cancelled: list[str] = []
 
     async def hangs(session: Session, clock: MovedClock) -> Trajectory:
@@ -125,7 +125,7 @@ def test_a_tool_that_hangs_costs_its_trajectory_alone() -> None:
     assert cancelled == ["train:1"], "its code hears of it"
 
 
-def test_code_that_blocks_the_thread_of_all_costs_its_trajectory_alone() -> None:
+def test_t18_code_that_blocks_the_thread_of_all_costs_its_trajectory_alone() -> None:
     def look_up_synchronously(clock: MovedClock) -> None:
         clock.move(TIMEOUT_S + 1)
         time.sleep(FOR_EVER_S)

@@ -21,11 +21,12 @@ from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.tool_environment import ToolConversation
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.tools.definitions import load_tools
-from nemo_rl_moe.tools.detection import format_of, require_continuable
+from nemo_rl_moe.tools.detection import format_of, require_continuable, require_definitions
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from nemo_rl_moe.tools.results import ToolResult, as_text
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.call_templates import CALL_TEMPLATES
+from tests.support.chat_templates import THINKING_ALWAYS
 from tests.support.conversations import ALL, Family
 from tests.support.scripted_session import scripted_session
 from tests.support.trajectories import only_sequence, sampled_ids
@@ -49,6 +50,15 @@ CONTINUABLE = (
     "OLMoE",
     "OLMo-3",
 )
+OPENING = {
+    "published DeepSeek-R1": ALL["published DeepSeek-R1"],
+    "corrected DeepSeek-R1": ALL["corrected DeepSeek-R1"],
+    "Qwen3-Thinking": Family(
+        make_byte_tokenizer(THINKING_ALWAYS.replace("<call>", "<tool_call>").replace("</call>", "</tool_call>")),
+        ("<|end|>",),
+    ),
+}
+"""Families whose generation prompt opens a think block, which their earlier turns do not have."""
 
 
 class Calls:
@@ -121,7 +131,7 @@ def test_the_model_calls_until_it_answers(name: str) -> None:
     assert all(definition["function"]["description"] in text for definition in INPUTS.tools or ()) == family.shows_tools
 
 
-def test_several_calls_of_a_turn_are_made_in_their_order_and_answered_once_each() -> None:
+def test_t07_several_calls_of_a_turn_are_made_in_their_order_and_answered_once_each() -> None:
     calls = Calls()
     both = called("add", a=1, b=2) + "\n" + called("say", text="x") + "\n" + called("add", a="3")
     session, found = play([both, "done"], calls)
@@ -185,7 +195,7 @@ def test_answers_to_bad_calls_are_cut_as_results_are() -> None:
     assert text.startswith("error: there is no tool 'ad'; did you me\n[cut: the first 40 of ")
 
 
-def test_a_model_that_never_calls_right_ends_at_the_most_turns() -> None:
+def test_t09_a_model_that_never_calls_right_ends_at_the_most_turns() -> None:
     wrong = "<tool_call>add</tool_call>"
     calls = Calls()
     session, found = play([wrong] * 9, calls, max_turns=3)
@@ -213,7 +223,7 @@ def test_what_is_thought_is_not_called() -> None:
     assert (calls.made, found.num_turns) == ([], 1)
 
 
-def test_a_result_that_does_not_fit_ends_the_trajectory_as_cut() -> None:
+def test_t06_a_result_that_does_not_fit_ends_the_trajectory_as_cut() -> None:
     session, whole = play([called("say", text="y" * 400), "done"])
     size = len(only_sequence(whole).token_ids)
     _, exact = play([called("say", text="y" * 400), "done"], max_tokens=size)
@@ -286,20 +296,42 @@ def test_workers_that_cannot_be_replaced_end_the_run() -> None:
         play([called("add", a=1), "done"], lost)
 
 
-@pytest.mark.parametrize("name", CONTINUABLE)
-def test_a_chat_template_that_appends_results_is_accepted(name: str) -> None:
-    family = ALL[name]
+@pytest.mark.parametrize("name", [*CONTINUABLE, *OPENING])
+def test_a_chat_template_that_shows_results_is_accepted(name: str) -> None:
+    family = {**ALL, **OPENING}[name]
     tool_format = format_of(family.tokenizer, None, NO_INPUTS)
     require_continuable(Continuation(family.tokenizer, INPUTS), tool_format, family.encode, family.end_ids)
 
 
-@pytest.mark.parametrize("name", ["published DeepSeek-R1", "corrected DeepSeek-R1"])
-def test_a_chat_template_that_changes_what_is_there_is_refused(name: str) -> None:
-    family = ALL[name]
-    tool_format = format_of(family.tokenizer, None, NO_INPUTS)
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize("name", OPENING)
+def test_the_model_calls_behind_thinking_that_the_prompt_opens(name: str, thinks: bool) -> None:
+    """Where the template leaves the thinking out of earlier turns, another sequence begins."""
+    family = OPENING[name]
+    call = format_of(family.tokenizer, None, NO_INPUTS).example
+    call = call.replace('"value"', '"hello"').replace('"argument"', '"text"').replace('"tool"', '"say"')
+    call = call.replace("tool\n", "say\n")
+    thought = "hm\n</think>\n\n" if thinks else "</think>"
+    calls = Calls()
+    session, found = play([thought + call, "The answer."], calls, family=family)
+    assert (found.fault, found.fault_message) == (None, "")
+    assert [made[:2] for made in calls.made] == [("say", {"text": "hello"})]
+    assert answers(session) == ["hello"]
+    trained = [token for sequence in found.sequences for token in sequence.token_ids[sequence.loss_mask].tolist()]
+    assert trained == [*ended(family, thought + call), *ended(family, "The answer.")]
+    keeps = thinks and name != "published DeepSeek-R1"
+    assert found.num_sequences == (1 if keeps else 2)
+
+
+@pytest.mark.parametrize("name", ["corrected DeepSeek-R1", "published DeepSeek-V3", "tiny_qwen3_moe"])
+def test_a_chat_template_that_shows_no_definitions_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        require_continuable(Continuation(family.tokenizer), tool_format, family.encode, family.end_ids)
-    assert str(caught.value).startswith("env.tools: no result of a tool can follow a call: the chat template renders")
+        require_definitions(ALL[name].tokenizer, NO_INPUTS)
+    assert str(caught.value) == (
+        "env.tools: the chat template shows no definitions of tools; set policy.tokenizer.chat_template to a template"
+        " that shows them"
+    )
+    require_definitions(QWEN.tokenizer, NO_INPUTS)
 
 
 def test_the_token_that_ends_calls_has_to_end_turns() -> None:

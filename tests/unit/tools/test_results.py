@@ -5,6 +5,7 @@
 import os
 import subprocess
 import sys
+from datetime import date
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,21 @@ def test_texts_stay_and_the_rest_is_json() -> None:
     assert as_text(3.5) == "3.5"
     assert as_text({1}) == '"{1}"'
     assert as_text("\ud800") == "?"
+
+
+def test_what_json_cannot_write_is_an_error() -> None:
+    cycle: list[object] = []
+    cycle.append(cycle)
+    for value, problem in (
+        (object(), "there is a value of type object"),
+        ([iter(())], "there is a value of type tuple_iterator"),
+        ({(1, 2): 3}, "keys must be str"),
+        (cycle, "Circular reference"),
+        (10**5000, "Exceeds the limit"),
+    ):
+        with pytest.raises(TypeError, match=f"is no text, and JSON cannot write it: {problem}"):
+            as_text(value)
+    assert as_text(date(2026, 11, 27)) == '"2026-11-27"'
 
 
 @given(st.text(), st.integers(1, 20))

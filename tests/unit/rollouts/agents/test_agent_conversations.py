@@ -59,7 +59,7 @@ def chat(task: AgentTask, questions: Sequence[str], **more: Any) -> None:
         messages.append(sent(client, messages, **more).choices[0].message.model_dump())
 
 
-def test_t1_the_tokens_that_were_sampled_stay_although_their_text_has_others() -> None:
+def test_t01_the_tokens_that_were_sampled_stay_although_their_text_has_others() -> None:
     one_by_one = [token for letter in "hello" for token in QWEN.encode(letter)] + [QWEN.end_ids[0]]
     requests: list[list[int]] = []
     _, found = play(lambda task: chat(task, ["more"]), [one_by_one, "done" + QWEN.ends[0]], QWEN, requests=requests)
@@ -70,7 +70,7 @@ def test_t1_the_tokens_that_were_sampled_stay_although_their_text_has_others() -
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5, Qwen2-MoE", "tiny_qwen3_moe_tools", "Llama 3.1", "OLMoE"])
-def test_a_conversation_over_the_wire_is_the_rendering_of_its_messages(name: str) -> None:
+def test_t03_t04_a_conversation_over_the_wire_is_the_rendering_of_its_messages(name: str) -> None:
     """T3 and T4: the blank behind an end token, and one end token."""
     family = ALL[name]
     requests: list[list[int]] = []
@@ -81,7 +81,7 @@ def test_a_conversation_over_the_wire_is_the_rendering_of_its_messages(name: str
     assert requests == [family.encode(family.render([QUESTION], None)), family.encode(family.render(whole, None))]
 
 
-def test_a_tool_is_called_and_answered_once_and_its_definition_is_in_the_first_prompt() -> None:
+def test_t07_t08_a_tool_is_called_and_answered_once_and_its_definition_is_in_the_first_prompt() -> None:
     """T7, T8: answers to parallel calls stand once; the tools are shown."""
     replies: list[Any] = []
 
@@ -112,7 +112,7 @@ def test_a_tool_is_called_and_answered_once_and_its_definition_is_in_the_first_p
     assert found.metrics["agent/tool_calls"] == 2
 
 
-def test_a_call_that_cannot_be_read_reaches_the_agent_as_text() -> None:
+def test_t09_a_call_that_cannot_be_read_reaches_the_agent_as_text() -> None:
     """T9: nothing is lost or made up."""
     seen: list[Any] = []
     bad = '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>'
@@ -133,7 +133,7 @@ def test_a_call_that_cannot_be_read_reaches_the_agent_as_text() -> None:
     assert (seen[-1].message.content, without.metrics["agent/tool_calls"]) == (CALL, 0)
 
 
-def test_a_changed_history_begins_another_sequence_and_no_turn_is_trained_on_twice() -> None:
+def test_t17_a_changed_history_begins_another_sequence_and_no_turn_is_trained_on_twice() -> None:
     """T17."""
 
     def agent(task: AgentTask) -> float:
@@ -174,7 +174,7 @@ def test_conversations_that_alternate_continue_each_its_own_sequence() -> None:
     assert found.turn_lengths == tuple(len(responses[index]) for index in (0, 2, 4, 1, 3, 5))
 
 
-def test_t2_a_template_that_drops_thinking_begins_another_sequence() -> None:
+def test_t02_a_template_that_drops_thinking_begins_another_sequence() -> None:
     family = ALL["THINKING"]
     responses = [ended(family, f"<think>\nhm\n</think>\n\n{word}") for word in ("one", "two")]
     for keeps in (False, True):
@@ -206,7 +206,7 @@ def test_requests_at_the_same_time_are_answered_one_after_the_other() -> None:
     assert sampled_of(found) == responses
 
 
-def test_messages_that_do_not_fit_are_refused_and_the_agent_may_go_on_with_fewer() -> None:
+def test_t06_messages_that_do_not_fit_are_refused_and_the_agent_may_go_on_with_fewer() -> None:
     """T6: what exactly fills the room is refused too, as nothing could be said."""
     errors: list[Any] = []
     room = len(QWEN.encode(QWEN.render([QUESTION], None)))
@@ -297,7 +297,7 @@ def test_the_reply_says_what_was_sampled() -> None:
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(sequence) - len(response), len(response))
 
 
-def test_a_template_that_shows_no_tools_says_so() -> None:
+def test_t08_a_template_that_shows_no_tools_says_so() -> None:
     """T8: a definition that the model never sees is refused."""
     errors: list[Any] = []
     family = ALL["NEWLINE_BETWEEN_TURNS"]

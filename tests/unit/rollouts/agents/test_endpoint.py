@@ -35,6 +35,7 @@ QWEN = ALL["Qwen3, Qwen3-MoE"]
 SAMPLING = SamplingParameters(100, temperature=0.7)
 RULES = RequestRules(MODEL, SAMPLING)
 BODY: dict[str, Any] = {"model": MODEL, "messages": [QUESTION]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 PROGRAM = AgentProgram("tests.support.agents_of_tests:agent", (), memory_mb=4000)
 
 
@@ -63,13 +64,18 @@ def test_the_server_listens_on_loopback_with_a_key_of_the_run_and_a_path_of_the_
                 assert refused.status_code == 401
                 assert refused.json()["error"]["code"] == "invalid_api_key"
             assert httpx.post(f"{url}/chat/completions", json=BODY).status_code == 401
+            no_text = {"Authorization": b"Bearer \xff\xfe"}
+            assert httpx.post(f"{url}/chat/completions", json=BODY, headers=no_text).status_code == 401
             # Who has no key does not learn which paths there are.
             assert post(f"http://127.0.0.1:{server.port}/elsewhere", "x").status_code == 401
             assert post(url, server.key, b"{").status_code == 400
             assert post(url, server.key, b"[" * 100_000).status_code == 400
+            for name, value in (("Content-Type", "application/json; charset=none"), ("Content-Encoding", "gzip")):
+                headers = {"Authorization": f"Bearer {server.key}", name: value}
+                assert httpx.post(f"{url}/chat/completions", content=b"\xff", headers=headers).status_code == 400
             other = post(url, server.key, path="/responses")
             assert other.status_code == 404
-            assert "/v1/chat/completions alone" in other.json()["error"]["message"]
+            assert "expected POST .../v1/chat/completions or GET .../v1/models" in other.json()["error"]["message"]
         ended_session = post(url, server.key)
         assert (ended_session.status_code, ended_session.json()["error"]["code"]) == (404, "session_not_found")
         unknown = url.replace("/sessions/", "/sessions/x")
@@ -109,9 +115,10 @@ def test_the_server_listens_on_loopback_with_a_key_of_the_run_and_a_path_of_the_
             "messages[0]",
         ),
         ({"tools": [{"type": "function"}]}, "tools[0]: expected the definition of a tool"),
+        ({"tools": [TOOL, TOOL]}, "tools: got 'add' twice, expected one of each"),
     ],
 )
-def test_what_training_cannot_take_is_refused_in_one_line(more: dict[str, Any], message: str) -> None:
+def test_t19_what_training_cannot_take_is_refused_in_one_line(more: dict[str, Any], message: str) -> None:
     """T19: no parameter is dropped in silence."""
     with pytest.raises(RequestError) as caught:
         RULES.parse(BODY | more)
@@ -142,7 +149,7 @@ def session_of(what: str, responses: list[list[int]]) -> Session:
     return session
 
 
-def test_an_agent_that_raises_hangs_or_dies_costs_its_trajectory_alone(
+def test_t18_an_agent_that_raises_hangs_or_dies_costs_its_trajectory_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T18: an agent that never ends. Nothing of any is left."""
