@@ -19,6 +19,7 @@ from nemo_rl_moe.models.families import (
     softmax_moe,
     sparse_attention,
 )
+from nemo_rl_moe.models.families.refused import REFUSED
 from nemo_rl_moe.models.families.rules import ModelFamily
 from nemo_rl_moe.models.families.vision import VisionFamily, decoder_section
 
@@ -98,6 +99,11 @@ def family_of_type(model_type: Any, section: str = "") -> ModelFamily:
     """
     found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if found is None:
+        if (refused := REFUSED.get(str(model_type))) is not None:
+            raise ConfigurationError(
+                f"policy.model_name: config.json: {section}model_type {model_type!r} ({refused.name}) is not supported:"
+                f" it needs {refused.why}; the nearest family that is supported: {refused.nearest}"
+            )
         families = FAMILIES.keys() | (set() if section else VISION_FAMILIES.keys())
         raise ConfigurationError(
             f"policy.model_name: config.json: {section}model_type {model_type!r} is not supported; supported: "

@@ -168,8 +168,8 @@ def known_routers(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
         return routers
     if unread := unread_routers(model):
         raise ValueError(
-            f"{type(model).__name__} chooses experts in modules whose choice cannot be read: {', '.join(unread)}; known "
-            "are Megatron-Core's TopKRouter, and of transformers all ...TopKRouter, HunYuanMoEV1Gate, Llama4Router and "
+            f"{type(model).__name__} chooses experts in modules whose choice cannot be read: {', '.join(unread)}; "
+            "known are Megatron-Core's TopKRouter, and transformers' ...TopKRouter, HunYuanMoEV1Gate, Llama4Router and "
             "DeepseekV4HashRouter"
         )
     raise ValueError(

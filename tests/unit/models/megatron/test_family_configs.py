@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import FAMILIES, family_of
 from nemo_rl_moe.models.families import decoder as rotary
+from nemo_rl_moe.models.families.refused import REFUSED
 from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import whole_model_parameters
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
@@ -94,6 +96,20 @@ def test_other_families_are_refused(tmp_path: Path) -> None:
     expected = r"config.json: model_type 'gemma' is not supported; supported: .*mixtral, olmoe, qwen2, "
     with pytest.raises(ConfigurationError, match=expected):
         read_config(tmp_path, model_type="gemma")
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_families_that_cannot_work_are_refused_by_name(model_type: str, tmp_path: Path) -> None:
+    refused = REFUSED[model_type]
+    assert refused.nearest in FAMILIES
+    assert model_type in CONFIG_MAPPING
+    with pytest.raises(ConfigurationError) as caught:
+        read_config(tmp_path, model_type=model_type)
+    (problem,) = caught.value.problems
+    assert problem == (
+        f"policy.model_name: config.json: model_type {model_type!r} ({refused.name}) is not supported: it needs "
+        f"{refused.why}; the nearest family that is supported: {refused.nearest}"
+    )
 
 
 @pytest.mark.parametrize("model", FAMILIES)
