@@ -33,22 +33,21 @@ def glm4_moe_fields(hf_config: Any) -> dict[str, Any]:
     )
 
 
+GLM4_MOE_RULES = {
+    **decoder.DECODER,
+    **decoder.QKV_BIAS,
+    **decoder.QK_NORMS,
+    **decoder.ROUTER,
+    **decoder.EXPERTS,
+    **biased_routers.SHARED_EXPERTS,
+    **biased_routers.EXPERT_BIAS,
+}
 GLM4_MOE = ModelFamily(
     name="GLM-4-MoE",
     transformer_fields=glm4_moe_fields,
     rotary_base=rotary_base,
     rotary_percent=decoder.rotary_percent,
-    rules=RuleTable(
-        {
-            **decoder.DECODER,
-            **decoder.QKV_BIAS,
-            **decoder.QK_NORMS,
-            **decoder.ROUTER,
-            **decoder.EXPERTS,
-            **biased_routers.SHARED_EXPERTS,
-            **biased_routers.EXPERT_BIAS,
-        }
-    ),
+    rules=RuleTable(GLM4_MOE_RULES),
     config_fields=ConfigFields(GLM4_MOE_READ_FIELDS, GLM4_MOE_FIXED_FIELDS, biased_routers.WITHOUT_EFFECT),
     router_fields=biased_routers.ROUTER_FIELDS,
     unused_tensors=biased_routers.unused_tensors,
