@@ -57,6 +57,7 @@ def _decoder_fields(hf_config: Any, family: str) -> dict[str, Any]:
         raise ConfigurationError(
             f"{biased_routers.WHERE} layer_types: got {shortened(repr(kinds))}, supported: 'indexed_attention'"
         )
+    indexed_layers(hf_config)  # refuses what it does not understand
     return (
         deepseek.decoder_fields(hf_config)
         | biased_routers.group_fields(hf_config)

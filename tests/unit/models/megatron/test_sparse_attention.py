@@ -111,7 +111,8 @@ def test_sequences_that_the_indexer_would_choose_from_are_refused_in_one_line() 
     policy = tiny_policy(model_name="my/model", max_total_sequence_length=33)
     assert too_long_sequences(policy, config_json) == [
         "policy.max_total_sequence_length: got 33, expected at most 32, the tokens of index_topk of my/model by its"
-        " config.json: of longer sequences an indexer chooses the tokens that attention sees, which is not computed here"
+        " config.json: of longer sequences an indexer chooses the tokens that attention sees, which is not computed"
+        " here"
     ]
     assert too_long_sequences(tiny_policy(max_total_sequence_length=32), config_json) == []
     # As transformers has it where the file says nothing; the positions are more.
