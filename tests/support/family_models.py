@@ -119,6 +119,11 @@ class FamilyModel:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def router_fields(self) -> Mapping[str, str | None]:
+        """Router settings that the family decides."""
+        return FAMILIES[self.model_type].router_fields
+
+    @property
     def num_layers(self) -> int:
         """Transformer layers."""
         return int({**_SIZES, **self.fields}["num_hidden_layers"])

@@ -20,12 +20,15 @@ from tests.support.family_training import (
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, tiny_policy
 
-MODELS = [name for name, model in FAMILY_MODELS.items() if model.model_type.startswith(("deepseek_v3", "glm"))]
-# Largest seen: see the test's output (-rP).
-LOSS, GRAD_NORM, CHANGE = 1e-5, 1e-5, 1e-4
-# One job trains all models; on each change a few of them, in the layouts that put most together.
-QUICK = {("deepseek_v3", "one_rank", "padded"), ("glm4_moe", "one_rank", "packed")}
-FULL = {("glm4_moe_norms_groups", "tp2_ep2_pp2", "packed"), ("glm4_moe_lite", "pp2_ep2", "padded")}
+MODELS = [name for name, model in FAMILY_MODELS.items() if "moe_router_enable_expert_bias" in model.router_fields]
+# Relative. Largest seen: 1e-6, 3.5e-5 and 2.7e-5, all of DeepSeek-V3, whose rounding grows with each step.
+LOSS, GRAD_NORM, CHANGE = 1e-5, 1e-4, 1e-4
+QUICK = {("glm4_moe", "one_rank", "packed")}
+# One job trains all models of a layout.
+FULL = {
+    (name, "tp2_ep2_pp2", "packed")
+    for name in ("deepseek_v3", "glm4_moe_norms_groups", "glm4_moe_lite", "minimax_m2", "glm_moe_dsa")
+}
 
 
 class TrainingJobs:
