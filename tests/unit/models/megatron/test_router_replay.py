@@ -36,6 +36,8 @@ from tests.support.tiny_model import (
 )
 
 PACKED = {"sequence_packing__enabled": True}
+# Megatron-Core's loss counts the best experts by score, without groups and bias; under replay those that were used count.
+WITHOUT_LOSS = {"moe_aux_loss_coeff": 0.0}
 IN_BFLOAT16 = {"precision": "bfloat16", "activation_checkpointing": "full"}
 ONE_SHARE = (tuple(range(6)),)
 UNEVEN_SHARES = ((0, 2, 3, 4, 5), (1,))
@@ -426,10 +428,10 @@ def replay_own_routes(policy: PolicyConfig, model: dict[str, Any] | str) -> tupl
         pytest.param(2, layout(pp=2), {"mlp_only_layers": [0, 1]}, marks=pytest.mark.full),
         (2, layout(pp=2, vpp=2), {}),
         pytest.param(4, layout(pp=2, tp=2), {}, marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2), "glm4_moe_norms_groups", marks=pytest.mark.slow),
+        pytest.param(2, layout(pp=2) | WITHOUT_LOSS, "glm4_moe_norms_groups", marks=pytest.mark.slow),
         pytest.param(2, layout(tp=2) | PACKED, "glm4_moe_lite", marks=pytest.mark.slow),
         pytest.param(2, layout(pp=2, vpp=2), "minimax_m2", marks=pytest.mark.slow),
-        pytest.param(2, layout(ep=2), "deepseek_v32", marks=pytest.mark.slow),
+        pytest.param(2, layout(ep=2) | WITHOUT_LOSS, "deepseek_v32", marks=pytest.mark.slow),
     ],
 )
 def test_replay_of_the_own_routes_changes_no_bit(
@@ -444,4 +446,4 @@ def test_replay_of_the_own_routes_changes_no_bit(
     assert replayed[:2] == plain[:2]
     assert replayed[2]["routing/rows_usable_share"] == 1
     assert replayed[2]["routing/agreement"] == replayed[2]["routing/live_agreement"] == 1
-    assert replayed[2]["load_balancing_loss"] == plain[2]["load_balancing_loss"]
+    assert replayed[2].get("load_balancing_loss") == plain[2].get("load_balancing_loss")
