@@ -21,6 +21,7 @@ from nemo_rl_moe.models.megatron.cpu.fused_attention import FastSelfAttention, H
 
 # isort: split
 from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.transformer.identity_op import IdentityOp
 
 
 class Rotation:
@@ -155,7 +156,7 @@ class HeadNorm:
 
         def by_modules(heads: Tensor) -> Tensor:
             for part, norm in zip((heads[..., :-1, :], heads[..., -1:, :]), norms, strict=True):
-                if norm is not None:
+                if norm is not None and not isinstance(norm, IdentityOp):
                     part.copy_(norm(part.flatten(2, 3)).view_as(part))
             return heads
 

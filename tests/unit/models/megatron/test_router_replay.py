@@ -36,7 +36,7 @@ from tests.support.tiny_model import (
 )
 
 PACKED = {"sequence_packing__enabled": True}
-# Megatron-Core's loss counts the best experts by score, without groups and bias; under replay those that were used count.
+# Megatron-Core's loss counts the best experts by score, without groups and bias; under replay it counts those in use.
 WITHOUT_LOSS = {"moe_aux_loss_coeff": 0.0}
 IN_BFLOAT16 = {"precision": "bfloat16", "activation_checkpointing": "full"}
 ONE_SHARE = (tuple(range(6)),)

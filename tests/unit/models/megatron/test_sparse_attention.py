@@ -52,7 +52,8 @@ def read_and_save(folder: str, checkpoint: str, policy: PolicyConfig) -> None:
         dist.barrier()
         trainer = trainer_of(Path(folder), policy)
         trainer.start_checkpoint(Path(checkpoint), with_optimizer=False)
-        assert trainer.finish_checkpoint() is None
+        problem = trainer.finish_checkpoint()
+        assert problem is None, problem
 
 
 def load_and_export(checkpoint: str, exported: str, policy: PolicyConfig) -> None:
