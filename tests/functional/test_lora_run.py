@@ -193,8 +193,8 @@ def test_verify_names_damage_in_every_folder_of_a_run(trained: Trained, tmp_path
     shutil.copytree(trained.run_folder / "checkpoints", run)
     done = shared_ray.called_here(["verify", str(run)])
     assert done.returncode == 0, done.stderr
-    folders = [run / "final", run / "final" / "adapter", run / "step_3", run / "step_6"]
-    assert [line.partition(": ")[0] for line in done.stdout.splitlines()] == [str(folder) for folder in folders]
+    folders = ["final", "final/adapter", "step_3", "step_3/policy", "step_6", "step_6/policy"]
+    assert [line.partition(": ")[0] for line in done.stdout.splitlines()] == [str(run / name) for name in folders]
     for file in (
         run / "final" / "adapter" / "adapter_model.safetensors",
         *(run / "step_6" / "policy").glob("*.distcp"),
