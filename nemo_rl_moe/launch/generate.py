@@ -23,7 +23,7 @@ from nemo_rl_moe.launch.inference import answer_in_chunks, give_weights
 from nemo_rl_moe.launch.prompts import read_training_prompts
 from nemo_rl_moe.launch.setup import ModelRun
 from nemo_rl_moe.models.hf_files import load_config_json
-from nemo_rl_moe.models.position_limit import position_limit
+from nemo_rl_moe.models.position_limit import sequence_limit
 from nemo_rl_moe.rollouts.environment import Decode, response_text
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
@@ -55,17 +55,17 @@ def generate(config: GRPOMasterConfig, output: Path | None, *, with_logprobs: bo
 
 
 def _with_positions_of_the_model(config: GRPOMasterConfig) -> GRPOMasterConfig:
-    """Return the configuration with sequences no longer than the model has positions."""
+    """Return the configuration with sequences no longer than the model allows."""
     policy = config.policy
-    limit = position_limit(load_config_json(policy.model_name))
-    if limit is None or limit >= policy.max_total_sequence_length:
+    limit = sequence_limit(load_config_json(policy.model_name))
+    if limit is None or limit.tokens >= policy.max_total_sequence_length:
         return config
-    if policy.generation.max_new_tokens >= limit:
+    if policy.generation.max_new_tokens >= limit.tokens:
         raise ConfigurationError(
-            f"policy.generation.max_new_tokens: got {policy.generation.max_new_tokens}, expected less than the {limit}"
-            f" positions of {policy.model_name}, which hold the prompt too"
+            f"policy.generation.max_new_tokens: got {policy.generation.max_new_tokens}, expected less than the"
+            f" {limit.tokens} {limit.name} of {policy.model_name}, which hold the prompt too"
         )
-    return config.model_copy(update={"policy": policy.model_copy(update={"max_total_sequence_length": limit})})
+    return config.model_copy(update={"policy": policy.model_copy(update={"max_total_sequence_length": limit.tokens})})
 
 
 def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,7 @@
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,12 +165,12 @@ def load_hf_config(model_name: str) -> Any:
     vision = vision_family_of(config_json)
     if vision is None:
         family = family_of_type(config_json.get("model_type"))
-        hf_config = _as_transformers_reads_it(model_name)
+        hf_config = _as_transformers_reads_it(model_name, config_json, family.transformers_type)
         problems = family.config_fields.problems(config_json, hf_config, family.name)
     else:
         decoder_type = decoder_type_of(config_json)
         decoder = vision.decoder or family_of_type(decoder_type, "text_config.")
-        hf_config = _as_transformers_reads_it(model_name)
+        hf_config = _as_transformers_reads_it(model_name, config_json, None)
         problems = field_problems(vision, decoder, config_json, hf_config)
     if problems:
         raise ConfigurationError(problems)
@@ -183,10 +183,13 @@ def load_hf_config(model_name: str) -> Any:
     return flat
 
 
-def _as_transformers_reads_it(model_name: str) -> Any:
-    from transformers import AutoConfig
+def _as_transformers_reads_it(model_name: str, config_json: Mapping[str, Any], known_type: str | None) -> Any:
+    """Return a model's configuration as transformers' class for its type has it, or for the one that is known."""
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
+        if known_type is not None:
+            return CONFIG_MAPPING[known_type].from_dict(dict(config_json))
         is_folder = Path(model_name).is_dir()
         return AutoConfig.from_pretrained(
             model_name, trust_remote_code=False, local_files_only=is_folder or from_cache_alone()

@@ -1,12 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Longest sequence that a model has positions for, by its `config.json`."""
+"""Longest sequence that a model has positions for, or that is computed as the model means, by its `config.json`."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.families import vision_family_of
+from nemo_rl_moe.models.families import FAMILIES, vision_family_of
+from nemo_rl_moe.models.families.rules import SequenceLimit
 from nemo_rl_moe.models.families.vision import decoder_section
 
 _EXTENDED = ("linear", "dynamic", "yarn")
@@ -33,12 +34,22 @@ def position_limit(config_json: Mapping[str, Any]) -> int | None:
     return max(stated, int(original * factor))
 
 
+def sequence_limit(config_json: Mapping[str, Any]) -> SequenceLimit | None:
+    """Return the longest sequence of a model, and which limit that is; None where its `config.json` does not say."""
+    family = FAMILIES.get(str(config_json.get("model_type")))
+    of_family = None if family is None else family.sequence_limit(config_json)
+    positions = position_limit(config_json)
+    if positions is None or (of_family is not None and of_family.tokens <= positions):
+        return of_family
+    return SequenceLimit(positions, "positions")
+
+
 def too_long_sequences(policy: PolicyConfig, config_json: Mapping[str, Any]) -> list[str]:
-    """Return a line where sequences may be longer than the model has positions; otherwise none."""
-    limit, longest = position_limit(config_json), policy.max_total_sequence_length
-    if limit is None or longest <= limit:
+    """Return a line where sequences may be longer than the model allows; otherwise none."""
+    limit, longest = sequence_limit(config_json), policy.max_total_sequence_length
+    if limit is None or longest <= limit.tokens:
         return []
     return [
-        f"policy.max_total_sequence_length: got {longest}, expected at most {limit}, the positions of"
-        f" {policy.model_name} by its config.json"
+        f"policy.max_total_sequence_length: got {longest}, expected at most {limit.tokens}, the {limit.name} of"
+        f" {policy.model_name} by its config.json{f': {limit.why}' if limit.why else ''}"
     ]

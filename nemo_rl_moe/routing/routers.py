@@ -5,6 +5,7 @@
 Imports neither library.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -18,8 +19,18 @@ from nemo_rl_moe.shapes import Bool, Int
 
 
 class RouterKind(Enum):
+    """Library of a router, and for transformers what its routers return."""
+
     MEGATRON = "megatron"
     TRANSFORMERS = "transformers"
+    TRANSFORMERS_LOGITS = "transformers, logits last"
+
+
+# Routers of transformers under names of their own: Hunyuan, and the first layers of DeepSeek-V4.
+_WITH_INDICES = frozenset({"hunyuanmoev1gate", "deepseekv4hashrouter"})
+# Llama-4's: of the logits the best are chosen.
+_WITH_LOGITS = frozenset({"llama4router"})
+_LOOKS_LIKE_A_ROUTER = re.compile(r"(Router|MoE\w*Gate|SparseMoeBlock|SparseMoE)$")
 
 
 @dataclass(frozen=True)
@@ -42,9 +53,18 @@ def router_kind(module: nn.Module) -> RouterKind | None:
     names = {cls.__name__.lower() for cls in type(module).__mro__}
     if "topkrouter" in names and hasattr(module, "layer_number"):
         return RouterKind.MEGATRON
-    if any(name.endswith("topkrouter") for name in names) and hasattr(module, "top_k"):
-        return RouterKind.TRANSFORMERS
-    return None
+    if not hasattr(module, "top_k"):
+        return None
+    if names & _WITH_LOGITS:
+        return RouterKind.TRANSFORMERS_LOGITS
+    is_known = names & _WITH_INDICES or any(name.endswith("topkrouter") for name in names)
+    return RouterKind.TRANSFORMERS if is_known else None
+
+
+def unread_routers(model: nn.Module) -> list[str]:
+    """Return the classes of modules that look like routers, or layers that choose experts, but are not known."""
+    names = {type(module).__name__ for module in model.modules() if router_kind(module) is None}
+    return sorted(name for name in names if _LOOKS_LIKE_A_ROUTER.search(name))
 
 
 def routers_of(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
@@ -80,6 +100,8 @@ def routed_experts(
         if assignments is not None and assignments.dtype == torch.bool and _pads_to_capacity(router):
             # The map then marks every slot of every expert; those that no token was routed to have probability 0.
             assignments = assignments & (tensors[0].detach() != 0)
+    elif layer.kind is RouterKind.TRANSFORMERS_LOGITS:
+        assignments = tensors[-1].topk(layer.topk, dim=-1).indices if tensors else None
     else:
         integers = [output for output in tensors if not output.is_floating_point() and output.dtype != torch.bool]
         assignments = integers[-1] if integers else None

@@ -40,6 +40,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "one_rank": Layout(),
     "one_rank_local": Layout(layer_spec="local"),
     "pp2_ep2": Layout(4, {"pp": 2, "ep": 2}),
+    "dp2": Layout(2),
     "tp2": Layout(2, {"tp": 2}),
     "tp2_local": Layout(2, {"tp": 2}, "local"),
     "ep2": Layout(2, {"ep": 2}),

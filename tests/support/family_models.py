@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_rl_moe.models.families import FAMILIES
+
 _SIZES: Mapping[str, Any] = {
     "num_hidden_layers": 2,
     "hidden_size": 32,
@@ -51,6 +53,16 @@ _DEEPSEEK_YARN: Mapping[str, Any] = {
     "mscale_all_dim": 0.5,
 }
 _SHARED_EXPERT: Mapping[str, Any] = {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 24}
+# An indexer that chooses all tokens of the tests' sequences.
+_INDEXED: Mapping[str, Any] = {
+    **_DEEPSEEK,
+    "q_lora_rank": 10,
+    "n_shared_experts": 1,
+    "index_topk": 32,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "rope_parameters": _DEEPSEEK_YARN,
+}
 # Stretched so far that short sequences show it.
 _ROPE: Mapping[str, Mapping[str, Any]] = {
     "linear": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0},
@@ -79,6 +91,17 @@ _GPT_OSS: Mapping[str, Any] = {
     "intermediate_size": 16,
     "swiglu_limit": 1.0,
 }
+_GLM: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "attention_bias": True,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+}
 
 
 @dataclass(frozen=True)
@@ -96,6 +119,11 @@ class FamilyModel:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def router_fields(self) -> Mapping[str, str | None]:
+        """Router settings that the family decides."""
+        return FAMILIES[self.model_type].router_fields
+
+    @property
     def num_layers(self) -> int:
         """Transformer layers."""
         return int({**_SIZES, **self.fields}["num_hidden_layers"])
@@ -111,10 +139,22 @@ class FamilyModel:
         return "num_experts_per_tok" in self.fields
 
     def hf_config(self) -> Any:
-        """Return the configuration as transformers has it."""
+        """Return the configuration as this project has it."""
+        config = self.transformers_config()
+        if config.model_type != self.model_type:
+            config.model_type = self.model_type
+        return config
+
+    def transformers_config(self) -> Any:
+        """Return the configuration of transformers' model, which may know the family as another one."""
         from transformers import AutoConfig
 
-        return AutoConfig.for_model(self.model_type, **{**_SIZES, **self.fields})
+        known_type = FAMILIES[self.model_type].transformers_type or self.model_type
+        return AutoConfig.for_model(known_type, **{**_SIZES, **self.fields})
+
+    def config_json(self) -> dict[str, Any]:
+        """Return the content of `config.json`."""
+        return {**self.transformers_config().to_dict(), "model_type": self.model_type}
 
 
 FAMILY_MODELS: Mapping[str, FamilyModel] = {
@@ -234,6 +274,76 @@ FAMILY_MODELS: Mapping[str, FamilyModel] = {
     "deepseek_v3_moonlight": FamilyModel(
         "deepseek_v3",
         {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-2, "routed_scaling_factor": 2.446},
+    ),
+    # As GLM-4.5-Air.
+    "glm4_moe": FamilyModel("glm4_moe", _GLM),
+    # As GLM-4.5, with norms, and with groups besides, positions stretched in the rotated part of heads.
+    "glm4_moe_norms_groups": FamilyModel(
+        "glm4_moe",
+        {
+            **_GLM,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {
+                **_ROPE["yarn"],
+                "partial_rotary_factor": 0.5,
+                "attention_factor": 1.0,
+            },
+        },
+    ),
+    "glm4_moe_without_biases": FamilyModel("glm4_moe", {**_GLM, "attention_bias": False, "num_hidden_layers": 2}),
+    # As GLM-4.7-Flash.
+    "glm4_moe_lite": FamilyModel(
+        "glm4_moe_lite",
+        {
+            **{name: value for name, value in _DEEPSEEK.items() if name != "first_k_dense_replace"},
+            "q_lora_rank": 10,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.8,
+            "v_head_dim": 12,
+        },
+    ),
+    "minimax_m2": FamilyModel(
+        "minimax_m2",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 12,
+            "router_aux_loss_coef": 0.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "deepseek_v32": FamilyModel("deepseek_v32", {**_INDEXED, "n_group": 4, "topk_group": 2}),
+    "glm_moe_dsa": FamilyModel(
+        "glm_moe_dsa",
+        {
+            **_INDEXED,
+            "n_group": 1,
+            "topk_group": 1,
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "first_k_dense_replace": 2,
+            "indexer_types": ["full", "full", "shared", "full"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    # With YaRN's two bounds in one place, as released.
+    "kimi_k2": FamilyModel(
+        "kimi_k2",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": 10,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": {**_DEEPSEEK_YARN, "beta_fast": 1.0, "beta_slow": 1.0},
+        },
     ),
 }
 """By a name for people that begins with the model type."""

@@ -27,6 +27,7 @@ from tests.support.family_reference import (
     ModelOutputs,
     Response,
     greedy_responses,
+    read_model,
     reference_outputs,
     write_reference,
 )
@@ -143,7 +144,7 @@ def write_references(names: Sequence[str], root: str) -> dict[str, Reference | s
         write_reference(name, folder)
         return Reference(reference_outputs(folder), greedy_responses(folder))
 
-    return {name: _or_why_not(partial(write, Path(root, name), name)) for name in names}
+    return {name: or_why_not(partial(write, Path(root, name), name)) for name in names}
 
 
 def run_families(names: Sequence[str], root: str, policy: PolicyConfig, exports: str) -> dict[str, Any]:
@@ -151,27 +152,24 @@ def run_families(names: Sequence[str], root: str, policy: PolicyConfig, exports:
     fails.
     """
     with parallel_job(policy):
-        return {name: _or_why_not(partial(run_family, Path(root, name), policy, Path(exports, name))) for name in names}
+        return {name: or_why_not(partial(run_family, Path(root, name), policy, Path(exports, name))) for name in names}
 
 
 def read_exports(names: Sequence[str], root: str, exports: str) -> dict[str, Export | str]:
     """Run on one rank: what transformers makes of the exports of `run_families`, or why it fails."""
-    return {name: _or_why_not(partial(_read_export, Path(root, name), Path(exports, name))) for name in names}
+    return {name: or_why_not(partial(_read_export, Path(root, name), Path(exports, name))) for name in names}
 
 
 def _read_export(folder: Path, exports: Path) -> Export:
-    from transformers import AutoModelForCausalLM
-
-    original, same = (
-        AutoModelForCausalLM.from_pretrained(source, dtype="auto").state_dict() for source in (folder, exports / "same")
-    )
+    original, same = (read_model(source, dtype="auto").state_dict() for source in (folder, exports / "same"))
     is_same = original.keys() == same.keys() and all(
         tensor.dtype == same[name].dtype and torch.equal(tensor, same[name]) for name, tensor in original.items()
     )
     return Export(is_same, reference_outputs(exports / "trained"))
 
 
-def _or_why_not(function: Callable[[], Any]) -> Any:
+def or_why_not(function: Callable[[], Any]) -> Any:
+    """Return what a function returns, or its traceback: other models are still to be heard of."""
     try:
         return function()
     except Exception:

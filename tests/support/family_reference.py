@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models as transformers makes, writes and computes them; and how close other outputs come to these."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from nemo_rl_moe.models.families import FAMILIES
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.tiny_model import tiny_batch
 
@@ -66,14 +68,32 @@ def write_reference(name: str, folder: Path, *, as_in_memory: bool = False) -> N
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(FAMILY_MODELS[name].hf_config(), dtype=torch.float32)
+    family_model = FAMILY_MODELS[name]
+    model = AutoModelForCausalLM.from_config(family_model.transformers_config(), dtype=torch.float32)
     with torch.no_grad():
         persistent = set(model.state_dict())
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
         for tensor_name, tensor in tensors.items():
             if tensor_name in persistent:
                 tensor.copy_(_random_values(tensor_name, tensor))
+    save_model(model, folder, as_in_memory=as_in_memory)
+    (folder / "config.json").write_text(json.dumps(family_model.config_json()))
+
+
+def save_model(model: Any, folder: Path, *, as_in_memory: bool = False) -> None:
+    """Write a model of transformers in several files."""
     model.save_pretrained(folder, max_shard_size=_SHARD_SIZE, save_original_format=not as_in_memory)
+
+
+def read_model(folder: Path, dtype: torch.dtype | str = torch.float32) -> Any:
+    """Return a folder's model as transformers computes it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = json.loads((folder / "config.json").read_text())
+    model_type = fields.pop("model_type")
+    config = AutoConfig.for_model(FAMILIES[model_type].transformers_type or model_type, **fields)
+    found = AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager", dtype=dtype)
+    return found.eval()
 
 
 def _random_values(name: str, like: Tensor) -> Tensor:
@@ -88,9 +108,7 @@ def _random_values(name: str, like: Tensor) -> Tensor:
 
 def reference_outputs(folder: Path) -> ModelOutputs:
     """Return what transformers computes with a folder."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    model = read_model(folder)
     ids = token_ids(model.config.vocab_size)
     chosen, scores = [], []
 
@@ -109,9 +127,7 @@ def reference_outputs(folder: Path) -> ModelOutputs:
 
 def greedy_responses(folder: Path) -> list[Response]:
     """Return the most likely next token of `PROMPTS`, again and again, without a cache."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    model = read_model(folder)
     return [_greedy_response(model, prompt) for prompt in PROMPTS]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from tests.support.family_outputs import outputs_of_trainer, trainer_of
-from tests.support.family_reference import token_ids, write_reference
+from tests.support.family_reference import read_model, token_ids, write_reference
 from tests.support.lora_models import RANK, Array, set_random
 from tests.support.tiny_model import forget_recorded_losses, parallel_job
 
@@ -17,12 +17,11 @@ from tests.support.tiny_model import forget_recorded_losses, parallel_job
 def we_write_and_peft_reads(name: str, policy: PolicyConfig, root: str, form: Any) -> tuple[Array, Array]:
     """Run on one rank: the logits here, and those of peft on transformers' model with what was written."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     folder, adapter = Path(root, "model"), Path(root, "adapter")
     write_reference(name, folder)
     ours = _logits_of_ours(folder, policy, adapter, form, random=True)
-    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    base = read_model(folder)
     model = PeftModel.from_pretrained(base, str(adapter)).eval()
     with torch.no_grad():
         return ours, model(token_ids(base.config.vocab_size)).logits.numpy()
@@ -52,11 +51,10 @@ def logits_in_layout(folder: str, policy: PolicyConfig, written: str) -> Array:
 def peft_writes_and_we_read(name: str, policy: PolicyConfig, root: str) -> tuple[Array, Array]:
     """Run on one rank: the logits here with an adapter that peft has written, and those of peft."""
     import peft
-    from transformers import AutoModelForCausalLM
 
     folder, adapter = Path(root, "model"), Path(root, "adapter")
     write_reference(name, folder)
-    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    base = read_model(folder)
     attention = sorted(
         {
             path.rpartition(".")[2]

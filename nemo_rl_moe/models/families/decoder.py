@@ -27,11 +27,16 @@ _KNOWN_KEYS: Mapping[str, frozenset[str]] = {
     ),
 }
 """By `rope_type`, the keys of `rope_parameters` that mean something, besides `rope_type` and `rope_theta`."""
-_ALWAYS_KNOWN = field_names("rope_type type rope_theta")
+_ALWAYS_KNOWN = field_names("rope_type type rope_theta partial_rotary_factor")
 
 
 def rotary_base(hf_config: Any) -> float:
     return float(_rope_parameters(hf_config)["rope_theta"])
+
+
+def rotary_percent(hf_config: Any) -> float:
+    """Return the part of each head that is rotated, its first entries."""
+    return float(_rope_parameters(hf_config).get("partial_rotary_factor", 1.0))
 
 
 def inverse_frequencies(hf_config: Any) -> Float[Tensor, " half_head"] | None:
@@ -75,8 +80,6 @@ def _rope_parameters(hf_config: Any) -> Mapping[str, Any]:
         raise ConfigurationError(
             f"policy.model_name: config.json: rope_theta: got {shortened(repr(base))}, expected a number above 0"
         )
-    if parameters.get("partial_rotary_factor") == 1.0:
-        del parameters["partial_rotary_factor"]
     unknown = parameters.keys() - _KNOWN_KEYS[kind] - _ALWAYS_KNOWN
     if unknown:
         key = "policy.model_name: config.json: rope_parameters"
@@ -90,6 +93,29 @@ def _rope_parameters(hf_config: Any) -> Mapping[str, Any]:
     return parameters
 
 
+def _check_rotated_part(hf_config: Any, head_dim: int, *, rotates_part: bool) -> None:
+    """Refuse a part of heads that the family cannot rotate, and scores that would be scaled in that part alone."""
+    factor = _rope_parameters(hf_config).get("partial_rotary_factor", 1.0)
+    key = "policy.model_name: config.json: rope_parameters"
+    if factor == 1.0:
+        return
+    if not rotates_part:
+        raise ConfigurationError(
+            f"{key}.partial_rotary_factor: got {shortened(repr(factor))}, expected 1.0: the family rotates whole heads"
+        )
+    is_number = isinstance(factor, int | float) and not isinstance(factor, bool) and 0 < factor < 1
+    if not is_number or int(head_dim * factor) % 2 or int(head_dim * factor) == 0:
+        raise ConfigurationError(
+            f"{key}.partial_rotary_factor: got {shortened(repr(factor))}, expected a part of a head of {head_dim} that "
+            "has an even number of entries"
+        )
+    if _stretched(hf_config)[1] != 1.0:
+        raise ConfigurationError(
+            f"{key}: got rope_type 'yarn' with a factor of the rotated entries alone, expected another rope_type, or "
+            "partial_rotary_factor 1.0, or attention_factor 1.0"
+        )
+
+
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
 
@@ -101,13 +127,17 @@ READ_FIELDS = field_names(
 FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_dropout": (0.0, None)}
 
 
-def decoder_fields(hf_config: Any) -> dict[str, Any]:
+def decoder_fields(hf_config: Any, *, rotates_part: bool = False) -> dict[str, Any]:
     """Map Hugging Face fields to TransformerConfig fields, except for experts.
 
     `activation_func` is a name in `ACTIVATIONS` of `model/transformer_config.py`: families import no Megatron-Core.
+
+    Args:
+        rotates_part: The family can rotate a part of each head; its record then has `rotary_percent`.
     """
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+    _check_rotated_part(hf_config, head_dim, rotates_part=rotates_part)
     return {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,

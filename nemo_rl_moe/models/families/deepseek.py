@@ -1,21 +1,23 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V2 and DeepSeek-V3: latent attention, shared experts, and dense layers before those with experts."""
+"""DeepSeek-V2, DeepSeek-V3 and Kimi-K2: latent attention, shared experts, dense layers before those with experts."""
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.families import decoder
+from nemo_rl_moe.models.families import biased_routers, decoder
+from nemo_rl_moe.models.families.biased_routers import WHERE
 from nemo_rl_moe.models.families.decoder import rotary_base
 from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily, Rule, RuleTable, field_names, rule
 
-WHERE = "policy.model_name: config.json:"
-READ_FIELDS = (decoder.READ_FIELDS - {"head_dim"}) | field_names(
-    "aux_loss_alpha first_k_dense_replace kv_lora_rank moe_intermediate_size n_group n_routed_experts n_shared_experts "
-    "num_experts num_experts_per_tok num_local_experts q_lora_rank qk_nope_head_dim qk_rope_head_dim "
-    "routed_scaling_factor seq_aux topk_group v_head_dim"
+ATTENTION_READ_FIELDS = (decoder.READ_FIELDS - {"head_dim"}) | field_names(
+    "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
+)
+READ_FIELDS = (
+    ATTENTION_READ_FIELDS | (biased_routers.READ_FIELDS - {"mlp_layer_types"}) | field_names("aux_loss_alpha seq_aux")
 )
 FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **decoder.FIXED_FIELDS,
@@ -30,22 +32,20 @@ ADVICE = {
     "inference/fp8_cast_bf16.py does it) and take quantization_config out of its config.json"
 }
 
-ROUTER_FIELDS: Mapping[str, str | None] = {
-    "moe_router_topk": "num_experts_per_tok",
-    "moe_router_score_function": None,
-    "moe_router_pre_softmax": None,
-    "moe_router_num_groups": "n_group",
-    "moe_router_group_topk": "topk_group",
-    "moe_router_topk_scaling_factor": "routed_scaling_factor",
-    "moe_router_dtype": None,
+DEEPSEEK_V3_ROUTER_FIELDS: Mapping[str, str | None] = {
+    **biased_routers.ROUTER_FIELDS,
     "moe_router_load_balancing_type": "seq_aux",
     "moe_aux_loss_coeff": "aux_loss_alpha",
+}
+_OF_THE_BIAS = ("moe_router_enable_expert_bias", "moe_router_bias_update_rate")
+DEEPSEEK_V2_ROUTER_FIELDS = {
+    name: field for name, field in DEEPSEEK_V3_ROUTER_FIELDS.items() if name not in _OF_THE_BIAS
 }
 
 
 def decoder_fields(hf_config: Any) -> dict[str, Any]:
-    heads, dense_layers = hf_config.num_attention_heads, hf_config.first_k_dense_replace
-    rotated, head_dim = hf_config.qk_rope_head_dim, getattr(hf_config, "head_dim", None)
+    heads, rotated = hf_config.num_attention_heads, hf_config.qk_rope_head_dim
+    head_dim = getattr(hf_config, "head_dim", None)
     if head_dim not in (None, rotated):
         # transformers takes the rotary frequencies from it.
         raise ConfigurationError(f"{WHERE} head_dim: got {head_dim}, expected qk_rope_head_dim, which is {rotated}")
@@ -72,12 +72,8 @@ def decoder_fields(hf_config: Any) -> dict[str, Any]:
             # Every head has keys and values of its own, made of the common latent.
             "num_query_groups": heads,
             "qk_layernorm": True,
-            "moe_layer_freq": [int(index >= dense_layers) for index in range(hf_config.num_hidden_layers)],
-            "moe_shared_expert_intermediate_size": hf_config.moe_intermediate_size * hf_config.n_shared_experts,
-            "moe_router_topk_scaling_factor": float(hf_config.routed_scaling_factor),
-            # Whatever the weights are, scores are computed in float32.
-            "moe_router_dtype": "fp32",
         }
+        | biased_routers.layer_fields(hf_config)
         | _balancing_fields(hf_config)
     )
 
@@ -87,18 +83,6 @@ def _balancing_fields(hf_config: Any) -> dict[str, Any]:
     coefficient = float(getattr(hf_config, "aux_loss_alpha", None) or 0.0)
     kind = "seq_aux_loss" if getattr(hf_config, "seq_aux", None) in (True, None) else "aux_loss"
     return {"moe_router_load_balancing_type": kind if coefficient > 0 else "none", "moe_aux_loss_coeff": coefficient}
-
-
-def group_fields(hf_config: Any) -> dict[str, int | None]:
-    """Return the groups of experts, where a token may not use all of them."""
-    groups, usable = hf_config.n_group, hf_config.topk_group
-    limited = groups is not None and usable is not None and usable < groups
-    if limited and usable * hf_config.n_routed_experts // groups < hf_config.num_experts_per_tok:
-        raise ConfigurationError(
-            f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, more than the experts in {usable} of "
-            f"{groups} groups"
-        )
-    return {"moe_router_num_groups": groups if limited else None, "moe_router_group_topk": usable if limited else None}
 
 
 def rotary_fields(hf_config: Any) -> dict[str, Any]:
@@ -143,14 +127,6 @@ def _mscale(rope: Mapping[str, Any], factor: float, all_dimensions: float) -> fl
     return (wanted * (step * all_dimensions + 1) - 1) / step
 
 
-def unused_tensors(hf_config: Any) -> Mapping[str, str]:
-    """Return the tensors of a checkpoint that the model has no use for."""
-    first_extra = hf_config.num_hidden_layers
-    extra_layers = range(first_extra, first_extra + max(getattr(hf_config, "num_nextn_predict_layers", None) or 0, 0))
-    reason = "a layer that predicts tokens further ahead, which neither training nor the model's logits use"
-    return {rf"model\.layers\.{index}\..*": reason for index in extra_layers}
-
-
 _ATTENTION = {
     "linear_q_proj": "q_proj",
     "linear_q_down_proj": "q_a_proj",
@@ -171,7 +147,7 @@ RULES: dict[str, Rule] = {
     **decoder.DENSE_MLP,
     **decoder.ROUTER,
     **decoder.EXPERTS,
-    **decoder.swiglu("mlp.shared_experts", "mlp.shared_experts"),
+    **biased_routers.SHARED_EXPERTS,
 }
 
 
@@ -189,7 +165,7 @@ def deepseek_v2_fields(hf_config: Any) -> dict[str, Any]:
     no_groups = {"moe_router_num_groups": None, "moe_router_group_topk": None}
     return (
         decoder_fields(hf_config)
-        | (group_fields(hf_config) if hf_config.topk_method == "group_limited_greedy" else no_groups)
+        | (biased_routers.group_fields(hf_config) if hf_config.topk_method == "group_limited_greedy" else no_groups)
         | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
     )
 
@@ -200,46 +176,20 @@ DEEPSEEK_V2 = ModelFamily(
     rotary_base=rotary_base,
     rules=RuleTable(RULES),
     config_fields=ConfigFields(READ_FIELDS, DEEPSEEK_V2_FIXED_FIELDS, WITHOUT_EFFECT, ADVICE),
-    router_fields=ROUTER_FIELDS,
-    unused_tensors=unused_tensors,
+    router_fields=DEEPSEEK_V2_ROUTER_FIELDS,
+    unused_tensors=biased_routers.unused_tensors,
 )
 
 
-DEEPSEEK_V3_FIXED_FIELDS = {
-    **FIXED_FIELDS,
-    # Megatron-Core always normalises sigmoid scores.
-    "norm_topk_prob": (True,),
-    "rope_interleave": (True, None),
-    "scoring_func": ("sigmoid",),
-    "topk_method": ("noaux_tc",),
-}
-# Layers that predict further tokens are left out.
-DEEPSEEK_V3_WITHOUT_EFFECT = WITHOUT_EFFECT | field_names("num_mtp_layers num_nextn_predict_layers")
-DEEPSEEK_V3_ROUTER_FIELDS = {
-    **ROUTER_FIELDS,
-    "moe_router_enable_expert_bias": None,
-    "moe_router_bias_update_rate": None,
-}
-EXPERT_BIAS = {f"{decoder.LAYER}mlp.router.expert_bias": rule(f"{decoder.HF_LAYER}mlp.gate.e_score_correction_bias")}
+DEEPSEEK_V3_FIXED_FIELDS = {**FIXED_FIELDS, **biased_routers.FIXED_FIELDS, "rope_interleave": (True, None)}
+DEEPSEEK_V3_WITHOUT_EFFECT = WITHOUT_EFFECT | biased_routers.WITHOUT_EFFECT
 
 
 def deepseek_v3_fields(hf_config: Any) -> dict[str, Any]:
-    if hf_config.num_experts_per_tok < 2:
-        # transformers makes its weight 1, and Megatron-Core takes the score.
-        raise ConfigurationError(
-            f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, supported for DeepSeek-V3: 2 or more"
-        )
     return (
         decoder_fields(hf_config)
-        | group_fields(hf_config)
-        | {
-            "moe_router_score_function": "sigmoid",
-            # Without effect on sigmoid scores.
-            "moe_router_pre_softmax": False,
-            "moe_router_enable_expert_bias": True,
-            # As in the last phase of DeepSeek-V3's own training (DeepSeek-AI 2024, 4.2): it stays where it is.
-            "moe_router_bias_update_rate": 0.0,
-        }
+        | biased_routers.group_fields(hf_config)
+        | biased_routers.score_fields(hf_config, "DeepSeek-V3")
     )
 
 
@@ -247,9 +197,13 @@ DEEPSEEK_V3 = ModelFamily(
     name="DeepSeek-V3",
     transformer_fields=deepseek_v3_fields,
     rotary_base=rotary_base,
-    rules=RuleTable({**RULES, **EXPERT_BIAS}),
+    rules=RuleTable({**RULES, **biased_routers.EXPERT_BIAS}),
     config_fields=ConfigFields(READ_FIELDS, DEEPSEEK_V3_FIXED_FIELDS, DEEPSEEK_V3_WITHOUT_EFFECT, ADVICE),
     router_fields=DEEPSEEK_V3_ROUTER_FIELDS,
-    unused_tensors=unused_tensors,
-    exported_fields={"num_nextn_predict_layers": 0},
+    unused_tensors=biased_routers.unused_tensors,
+    exported_fields=biased_routers.EXPORTED_FIELDS,
 )
+
+
+# The files have the form of DeepSeek-V3's under a type of their own, by which engines choose what is best for it.
+KIMI_K2 = replace(DEEPSEEK_V3, name="Kimi-K2", transformers_type="deepseek_v3")

@@ -254,6 +254,35 @@ def _none_unused(hf_config: Any) -> Mapping[str, str]:
 
 
 @dataclass(frozen=True)
+class SequenceLimit:
+    """Longest sequence that a family computes, whatever positions it has.
+
+    Attributes:
+        name: Plural noun of what is limited.
+        why: Reason, where the name gives none.
+    """
+
+    tokens: int
+    name: str
+    why: str = ""
+
+
+def _no_sequence_limit(config_json: Mapping[str, Any]) -> SequenceLimit | None:
+    del config_json
+    return None
+
+
+def _no_indexed_layers(hf_config: Any) -> Sequence[int]:
+    del hf_config
+    return ()
+
+
+def _whole_heads(hf_config: Any) -> float:
+    del hf_config
+    return 1.0
+
+
+@dataclass(frozen=True)
 class ModelFamily:
     """Mapping of one Hugging Face model type to Megatron-Core.
 
@@ -264,6 +293,10 @@ class ModelFamily:
         unused_tensors: Regular expressions (full match) of tensors that the model may ignore, each with the reason.
         exported_fields: Fields of an exported `config.json` that declare the left-out tensors absent.
         normalizes_all_heads: Norms of queries and keys run over all heads together.
+        rotary_percent: Part of each head that is rotated, its first entries.
+        indexed_layers: Layers with an indexer, whose weights are kept but not computed with.
+        sequence_limit: Limit by a `config.json`; None: there is none but that of positions.
+        transformers_type: `model_type` of transformers' class for such files, where theirs is none that it knows.
         vision: Parts beside the decoder; None for text alone.
     """
 
@@ -276,4 +309,8 @@ class ModelFamily:
     unused_tensors: Callable[[Any], Mapping[str, str]] = _none_unused
     exported_fields: Mapping[str, Any] = field(default_factory=dict)
     normalizes_all_heads: bool = False
+    rotary_percent: Callable[[Any], float] = _whole_heads
+    indexed_layers: Callable[[Any], Sequence[int]] = _no_indexed_layers
+    sequence_limit: Callable[[Mapping[str, Any]], SequenceLimit | None] = _no_sequence_limit
+    transformers_type: str | None = None
     vision: "VisionFamily | None" = None

@@ -12,7 +12,7 @@ MIXTRAL_FIXED_FIELDS = {**dense.MISTRAL_FIXED_FIELDS, "router_jitter_noise": (0.
 
 _OURS, _THEIRS, _IN_MEMORY = (f"{decoder.LAYER}mlp.", f"{decoder.HF_LAYER}block_sparse_moe.", f"{decoder.HF_LAYER}mlp.")
 _OF_FC1, _OF_FC2 = decoder.stacked_swiglu_experts(f"{_IN_MEMORY}experts")
-_EXPERTS = {
+MIXTRAL_EXPERTS = {
     f"{_OURS}router.weight": rule(f"{_THEIRS}gate.weight", alternatives=[[Source(f"{_IN_MEMORY}gate.weight")]]),
     f"{_OURS}experts.{{expert}}.linear_fc1.weight": rule(
         f"{_THEIRS}experts.{{expert}}.w1.weight", f"{_THEIRS}experts.{{expert}}.w3.weight", alternatives=_OF_FC1
@@ -35,7 +35,7 @@ MIXTRAL = ModelFamily(
     name="Mixtral",
     transformer_fields=mixtral_fields,
     rotary_base=decoder.rotary_base,
-    rules=RuleTable({**decoder.DECODER, **_EXPERTS}),
+    rules=RuleTable({**decoder.DECODER, **MIXTRAL_EXPERTS}),
     config_fields=ConfigFields(MIXTRAL_READ_FIELDS, MIXTRAL_FIXED_FIELDS),
     router_fields={**decoder.SOFTMAX_ROUTER_FIELDS, "moe_router_pre_softmax": None},
 )

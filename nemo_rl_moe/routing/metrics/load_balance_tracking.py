@@ -14,7 +14,14 @@ from torch.utils.hooks import RemovableHandle
 
 from nemo_rl_moe.routing.metrics.expert_load_recorder import add_assignments
 from nemo_rl_moe.routing.metrics.load_statistics import LayerLoad
-from nemo_rl_moe.routing.routers import RouterKind, RouterLayer, padding_mask_of_call, routed_experts, routers_of
+from nemo_rl_moe.routing.routers import (
+    RouterKind,
+    RouterLayer,
+    padding_mask_of_call,
+    routed_experts,
+    routers_of,
+    unread_routers,
+)
 from nemo_rl_moe.shapes import Int
 
 
@@ -157,13 +164,19 @@ def known_routers(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
         ValueError: The model has no MoE layer whose router is known.
     """
     routers = routers_of(model)
-    if not routers:
+    if routers:
+        return routers
+    if unread := unread_routers(model):
         raise ValueError(
-            f"{type(model).__name__} has no MoE layer to track: none of its modules is a router of Megatron-Core "
-            "(TopKRouter) or of transformers (Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, DeepSeek-V3 and others with a "
-            "...TopKRouter)"
+            f"{type(model).__name__} chooses experts in modules whose choice cannot be read: {', '.join(unread)}; "
+            "known are Megatron-Core's TopKRouter, and transformers' ...TopKRouter, HunYuanMoEV1Gate, Llama4Router and "
+            "DeepseekV4HashRouter"
         )
-    return routers
+    raise ValueError(
+        f"{type(model).__name__} has no MoE layer to track: none of its modules is a router of Megatron-Core "
+        "(TopKRouter) or of transformers (Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, DeepSeek-V3 and others with a "
+        "...TopKRouter)"
+    )
 
 
 def enable_load_balance_tracking(model: nn.Module) -> int:

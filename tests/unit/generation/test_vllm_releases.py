@@ -88,9 +88,10 @@ def test_a_right_installation_is_found_without_importing_it(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_that_names_no_class_for_vllm_is_one_line(family: str) -> None:
-    config = FamilyModel(family).hf_config()
+    model = FamilyModel(family)
+    config = model.hf_config()
     with torch.device("meta"):
-        name = type(AutoModelForCausalLM.from_config(config)).__name__
+        name = type(AutoModelForCausalLM.from_config(model.transformers_config())).__name__
     for found, what in (
         (None, "is missing"),
         ([], "is missing"),
@@ -140,8 +141,8 @@ def test_vllm_knows_the_classes_of_all_families() -> None:
     assert spec is not None
     (folder,) = spec.submodule_search_locations or []
     known = Path(folder, "model_executor/models/registry.py").read_text()
-    for family in FAMILIES:
-        assert f'"{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]}": (' in known
+    for model_type, family in FAMILIES.items():
+        assert f'"{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.transformers_type or model_type]}": (' in known
 
 
 def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:

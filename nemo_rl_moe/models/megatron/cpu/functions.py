@@ -136,7 +136,11 @@ def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool
 
 
 def rotate(inputs: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate the halves of the last dimension against each other, into a new tensor."""
+    """Rotate the halves of the last dimension against each other, into a new tensor; of its first entries, where there
+    are fewer cosines."""
+    rotated_part = cosines.size(-1)
+    if rotated_part < inputs.size(-1):
+        return torch.cat([rotate(inputs[..., :rotated_part], cosines, sines), inputs[..., rotated_part:]], -1)
     half = inputs.size(-1) // 2
     rotated = inputs * cosines
     rotated[..., :half].addcmul_(inputs[..., half:], sines[..., :half], value=-1)
@@ -146,6 +150,9 @@ def rotate(inputs: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 def rotate_back(grad: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Return the gradient of `rotate` with respect to its inputs."""
+    rotated_part = cosines.size(-1)
+    if rotated_part < grad.size(-1):
+        return torch.cat([rotate_back(grad[..., :rotated_part], cosines, sines), grad[..., rotated_part:]], -1)
     half = grad.size(-1) // 2
     result = grad * cosines
     result[..., :half].addcmul_(grad[..., half:], sines[..., half:])

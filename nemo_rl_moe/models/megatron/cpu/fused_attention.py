@@ -129,7 +129,7 @@ class FastSelfAttention(SelfAttention):
 
     @property
     def has_own_norms(self) -> bool:
-        """True where queries and keys have this project's norm, which cached and fused attention need."""
+        """True where queries and keys have this project's norm, which fused attention needs."""
         return isinstance(self.q_layernorm, RMSNorm) and isinstance(self.k_layernorm, RMSNorm)
 
     @property
@@ -186,9 +186,9 @@ class FastSelfAttention(SelfAttention):
         return self.linear_proj(context)
 
     def _can_shorten(self, angles: Tensor, others: dict[str, Any]) -> bool:
-        full_rotation = angles.shape[2:] == (1, self.hidden_size_per_attention_head)
+        known_angles = angles.shape[2] == 1 and angles.shape[3] <= self.hidden_size_per_attention_head
         recomputed = self.checkpoint_core_attention and self.training
-        return full_rotation and not recomputed and all(value is None for value in others.values())
+        return known_angles and not recomputed and all(value is None for value in others.values())
 
     def _attend(self, mixed: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """Attend with mixed queries, keys and values `[sequence, batch, ...]`; angles of these positions or more."""
@@ -196,7 +196,8 @@ class FastSelfAttention(SelfAttention):
         layout, scale = self.head_layout, self.softmax_scale
         cosines, sines = cosines[:sequence], sines[:sequence]
         norms = self.q_layernorm, self.k_layernorm
-        if self.has_own_norms and mixed.dtype == torch.float32 and sequence <= LONGEST_SEQUENCE:
+        is_fused = self.has_own_norms and cosines.shape[-1] == layout.dim
+        if is_fused and mixed.dtype == torch.float32 and sequence <= LONGEST_SEQUENCE:
             weights = (norm.weight for norm in norms)
             return FusedAttentionFunction.apply(mixed, *weights, cosines, sines, norms[0].eps, scale, layout)
         heads = mixed.view(sequence, batch, layout.groups, layout.heads_per_group + 2, layout.dim)

@@ -126,12 +126,12 @@ _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
     "cross_entropy": {"tensor_model_parallel_size": 1, "cross_entropy_loss_fusion": False},
     "cached_forward": {
         "add_bias_linear": False,
-        "add_qkv_bias": False,
         "apply_residual_connection_post_layernorm": False,
         # Padding would take the places of real tokens at experts that take only so many.
         "moe_expert_capacity_factor": None,
+        "cache_mla_latents": False,
         "fp32_residual_connection": False,
-        "multi_latent_attention": False,
+        "rotary_interleaved": False,
         # In other types every rounding would have to be that of training: a near tie in a router can flip.
         "params_dtype": torch.float32,
         "use_mup": False,

@@ -14,12 +14,8 @@ from torch import Tensor
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.cpu.attention import causal_mask
-from nemo_rl_moe.models.megatron.cpu.cached_forward import (
-    CachedForward,
-    PaddedInferenceContext,
-    Rotation,
-    has_cached_forward,
-)
+from nemo_rl_moe.models.megatron.cpu.cached_attention import PaddedInferenceContext
+from nemo_rl_moe.models.megatron.cpu.cached_forward import CachedForward, has_cached_forward, rotation_of
 from nemo_rl_moe.models.megatron.generation.prompt_images import PromptImages
 from nemo_rl_moe.models.megatron.model.vision_model import VisionInput
 
@@ -107,14 +103,8 @@ class ForwardPasses:
         if not self.padded:
             stock = StockInferenceContext(num_rows, num_slots)
             return CachedBatch(stock, [StockForward(chunk, stock, images) for chunk in self._chunks], images)
-        # Megatron keeps the angles of each length: made in inference mode, no training could use them.
-        with torch.inference_mode(False), torch.no_grad():
-            rotary = self._chunks[0].rotary_pos_emb
-            if images is None or images.positions is None:
-                angles = rotary(num_slots, packed_seq=False, cp_group=None)
-            else:
-                angles = rotary(images.positions)
-        padded = PaddedInferenceContext(num_rows, num_slots, Rotation(angles), num_pads)
+        rotation = rotation_of(self._chunks[0], num_slots, None if images is None else images.positions)
+        padded = PaddedInferenceContext(num_rows, num_slots, rotation, num_pads)
         place = None if images is None else images.place
         return CachedBatch(padded, [CachedForward(chunk, padded, place) for chunk in self._chunks], images)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.layers.indexer import KeptTensors
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.model.releases import transformer_config_fields
 
@@ -152,22 +153,22 @@ def _biased(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 
 @contextmanager
-def router_state_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
-    """Keep the routers' buffers unchanged while the chunks are converted to another type.
+def unconverted_state(chunks: Sequence[GPTModel]) -> Iterator[None]:
+    """Keep the buffers of routers and indexers unchanged while the chunks are converted to another type.
 
-    Megatron-Core converts them with the weights, and restores only the bias to float32, rounded by then. Its token
+    Megatron-Core converts routers' with the weights, and restores only the bias to float32, rounded by then. Its token
     counts stay in bfloat16, which has no odd number above 256.
     """
     kept = [
-        (router, name, buffer)
+        (module, name, buffer)
         for chunk in chunks
-        for router in chunk.modules()
-        if isinstance(router, TopKRouter)
-        for name, buffer in router.named_buffers(recurse=False)
+        for module in chunk.modules()
+        if isinstance(module, TopKRouter | KeptTensors)
+        for name, buffer in module.named_buffers(recurse=False)
     ]
     yield
-    for router, name, buffer in kept:
-        setattr(router, name, buffer)
+    for module, name, buffer in kept:
+        setattr(module, name, buffer)
 
 
 class ExpertBias:

@@ -17,6 +17,7 @@ from nemo_rl_moe.models.megatron.cpu import cpu_backend
 from nemo_rl_moe.models.megatron.cpu.spec import FastGPTModel, block_spec
 from nemo_rl_moe.models.megatron.layers.all_heads_norm import normalize_all_heads
 from nemo_rl_moe.models.megatron.layers.deep_features import use_deep_layers
+from nemo_rl_moe.models.megatron.layers.indexer import add_indexers
 from nemo_rl_moe.models.megatron.layers.latent_attention import use_latent_attention
 from nemo_rl_moe.models.megatron.layers.routers import limit_groups
 from nemo_rl_moe.models.megatron.model.releases import (
@@ -187,6 +188,7 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
         share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
         position_embedding_type="mrope" if has_mrope else "rope",
         rotary_base=family.rotary_base(hf_config),
+        rotary_percent=family.rotary_percent(hf_config),
         # Images take their places among all tokens, which are cut afterwards.
         scatter_embedding_sequence_parallel=not has_vision,
         vp_stage=vp_stage,
@@ -194,6 +196,7 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
     chunk.real_vocabulary_size = hf_config.vocab_size
     chunk.logprob_chunk_size = policy.logprob_chunk_size
     _stretch_positions(chunk, hf_config)
+    add_indexers(chunk, hf_config)
     if has_vision:
         add_vision(chunk, hf_config, policy.init_seed)
     return chunk

@@ -11,6 +11,7 @@ from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.config.schema_policy import FreezeConfig, OptimizerConfig
 from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.megatron.layers.indexer import indexer_parameters
 from nemo_rl_moe.models.megatron.model.adapter_estimate import adapter_parameters
 from nemo_rl_moe.models.megatron.model.gpt_model import padded_vocabulary_size
 from nemo_rl_moe.models.megatron.model.transformer_config import layers_of_chunks, moe_layer_indices
@@ -128,7 +129,8 @@ def _vision(hf_config: Any, freeze: FreezeConfig | None) -> Parameters:
 
 def _layer(config: TransformerConfig, hf_config: Any, index: int, cut: _Cut, routers_frozen: bool) -> Parameters:
     norms = _query_and_key_norms(config, hf_config)
-    attention = Parameters(dense=_attention(config, cut.tensor) + norms + _attention_vectors(config, cut.tensor))
+    indexer = indexer_parameters(hf_config) if index in family_of(hf_config).indexed_layers(hf_config) else 0
+    attention = Parameters(_attention(config, cut.tensor) + norms + _attention_vectors(config, cut.tensor), 0, indexer)
     biased = config.add_bias_linear
     if index not in moe_layer_indices(config):
         matrices = _gated_mlp(config.hidden_size, config.ffn_hidden_size) // cut.tensor

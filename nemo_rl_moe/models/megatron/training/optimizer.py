@@ -13,7 +13,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import optimizer_parts
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # before megatron.core
-from nemo_rl_moe.models.megatron.layers.routers import router_state_in_float32
+from nemo_rl_moe.models.megatron.layers.routers import unconverted_state
 from nemo_rl_moe.models.megatron.model.transformer_config import DTYPES
 from nemo_rl_moe.models.megatron.model.vision_model import tower_buffers_in_float32
 
@@ -72,9 +72,9 @@ def _chunks(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
 
 
 def half_precision_modules(config: TransformerConfig, chunks: Sequence[GPTModel]) -> list[MegatronModule]:
-    """Return the model chunks with their weights in the configuration's number format; routers' state stays in
-    float32, and so do the frequencies of a vision tower."""
-    with router_state_in_float32(chunks), tower_buffers_in_float32(chunks):
+    """Return the model chunks with their weights in the configuration's number format; the state of routers and
+    indexers stays as it is, and so do the frequencies of a vision tower."""
+    with unconverted_state(chunks), tower_buffers_in_float32(chunks):
         return [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
 
 

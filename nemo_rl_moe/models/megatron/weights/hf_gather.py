@@ -115,7 +115,7 @@ def plan_deliveries(
         for part in {part.source.name: part for part in parts}.values():
             name = part.source.name
             items.setdefault(name, []).append((piece, rule))
-            headers[name] = TensorHeader(name, part.shape, piece.local.dtype), part.source.is_stacked
+            headers[name] = TensorHeader(name, part.shape, piece.exported_type), part.source.is_stacked
     # In a file the larger types come first.
     names = sorted(filter(is_wanted, items), key=lambda name: -headers[name][0].dtype.itemsize)
     by_expert = {name: tuple(sorted(items[name], key=lambda item: item[1].expert or 0)) for name in names}

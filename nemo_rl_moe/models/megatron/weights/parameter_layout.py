@@ -20,13 +20,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class ParameterPiece:
-    """A local tensor with (a slice of) one full canonical parameter, or a router's expert bias.
+    """A local tensor with (a slice of) one full canonical parameter, of a router's expert bias or of an indexer.
 
     Attributes:
         name: Canonical name, see `families/rules.py`: global layer and expert numbers, no wrapper prefixes.
         shard_dimension: Dimension that tensor parallelism splits; None: whole.
         gated: The dimension holds two halves (gate, up) that are each split.
         adapter: What stands beside it, with the index of the rank's expert.
+        narrower_type: Type of files that are to hold it, if no number is lost; None: its own.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ParameterPiece:
     gated: bool
     is_expert: bool
     adapter: tuple[Adapter, int] | None = None
+    narrower_type: torch.dtype | None = None
 
     def merged(self) -> Tensor:
         """Return the local tensor with its adapter merged: added in float32, and rounded once; of one that is switched
@@ -58,6 +60,14 @@ class ParameterPiece:
     def is_expert_bias(self) -> bool:
         """Return whether it is a router's selection bias, which has no gradient."""
         return self.name.endswith(_EXPERT_BIAS)
+
+    @property
+    def exported_type(self) -> torch.dtype:
+        """Return the type in files: of an indexer's float32 that of all weights, if that holds every number of it."""
+        narrow = self.narrower_type
+        if narrow is None or not torch.equal(self.local.to(narrow).float(), self.local):
+            return self.local.dtype
+        return narrow
 
     def pad_vocabulary(self, rows: Tensor) -> Tensor:
         missing = self.full_shape()[0] - rows.shape[0]
@@ -100,12 +110,14 @@ _FUSED_NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 _EXPERT_BIAS = ".router.expert_bias"
+_INDEXER = ".self_attention.indexer."
 
 
 def parameter_pieces(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[ParameterPiece]:
-    """Yield every parameter of this rank's unwrapped model chunks, stacked experts one by one, and the expert bias.
+    """Yield every parameter of this rank's unwrapped model chunks, stacked experts one by one, the expert bias, and
+    the weights of indexers.
 
-    The bias has no gradient and is no parameter to torch, but it is learnt. Adapters are no pieces: the piece that one
+    The latter two have no gradient and are no parameters to torch. Adapters are no pieces: the piece that one
     stands beside names it.
     """
     adapters = adapters_in(chunks)
@@ -117,7 +129,7 @@ def parameter_pieces(chunks: Sequence[GPTModel], config: TransformerConfig) -> I
                 found = beside.get(id(parameter))
                 yield from _pieces_of(_canonical_layer(chunk, local_name), parameter, config, found)
         for local_name, buffer in chunk.named_buffers():
-            if local_name.endswith(_EXPERT_BIAS):
+            if local_name.endswith(_EXPERT_BIAS) or _INDEXER in f".{local_name}":
                 yield from _pieces_of(_canonical_layer(chunk, local_name), buffer, config)
 
 
@@ -153,6 +165,7 @@ def _pieces_of(
         gated=sharded and ".linear_fc1." in name,
         is_expert=False,
         adapter=beside,
+        narrower_type=config.params_dtype if _INDEXER in name and parameter.dtype is torch.float32 else None,
     )
 
 

@@ -60,7 +60,7 @@ def _seed_of(name: str, seed: int) -> int:
 
 
 def _full_tensor(piece: ParameterPiece, config: TransformerConfig, hf_config: Any, seed: int) -> torch.Tensor:
-    if piece.name.endswith("layernorm.weight"):
+    if piece.name.endswith("norm.weight"):
         return torch.ones(piece.full_shape())
     if piece.name.endswith("bias"):
         return torch.zeros(piece.full_shape())

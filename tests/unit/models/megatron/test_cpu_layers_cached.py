@@ -11,14 +11,13 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.cpu.attention import causal_attention
-from nemo_rl_moe.models.megatron.cpu.cached_forward import (
+from nemo_rl_moe.models.megatron.cpu.cached_attention import (
+    HeadNorm,
     PaddedInferenceContext,
     Rotation,
-    add_experts,
-    cached_attention,
-    has_cached_forward,
-    new_layer_cache,
+    SelfAttentionCache,
 )
+from nemo_rl_moe.models.megatron.cpu.cached_forward import add_experts, has_cached_forward
 from nemo_rl_moe.models.megatron.cpu.functions import rotate
 from nemo_rl_moe.models.megatron.cpu.fused_attention import HeadLayout
 from tests.support.generation_run import build_trainer
@@ -57,21 +56,19 @@ def in_steps(mixed: Tensor, prefill: int, attend: Any, context: PaddedInferenceC
 @pytest.mark.parametrize("heads", [HeadLayout(2, 2, 8), HeadLayout(3, 1, 4), HeadLayout(1, 4, 8)])
 @pytest.mark.parametrize("prefill", [1, 5, SLOTS])
 @pytest.mark.parametrize("rows_of_angles", [1, ROWS])
+@pytest.mark.parametrize("rotated", [1.0, 0.5])
 def test_cached_attention_is_attention(
-    num_pads: list[int] | None, heads: HeadLayout, prefill: int, rows_of_angles: int
+    num_pads: list[int] | None, heads: HeadLayout, prefill: int, rows_of_angles: int, rotated: float
 ) -> None:
     prefill = max(prefill, max(num_pads or [0]) + 1)
     mixed = random(SLOTS, ROWS, heads.groups * (heads.heads_per_group + 2) * heads.dim, dtype=torch.float32)
     weights = (1 + random(heads.dim, seed=1).float() / 4, 1 + random(heads.dim, seed=2).float() / 4)
-    angles = random(SLOTS, rows_of_angles, 1, heads.dim // 2, seed=3, dtype=torch.float32).repeat(1, 1, 1, 2)
-    rotation = Rotation(angles)
+    half = int(heads.dim * rotated) // 2
+    angles = random(SLOTS, rows_of_angles, 1, half, seed=3, dtype=torch.float32).repeat(1, 1, 1, 2)
+    rotation = Rotation(angles, heads.dim)
     context = PaddedInferenceContext(ROWS, SLOTS, rotation, None if num_pads is None else torch.tensor(num_pads))
-    cache = new_layer_cache(context, *weights, heads)
-
-    def attend(part: Tensor) -> Tensor:
-        return cached_attention(part, cache, context, heads, EPS, heads.dim**-0.5)
-
-    found = in_steps(mixed, prefill, attend, context)
+    cache = SelfAttentionCache(context, heads, HeadNorm.of_each_head(*weights, EPS, heads), heads.dim**-0.5)
+    found = in_steps(mixed, prefill, cache.attend, context)
     for row, pads in enumerate(num_pads or [0] * ROWS):
         expected = whole_attention(
             mixed[pads:, row : row + 1].double(),
@@ -91,19 +88,19 @@ def test_rows_leave_the_cache(rows_of_angles: int) -> None:
     weight = torch.ones(8)
     outputs = []
     for leaves in (False, True):
-        rotation = Rotation(random(SLOTS, rows_of_angles, 1, 8, seed=3, dtype=torch.float32))
+        rotation = Rotation(random(SLOTS, rows_of_angles, 1, 8, seed=3, dtype=torch.float32), 8)
         context = PaddedInferenceContext(ROWS, SLOTS, rotation, torch.tensor([2, 0, 1]))
-        cache = new_layer_cache(context, weight, weight, heads)
+        cache = SelfAttentionCache(context, heads, HeadNorm.of_each_head(weight, weight, EPS, heads), 1.0)
         context.key_value_memory_dict[1] = cache
-        cached_attention(mixed[:6].clone(), cache, context, heads, EPS, 1.0)
+        cache.attend(mixed[:6].clone())
         context.increment_sequence_len_offset(6)
         rows = torch.tensor([0, 2])
         step = mixed[6:7].clone()
         if leaves:
             context.keep_rows(rows)
-            outputs.append(cached_attention(step[:, rows], cache, context, heads, EPS, 1.0))
+            outputs.append(cache.attend(step[:, rows]))
         else:
-            outputs.append(cached_attention(step, cache, context, heads, EPS, 1.0)[:, rows])
+            outputs.append(cache.attend(step)[:, rows])
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=1e-6)
 
 
@@ -146,6 +143,30 @@ def uses_cached_forward(policy: PolicyConfig) -> bool:
 )
 def test_where_it_is_used(world_size: int, changes: dict[str, Any], expected: bool) -> None:
     assert run_ranks(uses_cached_forward, world_size, tiny_policy(world_size, **changes)) == [expected] * world_size
+
+
+def models_with_cached_forward(policy: PolicyConfig) -> dict[str, bool]:
+    with parallel_job(policy):
+        return {model: all(map(has_cached_forward, build_trainer(policy, model).chunks)) for model in ATTENTION}
+
+
+# Sinks and windows have no cached forward.
+ATTENTION = {
+    "llama": True,
+    "olmoe": True,
+    "qwen2_moe": True,
+    "gpt_oss": False,
+    "deepseek_v2": True,
+    "deepseek_v3": True,
+    "glm4_moe": True,
+    "glm4_moe_lite": True,
+}
+
+
+def test_attention_that_it_has() -> None:
+    assert run_ranks(models_with_cached_forward, 1, tiny_policy()) == [ATTENTION]
+    (found,) = run_ranks(models_with_cached_forward, 1, tiny_policy(layer_spec="local"))
+    assert not any(found.values()), "Megatron-Core's own modules are what was asked for"
 
 
 def router_trace(policy: PolicyConfig) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.families import deepseek, family_of
+from nemo_rl_moe.models.families import biased_routers, deepseek, family_of
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import active_parameters, whole_model_parameters
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
@@ -143,7 +143,7 @@ def test_layers_for_further_tokens_are_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_value_is_named(model: str, field: str, value: Any, supported: str, tmp_path: Path) -> None:
-    fields = FAMILY_MODELS[model].hf_config().to_dict()
+    fields = FAMILY_MODELS[model].config_json()
     with pytest.raises(ConfigurationError) as caught:
         read_config(tmp_path, **{**fields, field: value})
     (problem,) = caught.value.problems
@@ -184,9 +184,9 @@ def test_fused_routing_is_refused_where_it_would_choose_other_groups() -> None:
 
 def test_groups_that_limit_nothing_are_left_out() -> None:
     hf_config = FAMILY_MODELS["deepseek_v3"].hf_config()
-    assert deepseek.group_fields(hf_config) == {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    assert biased_routers.group_fields(hf_config) == {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
     hf_config.topk_group = 4
-    assert deepseek.group_fields(hf_config) == {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    assert biased_routers.group_fields(hf_config) == {"moe_router_num_groups": None, "moe_router_group_topk": None}
 
 
 def test_kind_of_auxiliary_loss() -> None:

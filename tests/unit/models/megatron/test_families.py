@@ -2,22 +2,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every family against transformers: the same logits and experts, and the same tensors after a round trip."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.models.families import FAMILIES, decoder, glm
+from nemo_rl_moe.models.families.rules import RuleTable, rule
 from tests.support.family_layouts import LAYOUTS
 from tests.support.family_models import FAMILY_MODELS
-from tests.support.family_outputs import trainer_of
+from tests.support.family_outputs import outputs_of_trainer, trainer_of
 from tests.support.family_parity import ParityJobs
 from tests.support.family_reference import (
     ModelOutputs,
     assert_same_experts,
     assert_same_tensors,
     logit_difference,
+    reference_outputs,
     tensors_in,
     write_reference,
 )
@@ -37,9 +44,27 @@ ON_SEVERAL_RANKS = {
     "gpt_oss": {"pp2_ep2"},
     "deepseek_v2_groups": {"ep2"},
     "deepseek_v3": {"pp2_ep2"},
+    # A part of each head rotated, with biases, cut between ranks.
+    "glm4_moe": {"tp2"},
+    "glm4_moe_lite": {"pp2_ep2"},
+    # Norms of all heads behind a rotation of a part of each.
+    "minimax_m2": {"tp2"},
+    # Weights of an indexer, in some layers of each stage.
+    "glm_moe_dsa": {"pp2_ep2"},
 }
 # On one rank: each kind of attention, of norms and of experts.
-QUICK = {"llama", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2_groups", "deepseek_v3"}
+QUICK = {
+    "llama",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v2_groups",
+    "deepseek_v3",
+    "glm4_moe",
+    "minimax_m2",
+}
 # Latents, a shared expert, groups and a bias, in stages that share their experts: in the quick list.
 COMBINING_MOST = ("deepseek_v3", "pp2_ep2")
 # Megatron-Core's own modules: plain attention and experts, sinks and biases, latents.
@@ -132,6 +157,51 @@ def test_odd_vocabulary_is_padded_without_changing_a_measure(layer_spec: str, tm
     for losses_of_rank, evaluated_by_rank in run_ranks(measures_of, 2, str(tmp_path), policy):
         assert losses_of_rank == pytest.approx(losses, rel=1e-6)
         assert evaluated_by_rank in ([], pytest.approx(evaluated, rel=1e-6))
+
+
+def _with_softmax(fields: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    softmax = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
+    return lambda hf_config: fields(hf_config) | softmax
+
+
+_SHARED_UP_BEFORE_GATE = {
+    f"{decoder.LAYER}mlp.shared_experts.linear_fc1.weight": rule(
+        f"{decoder.HF_LAYER}mlp.shared_experts.up_proj.weight",
+        f"{decoder.HF_LAYER}mlp.shared_experts.gate_proj.weight",
+    )
+}
+GLM = FAMILIES["glm4_moe"]
+FAULTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "whole heads are rotated": {"rotary_percent": lambda hf_config: 1.0},
+    "gate and up are exchanged": {"rules": RuleTable({**glm.GLM4_MOE_RULES, **_SHARED_UP_BEFORE_GATE})},
+    "softmax in place of sigmoid": {
+        "transformer_fields": _with_softmax(GLM.transformer_fields),
+        "unused_tensors": lambda hf_config: {r".*\.e_score_correction_bias": "the control has no bias"},
+    },
+}
+"""Changes to a family's record, each of which is a mistake that loads without an error."""
+
+
+def differences_with_faults(root: str, policy: PolicyConfig) -> dict[str, float]:
+    """Run on one rank: the largest difference of a logit from transformers' for each of `FAULTS`."""
+    folder, found = Path(root), {}
+    write_reference("glm4_moe", folder)
+    reference = reference_outputs(folder)
+    with parallel_job(policy):
+        for fault, changes in FAULTS.items():
+            with mock.patch.dict(FAMILIES, {"glm4_moe": replace(GLM, **changes)}):
+                outputs = outputs_of_trainer(trainer_of(folder, policy))
+            assert outputs is not None
+            found[fault] = logit_difference(outputs, reference)
+    return found
+
+
+@pytest.mark.full
+def test_mistakes_that_load_are_seen_in_the_logits(tmp_path: Path) -> None:
+    (found,) = run_ranks(differences_with_faults, 1, str(tmp_path), tiny_policy())
+    assert found.pop("none") < LOGITS_TOLERANCE
+    assert all(difference > 100 * LOGITS_TOLERANCE for difference in found.values()), found
 
 
 def write_both_forms(name: str, root: str) -> None:

@@ -22,6 +22,11 @@ SAVE_AFTER, NUM_STEPS = 1, 3
         ("olmoe", {"tp": 2}),
         # A gate that tensor parallelism leaves whole, beside a shared expert that it cuts; biases of queries and keys.
         pytest.param("qwen2_moe", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("glm4_moe_lite", {"pp": 2, "vpp": 2}, marks=pytest.mark.slow),
+        pytest.param("minimax_m2", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("kimi_k2", {"ep": 2}, marks=pytest.mark.slow),
+        pytest.param("glm_moe_dsa", {"pp": 2}, marks=pytest.mark.slow),
         pytest.param("qwen2_yarn_positions", {"pp": 2}, marks=pytest.mark.slow),
     ],
 )

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import FAMILIES, family_of
 from nemo_rl_moe.models.families import decoder as rotary
+from nemo_rl_moe.models.families.refused import REFUSED
 from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import whole_model_parameters
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
@@ -96,10 +98,24 @@ def test_other_families_are_refused(tmp_path: Path) -> None:
         read_config(tmp_path, model_type="gemma")
 
 
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_families_that_cannot_work_are_refused_by_name(model_type: str, tmp_path: Path) -> None:
+    refused = REFUSED[model_type]
+    assert refused.nearest in FAMILIES
+    assert model_type in CONFIG_MAPPING
+    with pytest.raises(ConfigurationError) as caught:
+        read_config(tmp_path, model_type=model_type)
+    (problem,) = caught.value.problems
+    assert problem == (
+        f"policy.model_name: config.json: model_type {model_type!r} ({refused.name}) is not supported: it needs "
+        f"{refused.why}; the nearest family that is supported: {refused.nearest}"
+    )
+
+
 @pytest.mark.parametrize("model", FAMILIES)
 def test_unknown_field_is_named(model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        read_config(tmp_path, **FAMILY_MODELS[model].hf_config().to_dict(), residual_multiplier=2.0)
+        read_config(tmp_path, **FAMILY_MODELS[model].config_json(), residual_multiplier=2.0)
     (problem,) = caught.value.problems
     assert problem.startswith("policy.model_name: config.json: residual_multiplier: got 2.0, a field that is not known")
 
@@ -127,7 +143,7 @@ def test_unknown_field_is_named(model: str, tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_value_is_named(model: str, field: str, value: Any, supported: str, tmp_path: Path) -> None:
-    fields = FAMILY_MODELS[model].hf_config().to_dict()
+    fields = FAMILY_MODELS[model].config_json()
     with pytest.raises(ConfigurationError) as caught:
         read_config(tmp_path, **{**fields, field: value})
     (problem,) = caught.value.problems
@@ -204,7 +220,7 @@ def test_yarn_positions(tmp_path: Path) -> None:
         ({"rope_theta": 0}, r"rope_theta: got 0, expected a number above 0"),
         (
             {"rope_type": "default", "partial_rotary_factor": 0.5},
-            r"rope_parameters.partial_rotary_factor: got 0.5, a field that is not known for rope_type 'default'",
+            r"rope_parameters.partial_rotary_factor: got 0.5, expected 1.0: the family rotates whole heads",
         ),
         (
             {"rope_type": "linear", "factor": 2.0, "beta_fast": 1.0},

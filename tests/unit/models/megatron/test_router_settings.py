@@ -9,6 +9,7 @@ import pytest
 from nemo_rl_moe.models.families import FAMILIES, family_of
 from nemo_rl_moe.models.megatron.model.router_settings import exported_config, setting_sources, setting_warnings
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, effective_moe_configuration
+from tests.support.family_models import FAMILY_MODELS
 from tests.support.tiny_model import tiny_hf_config, tiny_policy
 
 
@@ -134,9 +135,7 @@ def test_what_transformers_cannot_have_is_named(changes: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_router_field_is_one_that_the_family_sets(name: str) -> None:
-    from transformers import AutoConfig
-
-    hf_config = AutoConfig.for_model(name)
+    hf_config = FAMILY_MODELS[name].hf_config()
     family = family_of(hf_config)
     assert family.router_fields.keys() <= family.transformer_fields(hf_config).keys()
     read = family.config_fields.read

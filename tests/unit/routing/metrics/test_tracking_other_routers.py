@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counting with a router of one's own, which needs no library: naming of layers, several ranks, synchronisation."""
 
+import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 
 from nemo_rl_moe.routing.metrics.load_balance_metrics import collect_expert_loads, enable_load_balance_tracking
 from tests.support.gloo_ranks import run_ranks
@@ -56,6 +59,58 @@ def test_layers_without_numbers_of_their_own_are_named_by_path() -> None:
     model = TwoTowers()
     enable_load_balance_tracking(model)
     assert list(collect_expert_loads(model)) == ["text.layers.0", "text.layers.1", "vision.layers.0", "vision.layers.1"]
+
+
+_SIZES = {"hidden_size": 16, "num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_k": 2}
+_FURTHER = {"hunyuan_v1_moe": {"moe_topk": 2}, "nemotron_h": {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}}
+ROUTERS = {
+    "ernie4_5_moe": "Ernie4_5_MoeTopKRouter",
+    "granitemoe": "GraniteMoeTopKRouter",
+    "hunyuan_v1_moe": "HunYuanMoEV1Gate",
+    "lfm2_moe": "Lfm2MoeTopKRouter",
+    "llama4_text": "Llama4Router",
+    "nemotron_h": "NemotronHTopkRouter",
+    "phimoe": "PhimoeTopKRouter",
+}
+"""By the type of a family that is not trained here: the router of transformers' model."""
+
+
+def router_of(model_type: str) -> nn.Module:
+    config = AutoConfig.for_model(model_type, **{**_SIZES, **_FURTHER.get(model_type, {})})
+    folder = model_type.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    torch.manual_seed(3)
+    router: nn.Module = getattr(module, ROUTERS[model_type])(config)
+    for tensor in router.state_dict().values():
+        tensor.normal_()
+    return router
+
+
+@pytest.mark.parametrize("model_type", ROUTERS)
+def test_routers_of_families_that_are_not_trained_here_are_counted(model_type: str) -> None:
+    model = nn.Sequential(router_of(model_type))
+    if model_type == "lfm2_moe":
+        # The block that it belongs to gives it its bias.
+        model[0].forward = partial(model[0].forward, expert_bias=torch.zeros(8))
+    enable_load_balance_tracking(model)
+    outputs = model(torch.randn(5, 16))
+    load = next(iter(collect_expert_loads(model).values()))["expert_load"]
+    assert load.sum() == 10
+    # Experts that were given a weight, or that are named.
+    named = [output for output in outputs if not output.is_floating_point()]
+    expected = named[0] if named else outputs[0].topk(2).indices
+    assert load.tolist() == torch.bincount(expected.flatten(), minlength=8).tolist()
+
+
+def test_modules_that_choose_experts_and_cannot_be_read_are_named() -> None:
+    from transformers.models.jamba.modeling_jamba import JambaSparseMoeBlock
+
+    config = AutoConfig.for_model("jamba", hidden_size=16, intermediate_size=16, num_experts=4)
+    model = nn.ModuleList([JambaSparseMoeBlock(config)])
+    with pytest.raises(ValueError, match="ModuleList chooses experts in modules whose choice cannot be read: JambaSpa"):
+        enable_load_balance_tracking(model)
+    with pytest.raises(ValueError, match="ModuleList has no MoE layer to track"):
+        enable_load_balance_tracking(nn.ModuleList([nn.Linear(2, 2)]))
 
 
 def test_a_router_that_reports_no_choice_is_an_error() -> None:

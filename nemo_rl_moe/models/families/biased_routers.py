@@ -1,0 +1,130 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Routers of DeepSeek-V3's kind, which many families have: sigmoid scores, an expert bias, groups of experts.
+
+With them come dense layers before those with experts, and layers that predict further tokens, which are left out.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_rl_moe.config.suggestions import shortened
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.families import decoder
+from nemo_rl_moe.models.families.rules import Rule, field_names, rule
+
+WHERE = "policy.model_name: config.json:"
+READ_FIELDS = field_names(
+    "first_k_dense_replace mlp_layer_types moe_intermediate_size n_group n_routed_experts n_shared_experts num_experts "
+    "num_experts_per_tok num_local_experts routed_scaling_factor topk_group"
+)
+"""Of `config.json`, by the functions of this file."""
+FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    # Megatron-Core always normalises sigmoid scores.
+    "norm_topk_prob": (True,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+}
+# Layers that predict further tokens are left out.
+WITHOUT_EFFECT = field_names("num_mtp_layers num_nextn_predict_layers")
+EXPORTED_FIELDS: Mapping[str, Any] = dict.fromkeys(sorted(WITHOUT_EFFECT), 0)
+ROUTER_FIELDS: Mapping[str, str | None] = {
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_router_score_function": None,
+    "moe_router_pre_softmax": None,
+    "moe_router_num_groups": "n_group",
+    "moe_router_group_topk": "topk_group",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+    "moe_router_dtype": None,
+    "moe_router_load_balancing_type": None,
+    "moe_aux_loss_coeff": None,
+    "moe_router_enable_expert_bias": None,
+    "moe_router_bias_update_rate": None,
+}
+"""`ModelFamily.router_fields` of families whose files say nothing of an auxiliary loss."""
+EXPERT_BIAS: dict[str, Rule] = {
+    f"{decoder.LAYER}mlp.router.expert_bias": rule(f"{decoder.HF_LAYER}mlp.gate.e_score_correction_bias")
+}
+SHARED_EXPERTS = decoder.swiglu("mlp.shared_experts", "mlp.shared_experts")
+
+
+def score_fields(hf_config: Any, family: str) -> dict[str, Any]:
+    """Return the fields of sigmoid scores by which, with a bias, experts are chosen.
+
+    Raises:
+        ConfigurationError: A token has one expert, whose weight transformers makes 1, and Megatron-Core the score.
+    """
+    if hf_config.num_experts_per_tok < 2:
+        raise ConfigurationError(
+            f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, supported for {family}: 2 or more"
+        )
+    return {
+        "moe_router_score_function": "sigmoid",
+        # Without effect on sigmoid scores.
+        "moe_router_pre_softmax": False,
+        "moe_router_enable_expert_bias": True,
+        # As in the last phase of DeepSeek-V3's own training (DeepSeek-AI 2024, 4.2): it stays where it is.
+        "moe_router_bias_update_rate": 0.0,
+    }
+
+
+def group_fields(hf_config: Any) -> dict[str, int | None]:
+    """Return the groups of experts, where a token may not use all of them."""
+    groups, usable = hf_config.n_group, hf_config.topk_group
+    limited = groups is not None and usable is not None and usable < groups
+    if limited and usable * hf_config.n_routed_experts // groups < hf_config.num_experts_per_tok:
+        raise ConfigurationError(
+            f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, more than the experts in {usable} of "
+            f"{groups} groups"
+        )
+    return {"moe_router_num_groups": groups if limited else None, "moe_router_group_topk": usable if limited else None}
+
+
+def layer_fields(hf_config: Any) -> dict[str, Any]:
+    """Return which layers have experts, their shared experts, and how scores are computed and scaled."""
+    return {
+        "moe_layer_freq": moe_layer_pattern(hf_config),
+        "moe_shared_expert_intermediate_size": hf_config.moe_intermediate_size * hf_config.n_shared_experts,
+        "moe_router_topk_scaling_factor": float(hf_config.routed_scaling_factor),
+        # Whatever the weights are, scores are computed in float32.
+        "moe_router_dtype": "fp32",
+    }
+
+
+def moe_layer_pattern(hf_config: Any) -> list[int]:
+    """Return 0 for each dense layer, of which the first ones are, and 1 for each layer with experts.
+
+    transformers goes by `mlp_layer_types` where a family has it, and engines by `first_k_dense_replace`.
+
+    Raises:
+        ConfigurationError: The two differ, or a dense layer follows one with experts.
+    """
+    num_layers, kinds = hf_config.num_hidden_layers, getattr(hf_config, "mlp_layer_types", None)
+    num_dense: Any = getattr(hf_config, "first_k_dense_replace", None)
+    if kinds is None:
+        return [int(index >= num_dense) for index in range(num_layers)]
+    found = sum(kind == "dense" for kind in kinds)
+    if list(kinds) != ["dense"] * found + ["sparse"] * (num_layers - found):
+        raise ConfigurationError(
+            f"{WHERE} mlp_layer_types: got {shortened(repr(kinds))}, expected {num_layers} entries, 'dense' before "
+            "'sparse'"
+        )
+    if num_dense is not None and min(num_dense, num_layers) != found:
+        raise ConfigurationError(
+            f"{WHERE} first_k_dense_replace: got {num_dense}, expected {found}, as many layers as are dense in "
+            "mlp_layer_types, by which transformers goes"
+        )
+    return [int(kind == "sparse") for kind in kinds]
+
+
+def unused_tensors(hf_config: Any) -> Mapping[str, str]:
+    """Return the tensors of a checkpoint that the model has no use for."""
+    return unused_layers(hf_config, getattr(hf_config, "num_nextn_predict_layers", None))
+
+
+def unused_layers(hf_config: Any, number: int | None) -> Mapping[str, str]:
+    """Return the tensors of so many layers behind the model's own, which predict further tokens."""
+    first_extra = hf_config.num_hidden_layers
+    extra_layers = range(first_extra, first_extra + max(number or 0, 0))
+    reason = "a layer that predicts tokens further ahead, which neither training nor the model's logits use"
+    return {rf"model\.layers\.{index}\..*": reason for index in extra_layers}

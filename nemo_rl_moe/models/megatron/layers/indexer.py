@@ -1,0 +1,52 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of indexers of sparse attention, which are read, kept in checkpoints and written, but not computed with."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+
+# isort: split
+from megatron.core.models.gpt import GPTModel
+
+
+class KeptTensors(nn.Module):
+    """Tensors that are no parameters, under the names of a layer's."""
+
+    def __init__(self, dtype: torch.dtype, **shapes: tuple[int, ...]):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_buffer(name, torch.empty(shape, dtype=dtype))
+
+
+class Indexer(nn.Module):
+    """Weights of one layer's indexer, whole on every rank.
+
+    Its norm and the weights of its heads are in float32, as the published code computes with them.
+    """
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype):
+        super().__init__()
+        heads, dim, hidden = hf_config.index_n_heads, hf_config.index_head_dim, hf_config.hidden_size
+        self.wq_b = KeptTensors(dtype, weight=(heads * dim, hf_config.q_lora_rank))
+        self.wk = KeptTensors(dtype, weight=(dim, hidden))
+        self.k_norm = KeptTensors(torch.float32, weight=(dim,), bias=(dim,))
+        self.weights_proj = KeptTensors(torch.float32, weight=(heads, hidden))
+
+
+def indexer_parameters(hf_config: Any) -> int:
+    """Return the number of weights of one layer's indexer."""
+    with torch.device("meta"):
+        return sum(tensor.numel() for tensor in Indexer(hf_config, torch.float32).buffers())
+
+
+def add_indexers(chunk: GPTModel, hf_config: Any) -> None:
+    """Give the layers of a chunk that have one the weights of an indexer."""
+    indexed = family_of(hf_config).indexed_layers(hf_config)
+    for layer in chunk.decoder.layers:
+        if layer.layer_number - 1 in indexed:
+            layer.self_attention.indexer = Indexer(hf_config, chunk.config.params_dtype)

@@ -1,0 +1,131 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Training steps of tiny models, by this project in any layout and by transformers, from the same weights.
+
+Adam's epsilon is far above all gradients, so that an update is in proportion to them: changes of weights show each
+gradient, where Adam's own scale would hide their size.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.batch import TokenBatch
+from tests.support.family_outputs import trainer_of
+from tests.support.family_parity import or_why_not
+from tests.support.family_reference import read_model, save_model, tensors_in, write_reference
+from tests.support.tiny_model import forget_recorded_losses, parallel_job, shard_of_rank, tiny_batch
+
+NUM_STEPS = 4
+SETTINGS = {
+    "moe_aux_loss_coeff": 0.0,
+    "max_grad_norm": None,
+    "optimizer__lr": 0.2,
+    "optimizer__adam_eps": 1.0,
+    "optimizer__weight_decay": 0.0,
+    "scheduler__lr_decay_style": "constant",
+}
+"""Of `tiny_policy`: without an auxiliary loss, which transformers defines in another way."""
+TRAINED = "trained"
+"""Folder of the trained weights, beside the files of those that training starts from."""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Loss and gradient norm of each step."""
+
+    losses: list[float]
+    grad_norms: list[float]
+
+
+def _batches(vocabulary_size: int) -> Iterator[TokenBatch]:
+    """Yield one batch again and again, so that the loss falls."""
+    for _ in range(NUM_STEPS):
+        yield tiny_batch(100, vocabulary_size)
+
+
+def write_and_train_reference(name: str, folder: Path, policy: PolicyConfig) -> TrainingRun:
+    """Write a model's folder, train its weights with transformers and torch's Adam, and write them below it."""
+    write_reference(name, folder)
+    model = read_model(folder)
+    chosen = policy.megatron_cfg.optimizer
+    adam = torch.optim.AdamW(
+        model.parameters(),
+        lr=chosen.lr,
+        betas=(chosen.adam_beta1, chosen.adam_beta2),
+        eps=chosen.adam_eps,
+        weight_decay=0.0,
+    )
+    losses, norms = [], []
+    for batch in _batches(model.config.vocab_size):
+        adam.zero_grad()
+        loss = _loss(model, batch)
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+        adam.step()
+    save_model(model, folder / TRAINED)
+    return TrainingRun(losses, norms)
+
+
+def _loss(model: Any, batch: TokenBatch) -> Tensor:
+    """Return the mean negative log-likelihood of the trained tokens; padding comes last, where nothing looks."""
+    logprobs = model(batch.input_ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    of_tokens = logprobs.gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
+    mask = batch.token_mask[:, 1:]
+    return -of_tokens[mask].mean()
+
+
+def train_family(folder: Path, policy: PolicyConfig, exports: Path) -> TrainingRun:
+    """Train a folder's weights, and write them; every rank of a job calls it, in `parallel_job`."""
+    forget_recorded_losses()
+    trainer = trainer_of(folder, policy, num_steps=NUM_STEPS)
+    place, losses, norms = trainer.coordinates, [], []
+    for batch in _batches(trainer.hf_config.vocab_size):
+        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
+        result = trainer.train([shard], sft_loss)
+        losses.append(result.global_loss)
+        norms.append(result.grad_norm)
+    trainer.save_weights(exports, {})
+    return TrainingRun(losses, norms)
+
+
+def difference_of_changes(exported: Path, folder: Path) -> float:
+    """Return the largest difference of two trained weights, relative to the largest change of each tensor.
+
+    What rounding of a weight alone can make is left out: some changes are far smaller than their weights.
+    """
+    before, theirs, ours = tensors_in(folder), tensors_in(folder / TRAINED), tensors_in(exported)
+    assert ours.keys() == theirs.keys() == before.keys()
+    found = 0.0
+    for name, start in before.items():
+        change, difference = theirs[name] - start, (ours[name] - theirs[name]).abs()
+        rounding = NUM_STEPS * torch.finfo(start.dtype).eps * theirs[name].abs()
+        excess = (difference - rounding).clamp_min(0).max()
+        # One that training leaves alone must not have changed at all.
+        found = max(found, float(excess / change.abs().max().clamp_min(1e-30)))
+    return found
+
+
+# ---- what the ranks of a job run, for many models ----
+
+
+def write_and_train_references(names: Sequence[str], root: str, policy: PolicyConfig) -> dict[str, Any]:
+    """Run on one rank: `write_and_train_reference` of each model to `root/NAME`, or why it fails."""
+    return {name: or_why_not(partial(write_and_train_reference, name, Path(root, name), policy)) for name in names}
+
+
+def train_families(names: Sequence[str], root: str, policy: PolicyConfig, exports: str) -> dict[str, Any]:
+    """Run on every rank of a job: `train_family` of `root/NAME`, exported to `exports/NAME`, or why it fails."""
+    with parallel_job(policy):
+        return {
+            name: or_why_not(partial(train_family, Path(root, name), policy, Path(exports, name))) for name in names
+        }

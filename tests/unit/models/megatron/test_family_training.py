@@ -1,0 +1,104 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Four training steps against transformers and torch's Adam: losses, gradients and weights, packed and padded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from tests.support.family_layouts import LAYOUTS, Layout
+from tests.support.family_models import FAMILY_MODELS
+from tests.support.family_training import (
+    SETTINGS,
+    TrainingRun,
+    difference_of_changes,
+    train_families,
+    write_and_train_references,
+)
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import layout, tiny_policy
+
+MODELS = [name for name, model in FAMILY_MODELS.items() if "moe_router_enable_expert_bias" in model.router_fields]
+# Relative. Largest seen: 1e-6, 3.5e-5 and 2.7e-5, all of DeepSeek-V3, whose rounding grows with each step.
+LOSS, GRAD_NORM, CHANGE = 1e-5, 1e-4, 1e-4
+QUICK = {("glm4_moe", "one_rank", "packed")}
+# One job trains all models of a layout.
+FULL = {
+    (name, "tp2_ep2_pp2", "packed")
+    for name in ("deepseek_v3", "glm4_moe_norms_groups", "glm4_moe_lite", "minimax_m2", "glm_moe_dsa")
+}
+
+
+class TrainingJobs:
+    """Runs each layout once, for all the models whose tests are selected."""
+
+    def __init__(self, wanted: set[tuple[str, str, str]], root: Path):
+        self._wanted, self._root = wanted, root
+        self._names = sorted({name for name, _, _ in wanted})
+        self._found: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def folder(self, name: str) -> Path:
+        return self._root / "references" / name
+
+    def exported(self, name: str, where: str, how: str) -> Path:
+        return self._root / f"{where}_{how}" / name
+
+    def reference(self, name: str) -> TrainingRun:
+        if ("", "") not in self._found:
+            arguments = self._names, str(self._root / "references"), tiny_policy(**SETTINGS)
+            (self._found["", ""],) = run_ranks(write_and_train_references, 1, *arguments)
+        return self._checked(self._found["", ""][name])
+
+    def run(self, name: str, where: str, how: str) -> TrainingRun:
+        self.reference(name)
+        if (where, how) not in self._found:
+            names = [other for other in self._names if (other, where, how) in self._wanted]
+            folders = str(self._root / "references"), str(self._root / f"{where}_{how}")
+            chosen = LAYOUTS[where]
+            arguments = names, folders[0], policy_of(chosen, how), folders[1]
+            self._found[where, how] = run_ranks(train_families, chosen.world_size, *arguments, timeout_s=240)[0]
+        return self._checked(self._found[where, how][name])
+
+    @staticmethod
+    def _checked(found: Any) -> TrainingRun:
+        assert isinstance(found, TrainingRun), found
+        return found
+
+
+def policy_of(chosen: Layout, how: str) -> PolicyConfig:
+    changes = {**SETTINGS, **layout(**chosen.sizes), "sequence_packing__enabled": how == "packed"}
+    return tiny_policy(chosen.world_size, layer_spec=chosen.layer_spec, **changes)
+
+
+@pytest.fixture(scope="module")
+def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TrainingJobs:
+    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = {(chosen["name"], chosen["where"], chosen["how"]) for chosen in parameters if "how" in chosen}
+    return TrainingJobs(wanted, tmp_path_factory.mktemp("training"))
+
+
+def marks_of(*case: str) -> list[pytest.MarkDecorator]:
+    return [] if case in QUICK else [pytest.mark.full if case in FULL else pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "how"),
+    [
+        pytest.param(name, where, how, marks=marks_of(name, where, how))
+        for where, chosen in LAYOUTS.items()
+        for name in MODELS
+        for how in ("padded", "packed")
+        # Megatron-Core's own attention knows no packed sequences.
+        if chosen.holds(FAMILY_MODELS[name]) and (how == "padded" or chosen.layer_spec != "local")
+    ],
+)
+def test_training_is_that_of_transformers(name: str, where: str, how: str, jobs: TrainingJobs) -> None:
+    found, expected = jobs.run(name, where, how), jobs.reference(name)
+    changed = difference_of_changes(jobs.exported(name, where, how), jobs.folder(name))
+    print(f"{name}, {where}, {how}: largest difference of two changes {changed:.1e}; {found}, {expected}")
+    assert found.losses == pytest.approx(expected.losses, rel=LOSS)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=GRAD_NORM)
+    assert changed < CHANGE
+    assert expected.losses[-1] < 0.9 * expected.losses[0], "the steps are large enough to show differences"
