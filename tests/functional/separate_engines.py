@@ -28,8 +28,8 @@ SAMPLED = SamplingParameters(max_new_tokens=12, temperature=1.0, stop_token_ids=
 GREEDY = SamplingParameters(max_new_tokens=12, temperature=0.0)
 
 
-def configuration(folder: Path, num_copies: int) -> GRPOMasterConfig:
-    """Two ranks of the trainer, with half of the experts each."""
+def configuration(folder: Path, num_copies: int, *more: str) -> GRPOMasterConfig:
+    """Two ranks of the trainer, with half of the experts each; with further overrides."""
     overrides = grpo_runs.settings(
         folder,
         folder,
@@ -41,7 +41,7 @@ def configuration(folder: Path, num_copies: int) -> GRPOMasterConfig:
         policy__megatron_cfg__optimizer__min_lr=0.01,
     )
     roles = f"+cluster.roles.{GENERATION_ROLE}={{cpu_workers_per_node: {num_copies}}}"
-    return load_grpo_config(grpo_runs.EXEMPLAR, [*overrides, roles], check_paths=False)
+    return load_grpo_config(grpo_runs.EXEMPLAR, [*overrides, roles, *more], check_paths=False)
 
 
 @contextmanager

@@ -249,6 +249,7 @@ def test_grpo_refits_an_engine_of_its_own(refit: str, tmp_path: Path) -> None:
     assert max(value for _, value in history["train/refit/logprob_gap"]) < 1e-4
 
 
+@pytest.mark.full
 def test_later_refits_leave_out_what_is_frozen(tmp_path: Path) -> None:
     """Adapters on the attention alone: experts and embeddings reach the engine once, and are compared in each step."""
     data = grpo_runs.make_prompts(tmp_path / "data", 40)
@@ -265,4 +266,6 @@ def test_later_refits_leave_out_what_is_frozen(tmp_path: Path) -> None:
     history = read_jsonl(sft_runs.only_run_folder(tmp_path) / "metrics.jsonl")
     assert {value for _, value in history["train/refit/weights_compared"]} == {1.0}
     assert {value for _, value in history["train/refit/checks_failed"]} == {0.0}
-    print([value for _, value in history["train/refit/bytes"]])
+    # Four layers of queries, keys, values and outputs, and the norms of heads.
+    attention = 4 * (2 * 128 * 128 + 2 * 64 * 128 + 2 * 32) * 4
+    assert {value for _, value in history["train/refit/bytes"]} == {attention}

@@ -19,11 +19,16 @@ pytestmark = [
 
 LIMIT_S = 800.0
 NUM_STEPS = 3
-CASES = {
-    "attention": {"targets": ["q_proj", "v_proj"], "experts": "none"},
-    "experts of a layer": {"targets": ["down_proj"], "experts": "per_expert"},
-    "all": {"targets": ["all-linear"], "experts": "per_expert"},
+ATTENTION = 4 * (2 * 128 * 128 + 2 * 64 * 128 + 2 * 32) * 4
+"""Bytes of four layers' queries, keys, values, outputs and norms of heads."""
+MLP = 4 * (8 * 3 * 128 * 128 + 8 * 128) * 4
+"""Bytes of four layers' experts and routers."""
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "attention": ({"targets": ["q_proj", "v_proj"], "experts": "none"}, ATTENTION),
+    "experts": ({"targets": ["down_proj"], "experts": "per_expert"}, MLP),
+    "all": ({"targets": ["all-linear"], "experts": "per_expert"}, ATTENTION + MLP),
 }
+"""Settings of adapters, and the bytes of a later refit."""
 
 
 def overrides(folder: Path, data: Path, **lora: Any) -> list[str]:
@@ -43,9 +48,10 @@ def overrides(folder: Path, data: Path, **lora: Any) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_merged_weights_arrive_in_each_step(case: str, tmp_path: Path) -> None:
+    lora, num_bytes = CASES[case]
     data = grpo_runs.make_prompts(tmp_path / "prompts", 40)
     words = grpo_runs.command(
-        overrides(tmp_path, data, **CASES[case]), grpo_runs.EXEMPLAR.with_name("grpo_tiny_moe_vllm.yaml")
+        overrides(tmp_path, data, **lora), grpo_runs.EXEMPLAR.with_name("grpo_tiny_moe_vllm.yaml")
     )
     with run_kills.running(words, tmp_path) as run:
         assert run.wait_for_end(LIMIT_S) == 0, run.printed + run.errors
@@ -55,12 +61,12 @@ def test_merged_weights_arrive_in_each_step(case: str, tmp_path: Path) -> None:
     assert {value for _, value in history["train/refit/weights_compared"]} == {1.0}
     for _, value in history["train/token_mult_prob_error"]:
         assert value == pytest.approx(1, abs=1e-5)
-    print(history["train/refit/bytes"])
+    assert {value for _, value in history["train/refit/bytes"]} == {num_bytes}
 
 
 def test_vllm_gets_no_adapters(tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path / "prompts", 40)
-    more = [*overrides(tmp_path, data, **CASES["all"]), "policy.generation.lora_refit=adapter"]
+    more = [*overrides(tmp_path, data, **CASES["all"][0]), "policy.generation.lora_refit=adapter"]
     words = grpo_runs.command(more, grpo_runs.EXEMPLAR.with_name("grpo_tiny_moe_vllm.yaml"))
     with run_kills.running(words, tmp_path) as run:
         assert run.wait_for_end(LIMIT_S) == 2

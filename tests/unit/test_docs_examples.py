@@ -227,7 +227,7 @@ def test_there_are_commands_and_code_to_test() -> None:
         *(("grpo.md", command) for command in ("sft", "grpo", "config", "plan")),
         *(("sft.md", command) for command in ("sft", "config", "data")),
         ("data.md", "data"),
-        *(("lora.md", command) for command in ("sft", "grpo", "plan")),
+        *(("lora.md", command) for command in ("sft", "grpo", "plan", "evaluate")),
         *(("environment-libraries.md", command) for command in ("sft", "grpo")),
         ("speed.md", "sft"),
         ("vllm.md", "grpo"),
