@@ -57,7 +57,7 @@ ALL := not slow and not vllm and not trl
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install gpu vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
+.PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -66,6 +66,12 @@ help: ## list these targets
 install: $(TEST_STAMP) $(DOCS_STAMP) ## make or update .venv, with all that the demo, the tests and the docs need
 
 gpu: $(GPU_STAMP) ## make or update .venv for GPUs: torch and vLLM for CUDA 13, and Transformer Engine compiled against that torch
+
+# For a machine whose torch is for CUDA 13: make gpu-kit ARCHITECTURES="80 90" KIT_PYTHON=3.12
+ARCHITECTURES ?= 90
+KIT_PYTHON ?= 3.12
+gpu-kit: $(TEST_STAMP) ## a folder .gpu to carry to a machine with a GPU and no package index, for the checks of one GPU
+	@$(VENV)/bin/python -m tests.gpu.kit.make --architectures $(ARCHITECTURES) --python $(KIT_PYTHON)
 
 vllm: $(VLLM_STAMP) ## vLLM for CPUs in .venv, as an engine for rollouts (policy.generation.backend: vllm)
 
@@ -184,7 +190,7 @@ drills: $(TEST_STAMP) ## runs hit by a fault N times in all, in every phase, tha
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.functional.drills --kills $(N) --seed $(SEED) --jobs $(JOBS)
 
 # Not on `make gpu`: without a GPU every check says why it is skipped.
-test-gpu: $(TEST_STAMP) ## ten minutes on one GPU: a JSON line a check; without a GPU each is skipped
+test-gpu: $(TEST_STAMP) ## checks and measurements of one GPU: a JSON line a result; without a GPU each is skipped
 	@$(VENV)/bin/python -m tests.gpu.run
 
 test-vllm: $(TEST_STAMP) $(VLLM_STAMP) ## runs of real vLLM engines on CPUs
@@ -201,7 +207,7 @@ docs: $(DOCS_STAMP) ## the site in build/docs, from docs/ and the configuration'
 	@echo "[docs] open build/docs/index.html; with a search: $(VENV)/bin/python -m http.server --directory build/docs"
 
 clean: ## remove the environments and caches; data, logs and results stay
-	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) $(LIBRARIES_VENV) $(OPENENV_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) $(LIBRARIES_VENV) $(OPENENV_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .gpu build dist
 
 define MAKE_VENV
 	@[ -n "$(PYTHON)" ] || { echo "error: no Python >= 3.11 with the modules venv and ensurepip is on the path;" \

@@ -21,7 +21,15 @@ from examples.routing_study.grid import (
     hours_left,
     plan,
 )
-from examples.studies.command import SETTINGS_FILE, check_settings, count, exit_code_of, run_jobs, run_session, some_of
+from examples.studies.command import (
+    SETTINGS_FILE,
+    check_settings,
+    exit_code_of,
+    run_jobs,
+    run_session,
+    some_of,
+    study_parser,
+)
 
 OUTPUT = Path("results/routing_study")
 
@@ -50,34 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.routing_study",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    run = commands.add_parser(
-        "run",
-        help="make the runs that are missing",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser, run = study_parser("python -m examples.routing_study", _DESCRIPTION, OUTPUT, seeds=8)
     run.add_argument("--grid", choices=MODELS, default="small", help="the model (default: %(default)s)")
     run.add_argument("--cells", type=some_of(METHODS), default=list(METHODS), help=f"of {','.join(METHODS)}")
     run.add_argument("--updates", type=some_of(UPDATES), default=list(UPDATES), help="updates a step, of 1,2,4,8")
     run.add_argument("--dtypes", type=some_of(DTYPES), default=list(DTYPES), help=f"rollouts, of {','.join(DTYPES)}")
-    run.add_argument("--seeds", type=count, default=8, metavar="N", help="of each cell (default: %(default)s)")
-    run.add_argument("--first-seed", type=int, default=0, metavar="N", help="the first of them (default: 0)")
-    run.add_argument("--jobs", type=count, default=1, metavar="N", help="runs at a time, on a core each (default: 1)")
-    run.add_argument("--model", metavar="DIR", help="begin with this model instead of one that the command trains")
-    run.add_argument("--dry-run", action="store_true", help="say what would run, and how long; start nothing")
-    run.add_argument("--job", type=int, help=argparse.SUPPRESS)
-    run.add_argument("overrides", nargs="*", metavar="override", help="section.key=value, of all runs")
-    tables = commands.add_parser("tables", help="print the tables of the runs that are done, and draw the image")
-    for command in (run, tables):
-        command.add_argument(
-            "--output", type=Path, default=OUTPUT, metavar="DIR", help="folder of the study (default: %(default)s)"
-        )
     return parser
 
 

@@ -9,13 +9,18 @@ from matplotlib.figure import Figure
 
 from examples.staleness_study.grid import CORRECTIONS, LAGS, REPLAYS, Method
 from examples.staleness_study.measures import MEASURES, Results
-from examples.studies.intervals import Interval, geometric, interval, paired_differences
+from examples.studies.intervals import (
+    FEWEST_FOR_A_CLAIM,
+    Interval,
+    geometric,
+    interval,
+    paired_differences,
+    shown,
+)
 
 PANELS = ("accuracy", "mismatch", "live agreement")
 GEOMETRIC = ("mismatch",)
 """Measures that span powers of ten."""
-FEWEST_FOR_A_CLAIM = 12
-"""Paired seeds below which a difference is shown, and nothing is claimed."""
 
 
 def by_seed(results: Results, method: Method, lag: int, measure: str) -> dict[int, float]:
@@ -101,7 +106,7 @@ def _differences(results: Results) -> Iterator[str]:
     yield "| | " + " | ".join(f"lag {lag}" for lag in LAGS) + " |"
     yield "|---|" + "---|" * len(LAGS)
     for method in _methods(results):
-        cells = ["0" if lag == 0 else _shown(difference(results, method, lag), "+.3f") for lag in LAGS]
+        cells = ["0" if lag == 0 else shown(difference(results, method, lag), "+.3f") for lag in LAGS]
         yield f"| {method} | " + " | ".join(cells) + " |"
 
 
@@ -112,7 +117,7 @@ def _claims(results: Results) -> Iterator[str]:
             if found is None or lag == 0 or found.count < FEWEST_FOR_A_CLAIM:
                 continue
             verdict = "no difference seen" if found.holds_zero else "lower" if found.mean < 0 else "higher"
-            yield f"- {method}, lag {lag}: accuracy {verdict}, {_shown(found, '+.3f')}."
+            yield f"- {method}, lag {lag}: accuracy {verdict}, {shown(found, '+.3f')}."
 
 
 def _means(results: Results, measure: str) -> Iterator[str]:
@@ -120,11 +125,5 @@ def _means(results: Results, measure: str) -> Iterator[str]:
     yield "|---|" + "---|" * len(LAGS)
     digits = ".2g" if measure.startswith("mismatch") else ".3f"
     for method in _methods(results):
-        cells = [_shown(mean(results, method, lag, measure), digits) for lag in LAGS]
+        cells = [shown(mean(results, method, lag, measure), digits) for lag in LAGS]
         yield f"| {method} | " + " | ".join(cells) + " |"
-
-
-def _shown(found: Interval | None, digits: str) -> str:
-    if found is None:
-        return "-"
-    return f"{found.mean:{digits}} ({found.low:{digits}} to {found.high:{digits}}), n {found.count}"

@@ -18,12 +18,43 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from examples.studies.results import Result, RunT
+    from examples.studies.results import Measures, Result, RunT
     from examples.studies.session import Study
 
 Value = TypeVar("Value", str, int)
 SETTINGS_FILE = "study.json"
 """Settings that all runs of a folder share."""
+
+
+def study_parser(
+    prog: str, description: str, output: Path, seeds: int | None
+) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Return the parser of a study with the commands `run` and `tables`, and that of `run` for options of its own.
+
+    Args:
+        output: The study's folder, unless the user names another one.
+        seeds: Of each cell, unless the user says how many; None: the study decides.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=raw)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    run = commands.add_parser(
+        "run", help="make the runs that are missing", description=description, formatter_class=raw
+    )
+    shown = "" if seeds is None else " (default: %(default)s)"
+    run.add_argument("--seeds", type=count, default=seeds, metavar="N", help=f"of each cell{shown}")
+    run.add_argument("--first-seed", type=int, default=0, metavar="N", help="the first of them (default: 0)")
+    run.add_argument("--jobs", type=count, default=1, metavar="N", help="runs at a time, on a core each (default: 1)")
+    run.add_argument("--model", metavar="DIR", help="begin with this model instead of one that the command trains")
+    run.add_argument("--dry-run", action="store_true", help="say what would run, and how long; start nothing")
+    run.add_argument("--job", type=int, help=argparse.SUPPRESS)
+    run.add_argument("overrides", nargs="*", metavar="override", help="section.key=value, of all runs")
+    tables = commands.add_parser("tables", help="print the tables of the runs that are done, and draw the image")
+    for command in (run, tables):
+        command.add_argument(
+            "--output", type=Path, default=output, metavar="DIR", help="folder of the study (default: %(default)s)"
+        )
+    return parser, run
 
 
 def exit_code_of(command: Callable[[], int]) -> int:
@@ -92,6 +123,75 @@ def check_settings(path: Path, wanted: dict[str, object]) -> None:
                 f"--output {path.parent}: its runs have the {key} {found.get(key)}, got {value}; expected the same, or"
                 " another folder"
             )
+
+
+def run_missing(
+    options: argparse.Namespace,
+    words: Sequence[str],
+    runs: "Sequence[RunT]",
+    *,
+    module: str,
+    settings: dict[str, object],
+    prepare: Callable[[Path], tuple[Path, str]],
+    study_of: "Callable[[Path, Path, str], Study[RunT]]",
+    seconds_per_run: float,
+) -> int:
+    """Make the runs of a study that are not done, in one process or several; return the exit code.
+
+    Args:
+        options: Of `study_parser`, from `words`.
+        module: The study's, started again for each of several jobs.
+        settings: Those that all runs of the folder share.
+        prepare: Takes the study's folder; returns the folders of the data and of the model that runs begin with.
+        study_of: Takes the study's folder, that of the data, and the model.
+        seconds_per_run: Guess until a run is done.
+    """
+    from examples.studies.results import read_results
+    from examples.studies.session import median_seconds
+
+    output: Path = options.output.resolve()
+    done = read_results(output / "runs", runs)
+    pending = [run for run in runs if run not in done]
+    if options.job is None:
+        hours = len(pending) * median_seconds(done.values(), seconds_per_run) / 3600 / options.jobs
+        print(f"{len(runs)} runs, {len(done)} of them done; the others take about {hours:.1f} h", flush=True)
+    if options.dry_run or not pending:
+        return 0
+    output.mkdir(parents=True, exist_ok=True)
+    check_settings(output / SETTINGS_FILE, settings | {"model": options.model, "overrides": options.overrides})
+    data, model = prepare(output)
+    if options.jobs > 1:
+        return run_jobs(module, words, options.jobs)
+    return run_session(study_of(output, data, model), pending, len(runs), options.job, seconds_per_run)
+
+
+def show_tables(
+    output: Path,
+    runs: "Sequence[RunT]",
+    measures: "Measures",
+    *,
+    tables: "Callable[[dict[RunT, Result]], str]",
+    draw: "Callable[[dict[RunT, Result], Path], None]",
+) -> int:
+    """Print the tables of the runs that are done, and write them and the image; return the exit code.
+
+    Raises:
+        DataError: No run is done.
+    """
+    from examples.studies.results import measured_again, read_results
+    from nemo_rl_moe.atomic_writes import write_whole
+    from nemo_rl_moe.errors import DataError
+
+    done = read_results(output / "runs", runs)
+    results = {run: measured_again(output / "runs" / run.name, result, measures) for run, result in done.items()}
+    if not results:
+        raise DataError(f"--output {output}: no run is done")
+    text = tables(results)
+    print(text)
+    write_whole(output / "tables.md", text + "\n")
+    draw(results, output / "study.png")
+    print(f"image: {output / 'study.png'}")
+    return 0
 
 
 def run_jobs(module: str, words: Sequence[str], number_of_jobs: int) -> int:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 CONFIDENCE = 0.95
 FEWEST = 2
 """Values below which there is no interval, and nothing is said."""
+FEWEST_FOR_A_CLAIM = 12
+"""Paired seeds below which a difference is shown, and nothing is claimed."""
 
 
 @dataclass(frozen=True)
@@ -97,3 +99,10 @@ def geometric(values: Sequence[float]) -> Interval | None:
 def paired_factors(method: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
     """Return the method over baseline of each seed that both have and whose baseline is not 0, seeds ascending."""
     return [method[seed] / baseline[seed] for seed in sorted(method.keys() & baseline.keys()) if baseline[seed]]
+
+
+def shown(found: Interval | None, digits: str) -> str:
+    """Return a mean with its interval and number of values, in a format such as `.3f`; a dash where there is none."""
+    if found is None:
+        return "-"
+    return f"{found.mean:{digits}} ({found.low:{digits}} to {found.high:{digits}}), n {found.count}"

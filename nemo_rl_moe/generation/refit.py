@@ -19,7 +19,7 @@ class WeightSource(Protocol):
     def weight_version(self) -> int: ...
 
     def weight_transport(
-        self, *, altered: bool = False, then: Callable[[], object] = ...
+        self, *, altered: bool = False, whole: bool = False, then: Callable[[], object] = ...
     ) -> AbstractContextManager[WeightTransport]: ...
 
 
@@ -28,11 +28,18 @@ class WeightTarget(Protocol):
 
 
 def refit(
-    engine: WeightTarget, policy: WeightSource, *, altered: bool = False, then: Callable[[], object] = lambda: None
+    engine: WeightTarget,
+    policy: WeightSource,
+    *,
+    altered: bool = False,
+    whole: bool = False,
+    then: Callable[[], object] = lambda: None,
 ) -> int:
     """Send the policy's weights to an engine; once more, through a new transfer, where a copy is lost meanwhile.
 
     Args:
+        altered: Send others in their place, of which every tensor differs.
+        whole: Send frozen weights too where the engine has had them.
         then: Called when the policy's ranks have been asked to send, in each transfer: what it asks of them, they do
             when they have sent, while the engine still loads.
 
@@ -41,7 +48,7 @@ def refit(
     """
 
     def send() -> int:
-        with policy.weight_transport(altered=altered, then=then) as transport:
+        with policy.weight_transport(altered=altered, whole=whole, then=then) as transport:
             engine.update_weights(transport, policy.weight_version)
         return transport.num_bytes
 

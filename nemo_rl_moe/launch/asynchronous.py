@@ -24,6 +24,7 @@ from nemo_rl_moe.rollouts.asynchronous.schedule import (
     ReplayedFeed,
     ScheduledStep,
     line_of,
+    needed_of,
     read_schedule,
     replay_policy,
 )
@@ -60,7 +61,19 @@ class RolloutPlan:
         """
         if self.schedule is None:
             return feed_of_epochs(loader, config.grpo.max_num_epochs, config.grpo.num_prompts_per_step)
-        return ReplayedFeed(self.schedule, prompts_of_epochs(loader, config.grpo.max_num_epochs))
+        with _schedule_named():
+            return ReplayedFeed(self.schedule, prompts_of_epochs(loader, config.grpo.max_num_epochs))
+
+    def check(self, config: GRPOMasterConfig, loader: PromptRounds, step: int) -> None:
+        """Check that a schedule is one of the run's prompts, and has the step after so many.
+
+        Raises:
+            DataError: It is not, or has not.
+        """
+        if self.schedule is not None:
+            feed = self.feed(config, loader)
+            with _schedule_named():
+                feed.restore(QueueState(step * config.updates_per_step, num_taken=0, open=(), given_up=(), queue=()))
 
 
 def plan_rollouts(config: GRPOMasterConfig) -> RolloutPlan | None:
@@ -82,14 +95,22 @@ def plan_rollouts(config: GRPOMasterConfig) -> RolloutPlan | None:
     )
     if rollouts.replay_schedule is None:
         return RolloutPlan(make_policy("grpo.rollouts.order", rollouts.order, bounds, rollouts.on_stale), None)
-    path, key = Path(rollouts.replay_schedule), "grpo.rollouts.replay_schedule"
-    try:
-        schedule = read_schedule(path)
+    path = Path(rollouts.replay_schedule)
+    with _schedule_named():
+        try:
+            schedule = read_schedule(path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from None
         return RolloutPlan(replay_policy(schedule, bounds), schedule)
-    except OSError as error:
-        raise DataError(f"{key}: {path} cannot be read: {error.strerror}") from None
+
+
+@contextmanager
+def _schedule_named() -> Iterator[None]:
+    """Name the key of the schedule in errors about it."""
+    try:
+        yield
     except DataError as error:
-        raise DataError(f"{key}: {error}") from None
+        raise DataError(f"grpo.rollouts.replay_schedule: {error}") from None
 
 
 @contextmanager
@@ -136,7 +157,7 @@ def running_source(
         plan.policy,
         partial=rollouts.partial,
         deadline_s=rollouts.group_timeout_s,
-        state=state,
+        state=state if plan.schedule is None else needed_of(plan.schedule, state),
         ends_the_run=lambda error: True,
     )
     path = folder / SCHEDULE_FILE

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
@@ -229,7 +228,6 @@ def _write_adapter(model: _Model, lora: LoraConfig, staging: Path, base: Path, f
 
     factors = factors_on_first_rank(model.chunks)
     write_adapter(staging, factors, lora, model.hf_config, str(base), form)
-    write_inventory(staging)
 
 
 def _check_size(held: SafetensorsFolder, num_parameters: int) -> None:

@@ -112,6 +112,8 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config))
     if run.is_complete:
         return
+    if plan is not None:
+        plan.check(config, loader, run.remaining_steps.start)
     policy = run.start_policy()
     run.restore()  # before engines share its GPUs
     worker = start_rollouts(config, run, policy, prepared)

@@ -89,6 +89,7 @@ def make_refit_check(
         number_format=common_format(config.policy.precision, engines_format),
         probe_adapters=policy.probe_adapters if config.policy.lora is not None else None,
         repeats_bits=is_of_one_rank,
+        refit_whole=lambda: refit(engine, policy, whole=True),
     )
 
 

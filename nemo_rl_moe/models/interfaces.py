@@ -224,12 +224,13 @@ class PolicyInterface(Protocol):
         ...
 
     def weight_transport(
-        self, *, altered: bool = False, then: Callable[[], object] = ...
+        self, *, altered: bool = False, whole: bool = False, then: Callable[[], object] = ...
     ) -> AbstractContextManager[WeightTransport]:
         """Open a transfer of the present weights to engines with copies; it closes when all have them.
 
         Args:
             altered: Send weights that differ in every tensor, for a check of the engine.
+            whole: Send frozen weights too where the engine has had them.
             then: Called when all ranks have been asked to send: what it asks of them, they do next.
         """
         ...

@@ -166,12 +166,23 @@ class Session:
         self._conversation.add_to_turn(turn.token_ids, is_sampled=True)
         return turn
 
-    def begin_sequence(self, token_ids: Sequence[int]) -> GrowingSequence:
+    def begin_sequence(self, token_ids: Sequence[int], messages: Sequence[Message]) -> GrowingSequence:
         """Begin another sequence of the trajectory, with tokens that are not trained on; for `continue_sequence`.
 
         The prompt's own sequence is no part of the trajectory where nothing of it was sampled and others were.
+
+        Args:
+            messages: What the tokens say.
         """
-        return self._sequences.begin(token_ids)
+        sequence = self._sequences.begin(token_ids)
+        self._transcript.add_messages(messages, sequence, 0)
+        return sequence
+
+    def extend_sequence(self, sequence: GrowingSequence, token_ids: Sequence[int], messages: Sequence[Message]) -> None:
+        """Add messages behind a response in any sequence of the trajectory; they are not trained on."""
+        first = len(sequence)
+        sequence.add_given(token_ids)
+        self._transcript.add_messages(messages, sequence, first)
 
     def begin_conversation(self, messages: Sequence[Mapping[str, object]]) -> None:
         """Begin another sequence with a conversation of its own, such as a history that its environment has rewritten.
@@ -186,8 +197,7 @@ class Session:
         self._require_no_response_pending("a conversation was")
         conversation, extension = self._conversation.another(messages)
         if self._fit(len(extension.token_ids), 0):
-            sequence = self.begin_sequence(extension.token_ids)
-            self._transcript.begin(conversation.messages, sequence)
+            self.begin_sequence(extension.token_ids, conversation.messages)
             self._conversation = conversation
 
     async def continue_sequence(self, sequence: GrowingSequence, room: int) -> Turn:

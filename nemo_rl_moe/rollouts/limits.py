@@ -126,8 +126,15 @@ class RolloutWatch:
         if self._interrupts:
             signal.signal(INTERRUPTION, self._former_handler)
 
+    def note_start(self) -> None:
+        """Note that a trajectory begins: silence before, as between two steps of asynchronous rollouts, is not its
+        own.
+        """
+        self._next_notice_s = QUIET_S
+        self.note_progress()
+
     def note_progress(self) -> None:
-        """Note that a trajectory has ended, has asked for something, or has got its answer."""
+        """Note that a trajectory has begun or ended, has asked for something, or has got its answer."""
         self._progress_at = self._time.now()
 
     def has_expired(self, timer: TrajectoryTimer) -> bool:

@@ -182,6 +182,7 @@ class TrajectoryPool:
         started = RunningTrajectory(session, timer, coroutine, changed)
         self._started.append(started)
         self._timers.append(timer)
+        self._watch.note_start()
         self._changed.set()
         return started
 

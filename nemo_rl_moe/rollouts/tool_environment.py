@@ -9,7 +9,6 @@ from typing import Literal
 from nemo_rl_moe.config.schema_environment import ToolLimitsConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
 from nemo_rl_moe.data.turn_glue import NoExtension
-from nemo_rl_moe.errors import one_line
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -105,7 +104,7 @@ class ToolConversation:
             try:
                 session.append_messages(answers)
             except NoExtension as error:
-                return session.failed(Fault.ERROR, one_line(error))
+                return session.failed(Fault.ERROR, str(error))
         score = await session.score()
         if score.fault is None:
             score = replace(score, reward=score.reward - self._call_cost * session.metrics[CALLS])

@@ -18,7 +18,7 @@ _IMAGE = "[image]"
 class Transcript:
     """Turns of a trajectory while it grows. Texts are those of its messages and responses, and no copies.
 
-    What the environment has added to a sequence without a word, as requests of an agent do, is told as its text.
+    What the environment has added to a sequence without a word is told as its text.
 
     Args:
         prompt: What it begins with.
@@ -49,10 +49,14 @@ class Transcript:
         """Return the seconds since its start."""
         return self._clock() - self._began_s
 
-    def begin(self, messages: Sequence[Message], sequence: GrowingSequence) -> None:
-        """Take the messages with which another sequence begins."""
+    def add_messages(self, messages: Sequence[Message], sequence: GrowingSequence, first: int) -> None:
+        """Add messages that end a sequence now.
+
+        Args:
+            sequence: Where they stand, from the token `first` on.
+        """
         self._answers = range(0)
-        tokens = (0, len(sequence))
+        tokens = (first, len(sequence))
         self._turns += [_Placed(_of_message(message, tokens), sequence) for message in messages]
 
     def add_response(self, text: str, sequence: GrowingSequence, start: int, asked_s: float, waited_s: float) -> None:
@@ -170,7 +174,7 @@ def _numbered(turn: ConversationTurn, sequence: int | None) -> ConversationTurn:
 def _of_message(message: Mapping[str, object], tokens: tuple[int, int]) -> ConversationTurn:
     return ConversationTurn(
         role=str(message.get("role", "")),
-        text=_text_of(message.get("content")),
+        text=_text_of(message.get("content")) + _calls_of(message.get("tool_calls")),
         sequence=None,
         tokens=tokens,
         name=_name(message.get("name")),
@@ -180,6 +184,12 @@ def _of_message(message: Mapping[str, object], tokens: tuple[int, int]) -> Conve
 
 def _name(value: object) -> str:
     return value if isinstance(value, str) else ""
+
+
+def _calls_of(calls: object) -> str:
+    """Return the calls of a message that was given, a line each: nobody has made them now."""
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return "".join(f"\n{each.get('name')} {each.get('arguments')}" for each in functions if isinstance(each, dict))
 
 
 def _text_of(content: object) -> str:

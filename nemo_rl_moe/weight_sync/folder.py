@@ -44,6 +44,7 @@ class TransportSpec:
         store: Between machines, for tensors that are in no files.
         max_unacknowledged: Maximum number of a sender's buckets in the folder at a time.
         stall_timeout_s: Seconds without progress after which a process gives up: a killed peer leaves no trace.
+        changed_only: Frozen weights stay away, which all receivers have of an earlier transfer.
     """
 
     folder: Path
@@ -55,6 +56,7 @@ class TransportSpec:
     stall_timeout_s: float = STALL_TIMEOUT_S
     backend: TransportBackend = FileTransport()  # noqa: RUF009  (it cannot change)
     store: NetworkBoard | None = None
+    changed_only: bool = False
 
     @property
     def board(self) -> Board:

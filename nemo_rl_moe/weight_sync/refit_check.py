@@ -126,6 +126,7 @@ class RefitCheck:
         start_fingerprints: Starts the fingerprints of the trainer's weights; returns a function that waits for them.
             None: the engine gives none.
         probe_adapters: Gives the trainer's adapters other values (True), or their own again. None: it has none.
+        refit_whole: Sends all weights, those too that are frozen. None: `refit` does.
 
     Attributes that change:
         share_compared: Share of the trainer's tensors whose fingerprints were compared last; None: none were.
@@ -144,6 +145,7 @@ class RefitCheck:
     number_format: str = "float32"
     probe_adapters: Callable[[bool], object] | None = None
     repeats_bits: bool = True
+    refit_whole: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         fixed = FLOAT32_BOUND if self.bound_nats is None and self.in_float32 else self.bound_nats
@@ -174,7 +176,10 @@ class RefitCheck:
         if problem is not None:
             self.num_failed += 1
             if self.refits_again:
-                self.refit(False)
+                if self.refit_whole is None:
+                    self.refit(False)
+                else:
+                    self.refit_whole()
                 found = self._examine(engine)
                 problem = self._problem(found)
         if problem is not None:

@@ -40,6 +40,8 @@ class WeightTransport:
         bucket_bytes: None: as many as suit the way.
         address: Of this machine, for processes on others, which then meet in a store instead of the folder; None: in
             the folder.
+        may_skip_frozen: The transfer before had frozen weights as they are, so that receivers which still hold them
+            need the others alone.
 
     Attributes:
         num_bytes: Bytes sent by all ranks; 0 before `send` has returned.
@@ -56,7 +58,9 @@ class WeightTransport:
         stall_timeout_s: float = STALL_TIMEOUT_S,
         make_backend: TransportBackendFactory = lambda num_receivers, receivers: FileTransport(),
         address: str | None = None,
+        may_skip_frozen: bool = False,
     ):
+        self._may_skip_frozen = may_skip_frozen
         self._address = address
         self._store: TCPStore | None = None
         self._parent, self._num_senders, self._send = parent, num_senders, send
@@ -86,11 +90,14 @@ class WeightTransport:
                 return
             time.sleep(LONGEST_PAUSE_S)
 
-    def open(self, num_receivers: int, version: int, receivers: str = "") -> TransportSpec:
+    def open(
+        self, num_receivers: int, version: int, receivers: str = "", *, hold_weights: bool = False
+    ) -> TransportSpec:
         """Open the transfer.
 
         Args:
             receivers: Identifies the receiving processes: connections to the same ones are kept.
+            hold_weights: All of them hold the weights of the transfer before this one, and can keep a part of these.
         """
         if self._folder is None or self._transfer is not None:
             raise RuntimeError("a transport is entered first and opened once")
@@ -105,6 +112,7 @@ class WeightTransport:
             stall_timeout_s=self._stall_timeout_s,
             backend=backend,
             store=None if self._store is None else NetworkBoard(self._store.host, self._store.port),
+            changed_only=self._may_skip_frozen and hold_weights,
         )
         return self._transfer
 

@@ -68,7 +68,7 @@ class SendingPolicy(FakePolicy):
     """A policy whose weights are one number, of its version."""
 
     def weight_transport(  # type: ignore[override]
-        self, *, altered: bool = False, then: Callable[[], object] = lambda: None
+        self, *, altered: bool = False, whole: bool = False, then: Callable[[], object] = lambda: None
     ) -> WeightTransport:
         number = torch.full((4,), float(FIRST_WEIGHTS + self.weight_version))
         return SentWeights({"weights": number}, self.weight_version).weight_transport(then=then)

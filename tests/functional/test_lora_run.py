@@ -3,6 +3,7 @@
 """Runs that train adapters: what they leave, and what the other commands make of it."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,45 @@ def test_generate_with_an_adapter_is_generate_with_merged_weights(
         assert record["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)
 
 
+def test_verify_names_damage_in_every_folder_of_a_run(trained: Trained, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained.run_folder / "checkpoints", run)
+    done = shared_ray.called_here(["verify", str(run)])
+    assert done.returncode == 0, done.stderr
+    folders = ["final", "final/adapter", "step_3", "step_3/policy", "step_6", "step_6/policy"]
+    assert [line.partition(": ")[0] for line in done.stdout.splitlines()] == [str(run / name) for name in folders]
+    for file in (
+        run / "final" / "adapter" / "adapter_model.safetensors",
+        *(run / "step_6" / "policy").glob("*.distcp"),
+    ):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        done = shared_ray.called_here(["verify", str(run)])
+        assert done.returncode == 1
+        assert str(file) in done.stderr
+        content[-1] ^= 1
+        file.write_bytes(content)
+
+
+def test_evaluate_with_an_adapter_is_evaluate_with_merged_weights(trained: Trained, tmp_path: Path) -> None:
+    data = grpo_runs.make_prompts(tmp_path / "data", 8)
+
+    def evaluated(name: str, model: Path, **changes: Any) -> tuple[Any, list[str]]:
+        folder = tmp_path / name
+        common = {"policy__model_name": model, "policy__init": "pretrained", "grpo__val_temperature": 0.0, **REWARD}
+        overrides = grpo_runs.settings(folder, data, **common, grpo__val_num_generations=1, **changes)
+        done = shared_ray.run_here(["evaluate", "--config", str(grpo_runs.EXEMPLAR), *overrides], folder)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        (output,) = (folder / "logs").iterdir()
+        samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+        return json.loads((output / "results.json").read_text())["reward"], [each["response"] for each in samples]
+
+    merged = evaluated("merged", trained.final)
+    assert evaluated("adapter", trained.base, policy__lora=LORA | {"path": str(trained.checkpoint)}) == merged
+    assert evaluated("base", trained.base) != merged
+
+
 @pytest.mark.parametrize("refit", ["merged", pytest.param("adapter", marks=pytest.mark.full)])
 def test_grpo_refits_an_engine_of_its_own(refit: str, tmp_path: Path) -> None:
     """The engine beside the trainer gets merged weights or adapters, which the check compares."""
@@ -207,3 +247,22 @@ def test_grpo_refits_an_engine_of_its_own(refit: str, tmp_path: Path) -> None:
     assert {value for _, value in history["train/refit/weights_compared"]} == {1.0}
     assert {value for _, value in history["train/refit/checks_failed"]} == {0.0}
     assert max(value for _, value in history["train/refit/logprob_gap"]) < 1e-4
+
+
+def test_later_refits_leave_out_what_is_frozen(tmp_path: Path) -> None:
+    """Adapters on the attention alone: experts and embeddings reach the engine once, and are compared in each step."""
+    data = grpo_runs.make_prompts(tmp_path / "data", 40)
+    changes: dict[str, Any] = {
+        "policy__lora": LORA | {"targets": ["q_proj", "v_proj"], "experts": "none"},
+        "policy__generation__backend": "megatron_separate",
+        "policy__megatron_cfg__optimizer__lr": 0.01,
+        **REWARD,
+        **sft_runs.only_jsonl(),
+    }
+    overrides = grpo_runs.settings(tmp_path, data, **changes)
+    done = grpo_runs.run_here([*overrides, f"+cluster.roles.{GENERATION_ROLE}={{}}"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    history = read_jsonl(sft_runs.only_run_folder(tmp_path) / "metrics.jsonl")
+    assert {value for _, value in history["train/refit/weights_compared"]} == {1.0}
+    assert {value for _, value in history["train/refit/checks_failed"]} == {0.0}
+    print([value for _, value in history["train/refit/bytes"]])

@@ -62,7 +62,9 @@ class Policy:
     make_backend: Callable[[int, str], TransportBackend]
     weight_version: int = 3
 
-    def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> WeightTransport:
+    def weight_transport(
+        self, *, altered: bool = False, whole: bool = False, then: Callable[[], object] = lambda: None
+    ) -> WeightTransport:
         def send(spec: TransportSpec) -> int:
             then()
             return spec.send(TENSORS, 0, self.weight_version)

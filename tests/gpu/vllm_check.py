@@ -8,13 +8,13 @@ and random weights get no reward, so that dynamic sampling takes a second round.
 
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.runs.folder.metrics import read_metrics
 from tests.functional import grpo_runs, sft_runs
-from tests.gpu.checks import Failed
+from tests.gpu.models import Failed, Numbers
 
 NUM_STEPS = 3
 _MISSING = "train/moe/routing/rows_missing_share"
@@ -50,17 +50,37 @@ def exemplar(*, rehearse: bool) -> Path:
     return grpo_runs.EXEMPLAR if rehearse else grpo_runs.EXEMPLAR.with_name("grpo_tiny_moe_vllm.yaml")
 
 
-def vllm_routes_and_refit(*, rehearse: bool) -> dict[str, Any]:
-    """Return what the run's own metrics say of each step."""
+def vllm_routes_and_refit(*, rehearse: bool) -> Iterator[Numbers]:
+    """Yield what the run's own metrics say of each step."""
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as scratch:
         folder = Path(scratch)
-        subprocess.run(grpo_runs.command(overrides(folder, rehearse=rehearse), exemplar(rehearse=rehearse)), check=True)
-        records = read_metrics(sft_runs.only_run_folder(folder) / "metrics.jsonl")
-    return judged([record.metrics for record in records], 1 if rehearse else NUM_STEPS, has_engine=not rehearse)
+        records = _run(folder, overrides(folder, rehearse=rehearse), rehearse=rehearse)
+        yield judged(records, 1 if rehearse else NUM_STEPS, has_engine=not rehearse)
 
 
-def judged(records: Sequence[Mapping[str, float]], num_steps: int, *, has_engine: bool) -> dict[str, Any]:
-    """The numbers of a run.
+def vllm_resume(*, rehearse: bool) -> Iterator[Numbers]:
+    """Yield the same of a run that goes on from a checkpoint: its state is loaded beside an engine."""
+    with tempfile.TemporaryDirectory(prefix="gpu_check_") as scratch:
+        folder = Path(scratch)
+        saved = [
+            "checkpointing.enabled=true",
+            f"checkpointing.checkpoint_dir={folder / 'checkpoints'}",
+            "checkpointing.save_period=1",
+        ]
+        for last in (1, 2):
+            changes = [*saved, f"grpo.max_num_steps={last}"]
+            records = _run(folder, [*overrides(folder, rehearse=rehearse), *changes], rehearse=rehearse)
+        yield judged(records, 2, has_engine=not rehearse)
+
+
+def _run(folder: Path, settings: Sequence[str], *, rehearse: bool) -> list[Mapping[str, float]]:
+    """Run GRPO; return the metrics of the one run below the folder, in which a resumed one goes on."""
+    subprocess.run(grpo_runs.command(settings, exemplar(rehearse=rehearse)), check=True)
+    return [record.metrics for record in read_metrics(sft_runs.only_run_folder(folder) / "metrics.jsonl")]
+
+
+def judged(records: Sequence[Mapping[str, float]], num_steps: int, *, has_engine: bool) -> Numbers:
+    """Return the numbers of a run.
 
     Args:
         records: Metrics of the start and of each step.

@@ -5,6 +5,7 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -16,26 +17,28 @@ class Measured(AssertionError):
         self.numbers = {"speed": 3}
 
 
-def passes(*, rehearse: bool) -> dict[str, Any]:
-    """Return what it was reported."""
-    return {"rehearse": rehearse}
+def passes(*, rehearse: bool) -> Iterator[dict[str, Any]]:
+    """Yield what it was told, and a second result."""
+    yield {"rehearse": rehearse}
+    yield {"second": 2}
 
 
-def fails(*, rehearse: bool) -> dict[str, Any]:
-    """Raise with numbers."""
+def fails(*, rehearse: bool) -> Iterator[dict[str, Any]]:
+    """Yield a result, then raise with numbers."""
+    yield {"speed": 1}
     raise Measured("too slow")
 
 
-def crashes(*, rehearse: bool) -> dict[str, Any]:
-    """Die as a process does in a kernel."""
+def crashes(*, rehearse: bool) -> Iterator[dict[str, Any]]:
+    """Yield a result, then die as a process does in a kernel."""
+    yield {"speed": 2}
     print("about to die", flush=True)
     os.kill(os.getpid(), signal.SIGSEGV)
-    return {}
 
 
-def hangs(*, rehearse: bool) -> dict[str, Any]:
-    """Return never ends, and does not listen."""
+def hangs(*, rehearse: bool) -> Iterator[dict[str, Any]]:
+    """Never end, and do not listen."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     print("waiting", flush=True)
     time.sleep(600)
-    return {}
+    yield {}

@@ -254,7 +254,7 @@ class FakePolicy:
 
     @contextmanager
     def weight_transport(
-        self, *, altered: bool = False, then: Callable[[], object] = lambda: None
+        self, *, altered: bool = False, whole: bool = False, then: Callable[[], object] = lambda: None
     ) -> Iterator[FakeTransport]:
         def send() -> None:
             self.diary.append("weights")

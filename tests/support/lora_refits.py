@@ -8,6 +8,7 @@ still zero.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,25 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.launch.refit import batch_of
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck, Scores
-from tests.support.lora_models import RANK, lora
+from tests.support.family_outputs import trainer_of
+from tests.support.family_reference import write_reference
+from tests.support.lora_models import RANK, lora, set_random
 from tests.support.refit_faults import Pair
 from tests.support.tiny_model import parallel_job, tiny_grpo_policy
 
 Named = tuple[str, Tensor]
 
 
-def lora_policy(refit: str, precision: str = "float32", experts: str = "per_expert") -> Any:
-    """Return a policy that generates, with adapters on all linear layers."""
-    policy = tiny_grpo_policy(1, precision=precision, optimizer__lr=1e-2, **lora(experts))
+def lora_policy(
+    refit: str,
+    precision: str = "float32",
+    experts: str = "per_expert",
+    targets: Sequence[str] = ("all-linear",),
+    world_size: int = 1,
+    **changes: Any,
+) -> Any:
+    """Return a policy that generates, with adapters."""
+    policy = tiny_grpo_policy(world_size, precision=precision, optimizer__lr=1e-2, **lora(experts, targets), **changes)
     return policy.model_copy(update={"generation": policy.generation.model_copy(update={"lora_refit": refit})})
 
 
@@ -192,3 +202,64 @@ def right_syncs(name: str, root: str, policy: Any, num_steps: int) -> tuple[list
             if step < num_steps:
                 pair.step(step)
         return gaps, check.share_compared or 0.0
+
+
+@dataclass(frozen=True)
+class LaterRefit:
+    """What one rank sends before and after the adapters have got other values.
+
+    Attributes:
+        names: Of all its tensors.
+        moved: Of those that merged adapters change.
+        sent: Of those that are sent to an engine which has had all.
+        are_right: What is sent are the merged weights, to the bit.
+    """
+
+    names: set[str]
+    moved: set[str]
+    sent: set[str]
+    are_right: bool
+
+
+def later_refit(name: str, root: str, policy: Any, on_device: bool) -> LaterRefit:
+    """Run on every rank: a refit of all tensors, and one of those that changed."""
+    with parallel_job(policy):
+        folder = Path(root, name)
+        write_reference(name, folder)  # transformers writes on rank 0 alone
+        torch.distributed.barrier()
+        trainer = trainer_of(folder, policy)
+        first = _sent(trainer, on_device=on_device)
+        set_random(trainer.chunks)
+        whole, changed = _sent(trainer, on_device=on_device), _sent(trainer, on_device=on_device, changed_only=True)
+        moved = {each for each, tensor in whole.items() if each in first and not torch.equal(first[each], tensor)}
+        # Another rank may gather a tensor when there are fewer of them.
+        are_right = all(torch.equal(whole[each], tensor) for each, tensor in changed.items() if each in whole)
+        return LaterRefit(set(whole), moved, set(changed), are_right)
+
+
+def _sent(trainer: Any, **options: bool) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer._sent_tensors(**options)}
+
+
+def load_with_a_gap(name: str, root: str, policy: Any) -> list[str]:
+    """Run on one rank: what is said of tensors that are missing where others may stay; empty: nothing."""
+    from nemo_rl_moe.models.megatron.weights.hf_receive import load_tensors
+
+    with parallel_job(policy):
+        folder = Path(root, name)
+        write_reference(name, folder)
+        trainer = trainer_of(folder, policy)
+        tensors = {each: 2 * tensor for each, tensor in _sent(trainer, on_device=False).items()}
+        gaps: list[Callable[[str], bool]] = [
+            lambda each: ".self_attn." not in each,
+            lambda each: not each.endswith(".k_proj.weight"),
+        ]
+        said = []
+        for is_sent in gaps:
+            some = [(each, tensor) for each, tensor in tensors.items() if is_sent(each)]
+            try:
+                load_tensors(trainer.chunks, trainer.config, trainer.hf_config, some, keeps_others=True)
+                said.append("")
+            except WeightSyncError as error:
+                said.append(str(error))
+        return said

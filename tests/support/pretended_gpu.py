@@ -49,7 +49,7 @@ class Wait(NamedTuple):
     """What makes the host wait, and the function that asks for it.
 
     Attributes:
-        owner: `ours`, `megatron`, or `tests` with what stands in there for other packages.
+        owner: `ours`, `megatron`, `transformer_engine`, or `tests` with what stands in there for other packages.
         function: Module and name of the innermost function outside of torch.
         kind: The operation.
     """
@@ -104,7 +104,7 @@ class PretendedGpu:
 
     def wait(self, kind: str) -> None:
         """Count one."""
-        self.waits[Wait(*_caller(), kind)] += 1
+        self.waits[Wait(*caller(), kind)] += 1
 
     @contextmanager
     def plugged_in(self) -> Iterator["PretendedGpu"]:
@@ -300,7 +300,7 @@ class _Operations(TorchDispatchMode):
             if any(on_gpu):
                 self._check(namespace, name, args, kwargs, given, on_gpu)
             elif namespace == "c10d" and given:
-                raise RuntimeError(f"No backend type associated with device type cpu: {name} at {_caller()}")
+                raise RuntimeError(f"No backend type associated with device type cpu: {name} at {caller()}")
             result = function(*args, **kwargs)
             belongs = any(on_gpu) if given else self._gpu.makes_on_gpu[-1] if self._gpu.makes_on_gpu else True
             if belongs and name != "copy_":
@@ -321,7 +321,7 @@ class _Operations(TorchDispatchMode):
             if namespace == "c10d" or written or any(tensor.dim() for tensor in on_host):
                 raise RuntimeError(
                     "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu:"
-                    f" {name} of {[list(each.shape) for each in on_host]} on the host at {_caller()}"
+                    f" {name} of {[list(each.shape) for each in on_host]} on the host at {caller()}"
                 )
         if name in _WAITING or (name == "repeat_interleave" and kwargs.get("output_size") is None):
             self._gpu.wait(name)
@@ -331,7 +331,7 @@ class _Operations(TorchDispatchMode):
         by_mask = any(index.dtype in (torch.bool, torch.uint8) for index in values)
         from_host = [index for index in values if not lies_on_gpu(index)]
         if not self_on_gpu and len(from_host) < len(values):
-            raise RuntimeError(f"indices should be on the device of what they index, at {_caller()}")
+            raise RuntimeError(f"indices should be on the device of what they index, at {caller()}")
         if from_host and self_on_gpu:
             self._gpu.wait("indices from the host")
         # One value at all places of one mask is filled in.
@@ -356,16 +356,19 @@ _SKIPPED = (__file__, str(Path(__file__).with_name("nccl_rules.py")))
 _TESTS = f"{Path(__file__).resolve().parents[1]}/"
 
 
-def _caller() -> tuple[str, str]:
-    """Return the owner and name of the innermost function outside of torch and this file."""
+def caller(*, beyond: Sequence[str] = ()) -> tuple[str, str]:
+    """Return the owner and name of the innermost function outside of torch, of this file and of others."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         file = frame.f_code.co_filename
-        if frame.f_code.co_name != "__torch_function__" and file not in _SKIPPED and not file.startswith((_TORCH, "<")):
+        is_skipped = file in (*_SKIPPED, *beyond) or file.startswith((_TORCH, "<"))
+        if frame.f_code.co_name != "__torch_function__" and not is_skipped:
             break
         frame = frame.f_back
     file = frame.f_code.co_filename
-    owner = "megatron" if "/megatron/core/" in file else "tests" if file.startswith(_TESTS) else "ours"
+    of_packages = {"/megatron/core/": "megatron", "/site-packages/transformer_engine/": "transformer_engine"}
+    owner = next((name for part, name in of_packages.items() if part in file), None)
+    owner = owner or ("tests" if file.startswith(_TESTS) else "ours")
     return owner, f"{Path(file).stem}.{frame.f_code.co_qualname.replace('.<locals>', '')}"
 
 

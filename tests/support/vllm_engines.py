@@ -58,7 +58,9 @@ class SentWeights:
     tensors: Mapping[str, Tensor]
     weight_version: int
 
-    def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> WeightTransport:
+    def weight_transport(
+        self, *, altered: bool = False, whole: bool = False, then: Callable[[], object] = lambda: None
+    ) -> WeightTransport:
         tensors = dict(self.tensors)
         if altered:
             tensors = {name: 1.5 * tensor.roll(1, -1) for name, tensor in tensors.items()}
@@ -250,7 +252,7 @@ def worker_that_keeps_kernels() -> type[VllmWorker]:
         def start(self) -> str | None:
             from nemo_rl_moe.generation.vllm import releases
 
-            releases.forget_packed_experts = lambda model: None
+            releases.PackedExperts._forget_layer = lambda packed, name: None
             return super().start()
 
     return Forgetful

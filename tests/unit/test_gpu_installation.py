@@ -29,6 +29,7 @@ from nemo_rl_moe.models.megatron.install_transformer_engine import (
     problem_with_extension,
     torch_of_extension,
 )
+from tests.gpu.kit.pins import pins
 
 # Older ones load whole wheels for a `--dry-run`: ten gigabytes here.
 PIP_WITH_METADATA = "pip==26.3"
@@ -41,20 +42,6 @@ RESOLVER_LIMIT_S = 3600
 def documented_lines(root: Path) -> list[str]:
     section = (root / "docs/gpu.md").read_text().partition("## Installing\n")[2].partition("\n## ")[0]
     return re.findall(r"^(?:pip|python) .*$", section, flags=re.MULTILINE)
-
-
-def pins(file: Path, python: str) -> dict[str, str]:
-    """Read the releases of a constraints file, by the package's name."""
-    lines = [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
-    found: dict[str, str] = {}
-    for requirement in map(Requirement, lines):
-        if requirement.marker is None or requirement.marker.evaluate({"python_version": python}):
-            name = canonicalize_name(requirement.name)
-            assert name not in found, f"{name} is pinned twice"
-            ((pin),) = requirement.specifier
-            assert pin.operator == "=="
-            found[name] = pin.version
-    return found
 
 
 def extra(root: Path, name: str) -> dict[str, Requirement]:

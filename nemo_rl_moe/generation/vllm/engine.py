@@ -175,9 +175,10 @@ class VllmEngine:
             WeightSyncError: Not every tensor arrived everywhere, for another reason.
             GenerationError: An engine does not start.
         """
-        self._version = None
+        hold_weights, self._version = self._version is not None, None
         self._serving.drain()
         actors = self._actors
+        num_started = actors.num_started
         actors.give_up_the_dead()
         if not actors.present:
             self._gpu.end_engine()
@@ -187,7 +188,12 @@ class VllmEngine:
         self._wake("weights")
         actors.start_missing()
         ranks = self.ranks_per_engine
-        spec = transport.open(ranks * len(actors.present), version, receivers=f"{id(self)}-{actors.num_started}")
+        spec = transport.open(
+            ranks * len(actors.present),
+            version,
+            receivers=f"{id(self)}-{actors.num_started}",
+            hold_weights=hold_weights and actors.num_started == num_started,
+        )
         by_name = {actor.name: actor for actor in actors.present}
         receivers = ActorReceivers(
             {actor.handle.receive.remote(spec, n * ranks): name for n, (name, actor) in enumerate(by_name.items())},

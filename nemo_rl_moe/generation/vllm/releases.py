@@ -30,6 +30,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of heads for which `cpu_attn` has a kernel; others fail at the first request."""
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.")
+_OF_EXPERTS = re.compile(r"(.+\.experts)\.")
 
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
@@ -154,15 +155,37 @@ def window(engine: Any) -> int | None:
     return int(min(2 * max(1, cache.num_gpu_blocks // longest), 2 * config.scheduler_config.max_num_seqs))
 
 
-def forget_packed_experts(model: nn.Module) -> None:
-    """Drop the kernels in which expert weights are packed, so that new weights are packed anew.
+class PackedExperts:
+    """Kernels in which a model's expert weights are packed, which are dropped so that new weights are packed anew.
 
     Without it a CPU engine goes on with kernels that point at freed memory: garbage, and no error (vllm#42821).
     """
-    for module in model.modules():
-        method: Any = getattr(module, "_quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+
+    def __init__(self, model: nn.Module):
+        self._methods: dict[str, list[Any]] = {}
+        for name, module in model.named_modules():
+            method: Any = getattr(module, "_quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                self._methods.setdefault(_experts_layer(name), []).append(method)
+
+    def forget_all(self) -> None:
+        """Drop the kernels of all layers."""
+        for layer in list(self._methods):
+            self._forget_layer(layer)
+
+    def forget(self, tensor_name: str) -> None:
+        """Drop the kernel of the layer whose experts a tensor belongs to: a layer that gets none keeps its kernel."""
+        if found := _OF_EXPERTS.match(tensor_name):
+            self._forget_layer(found[1])
+
+    def _forget_layer(self, name: str) -> None:
+        for method in self._methods.pop(name, ()):
             method.moe_kernel = None
+
+
+def _experts_layer(module_name: str) -> str:
+    """Return the name that the experts of a MoE layer have in Hugging Face's files."""
+    return module_name.removesuffix(".routed_experts")
 
 
 def held_experts(model: nn.Module) -> dict[str, set[int]]:
@@ -172,7 +195,7 @@ def held_experts(model: nn.Module) -> dict[str, set[int]]:
         places = getattr(module, "expert_map", None)
         if isinstance(places, torch.Tensor):
             experts = {expert for expert, place in enumerate(places.tolist()) if place >= 0}
-            found[name.removesuffix(".routed_experts")] = experts
+            found[_experts_layer(name)] = experts
     return found
 
 

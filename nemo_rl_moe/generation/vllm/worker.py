@@ -328,16 +328,18 @@ def _receive(worker: Any, spec: TransportSpec, first_receiver: int, image_settin
     runner = worker.model_runner
 
     def load(tensors: Iterator[NamedTensor]) -> None:
-        releases.forget_packed_experts(runner.get_model())
-        held = releases.held_experts(runner.get_model())
-        # The reload keeps tensors until a layer is complete, longer than the transport does.
-        runner.reload_weights(
-            weights_iterator=(
-                (name, as_loader_expects(image_settings, name, tensor).clone())
-                for name, tensor in tensors
-                if releases.is_held(name, held)
-            )
-        )
+        packed, held = releases.PackedExperts(runner.get_model()), releases.held_experts(runner.get_model())
+        if not spec.changed_only:
+            packed.forget_all()
+
+        def as_expected() -> Iterator[NamedTensor]:
+            for name, tensor in tensors:
+                if releases.is_held(name, held):
+                    packed.forget(name)
+                    # The reload keeps tensors until a layer is complete, longer than the transport does.
+                    yield name, as_loader_expects(image_settings, name, tensor).clone()
+
+        runner.reload_weights(weights_iterator=as_expected())
 
     try:
         spec.receive(first_receiver + getattr(worker, "rank", 0), load)

@@ -275,6 +275,7 @@ class MegatronPolicy(TrainableModel):
         generates = generating(config.policy)
         self._weight_transport = "files" if generates is None else generates.generation.weight_transport
         self._num_failed_transfers = 0
+        self._frozen_are_sent = False
         self._engines_share_gpus = engines_share_gpus(config)
         moves = generates is not None and generates.offload_optimizer_for_generation
         self.gpu = SharedGpu(moves_training_state=moves) if self._engines_share_gpus else OwnGpu()
@@ -352,11 +353,14 @@ class MegatronPolicy(TrainableModel):
         by_rank = self._reported(self._workers.start_each(MegatronModel.generate, to_ranks)())
         return [by_rank[number % size][number // size] for number in range(len(batch.prompts))]
 
-    def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> WeightTransport:
+    def weight_transport(
+        self, *, altered: bool = False, whole: bool = False, then: Callable[[], object] = lambda: None
+    ) -> WeightTransport:
         """Return a transport of the weights as they are now, to be opened for one engine: a context manager.
 
         Args:
             altered: Send others in their place, of which every tensor differs.
+            whole: Send frozen weights too where the engine has had them.
             then: Called when all ranks have been asked to send: what it asks of them, they do next.
 
         Raises:
@@ -372,6 +376,7 @@ class MegatronPolicy(TrainableModel):
             send,
             make_backend=self._backend,
             address=None if has_files or self._cluster.is_local else get_node_ip_address(),
+            may_skip_frozen=self._frozen_are_sent and not (altered or whole),
         )
 
     def start_fingerprints(self, number_format: str) -> Callable[[], Fingerprints]:
@@ -408,8 +413,11 @@ class MegatronPolicy(TrainableModel):
         asked = [(transfer, altered)] * len(self._coordinates)
         sending = self._workers.start_each(MegatronModel.send_weights, asked)
         then()
+        self._frozen_are_sent = False
         try:
-            return sum(sending().values())
+            num_bytes = sum(sending().values())
+            self._frozen_are_sent = self._policy.lora is not None and not altered
+            return num_bytes
         except WeightSyncError as error:
             self._num_failed_transfers += 1
             raise WeightSyncError(str(error)) from None  # a sender cannot know that a receiver is lost

@@ -70,8 +70,8 @@ class SeparateEngine:
             GenerationError: A worker failed.
         """
         with self._requests.paused(), ThreadPoolExecutor(1) as thread:
-            self._has_weights = False
-            spec = transport.open(self._copies.world_size, version, receivers=f"{id(self)}")
+            hold_weights, self._has_weights = self._has_weights, False
+            spec = transport.open(self._copies.world_size, version, receivers=f"{id(self)}", hold_weights=hold_weights)
             received = thread.submit(self._receive, transport, spec, version)
             try:
                 transport.send()

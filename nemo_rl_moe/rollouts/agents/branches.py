@@ -82,7 +82,7 @@ class Branches:
                 pass  # the template renders what was there in another way by now, as it may drop thinking
         extension = self._continuation.begin(request.messages, _inputs(request))
         self._require_room(0, extension)
-        return Place(request, self._session.begin_sequence(extension.token_ids), extension)
+        return Place(request, self._session.begin_sequence(extension.token_ids, request.messages), extension)
 
     def add(self, place: Place, message: Message, token_ids: TokenIds) -> None:
         """Take a response in, whose tokens stand in the sequence now.
@@ -107,13 +107,15 @@ class Branches:
         prompted, session = earlier.prompted, self._session
         stops = session.sampling.stop_token_ids
         turn = SampledTurn(prompted.messages, earlier.token_ids, stops, _inputs(request), prompted.text)
-        extension = self._continuation.extend(turn, request.messages[len(earlier.keys) :])
+        new = request.messages[len(earlier.keys) :]
+        extension = self._continuation.extend(turn, new)
         self._require_room(earlier.size, extension)
         sequence = earlier.sequence
         if len(sequence) == earlier.size:
-            sequence.add_given(extension.token_ids)
+            session.extend_sequence(sequence, extension.token_ids, new)
         else:
-            sequence = session.begin_sequence([*sequence.token_ids[: earlier.size], *extension.token_ids])
+            copied = sequence.token_ids[: earlier.size]
+            sequence = session.begin_sequence([*copied, *extension.token_ids], request.messages)
         return Place(request, sequence, extension)
 
     def _require_room(self, size_before: int, extension: Extension) -> None:

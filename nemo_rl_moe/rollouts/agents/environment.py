@@ -13,7 +13,7 @@ from typing import Any
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.turn_glue import NoExtension
-from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.agents.branches import Branches, Place, TooLong
 from nemo_rl_moe.rollouts.agents.chat_requests import RequestError, RequestRules
@@ -213,7 +213,7 @@ class _Talk:
             self.limit = error
             raise RequestError(str(error), code="context_length_exceeded", parameter="messages") from None
         except (NoExtension, RecordError) as error:
-            raise RequestError(one_line(error), parameter="messages") from None
+            raise RequestError(str(error), parameter="messages") from None
         self.limit = None
         prompt_ids = list(place.sequence.token_ids)
         room = min(session.max_tokens - len(prompt_ids), request.max_tokens or session.max_tokens)

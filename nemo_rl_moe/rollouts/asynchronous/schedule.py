@@ -11,8 +11,11 @@ import json
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Generic
+
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from nemo_rl_moe.errors import DataError, UserError
 from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
@@ -33,11 +36,11 @@ class ScheduledGroup:
         finished_version: Optimizer steps of the weights when it was finished.
     """
 
-    position: int
+    position: NonNegativeInt
     sample_id: str
-    attempt: int
-    version: int
-    finished_version: int
+    attempt: NonNegativeInt
+    version: NonNegativeInt
+    finished_version: NonNegativeInt
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class ScheduledStep:
         groups: What they were trained on.
     """
 
-    version: int
+    version: NonNegativeInt
     groups: tuple[ScheduledGroup, ...]
 
     @staticmethod
@@ -68,6 +71,9 @@ class ScheduledStep:
         return ScheduledStep(batch.version, tuple(groups))
 
 
+_STEP = TypeAdapter(ScheduledStep)
+
+
 def line_of(step: ScheduledStep, number: int) -> str:
     """Return a step as the line of a schedule's file, with the number of the step in the run."""
     return json.dumps({"step": number} | asdict(step))
@@ -83,9 +89,8 @@ def read_schedule(path: Path) -> list[ScheduledStep]:
     steps: list[ScheduledStep] = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
-            record = json.loads(line)
-            step = ScheduledStep(record["version"], tuple(ScheduledGroup(**group) for group in record["groups"]))
-        except (ValueError, TypeError, KeyError):
+            step = _STEP.validate_json(line, strict=True)
+        except ValidationError:
             raise DataError(
                 f"{path}:{number}: not a step of a schedule; expected schedule.jsonl of an asynchronous run"
             ) from None
@@ -105,10 +110,9 @@ def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> Stalenes
         bounds: Those of the run, whose staleness becomes the largest one of the schedule.
 
     Raises:
-        DataError: The schedule is one of steps of another size.
+        DataError: The schedule is one of other steps, or no run has recorded it.
     """
-    if any(len(step.groups) != bounds.groups_per_step for step in schedule):
-        raise DataError(f"the schedule has steps of another size than the {bounds.groups_per_step} groups of this run")
+    _check_steps(schedule, bounds)
     lags = [step.version - group.version for step in schedule for group in step.groups]
     consumed = {step.version: [group.position for group in step.groups] for step in schedule}
     live = defaultdict[int, set[int]](set)
@@ -119,8 +123,6 @@ def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> Stalenes
 
     def choose(view: QueueView) -> Sequence[int]:
         """Choose the groups of the recorded step, when all that were live then are finished."""
-        if view.version not in consumed:
-            raise DataError(f"the schedule has no step that trains the weights of version {view.version}")
         ready = {group.position for group in view.ready}
         return consumed[view.version] if live[view.version].issubset(ready) else []
 
@@ -128,6 +130,26 @@ def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> Stalenes
         bounds.groups_per_step, max(lags, default=0), bounds.concurrency, updates_per_step=bounds.updates_per_step
     )
     return StalenessPolicy(choose, limits, on_stale="drop", name="replay of a schedule")
+
+
+def _check_steps(schedule: Sequence[ScheduledStep], bounds: Bounds) -> None:
+    if any(len(step.groups) != bounds.groups_per_step for step in schedule):
+        raise DataError(f"the schedule has steps of another size than the {bounds.groups_per_step} groups of this run")
+    for before, step in pairwise(schedule):
+        if step.version != (expected := before.version + bounds.updates_per_step):
+            raise DataError(
+                f"the schedule trains version {step.version} after {before.version}, expected {expected}: steps are"
+                " missing, or have another number of updates than those of this run"
+            )
+    seen = set[int]()
+    for step in schedule:
+        for group in step.groups:
+            if group.version > step.version or group.position in seen:
+                what = "is trained on twice" if group.position in seen else f"begins at version {group.version}"
+                raise DataError(
+                    f"the schedule's prompt {group.position} {what}, in the step that trains version {step.version}"
+                )
+            seen.add(group.position)
 
 
 class ReplayedFeed(Generic[PromptT]):
@@ -190,10 +212,26 @@ class ReplayedFeed(Generic[PromptT]):
         return QueueState(version, num_taken=0, open=(), given_up=(), queue=tuple(queue))
 
     def restore(self, state: QueueState[PromptT, GroupT]) -> None:
-        """Go on behind the steps before a version; what is in the queue is not dispatched again."""
+        """Go on behind the steps before a version; what is in the queue is not dispatched again.
+
+        Raises:
+            DataError: The schedule begins later.
+        """
+        left = _steps_from(self._schedule, state.version)
+        if left and left[0].version > state.version:
+            raise DataError(f"the schedule begins at version {left[0].version}, and this run at {state.version}")
         queued = {found.ticket.position for found in state.queue}
-        left = _in_order_of_dispatch([step for step in self._schedule if step.version >= state.version])
-        self._waiting = deque(group for group in left if group.position not in queued)
+        self._waiting = deque(group for group in _in_order_of_dispatch(left) if group.position not in queued)
+
+
+def needed_of(schedule: Sequence[ScheduledStep], state: QueueState[PromptT, GroupT]) -> QueueState[PromptT, GroupT]:
+    """Return a state whose queue has only the groups that the rest of a schedule trains on."""
+    needed = {group.position for step in _steps_from(schedule, state.version) for group in step.groups}
+    return replace(state, queue=tuple(found for found in state.queue if found.ticket.position in needed))
+
+
+def _steps_from(schedule: Sequence[ScheduledStep], version: int) -> list[ScheduledStep]:
+    return [step for step in schedule if step.version >= version]
 
 
 def _in_order_of_dispatch(schedule: Sequence[ScheduledStep]) -> list[ScheduledGroup]:

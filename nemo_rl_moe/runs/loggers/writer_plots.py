@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 WRITER_KEY = "plots/experts_by_writer"
 _WIDTH, _GAP, _LEAST_HEIGHT, _MOST_HEIGHT, _HEIGHT_OF_LAYER = 360, 50, 140, 480, 44
-_LABELS = ("in the prompt", "in the model's calls", "in the tools' results", "in the model's answers")
+_LABELS = ("in the prompt", "in earlier responses, or calls", "between responses, or results", "in the last response")
+"""By writer: environments without tools have responses and messages in the places of calls and results."""
 _MOST_CELLS_WITH_TEXT, _MOST_LABELS = 80, 12
 _DARK = 0.5
 
@@ -40,7 +41,7 @@ def draw_writers(title: str, load: WriterLoad) -> "Figure":
         row, column = divmod(writer, 2)
         axes = axes_at(figure, LEFT + column * (_WIDTH + _GAP), TOP + 24 + row * (height + BOTTOM), _WIDTH, height)
         share = loads[writer].sum() / loads.sum()
-        axes.set_title(f"{_LABELS[writer]} ({share:.0%} of the tokens)", fontsize=11, loc="left")
+        axes.set_title(f"{_LABELS[writer]} ({share:.0%} of tokens)", fontsize=11, loc="left")
         _draw_load(axes, load, writer)
         if column == 0:
             axes.set_ylabel("layer")

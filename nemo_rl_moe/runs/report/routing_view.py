@@ -34,7 +34,7 @@ _FAMILIES = {
     "routing_drift": "Drift of the routing, layer by layer",
     "routing_split": "Parts of the mismatch, layer by layer",
     "routing_advantage": "Experts and advantages, layer by layer",
-    "routing_writers": "Experts by who wrote the token, layer by layer",
+    "routing_writers": "Experts by who wrote the token, layer by layer: divergence in bits",
 }
 _OF_A_LAYER = re.compile(r"train/moe/(\w+)/(\w+)_layer_(\d{1,6})")
 
@@ -74,8 +74,8 @@ def routing_view(routing: RoutingHistory, pool: ArrayPool, detail: float = 1.0) 
     }
 
 
-def advantage_view(advantages: AdvantageHistory, pool: ArrayPool, detail: float = 1.0) -> dict[str, Any]:
-    """Return the data of the card about experts by advantage.
+def advantage_view(advantages: AdvantageHistory, pool: ArrayPool, detail: float = 1.0) -> dict[str, Any] | None:
+    """Return the data of the card about experts by advantage; None: no group had advantages that differ.
 
     Returns:
         `layers`; `num_experts`; `num_steps`; `steps` and `of_steps`, scores of single steps; `of_all`: those of all
@@ -83,6 +83,8 @@ def advantage_view(advantages: AdvantageHistory, pool: ArrayPool, detail: float 
         are independent (Stouffer). NaN where there is none.
     """
     known = ~np.isnan(advantages.scores)
+    if not known.any():
+        return None
     with np.errstate(invalid="ignore", divide="ignore"):
         together = np.where(known, advantages.scores, 0).sum(0, dtype=np.float64) / np.sqrt(known.sum(0))
     num_frames = min(_MOST_FRAMES, _MOST_SCORES // advantages.scores[0].size)

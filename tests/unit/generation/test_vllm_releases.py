@@ -156,11 +156,29 @@ def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_packed_kernels_are_forgotten() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    experts: Any = model[1]
-    experts._quant_method = SimpleNamespace(moe_kernel="packed")
-    releases.forget_packed_experts(model)
-    assert experts._quant_method.moe_kernel is None
+    model, methods = packed_model()
+    releases.PackedExperts(model).forget_all()
+    assert [method.moe_kernel for method in methods] == [None, None]
+
+
+def test_a_layer_without_new_experts_keeps_its_kernel() -> None:
+    model, methods = packed_model()
+    packed = releases.PackedExperts(model)
+    packed.forget("layers.0.self_attn.q_proj.weight")
+    assert [method.moe_kernel for method in methods] == ["packed", "packed"]
+    packed.forget("layers.1.experts.3.up_proj.weight")
+    assert [method.moe_kernel for method in methods] == ["packed", None]
+
+
+def packed_model() -> tuple[nn.Module, list[SimpleNamespace]]:
+    """Return two layers with packed experts, and what packs them."""
+    model, methods = nn.Module(), [SimpleNamespace(moe_kernel="packed") for _ in range(2)]
+    model.layers = nn.ModuleList(nn.ModuleDict({"experts": nn.Module()}) for _ in methods)
+    for layer, method in zip(model.layers, methods, strict=True):
+        experts: Any = nn.Linear(2, 2)
+        experts._quant_method = method
+        layer["experts"].add_module("routed_experts", experts)
+    return model, methods
 
 
 class Sampler:

@@ -209,21 +209,37 @@ def test_text_of_the_environment_is_no_message() -> None:
     assert_trained_where_sampled(found)
 
 
-def test_sequences_that_an_agent_begins_are_told_with_what_stands_before_each_response() -> None:
+def test_sequences_that_an_agent_begins_are_told_by_their_messages() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    other = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "user", "content": "again"}]
+    result = {"role": "tool", "tool_call_id": "1", "content": "result"}
+
     async def branch(session: Session) -> Trajectory:
-        first = session.begin_sequence(QWEN.encode("first question"))
+        first = session.begin_sequence(QWEN.encode("first question"), [QUESTION])
         await session.continue_sequence(first, 100)
-        other = session.begin_sequence(QWEN.encode("other question"))
-        await session.continue_sequence(other, 100)
-        first.add_given(QWEN.encode("result"))
+        await session.continue_sequence(session.begin_sequence(QWEN.encode("other question"), other), 100)
+        session.extend_sequence(first, QWEN.encode("a result"), [result])
+        await session.continue_sequence(first, 100)
+        first.add_given(QWEN.encode("no message"))
         await session.continue_sequence(first, 100)
         return session.finish(RIGHT)
 
-    found = asyncio.run(branch(session_of(["a", "b", "c"])))
-    assert [(turn.text, turn.sequence) for turn in found.conversation] == [
-        *(("first question", 0), ("a", 0), ("other question", 1), ("b", 1)),
-        *(("result", 0), ("c", 0)),
+    found = asyncio.run(branch(session_of(["a", "b", "c", "d"])))
+    assert [(turn.role, turn.text, turn.sequence) for turn in found.conversation] == [
+        ("user", "1+2?", 0),
+        ("assistant", "a", 0),
+        ("assistant", '\nadd {"a": 1}', 1),
+        ("user", "again", 1),
+        ("assistant", "b", 1),
+        ("tool", "result", 0),
+        ("assistant", "c", 0),
+        ("environment", "no message", 0),
+        ("assistant", "d", 0),
     ]
+    texts = [text_at(QWEN, found, found.conversation[index]) for index in (0, 3, 5)]
+    assert texts == ["first question", "other question", "a result"]
+    assert not found.conversation[2].is_sampled
+    assert not found.conversation[2].calls, "nobody has made it"
     assert_trained_where_sampled(found)
 
 

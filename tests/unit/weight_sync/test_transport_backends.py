@@ -4,15 +4,12 @@
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -30,6 +27,7 @@ from nemo_rl_moe.weight_sync.transport_backends import (
     IpcTransport,
     TransportBackend,
 )
+from tests.support.host_memory import PLACE, HostMemory
 from tests.unit.weight_sync.test_folder_transport import (
     BUCKET_BYTES,
     VERSION,
@@ -43,41 +41,6 @@ from tests.unit.weight_sync.test_folder_transport import (
 
 def gloo(num_receivers: int, receivers: str = "", timeout_s: float = 200.0) -> CollectiveTransport:
     return CollectiveTransport("gloo", f"group {receivers}", num_receivers, timeout_s, address="127.0.0.1")
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """Memory that other processes open by a name, in the place of a GPU's.
-
-    Attributes:
-        is_everywhere: All processes are on one GPU; otherwise each is where `PLACE` says.
-    """
-
-    is_everywhere: bool = True
-
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def place(self) -> str:
-        return "GPU-0" if self.is_everywhere else PLACE[0]
-
-    def shared(self, buffer: Tensor) -> Mapping[str, Any]:
-        block = shared_memory.SharedMemory(create=True, size=max(1, buffer.nbytes))
-        np.frombuffer(block.buf, np.uint8)[: buffer.nbytes] = buffer.numpy()
-        resource_tracker.unregister(block._name, "shared_memory")  # type: ignore[attr-defined]
-        KEPT.append(block)
-        return {"name": block.name, "bytes": buffer.nbytes}
-
-    @contextmanager
-    def mapped(self, handle: Mapping[str, Any]) -> Iterator[Tensor]:
-        block = shared_memory.SharedMemory(handle["name"])
-        resource_tracker.unregister(block._name, "shared_memory")  # type: ignore[attr-defined]
-        yield torch.frombuffer(block.buf, dtype=torch.uint8)[: handle["bytes"]]
-
-
-KEPT: list[shared_memory.SharedMemory] = []
-PLACE = ["nowhere"]
-"""Of this process."""
 
 
 def ipc(num_receivers: int, receivers: str = "") -> IpcTransport:

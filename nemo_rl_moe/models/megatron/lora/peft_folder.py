@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER, holds_megatron_weights
@@ -56,7 +57,7 @@ def factors_on_first_rank(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
 def write_adapter(
     folder: Path, factors: Mapping[str, Tensor], lora: LoraConfig, hf_config: Any, base: str, form: ExpertForm
 ) -> None:
-    """Write a folder that peft's `PeftModel.from_pretrained` reads.
+    """Write a folder that peft's `PeftModel.from_pretrained` reads, with checksums of its own.
 
     Args:
         factors: Of `factors_on_first_rank`.
@@ -68,6 +69,7 @@ def write_adapter(
     (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tensors = _of_each_expert(factors, hf_config) if form == "per_expert" else _fused(factors, hf_config)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS_FILE)
+    write_inventory(folder)
 
 
 def _num_experts(hf_config: Any) -> int:

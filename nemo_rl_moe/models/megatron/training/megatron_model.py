@@ -22,6 +22,7 @@ from nemo_rl_moe.models.flops import forward_flops
 from nemo_rl_moe.models.interfaces import Head, LossFunction
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.lora.attach import add_adapters
+from nemo_rl_moe.models.megatron.lora.changes import changed_by_adapters
 from nemo_rl_moe.models.megatron.lora.peft_folder import factors_on_first_rank, load_adapter, write_adapter
 from nemo_rl_moe.models.megatron.lora.probe import AdapterProbe
 from nemo_rl_moe.models.megatron.lora.transfer import factors_of_this_rank, load_factors
@@ -193,7 +194,7 @@ class MegatronModel:
             WeightSyncError: A receiver or another rank could not go on; the model is as it was.
             RuntimeError: A rank ran out of memory, say. The same on every rank.
         """
-        tensors = self._sent_tensors(on_device=transfer.backend.on_device)
+        tensors = self._sent_tensors(on_device=transfer.backend.on_device, changed_only=transfer.changed_only)
         try:
             if dist.get_rank() >= transfer.num_senders:
                 return 0
@@ -211,7 +212,7 @@ class MegatronModel:
         Raises:
             WeightSyncError: Not every tensor arrived once; the weights are a mixture.
         """
-        load = partial(load_tensors, self.chunks, self.config, self.hf_config)
+        load = partial(load_tensors, self.chunks, self.config, self.hf_config, keeps_others=transfer.changed_only)
         if self._sends_adapters:
             load = partial(load_factors, self.chunks)
         num_bytes = transfer.receive(receiver, load)
@@ -243,12 +244,13 @@ class MegatronModel:
         generates = generating(self.policy)
         return self.adapters is not None and generates is not None and generates.generation.lora_refit == "adapter"
 
-    def _sent_tensors(self, *, on_device: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    def _sent_tensors(self, *, on_device: bool, changed_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what an engine with a copy of the weights gets of this rank."""
         if self._sends_adapters:
             return factors_of_this_rank(self.chunks)
         gather = tensors_on_every_rank if on_device else tensors_of_this_rank
-        return gather(self.chunks, self.config, self.hf_config)
+        is_wanted = changed_by_adapters(self.chunks) if changed_only else (lambda name: True)
+        return gather(self.chunks, self.config, self.hf_config, is_wanted)
 
     def begin_probe(self) -> None:
         """Give the adapters other values until `end_probe`."""

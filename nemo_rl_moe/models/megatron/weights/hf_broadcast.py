@@ -7,7 +7,7 @@ share a tensor bring it together where it belongs, and each broadcasts what it h
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,16 +64,22 @@ def rows_of(deliveries: Sequence[Delivery]) -> list[Row]:
 
 
 def tensors_on_every_rank(
-    chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    hf_config: Any,
+    is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield Hugging Face names and full tensors on this rank's device, the same on every rank, layer by layer.
 
     Every rank runs it to its end.
 
+    Args:
+        is_wanted: Whether a tensor is handed out, by its name.
+
     Raises:
         RuntimeError: A rank failed, for example without memory; at the end, on every rank.
     """
-    deliveries, _ = plan_deliveries(chunks, config, hf_config)
+    deliveries, _ = plan_deliveries(chunks, config, hf_config, is_wanted)
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, rows_of(deliveries))
     of_rounds: dict[str, list[Delivery]] = {}

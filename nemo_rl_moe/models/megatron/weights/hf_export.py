@@ -69,14 +69,20 @@ def save_weights(
 
 
 def tensors_of_this_rank(
-    chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    hf_config: Any,
+    is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield Hugging Face names and full tensors on the host, each on one rank; every rank runs it to its end.
+
+    Args:
+        is_wanted: Whether a tensor is handed out, by its name.
 
     Raises:
         RuntimeError: A rank failed, for example without memory; at the end, on every rank.
     """
-    deliveries, _ = plan_deliveries(chunks, config, hf_config)
+    deliveries, _ = plan_deliveries(chunks, config, hf_config, is_wanted)
     failure = SharedFailure()
     for delivery in deliveries:
         whole = whole_tensor(delivery, hf_config, failure, place=_host_copy)

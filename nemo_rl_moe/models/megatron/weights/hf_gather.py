@@ -7,7 +7,7 @@ so far; data-parallel replicas hold the same weights, and share the work.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,9 +91,16 @@ def _replicas(is_expert: bool) -> tuple[int, int]:
 
 
 def plan_deliveries(
-    chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    hf_config: Any,
+    is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> tuple[list[Delivery], list[str]]:
-    """List the tensors that this rank has a part of, in the order in which all ranks gather them."""
+    """List the tensors that this rank has a part of, in the order in which all ranks gather them.
+
+    Args:
+        is_wanted: Whether a tensor is gathered; the same on all ranks with a part of it.
+    """
     items: dict[str, list[tuple[ParameterPiece, Rule]]] = {}
     headers: dict[str, tuple[TensorHeader, bool]] = {}
     without_rule = []
@@ -110,7 +117,7 @@ def plan_deliveries(
             items.setdefault(name, []).append((piece, rule))
             headers[name] = TensorHeader(name, part.shape, piece.exported_type), part.source.is_stacked
     # In a file the larger types come first.
-    names = sorted(items, key=lambda name: -headers[name][0].dtype.itemsize)
+    names = sorted(filter(is_wanted, items), key=lambda name: -headers[name][0].dtype.itemsize)
     by_expert = {name: tuple(sorted(items[name], key=lambda item: item[1].expert or 0)) for name in names}
     return _assigned([(*headers[name], by_expert[name]) for name in names]), without_rule
 

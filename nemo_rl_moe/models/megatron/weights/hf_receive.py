@@ -24,13 +24,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @torch.no_grad()
 def load_tensors(
-    chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, tensors: Iterable[NamedTensor]
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    hf_config: Any,
+    tensors: Iterable[NamedTensor],
+    *,
+    keeps_others: bool = False,
 ) -> None:
     """Fill every parameter of this rank.
 
     Args:
         tensors: Names and full tensors as a trainer exports them, each once and in any order; one is valid until the
             next is taken.
+        keeps_others: Leave parameters as they are of which nothing comes.
 
     Raises:
         WeightSyncError: A tensor is missing or has another shape; the weights are a mixture then.
@@ -39,8 +45,13 @@ def load_tensors(
     for name, tensor in tensors:
         for filling, number in awaited.pop(name, ()):  # of others this rank needs nothing
             filling.take(number, tensor, hf_config)
-    if awaited:
-        raise WeightSyncError(f"{len(awaited)} tensors have not arrived: {listed(sorted(awaited))}")
+    missing = {
+        name: fillings
+        for name, fillings in awaited.items()
+        if not keeps_others or any(filling.arrived for filling, _ in fillings)
+    }
+    if missing:
+        raise WeightSyncError(f"{len(missing)} tensors have not arrived: {listed(sorted(missing))}")
 
 
 @dataclass

@@ -1,20 +1,19 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM without a model: its rules of sleeping, waking and pausing (0.32), for tests of what an engine is asked for.
+"""vLLM's rules of sleeping, waking and pausing (0.32), for tests of what an engine is asked for and of whole runs.
 
 - `sleep` pauses the scheduler and ends what is unfinished; level 1 keeps the weights, level 2 discards them. An engine
   whose weights sleep already stays as it is, with its cache or without.
 - `wake_up` with a tag that does not sleep does nothing. The scheduler goes on when no tag sleeps any more.
 - `step` of a paused scheduler returns an empty list at once, and the requests stay unfinished.
 
-Weights are one number, that of the first tensor that was loaded; each token is that number. With prefix caching it is
-the number that the weights had when they first saw the prompt, until the cache is reset, which fails while requests are
-unfinished. What happens is appended to
-the file that the environment variable `VLLM_STAND_IN_LOG` names, a line each.
+The model is that of model.py. Of the one that is a number, with prefix caching a token is the number that the weights
+had when they first saw the prompt, until the cache is reset, which fails while requests are unfinished. What happens is
+appended to the file that the environment variable `VLLM_STAND_IN_LOG` names, a line each.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from vllm.model import Answer, NumberModel, TransformersModel, model_of
 from vllm.sampling_params import SamplingParams as SamplingParams
 from vllm.usage.usage_lib import UsageContext
 
@@ -51,17 +51,18 @@ class SchedulerOutput:
 
 
 class Runner:
-    """The runner of a model of one number.
+    """The runner of a model.
 
     Args:
         sleeping_tags: Tags whose memory is given back.
+        model: Computes.
 
     Attributes:
-        weights: The number; None: discarded, or never loaded.
+        weights: The model's number; None: discarded, or never loaded.
     """
 
-    def __init__(self, sleeping_tags: set[str]) -> None:
-        self._sleeping_tags = sleeping_tags
+    def __init__(self, sleeping_tags: set[str], model: NumberModel | TransformersModel) -> None:
+        self._sleeping_tags, self.model = sleeping_tags, model
         self.weights: int | None = None
         self.sampler = SimpleNamespace(forward=lambda *args: None, compute_logprobs=lambda logits: logits)
         self._model = nn.Module()
@@ -74,8 +75,8 @@ class Runner:
         """Take all tensors, into the memory of the old ones."""
         if "weights" in self._sleeping_tags:
             raise RuntimeError(NO_MEMORY)
-        tensors = [tensor for _, tensor in weights_iterator]
-        self.weights = int(tensors[0].flatten()[0])
+        self.model.load(weights_iterator)
+        self.weights = self.model.number
         log(f"load {self.weights}")
 
 
@@ -88,9 +89,9 @@ class Executor:
         is_sleeping: True while there are any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: NumberModel | TransformersModel) -> None:
         self.sleeping_tags: set[str] = set()
-        self.worker = SimpleNamespace(rank=0, model_runner=Runner(self.sleeping_tags))
+        self.worker = SimpleNamespace(rank=0, model_runner=Runner(self.sleeping_tags, model))
         self.is_sleeping = False
 
     def collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
@@ -139,9 +140,9 @@ class LLMEngine:
     def __init__(self, arguments: dict[str, Any], usage_context: UsageContext) -> None:
         self.arguments, self.usage_context = arguments, usage_context
         self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=None))
-        self.model_executor = Executor()
+        self.model_executor = Executor(model_of(arguments["model"], arguments["seed"]))
         self._is_paused = False
-        self._unfinished: dict[str, tuple[int, int]] = {}
+        self._unfinished: dict[str, tuple[int, SamplingParams]] = {}
         self._caches_prefixes: bool = arguments["enable_prefix_caching"]
         self._cached: dict[tuple[int, ...], int] = {}
         self._prompts: dict[str, tuple[int, ...]] = {}
@@ -161,7 +162,7 @@ class LLMEngine:
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
         """Queue a request, also of a paused scheduler."""
-        self._unfinished[request_id] = (0, params.max_tokens)
+        self._unfinished[request_id] = (0, params)
         self.seeds.append(params.seed)
         self._prompts[request_id] = tuple(prompt["prompt_token_ids"])
 
@@ -177,21 +178,27 @@ class LLMEngine:
         weights = self.model_executor.worker.model_runner.weights
         if weights is None:
             raise RuntimeError("tokens of discarded weights are asked for")
-        self._unfinished = {name: (done + 1, longest) for name, (done, longest) in self._unfinished.items()}
-        finished = {name: done for name, (done, longest) in self._unfinished.items() if done == longest}
+        self._unfinished = {name: (done + 1, params) for name, (done, params) in self._unfinished.items()}
+        finished = {name: params for name, (done, params) in self._unfinished.items() if done == params.max_tokens}
         self._unfinished = {name: state for name, state in self._unfinished.items() if name not in finished}
         if finished:
             log(f"answer {len(finished)} with {weights}")
-        return [self._output_of(name, weights, length) for name, length in finished.items()]
+        return [self._output_of(name, params) for name, params in finished.items()]
 
-    def _output_of(self, name: str, weights: int, length: int) -> Any:
+    def _output_of(self, name: str, params: SamplingParams) -> Any:
         """Return a finished request, whose prompt is cached from now on."""
-        prompt = self._prompts.pop(name)
+        prompt, worker = self._prompts.pop(name), self.model_executor.worker
+        model = worker.model_runner.model
+        if isinstance(model, TransformersModel):
+            model.prompt_temperature = worker.prompt_temperature.value
+            return output_of(name, prompt, model.answer(prompt, params), 0)
         cached_by = self._cached.get(prompt)
         if self._caches_prefixes:
-            self._cached.setdefault(prompt, weights)
-        num_cached = 0 if cached_by is None else len(prompt)
-        return output_of(name, weights if cached_by is None else cached_by, length, num_cached)
+            self._cached.setdefault(prompt, model.number)
+        answer = model.answer(prompt, params)
+        if cached_by is not None:
+            answer = answer._replace(tokens=[cached_by] * len(answer.tokens))
+        return output_of(name, prompt, answer, 0 if cached_by is None else len(prompt))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all prompts; return False, and forget none, while requests are unfinished."""
@@ -221,17 +228,22 @@ class LLMEngine:
         """Nothing is kept."""
 
 
-def output_of(request_id: str, token: int, length: int, num_cached: int) -> Any:
-    """Return a finished request: as many times the same token."""
+def output_of(request_id: str, prompt: Sequence[int], answer: Answer, num_cached: int) -> Any:
+    """Return a finished request."""
+
+    def rows(tokens: Sequence[int], logprobs: Sequence[float]) -> list[dict[int, Any]]:
+        return [{token: SimpleNamespace(logprob=value)} for token, value in zip(tokens, logprobs, strict=True)]
+
     completion = SimpleNamespace(
-        token_ids=[token] * length,
-        logprobs=[{token: SimpleNamespace(logprob=0.0)}] * length,
-        finish_reason="length",
+        token_ids=list(answer.tokens),
+        logprobs=rows(answer.tokens, answer.logprobs),
+        finish_reason="length" if answer.is_truncated else "stop",
     )
+    scores = answer.prompt_logprobs
     return SimpleNamespace(
         request_id=request_id,
         outputs=[completion],
         finished=True,
-        prompt_logprobs=None,
+        prompt_logprobs=None if scores is None else [None, *rows(prompt[1:], scores)],
         num_cached_tokens=num_cached,
     )

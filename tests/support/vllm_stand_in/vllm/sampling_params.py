@@ -1,7 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of sampling, of which length and seed are read."""
+"""Parameters of sampling; top-k, top-p and stop strings are not read."""
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -15,5 +16,15 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """Any parameters."""
 
-    def __init__(self, *, max_tokens: int, seed: int | None = None, **others: Any):
-        self.max_tokens, self.seed = max_tokens, seed
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        seed: int | None = None,
+        temperature: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        prompt_logprobs: int | None = None,
+        **others: Any,
+    ):
+        self.max_tokens, self.seed, self.temperature = max_tokens, seed, temperature
+        self.stop_token_ids, self.prompt_logprobs = stop_token_ids, prompt_logprobs

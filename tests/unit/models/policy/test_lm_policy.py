@@ -390,6 +390,29 @@ def test_all_ranks_send_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_frozen_weights_are_sent_once_to_an_engine_that_holds_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lora = "{rank: 2, alpha: 4, targets: [all-linear], dropout: 0.0, experts: none, init: kaiming, path: null}"
+    config = small_config(f"checkpointing.checkpoint_dir={tmp_path}", f"policy.lora={lora}")
+    policy, workers = make_policy(monkeypatch, config)
+
+    def skips(*, holds: bool = True, problem: Exception | None = None, **how: bool) -> bool:
+        workers.problem = problem
+        with policy.weight_transport(**how) as transport:
+            spec = transport.open(1, 3, hold_weights=holds)
+            with suppress(WeightSyncError):
+                transport.send()
+        return spec.changed_only
+
+    assert [skips(), skips(), skips(holds=False), skips()] == [False, True, False, True]
+    assert [skips(whole=True), skips()] == [False, True]
+    assert [skips(altered=True), skips(), skips()] == [False, False, True]
+    assert [skips(problem=WeightSyncError("receiver 0 is full")), skips(), skips()] == [True, False, True]
+    policy, workers = make_policy(monkeypatch, small_config(f"checkpointing.checkpoint_dir={tmp_path}"))
+    assert [skips(), skips()] == [False, False], "without adapters nothing is frozen"
+
+
 def test_a_transfer_after_a_failed_one_has_connections_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -109,6 +109,13 @@ def test_t07_t08_a_tool_is_called_and_answered_once_and_its_definition_is_in_the
     text = QWEN.tokenizer.decode(requests[1])
     assert QWEN.tokenizer.decode(requests[0]).count('"name": "add"') == 1
     assert [text.count(f"result of call{number:05}") for number in (0, 1)] == [1, 1]
+    assert [(turn.role, turn.call_id) for turn in found.conversation] == [
+        ("user", ""),
+        ("assistant", ""),
+        ("tool", "call00000"),
+        ("tool", "call00001"),
+        ("assistant", ""),
+    ]
     assert found.metrics["agent/tool_calls"] == 2
 
 

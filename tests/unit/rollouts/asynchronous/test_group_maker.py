@@ -22,7 +22,7 @@ from nemo_rl_moe.rollouts.asynchronous import loops
 from nemo_rl_moe.rollouts.asynchronous.schedule import read_schedule
 from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource
 from nemo_rl_moe.rollouts.environment import Environment, Session, SingleTurn
-from nemo_rl_moe.rollouts.limits import STOP_GRACE_S, RolloutLimits, RolloutsGivenUpError
+from nemo_rl_moe.rollouts.limits import POLL_S, QUIET_S, STOP_GRACE_S, RolloutLimits, RolloutsGivenUpError
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -181,6 +181,33 @@ def test_a_request_to_stop_gives_up_what_hangs(tmp_path: Any) -> None:
     worker = worker_of(ScriptedEngine(), RolloutFunction(hangs, "here:function"), limits)
     with source_of(worker, tmp_path) as source, pytest.raises(RolloutsGivenUpError, match="SIGTERM"):
         source.next(0, PhaseClock())
+
+
+def test_silence_is_counted_from_the_start_of_a_group(tmp_path: Any) -> None:
+    """One watch sees all steps of a run: the time in which training has the engine is no silence of a trajectory."""
+    clock, begun, reported = [0.0], list[str](), list[str]()
+    limits = RolloutLimits(None, "here:waits", message=reported.append, clock=lambda: clock[0])
+
+    async def waits(session: Session) -> Trajectory:
+        begun.append(session.prompt.sample_id)
+        step, number = divmod(len(begun) - 1, 6)
+        if number == 0:
+            await asyncio.sleep(3 * POLL_S)
+            clock[0] += QUIET_S + 1
+            for _ in range(600):
+                if len(reported) > step:
+                    break
+                await asyncio.sleep(0.1)
+        return session.finish(Score(float(len((await session.generate()).token_ids)), is_correct=False))
+
+    worker = worker_of(FakeEngine(), RolloutFunction(waits, "here:waits"), limits)
+    with source_of(worker, tmp_path, "grpo.rollouts.max_staleness=0") as source:
+        for step in range(2):
+            source.next(step, PhaseClock())
+            clock[0] += 100.0
+            source.update_pending(step + 1)
+            source.updated(step + 1)
+    assert [line.partition(";")[0] for line in reported] == ["rollouts: no progress for 11 s"] * 2
 
 
 def test_a_prompt_that_is_given_up_is_reported_and_its_tokens_are_counted(tmp_path: Any) -> None:

@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recorded schedules: files of them, and runs that repeat them, however long groups take this time."""
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,21 +13,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_moe.errors import DataError, UserError
+from nemo_rl_moe.launch import grpo
 from nemo_rl_moe.launch.asynchronous import plan_rollouts
 from nemo_rl_moe.launch.grpo import run_grpo
 from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
+from nemo_rl_moe.rollouts.asynchronous.prompts import QueueState
 from nemo_rl_moe.rollouts.asynchronous.schedule import (
     ReplayedFeed,
+    ScheduledGroup,
     ScheduledStep,
     line_of,
+    needed_of,
     read_schedule,
     replay_policy,
 )
 from tests.support.grpo_fakes import small_config
 from tests.support.quick_list import examples
+from tests.support.scripted_engine import loader
 from tests.support.scripted_rollouts import Fate, ScriptedRun, scripted_prompts
 from tests.support.virtual_clock import run_virtually
 
+DAMAGED = "{path}:1: not a step of a schedule; expected schedule.jsonl of an asynchronous run"
 SECONDS = st.lists(st.sampled_from([0.5, 1.0, 2.5, 5.0]), min_size=12, max_size=12)
 
 
@@ -117,7 +126,11 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str) -> Non
     [
         (None, "{path} cannot be read: No such file or directory"),
         (b"", "{path}: has no steps"),
-        (b"\xff\n", "{path}:1: not a step of a schedule; expected schedule.jsonl of an asynchronous run"),
+        (b"\xff\n", DAMAGED),
+        (
+            b'{"version": true, "groups": []}',
+            DAMAGED,
+        ),
         (b'{"version": 0, "groups": []}\n', "the schedule has steps of another size than the 2 groups of this run"),
     ],
 )
@@ -140,6 +153,31 @@ def test_a_schedule_is_read_before_models_and_data(tmp_path: Path) -> None:
         run_grpo(small_config(*chosen), untouched)
 
 
+@pytest.mark.parametrize(
+    ("version", "name", "problem"),
+    [
+        (0, "other:1", "the schedule's prompt 0 is other:1; in this run's data it is train:"),
+        (3, "train:1", "the schedule begins at version 3, and this run at 0"),
+    ],
+)
+def test_a_schedule_of_another_run_is_reported_before_workers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, name: str, problem: str
+) -> None:
+    path, prompts = tmp_path / "schedule.jsonl", loader()
+    names = [prompt.sample_id for prompt in next(iter(prompts.epoch(0)))]
+    groups = [ScheduledGroup(at, each, 0, version, version) for at, each in enumerate(names)]
+    if name.startswith("other"):
+        groups[0] = replace(groups[0], sample_id=name)
+    path.write_text(line_of(ScheduledStep(version, tuple(groups)), version + 1))
+    prepared = SimpleNamespace(loader=lambda config: prompts, fingerprints=lambda config: {})
+    monkeypatch.setattr(grpo, "prepare_rollouts", lambda config, run: prepared)
+    run: Any = SimpleNamespace(begin=lambda *about: None, is_complete=False, remaining_steps=range(5))
+    chosen = ("grpo.rollouts.mode=asynchronous", f"grpo.rollouts.replay_schedule={path}")
+    with pytest.raises(DataError) as error:
+        run_grpo(small_config(*chosen), run)
+    assert str(error.value).startswith(f"grpo.rollouts.replay_schedule: {problem}")
+
+
 def test_other_prompts_are_refused() -> None:
     schedule = [ScheduledStep.of(batch) for batch in recorded([1.0] * 12).batches]
     with pytest.raises(DataError, match="prompt 2 is prompt 2; in this run's data it is missing"):
@@ -150,8 +188,60 @@ def test_a_schedule_of_other_steps_is_refused() -> None:
     schedule = [ScheduledStep.of(batch) for batch in recorded([1.0] * 12).batches]
     with pytest.raises(DataError, match="another size than the 3 groups"):
         replay_policy(schedule, Bounds(groups_per_step=3))
-    with pytest.raises(DataError, match="no step that trains the weights of version 1"):
-        repeated([schedule[0], *schedule[2:]], {})
+    with pytest.raises(DataError, match="trains version 2 after 0, expected 1: steps are missing, or have another"):
+        replay_policy([schedule[0], *schedule[2:]], Bounds(groups_per_step=2))
+    with pytest.raises(DataError, match="trains version 1 after 0, expected 2"):
+        replay_policy(schedule, Bounds(groups_per_step=2, updates_per_step=2))
+
+
+@pytest.mark.parametrize(
+    ("groups", "problem"),
+    [
+        ([(0, 0), (2, 1)], "prompt 0 is trained on twice, in the step that trains version 1"),
+        ([(2, 0), (3, 2)], "prompt 3 begins at version 2, in the step that trains version 1"),
+    ],
+)
+def test_a_schedule_that_no_run_has_recorded_is_refused(groups: list[tuple[int, int]], problem: str) -> None:
+    steps = [
+        ScheduledStep(version, tuple(ScheduledGroup(at, f"prompt {at}", 0, began, began) for at, began in of_step))
+        for version, of_step in enumerate([[(0, 0), (1, 0)], groups])
+    ]
+    with pytest.raises(DataError, match=problem):
+        replay_policy(steps, Bounds(groups_per_step=2))
+
+
+def test_a_schedule_that_begins_later_is_that_of_a_run_which_went_on() -> None:
+    schedule = [ScheduledStep.of(batch) for batch in recorded([1.0, 4.0, 0.5, 2.5] * 3).batches]
+    feed = ReplayedFeed(schedule[2:], scripted_prompts(12))
+    for version in (2, 3, 4):
+        feed.restore(QueueState(version, 0, (), (), ()))
+        assert feed.num_left == 2 * (4 - version)
+    with pytest.raises(DataError, match="the schedule begins at version 2, and this run at 0"):
+        feed.restore(QueueState(0, 0, (), (), ()))
+
+
+def test_of_a_queue_that_comes_back_a_schedule_takes_what_it_needs() -> None:
+    """The queue of the recorded run is longer than its schedule: it was interrupted with groups ahead."""
+
+    async def ahead() -> ScriptedRun:
+        run = ScriptedRun(max_staleness=2, num_prompts=12)
+        run.dispatcher.start()
+        await run.train(2)
+        await asyncio.sleep(9.0)
+        return run
+
+    async def goes_on(schedule: list[ScheduledStep], state: QueueState[Any, str]) -> ScriptedRun:
+        policy, feed = replay_policy(schedule, Bounds(groups_per_step=2)), ReplayedFeed(schedule, scripted_prompts(12))
+        run = ScriptedRun(policy=policy, feed=feed, state=needed_of(schedule, state))
+        run.dispatcher.start()
+        await run.train()
+        return run
+
+    run = run_virtually(ahead())
+    schedule, state = [ScheduledStep.of(batch) for batch in run.batches], run.state()
+    assert len(state.queue) == 6
+    again = run_virtually(goes_on(schedule, state))
+    assert (again.consumed, again.dispatcher.is_used_up) == ([], True)
 
 
 def test_a_group_that_fails_once_is_repeated_and_then_the_run_ends() -> None:

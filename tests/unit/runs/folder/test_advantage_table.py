@@ -59,8 +59,14 @@ def test_the_page_has_single_steps_and_all_of_them_together() -> None:
     values = np.array([[[1.0, np.nan, np.nan]], [[2.0, -3.0, np.nan]]], dtype=np.float32)
     pool = ArrayPool("arrays")
     view = advantage_view(AdvantageHistory(np.array([1, 2]), np.array([5]), values), pool)
+    assert view is not None
     assert (view["layers"], view["num_experts"], view["num_steps"]) == ([5], 3, 2)
     blobs = {"arrays": pool.encoded()}
     np.testing.assert_array_equal(unpacked(view["of_steps"], blobs), values)
     # 3 over the root of 2 steps; of the second expert there is one step.
     np.testing.assert_allclose(unpacked(view["of_all"], blobs), [[3 / 2**0.5, -3.0, np.nan]], rtol=1e-6)
+
+
+def test_the_page_has_no_card_where_there_is_no_score() -> None:
+    nothing = np.full((2, 1, 3), np.nan, dtype=np.float32)
+    assert advantage_view(AdvantageHistory(np.array([1, 2]), np.array([5]), nothing), ArrayPool("arrays")) is None

@@ -45,10 +45,10 @@ def test_a_panel_for_each_writer_says_how_many_of_the_tokens_it_has() -> None:
     figure = draw_writers("Experts of step 3", WriterLoad(LAYERS, counts))
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles == [
-        "in the prompt (75% of the tokens)",
-        "in the model's calls (0% of the tokens)",
-        "in the tools' results (12% of the tokens)",
-        "in the model's answers (12% of the tokens)",
+        "in the prompt (75% of tokens)",
+        "in earlier responses, or calls (0% of tokens)",
+        "between responses, or results (12% of tokens)",
+        "in the last response (12% of tokens)",
     ]
     assert [text.get_text() for text in figure.axes[2].texts] == ["3.0", "0.0", "0.0", "1.0", "1.0", "1.0"]
     assert [text.get_text() for text in figure.texts] == [

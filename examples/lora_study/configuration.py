@@ -1,0 +1,33 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations of the runs of the study of adapters."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from examples.lora_study.grid import METHODS, Run
+from examples.lora_study.measures import MEASURES
+from examples.studies.session import Study
+from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+
+
+def study_of(output: Path, data: Path, model_name: str, overrides: Sequence[str]) -> Study[Run]:
+    """Return the study of a folder.
+
+    Args:
+        data: Folder of the demo's sums.
+        model_name: Folder of the model that runs begin with.
+        overrides: Further settings of all runs, over everything else.
+    """
+
+    def config(run: Run) -> GRPOMasterConfig:
+        common = [
+            f"policy.model_name={model_name}",
+            f"data.train.path={data / 'grpo.jsonl'}",
+            f"data.validation.path={data / 'validation_prompts.jsonl'}",
+            f"logger.log_dir={output / 'runs' / run.name}",
+        ]
+        return load_grpo_config(METHODS[run.method].config, [*common, *run.overrides(), *overrides])
+
+    return Study(output, config, MEASURES)
