@@ -7,7 +7,7 @@ later updates of a step. Probabilities stay the router's own, so that its gradie
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,6 +30,17 @@ class Choice(Protocol):
         self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk: ComputeTopk
     ) -> tuple[Tensor, Tensor]:
         """Return the values and experts of each token, in place of `default_compute_topk`."""
+        ...
+
+
+@runtime_checkable
+class ChoiceWithMargins(Choice, Protocol):
+    """Choice that is not that of the highest scores, and says how narrow it is."""
+
+    def margins(
+        self, scores: Float[Tensor, "tokens experts"], topk: int, num_groups: int, group_topk: int
+    ) -> Float[Tensor, " tokens"]:
+        """Return the margin of each token, as `margins` does of the highest scores."""
         ...
 
 
@@ -185,10 +196,22 @@ class RouterHook:
             # Choices within groups, and those of another occupant, need not be the highest scores.
             is_plain, margin = self._inner is None and not group_topk, None
             if self.shows_margin:
-                margin = margins(scores.detach(), topk, (chosen.detach(), live) if is_plain else None)
+                margin = self._margins(scores.detach(), topk, num_groups, group_topk, (chosen.detach(), live))
             shown = live if self.compared is None or not is_plain else or_tied(live, scores.detach(), self.compared)
             self.seen.append(RoutedTokens(shown, shown if taken is live else taken, margin))
         return values, taken
+
+    def _margins(
+        self,
+        scores: Float[Tensor, "tokens experts"],
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        chosen: tuple[Float[Tensor, "tokens topk"], Int[Tensor, "tokens topk"]],
+    ) -> Float[Tensor, " tokens"]:
+        if num_groups and group_topk and isinstance(self._inner, ChoiceWithMargins):
+            return self._inner.margins(scores, topk, num_groups, group_topk)
+        return margins(scores, topk, chosen if self._inner is None and not group_topk else None)
 
     def take(self) -> list[RoutedTokens]:
         """Return the choices shown since they were last taken."""
@@ -210,6 +233,22 @@ def margins(
         return torch.full(scores.shape[:1], torch.inf, device=scores.device)
     best = scores.topk(topk + 1, dim=-1).values
     return best[:, topk - 1] - best[:, topk]
+
+
+def group_limited_margins(
+    scores: Float[Tensor, "tokens experts"], topk: int, num_groups: int, group_topk: int, best_of_group: int
+) -> Float[Tensor, " tokens"]:
+    """Return the margins of a choice from the best groups alone.
+
+    It is the smaller of two: that of the experts in the usable groups, and that of the last usable group against the
+    first one left out, where a group's score is the sum of its best experts' scores.
+    """
+    of_groups = scores.float().unflatten(1, (num_groups, -1))
+    group_scores = of_groups.topk(best_of_group, dim=-1).values.sum(-1)
+    usable = torch.zeros_like(group_scores, dtype=torch.bool)
+    usable.scatter_(1, group_scores.topk(group_topk, dim=-1).indices, True)
+    of_usable = of_groups.masked_fill(~usable.unsqueeze(-1), -torch.inf).flatten(1)
+    return torch.minimum(margins(of_usable, topk), margins(group_scores, group_topk))
 
 
 def experts_as_map(experts: Int[Tensor, "tokens topk"], num_experts: int) -> Bool[Tensor, "tokens experts"]:

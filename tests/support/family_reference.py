@@ -115,7 +115,7 @@ def reference_outputs(folder: Path) -> ModelOutputs:
     def keep(router: nn.Module, arguments: Any, output: Any) -> None:
         logits, _, experts = output
         chosen.append(as_rows(experts, ids.shape))
-        scores.append(as_rows(_choosing_scores(router, logits), ids.shape, in_order=False))
+        scores.append(as_rows(_choosing_scores(router, logits, arguments), ids.shape, in_order=False))
 
     for module in model.modules():
         if re.search(r"Top[kK]Router$", type(module).__name__):
@@ -141,8 +141,9 @@ def _greedy_response(model: Any, prompt: Sequence[int]) -> Response:
     return Response(tokens[len(prompt) :], logprobs)
 
 
-def _choosing_scores(router: nn.Module, logits: Tensor) -> Tensor:
-    bias = getattr(router, "e_score_correction_bias", None)
+def _choosing_scores(router: nn.Module, logits: Tensor, arguments: Sequence[Tensor]) -> Tensor:
+    # MiniMax-M2's block has the bias, and gives it to its router.
+    bias = arguments[1] if len(arguments) > 1 else getattr(router, "e_score_correction_bias", None)
     return logits if bias is None else logits.float().sigmoid() + bias
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from nemo_rl_moe.routing.agreement.statistics import (
     AgreementStatistics,
@@ -24,6 +25,7 @@ from nemo_rl_moe.routing.replay import (
     ReplayRoutes,
     RoutedTokens,
     RouterHook,
+    group_limited_margins,
     in_planes,
     margins,
     num_in_common,
@@ -147,6 +149,40 @@ def test_routes_of_other_tokens_are_refused() -> None:
     (hook.routes,) = ReplayRoutes.of(torch.zeros(3, 1, 2, dtype=torch.int16), 4).by_layer()
     with pytest.raises(ValueError, match=r"got \(3, 2\), expected \(2, 2\)"):
         hook.get_replay_topk(torch.rand(2, 4), 2, None, None, plain_topk)
+
+
+class BestGroup:
+    """Chooses from the better of two groups, by their two best experts."""
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk: object
+    ) -> tuple[Tensor, Tensor]:
+        return scores[:, :3].topk(topk, dim=-1)
+
+    def margins(self, scores: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
+        return group_limited_margins(scores, topk, num_groups, group_topk, 2)
+
+
+def test_margins_of_groups_are_those_of_the_cut_that_comes_first() -> None:
+    scores = torch.tensor(
+        [
+            # Groups 1.5 and 1.3: nearer than the experts 0.7 and 0.3, though 0.9 of the other group is the best of all.
+            [0.8, 0.7, 0.3, 0.9, 0.4, 0.2],
+            # Groups 1.5 and 0.3; experts 0.7 and 0.65.
+            [0.8, 0.7, 0.65, 0.2, 0.1, 0.0],
+        ]
+    )
+    expected = [pytest.approx(0.2, abs=1e-6), pytest.approx(0.05, abs=1e-6)]
+    assert group_limited_margins(scores, 2, 2, 1, 2).tolist() == expected
+    assert margins(scores, 2)[0] == pytest.approx(0.1, abs=1e-6), "what the highest scores of all would say"
+    # As many experts as the group has: only the groups' cut is left.
+    assert group_limited_margins(scores, 3, 2, 1, 2)[0] == pytest.approx(0.2, abs=1e-6)
+    hook = RouterHook(BestGroup())
+    hook.shows = hook.shows_margin = True
+    hook.get_replay_topk(scores, 2, 2, 1, plain_topk)
+    (seen,) = hook.take()
+    assert seen.margin is not None
+    assert seen.margin.tolist() == expected
 
 
 def test_margins_of_routers_that_leave_none_out_are_infinite() -> None:

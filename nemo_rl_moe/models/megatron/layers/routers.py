@@ -15,6 +15,7 @@ from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before m
 from nemo_rl_moe.models.megatron.layers.indexer import KeptTensors
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.model.releases import transformer_config_fields
+from nemo_rl_moe.routing.replay import group_limited_margins
 
 # isort: split
 from megatron.core import parallel_state
@@ -52,6 +53,10 @@ class GroupLimitedChoice:
     ) -> tuple[Tensor, Tensor]:
         """Return the top experts of each token, in place of `RouterReplay`'s: twice `[tokens, topk]`."""
         return group_limited_topk(scores, topk, num_groups, group_topk, self._best_of_group)
+
+    def margins(self, scores: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
+        """Return how narrowly experts, or the last usable group, were chosen; `[tokens]`."""
+        return group_limited_margins(scores, topk, num_groups, group_topk, self._best_of_group)
 
 
 def limit_groups(model: nn.Module) -> None:

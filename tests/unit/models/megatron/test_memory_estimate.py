@@ -99,6 +99,7 @@ def parameters_of(trainer: MegatronTrainer) -> Parameters:
         for parameter in chunk.parameters():
             trained = "dense" if getattr(parameter, "allreduce", True) else "experts"
             counts[trained if parameter.requires_grad else "frozen"] += parameter.numel()
+        counts["frozen"] += sum(buffer.numel() for name, buffer in chunk.named_buffers() if ".indexer." in name)
     return Parameters(**counts)
 
 

@@ -29,6 +29,9 @@ FAMILIES = (
     "deepseek_v3",
     "gpt_oss",
     "qwen3_moe_dense_layers_raw_weights",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "minimax_m2",
 )
 
 
