@@ -44,7 +44,7 @@ class Here:
     """An engine's actor in this process, which is called as Ray's are."""
 
     def __init__(self, vllm: Any):
-        arguments = vllm.EngineArgs(enable_prefix_caching=False)
+        arguments = vllm.EngineArgs(model="", seed=0, enable_prefix_caching=False)
         self.engine = vllm.LLMEngine.from_engine_args(arguments)
         self.steps = StepCount()
         count_steps(self.engine, self.steps)

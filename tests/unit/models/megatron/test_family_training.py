@@ -75,7 +75,8 @@ def policy_of(chosen: Layout, how: str) -> PolicyConfig:
 @pytest.fixture(scope="module")
 def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TrainingJobs:
     parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    wanted = {(chosen["name"], chosen["where"], chosen["how"]) for chosen in parameters if "how" in chosen}
+    cases = [chosen for chosen in parameters if chosen.keys() >= {"name", "where", "how"}]
+    wanted = {(case["name"], case["where"], case["how"]) for case in cases}
     return TrainingJobs(wanted, tmp_path_factory.mktemp("training"))
 
 
