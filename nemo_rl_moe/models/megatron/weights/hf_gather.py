@@ -213,6 +213,7 @@ def _gathered(
         if piece.is_vocabulary:
             entry = entry[: hf_config.vocab_size]
         entry = entry.transpose(0, 1) if mine[0][0].is_transposed else entry
+        entry = entry.to(delivery.header.dtype)  # copies only what has a narrower type in files
     return None if failure.has_failed else entry
 
 

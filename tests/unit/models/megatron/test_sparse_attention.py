@@ -72,7 +72,6 @@ def test_indexers_pass_from_folder_to_checkpoint_to_folder(tmp_path: Path) -> No
         for sizes in ({"tp": 2}, {"pp": 2})
     )
     checkpoint.mkdir()
-    exported.mkdir()
     run_ranks(read_and_save, 2, str(folder), str(checkpoint), writer)
     run_ranks(load_and_export, 2, str(checkpoint), str(exported), reader)
     assert_same_tensors(exported, folder)
