@@ -7,7 +7,7 @@ from pathlib import Path
 
 from examples.lora_study.grid import METHODS, Run
 from examples.lora_study.measures import MEASURES
-from examples.studies.session import Study
+from examples.studies.session import Study, settings_of_run
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 
@@ -22,12 +22,7 @@ def study_of(output: Path, data: Path, model_name: str, overrides: Sequence[str]
     """
 
     def config(run: Run) -> GRPOMasterConfig:
-        common = [
-            f"policy.model_name={model_name}",
-            f"data.train.path={data / 'grpo.jsonl'}",
-            f"data.validation.path={data / 'validation_prompts.jsonl'}",
-            f"logger.log_dir={output / 'runs' / run.name}",
-        ]
+        common = settings_of_run(output, run.name, model_name, data)
         return load_grpo_config(METHODS[run.method].config, [*common, *run.overrides(), *overrides])
 
     return Study(output, config, MEASURES)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from examples.routing_study.grid import Run
 from examples.routing_study.measures import MEASURES
-from examples.studies.session import Study
+from examples.studies.session import Study, settings_of_run
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 
@@ -24,12 +24,7 @@ def study_of(output: Path, model_name: str, data: Path, overrides: Sequence[str]
     """
 
     def config(run: Run) -> GRPOMasterConfig:
-        common = [
-            f"policy.model_name={model_name}",
-            f"data.train.path={data / 'grpo.jsonl'}",
-            f"data.validation.path={data / 'validation_prompts.jsonl'}",
-            f"logger.log_dir={output / 'runs' / run.name}",
-        ]
+        common = settings_of_run(output, run.name, model_name, data)
         # How many responses there are is the user's choice; batches of one fit any.
         ones = ["policy.train_global_batch_size=1", "policy.train_micro_batch_size=1"]
         base = load_grpo_config(STUDY_CONFIG, [*common, *overrides, *ones])

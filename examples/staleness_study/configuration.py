@@ -10,7 +10,7 @@ from tempfile import NamedTemporaryFile
 
 from examples.staleness_study.grid import Run
 from examples.staleness_study.measures import MEASURES
-from examples.studies.session import Study
+from examples.studies.session import Study, settings_of_run
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.loader import epoch_order
@@ -31,12 +31,7 @@ def study_of(output: Path, base: Path, model_name: str, data: Path, overrides: S
 
     def config(run: Run) -> GRPOMasterConfig:
         schedule = output / "schedules" / f"lag{run.lag}-s{run.seed:02d}.jsonl"
-        common = [
-            f"policy.model_name={model_name}",
-            f"data.train.path={prompts}",
-            f"data.validation.path={data / 'validation_prompts.jsonl'}",
-            f"logger.log_dir={output / 'runs' / run.name}",
-        ]
+        common = settings_of_run(output, run.name, model_name, data)
         found = load_grpo_config(base, [*common, *run.overrides(str(schedule)), *overrides])
         write_schedule(schedule, scheduled_steps(prompts, found, run.lag))
         return found

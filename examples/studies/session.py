@@ -49,6 +49,22 @@ class Study(Generic[RunT]):
         return self.output / "runs"
 
 
+def settings_of_run(output: Path, name: str, model_name: str, data: Path) -> list[str]:
+    """Return what every run of a study has of its own: the model it begins with, the prompts, and its logs.
+
+    Args:
+        output: Folder of the study.
+        name: Name of the run.
+        data: Folder of prompts, for training and for validation.
+    """
+    return [
+        f"policy.model_name={model_name}",
+        f"data.train.path={data / 'grpo.jsonl'}",
+        f"data.validation.path={data / 'validation_prompts.jsonl'}",
+        f"logger.log_dir={output / 'runs' / name}",
+    ]
+
+
 @contextmanager
 def running_ray(job: int) -> Iterator[None]:
     """Ray on one core, ended whatever happens.

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from tests.functional import grpo_runs, sft_runs, shared_ray
-from tests.support.logged_metrics import read_jsonl
+from tests.support.logged_metrics import MetricHistory, read_jsonl
 
 pytestmark = pytest.mark.shared_ray
 
@@ -227,10 +227,21 @@ def test_evaluate_with_an_adapter_is_evaluate_with_merged_weights(trained: Train
     assert evaluated("base", trained.base) != merged
 
 
+def history_of_checked_refits(tmp_path: Path, changes: dict[str, Any]) -> MetricHistory:
+    """Run GRPO with an engine of its own; return its metrics, which say that every refit was compared and right."""
+    data = grpo_runs.make_prompts(tmp_path / "data", 40)
+    overrides = grpo_runs.settings(tmp_path, data, **changes)
+    done = grpo_runs.run_here([*overrides, f"+cluster.roles.{GENERATION_ROLE}={{}}"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    history = read_jsonl(sft_runs.only_run_folder(tmp_path) / "metrics.jsonl")
+    assert {value for _, value in history["train/refit/weights_compared"]} == {1.0}
+    assert {value for _, value in history["train/refit/checks_failed"]} == {0.0}
+    return history
+
+
 @pytest.mark.parametrize("refit", ["merged", pytest.param("adapter", marks=pytest.mark.full)])
 def test_grpo_refits_an_engine_of_its_own(refit: str, tmp_path: Path) -> None:
     """The engine beside the trainer gets merged weights or adapters, which the check compares."""
-    data = grpo_runs.make_prompts(tmp_path / "data", 40)
     changes: dict[str, Any] = {
         "policy__lora": LORA,
         "policy__generation__backend": "megatron_separate",
@@ -240,19 +251,13 @@ def test_grpo_refits_an_engine_of_its_own(refit: str, tmp_path: Path) -> None:
         **REWARD,
         **sft_runs.only_jsonl(),
     }
-    overrides = grpo_runs.settings(tmp_path, data, **changes)
-    done = grpo_runs.run_here([*overrides, f"+cluster.roles.{GENERATION_ROLE}={{}}"], tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    history = read_jsonl(sft_runs.only_run_folder(tmp_path) / "metrics.jsonl")
-    assert {value for _, value in history["train/refit/weights_compared"]} == {1.0}
-    assert {value for _, value in history["train/refit/checks_failed"]} == {0.0}
+    history = history_of_checked_refits(tmp_path, changes)
     assert max(value for _, value in history["train/refit/logprob_gap"]) < 1e-4
 
 
 @pytest.mark.full
 def test_later_refits_leave_out_what_is_frozen(tmp_path: Path) -> None:
     """Adapters on the attention alone: experts and embeddings reach the engine once, and are compared in each step."""
-    data = grpo_runs.make_prompts(tmp_path / "data", 40)
     changes: dict[str, Any] = {
         "policy__lora": LORA | {"targets": ["q_proj", "v_proj"], "experts": "none"},
         "policy__generation__backend": "megatron_separate",
@@ -260,12 +265,7 @@ def test_later_refits_leave_out_what_is_frozen(tmp_path: Path) -> None:
         **REWARD,
         **sft_runs.only_jsonl(),
     }
-    overrides = grpo_runs.settings(tmp_path, data, **changes)
-    done = grpo_runs.run_here([*overrides, f"+cluster.roles.{GENERATION_ROLE}={{}}"], tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    history = read_jsonl(sft_runs.only_run_folder(tmp_path) / "metrics.jsonl")
-    assert {value for _, value in history["train/refit/weights_compared"]} == {1.0}
-    assert {value for _, value in history["train/refit/checks_failed"]} == {0.0}
+    history = history_of_checked_refits(tmp_path, changes)
     # Four layers of queries, keys, values and outputs, and the norms of heads.
     attention = 4 * (2 * 128 * 128 + 2 * 64 * 128 + 2 * 32) * 4
     assert {value for _, value in history["train/refit/bytes"]} == {attention}

@@ -4,7 +4,6 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,19 +109,3 @@ def test_a_transfer_that_fails_leaves_an_engine_without_weights(both: tuple[Mega
         sequences(engine, requests(GREEDY))
     refit(engine, policy)
     assert len(sequences(engine, requests(GREEDY))) == 12
-
-
-def test_weights_without_an_adapter_are_sent_once(tmp_path: Path) -> None:
-    lora = "{rank: 4, alpha: 8, targets: [q_proj], dropout: 0.0, experts: none, init: kaiming, path: null}"
-    with started(configuration(tmp_path, 2, f"policy.lora={lora}")) as (policy, engine, _):
-        sizes = []
-        for whole in (False, False, True, False):
-            sizes.append(refit(engine, policy, whole=whole))
-            expected = policy.start_fingerprints("float32")()
-            for found in engine.weight_fingerprints("float32"):
-                compared = compare_fingerprints(found, expected)
-                assert (compared.share_compared, compared.different) == (1.0, [])
-            policy.train(tiny_batch(len(sizes), vocabulary_size=45), sft_loss)
-    first, second, again, last = sizes
-    assert first == again > 8 * second > 0
-    assert second == last

@@ -18,7 +18,7 @@ READ_FIELDS = field_names(
     "first_k_dense_replace mlp_layer_types moe_intermediate_size n_group n_routed_experts n_shared_experts num_experts "
     "num_experts_per_tok num_local_experts routed_scaling_factor topk_group"
 )
-"""Of `config.json`, by the functions of this file."""
+"""Fields of `config.json` that the functions of this file read."""
 FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     # Megatron-Core always normalises sigmoid scores.
     "norm_topk_prob": (True,),

@@ -123,7 +123,7 @@ READ_FIELDS = field_names(
     "num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size rms_norm_eps "
     "initializer_range rope_parameters rope_theta rope_scaling"
 )
-"""Of `config.json`, by `decoder_fields` and `rotary_base`."""
+"""Fields of `config.json` that `decoder_fields` and `rotary_base` read."""
 FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_dropout": (0.0, None)}
 
 
