@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds a step of synchronous and of asynchronous GRPO: real runs on two CPU cores. Prints one JSON line.
+"""Seconds a step of synchronous and of asynchronous GRPO: real runs on two CPU cores. Prints one JSON line a case.
 
 A tiny model with random weights trains in one process and generates in another (`backend: megatron_separate`), a
 thread each. Both modes run in turns, each as `nemo-rl-moe grpo`, so that a machine that is busy for a while slows both.
@@ -47,8 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     with tempfile.TemporaryDirectory() as data:
         make_data(["--output", data, "--seed", "0", "--num-train", "64", "--num-validation", "16"])
-        rows = [measured(sizes, Path(data), options) for sizes in options.cases]
-    print(json.dumps({"name": "asynchronous_runs", "rows": rows, "rounds": options.rounds, **surroundings()}))
+        for sizes in options.cases:
+            row = measured(sizes, Path(data), options)
+            print(json.dumps({"name": "asynchronous_runs", **row, "rounds": options.rounds, **surroundings()}), flush=True)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
