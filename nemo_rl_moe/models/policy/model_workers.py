@@ -27,6 +27,7 @@ from nemo_rl_moe.distributed.shared_arrays import ArrayStore
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.metrics import MetricSeries, concatenate
+from nemo_rl_moe.models.candidates import Candidates
 from nemo_rl_moe.models.families import num_patches_of
 from nemo_rl_moe.models.hf_files import ModelSource, load_config_json, load_hf_config, plain_config
 from nemo_rl_moe.models.images import image_patches
@@ -183,6 +184,24 @@ class ModelWorkers:
         by_rank = self._workers.start_each(MegatronModel.values, self._to_ranks(shares))()
         return in_rows(plan, self._reported(by_rank), batch, filled)
 
+    def top_candidates(self, batch: TokenBatch, k: int, vocabulary_size: int) -> Candidates:
+        """Find the `k` likeliest tokens in each token's place, among the first ids of the vocabulary."""
+        plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
+        asked = self._to_ranks(shares, k, vocabulary_size)
+        by_rank = self._reported(self._workers.start_each(MegatronModel.top_candidates, asked)())
+        ids, logprobs = ([[found[part] for found in of_rank] for of_rank in by_rank] for part in (0, 1))
+        return Candidates(in_rows(plan, ids, batch, filled), in_rows(plan, logprobs, batch, filled))
+
+    def candidate_logprobs(self, batch: TokenBatch) -> Tensor:
+        """Compute the log-probabilities of the batch's candidates for each token, `[batch, sequence, k]`.
+
+        Args:
+            batch: With the column `candidate_ids`.
+        """
+        plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
+        by_rank = self._workers.start_each(MegatronModel.candidate_logprobs, self._to_ranks(shares))()
+        return in_rows(plan, self._reported(by_rank), batch, filled)
+
     def _require_heads(self, loss_function: LossFunction) -> None:
         if missing := missing_heads(loss_function, self._heads):
             names = ", ".join(sorted(head.name for head in missing))
@@ -268,15 +287,16 @@ def _has_its_own_experts(megatron: MegatronConfig) -> bool:
 
 
 def in_rows(plan: EvaluationPlan, by_rank: Sequence[Sequence[Tensor]], batch: TokenBatch, filled: TokenBatch) -> Tensor:
-    """Return the values of all ranks' microbatches as `[batch, sequence]`, 0 on padding; those of fillers are left
+    """Return the values of all ranks' microbatches as `[batch, sequence, ...]`, 0 on padding; those of fillers are left
     out.
     """
-    result = torch.zeros(filled.input_ids.shape)
+    first = by_rank[0][0]
+    result = first.new_zeros((*filled.input_ids.shape, *first.shape[2:]))
     for microbatches, found in zip(plan.by_rank, by_rank, strict=True):
         for indices, values in zip(microbatches, found, strict=True):
             result[list(indices), : values.shape[1]] = values
-    columns = torch.arange(result.shape[1])
-    return result[: len(batch)].where(columns < batch.lengths[:, None], 0.0)
+    is_token = torch.arange(result.shape[1]) < batch.lengths[:, None]
+    return result[: len(batch)].where(is_token.view(*is_token.shape, *(1 for _ in first.shape[2:])), 0)
 
 
 def join_metrics(by_rank: list[dict[str, MetricSeries]]) -> dict[str, MetricSeries]:
