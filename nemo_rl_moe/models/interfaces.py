@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Axis, Column, StoredColumn, TokenBatch
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
+from nemo_rl_moe.models.candidates import Candidates
 from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 from nemo_rl_moe.runs.folder.artifacts import StepArtifacts
 from nemo_rl_moe.weight_sync.transport import WeightTransport
@@ -193,6 +194,10 @@ class PolicyInterface(Protocol):
 
     def logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
         """Return each token's log-probability in nats; 0 for the first token and on padding."""
+        ...
+
+    def start_top_candidates(self, batch: TokenBatch, k: int, vocabulary_size: int) -> Callable[[], Candidates]:
+        """Start on the `k` likeliest tokens in each token's place; return a function that waits for them."""
         ...
 
     def logprobs_and_routes(

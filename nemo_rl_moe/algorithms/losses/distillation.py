@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Loss of distillation: divergence from a teacher, policy gradient and cross-entropy, each with a denominator of its own.
+"""Loss of distillation: divergence from a teacher, policy gradient and cross-entropy, each with its own denominator.
 
 A mean over the tokens that a component is about does not change when tokens of others join the batch: responses without
 a teacher do not dilute the divergence of those that have one.
@@ -107,9 +107,7 @@ class DistillationLoss:
         return divergence, metrics | {"teacher_kl": (divergence.detach(), Reduction.SHARE)}
 
 
-def shares_of_means(
-    counts: Bool[Tensor, "batch sequence"], first_rows: list[int]
-) -> Float[Tensor, "batch sequence"]:
+def shares_of_means(counts: Bool[Tensor, "batch sequence"], first_rows: list[int]) -> Float[Tensor, "batch sequence"]:
     """Return 1 over the number of tokens that count in a global batch, at each of them; 0 at others.
 
     Args:

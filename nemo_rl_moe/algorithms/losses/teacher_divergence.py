@@ -3,13 +3,13 @@
 """Divergences of the policy from a teacher, exact on candidate tokens, or estimated from the sampled one.
 
 Of `k` candidates at a position both models give the log-probability; all other tokens together, the tail, are one more
-outcome, whose mass is what the candidates leave. So both distributions have `k + 1` outcomes that add up to 1, and their
-divergence is a lower bound of that over the whole vocabulary, exact where the candidates are all of it. Renormalised on
-the candidates instead, distributions of one candidate would always agree, and mass that a model gives to other tokens
-would count nowhere.
+outcome, whose mass is what the candidates leave. So both distributions have `k + 1` outcomes that add up to 1, and
+their divergence is a lower bound of that over the whole vocabulary, exact where the candidates are all of it.
+Renormalised on the candidates instead, distributions of one candidate would always agree, and mass that a model gives
+to other tokens would count nowhere.
 
-A divergence at a position is a function of the tokens before it. Its gradient is therefore that of a term of the loss; as
-a part of the advantage of the token sampled there it would be a baseline, whose expected gradient is 0.
+A divergence at a position is a function of the tokens before it. Its gradient is therefore that of a term of the loss;
+as a part of the advantage of the token sampled there it would be a baseline, whose expected gradient is 0.
 """
 
 import math

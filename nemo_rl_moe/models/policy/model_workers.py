@@ -184,23 +184,30 @@ class ModelWorkers:
         by_rank = self._workers.start_each(MegatronModel.values, self._to_ranks(shares))()
         return in_rows(plan, self._reported(by_rank), batch, filled)
 
-    def top_candidates(self, batch: TokenBatch, k: int, vocabulary_size: int) -> Candidates:
-        """Find the `k` likeliest tokens in each token's place, among the first ids of the vocabulary."""
+    def start_top_candidates(self, batch: TokenBatch, k: int, vocabulary_size: int) -> Callable[[], Candidates]:
+        """Start on the `k` likeliest tokens in each token's place, among the first ids of the vocabulary; return a
+        function that waits for them.
+        """
         plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
-        asked = self._to_ranks(shares, k, vocabulary_size)
-        by_rank = self._reported(self._workers.start_each(MegatronModel.top_candidates, asked)())
-        ids, logprobs = ([[found[part] for found in of_rank] for of_rank in by_rank] for part in (0, 1))
-        return Candidates(in_rows(plan, ids, batch, filled), in_rows(plan, logprobs, batch, filled))
+        started = self._workers.start_each(MegatronModel.top_candidates, self._to_ranks(shares, k, vocabulary_size))
 
-    def candidate_logprobs(self, batch: TokenBatch) -> Tensor:
-        """Compute the log-probabilities of the batch's candidates for each token, `[batch, sequence, k]`.
+        def wait() -> Candidates:
+            by_rank = self._reported(started())
+            ids, logprobs = ([[found[part] for found in of_rank] for of_rank in by_rank] for part in (0, 1))
+            return Candidates(in_rows(plan, ids, batch, filled), in_rows(plan, logprobs, batch, filled))
+
+        return wait
+
+    def start_candidate_logprobs(self, batch: TokenBatch) -> Callable[[], Tensor]:
+        """Start on the log-probabilities of each token's candidates; return a function that waits for them,
+        `[batch, sequence, k]`.
 
         Args:
             batch: With the column `candidate_ids`.
         """
         plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
-        by_rank = self._workers.start_each(MegatronModel.candidate_logprobs, self._to_ranks(shares))()
-        return in_rows(plan, self._reported(by_rank), batch, filled)
+        started = self._workers.start_each(MegatronModel.candidate_logprobs, self._to_ranks(shares))
+        return lambda: in_rows(plan, self._reported(started()), batch, filled)
 
     def _require_heads(self, loss_function: LossFunction) -> None:
         if missing := missing_heads(loss_function, self._heads):

@@ -99,7 +99,8 @@ def test_a_token_that_the_teacher_rules_out_gives_a_finite_divergence() -> None:
     for kind in KINDS:
         found = candidate_divergence(policy.log_softmax(-1), teacher, kind)
         (gradient,) = torch.autograd.grad(found.sum(), policy)
-        assert found.isfinite().all() and gradient.isfinite().all()
+        assert found.isfinite().all()
+        assert gradient.isfinite().all()
         assert gradient[0, 0] < 0 < gradient[0, 1]
     found = candidate_divergence(policy.log_softmax(-1), teacher, "reverse")
     assert found.item() == pytest.approx(-LOWEST_TEACHER_LOGPROB / 2, rel=0.05)
@@ -111,8 +112,10 @@ def test_nothing_goes_back_to_the_teacher_or_to_who_sampled() -> None:
         candidate_divergence(policy.log_softmax(-1)[:, :3], teacher.log_softmax(-1)[:, :3], kind).sum().backward()
     loss, unbiased = sampled_divergence(*(each.log_softmax(-1)[:, 0] for each in (policy, teacher, sampler)))
     loss.sum().backward()
-    assert policy.grad is not None and policy.grad.abs().sum() > 0
-    assert teacher.grad is None and sampler.grad is None
+    assert policy.grad is not None
+    assert policy.grad.abs().sum() > 0
+    assert teacher.grad is None
+    assert sampler.grad is None
     assert not unbiased.requires_grad
 
 

@@ -85,6 +85,7 @@ def chunked_token_statistics(
     temperature: float = 1.0,
     *,
     with_entropy: bool = False,
+    candidate_ids: Int[Tensor, "rows columns k"] | None = None,
 ) -> TokenStatistics:
     """Return the statistics of each target, differentiable in hidden states and the output layer's weight."""
     hidden, weight, head = _inputs_of_head(model, hidden_states, temperature, with_entropy=with_entropy)

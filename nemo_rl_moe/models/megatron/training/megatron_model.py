@@ -167,9 +167,7 @@ class MegatronModel:
         """Return `ForwardBackward.top_candidates` on the host."""
         self._evaluation_mode()
         with torch.no_grad():
-            found = self._forward_backward.top_candidates(
-                self.modules, self._fetched(microbatches), k, vocabulary_size
-            )
+            found = self._forward_backward.top_candidates(self.modules, self._fetched(microbatches), k, vocabulary_size)
         return [(ids.cpu(), logprobs.cpu()) for ids, logprobs in found] if self.coordinates.reports_loss else []
 
     def logprobs_and_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], list[StoredRows]]:

@@ -89,7 +89,7 @@ class ModelMicrobatch:
         """Bring values of flat positions back to one row a sequence; a collective of `whole`.
 
         Returns:
-            [batch, longest - 1, ...]; entries beyond a sequence's length are those of other positions and must be masked.
+            [batch, longest - 1, ...]; entries beyond a sequence's length are those of other positions: mask them.
         """
         values = self.whole(values)
         longest = self.batch.input_ids.shape[1]

@@ -74,10 +74,9 @@ def head_in_chunks(world_size: int, sequence_parallel: bool) -> tuple[np.ndarray
             logprob_chunk_size=CHUNK,
         )
         ids = candidate_ids().to(torch.int32)
-        found = chunked_token_statistics(
-            model, hidden, given.labels, TEMPERATURE, with_entropy=True, candidate_ids=ids
-        )
-        assert found.candidates is not None and found.entropy is not None
+        found = chunked_token_statistics(model, hidden, given.labels, TEMPERATURE, with_entropy=True, candidate_ids=ids)
+        assert found.candidates is not None
+        assert found.entropy is not None
         loss = (found.logprobs * given.of_logprobs).sum() + (found.candidates * of_candidates()).sum()
         (loss + (found.entropy * given.of_entropy).sum()).backward()
         with torch.no_grad():
@@ -85,7 +84,8 @@ def head_in_chunks(world_size: int, sequence_parallel: bool) -> tuple[np.ndarray
             all_ids, all_logprobs = chunked_top_candidates(model, hidden, TEMPERATURE, VOCABULARY, VOCABULARY)
         assert torch.equal(all_ids.sort(-1).values, torch.arange(VOCABULARY).expand_as(all_ids))
         torch.testing.assert_close(all_logprobs[..., :K], top_logprobs)
-        assert hidden.grad is not None and weight.grad is not None
+        assert hidden.grad is not None
+        assert weight.grad is not None
         values = (found.candidates, top_ids, top_logprobs, hidden.grad, weight.grad)
         return tuple(each.detach().numpy() for each in values)
 
@@ -99,7 +99,8 @@ def by_autograd() -> tuple[np.ndarray, ...]:
     loss = (log_p.gather(-1, given.labels[..., None])[..., 0] * given.of_logprobs).sum()
     (loss + (candidates * of_candidates()).sum() + (entropy * given.of_entropy).sum()).backward()
     top = log_p.topk(K)
-    assert hidden.grad is not None and weight.grad is not None
+    assert hidden.grad is not None
+    assert weight.grad is not None
     values = (candidates, top.indices, top.values, hidden.grad, weight.grad)
     return tuple(each.detach().numpy() for each in values)
 
@@ -185,7 +186,8 @@ def observe(policy: PolicyConfig, kl_type: str) -> Seen:
         found = [each for values in trainer.candidate_logprobs(shard.microbatches) for each in values]
         logprobs = {row: each[: lengths[row]].numpy() for row, each in zip(rows, found, strict=False)}
         top = {}
-        pairs = [pair for ids, values in trainer.top_candidates(shard.microbatches, K, 61) for pair in zip(ids, values)]
+        likeliest = trainer.top_candidates(shard.microbatches, K, 61)
+        pairs = [pair for each in likeliest for pair in zip(*each, strict=True)]
         for row, (ids, values) in zip(rows, pairs, strict=False):
             top[row] = ids[: lengths[row]].numpy(), values[: lengths[row]].numpy()
         loss = divergence_loss(kl_type, cross_entropy_weight=0.1)

@@ -1,0 +1,83 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point of distillation: rollouts as in GRPO, teachers in workers of their own, then GRPO's loop."""
+
+from collections.abc import Mapping
+
+from nemo_rl_moe.algorithms.distillation import Teachers
+from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule
+from nemo_rl_moe.algorithms.grpo_metrics import Validator
+from nemo_rl_moe.algorithms.lag_metrics import LagMetrics
+from nemo_rl_moe.algorithms.step_recorder import num_training_steps
+from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
+from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id, vocabulary_problem
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.launch.asynchronous import plan_rollouts
+from nemo_rl_moe.launch.grpo import make_run_observers, prepare_rollouts, start_rollouts, start_source
+from nemo_rl_moe.launch.setup import PreparedModel
+from nemo_rl_moe.launch.training_run import TrainingRun
+
+
+def run_distillation(config: DistillationMasterConfig, run: TrainingRun) -> None:
+    """Run distillation from start to end.
+
+    Raises:
+        UserError: A model, a tokenizer, the environment or the prompts cannot be used.
+        WorkerDiedError: A worker failed.
+    """
+    plan = plan_rollouts(config)
+    prepared = prepare_rollouts(config, run)
+    teacher_models = prepare_teachers(config, run, prepared.model)
+    loader = prepared.loader(config)
+    run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config))
+    if run.is_complete:
+        return
+    if plan is not None:
+        plan.check(config, loader, run.remaining_steps.start)
+    policy = run.start_policy()
+    models = {name: run.start_role(name, model) for name, model in teacher_models.items()}
+    run.restore()  # before engines share its GPUs
+    worker = start_rollouts(config, run, policy, prepared)
+    recorder = run.open()
+    source = start_source(config, run, plan, worker, prepared, recorder)
+    held_out, failures = prepared.held_out, failure_rule(config)
+    validate = Validator(config.grpo, worker, held_out, prepared.sampling, failures) if held_out else None
+    rollouts = Rollouts(worker.engine, source, validate, pad_token_id(prepared.model.tokenizer))
+    observers = [
+        *make_run_observers(config, policy, worker.engine, prepared.model, run),
+        LagMetrics(recorder.record_artifact),
+    ]
+    teachers = Teachers(config, models, prepared.model.hf_config.vocab_size)
+    summary = train_grpo(config, policy, rollouts, recorder, observers, teachers=teachers)
+    run.end(summary)
+    if summary.stopped_for is None and summary.num_steps < run.num_steps:
+        run.console.warn(f"the prompts of all epochs were used up after {summary.num_steps} of {run.num_steps} steps")
+
+
+def prepare_teachers(
+    config: DistillationMasterConfig, run: TrainingRun, policy: PreparedModel
+) -> Mapping[str, PreparedModel]:
+    """Fetch and check the teachers' models; start nothing.
+
+    Raises:
+        ConfigurationError: One cannot be used, has another vocabulary than the policy, or there are not as many tokens
+            as candidates.
+    """
+    k, size = config.distillation.topk_logits_k, policy.hf_config.vocab_size
+    if k is not None and k > size:
+        raise ConfigurationError(f"distillation.topk_logits_k: got {k}, expected at most the policy's {size} tokens")
+    models = {name: run.prepare_role(name) for name in config.distillation.teachers}
+    for name, teacher in config.distillation.teachers.items():
+        key = f"distillation.teachers.{name}.model_name"
+        try:
+            tokenizer = load_tokenizer(teacher.model_name)
+        except ConfigurationError as error:
+            problems = [problem.removeprefix("policy.tokenizer.name: ") for problem in error.problems]
+            raise ConfigurationError([f"{key}: {problem}" for problem in problems]) from error
+        if problem := vocabulary_problem(policy.tokenizer, tokenizer):
+            raise ConfigurationError(
+                f"{key}: got {teacher.model_name}, which has another vocabulary than {config.policy.tokenizer.name}:"
+                f" {problem}; expected a model with the policy's tokenizer"
+            )
+    return models
