@@ -31,7 +31,7 @@ from nemo_rl_moe.models.candidates import Candidates
 from nemo_rl_moe.models.families import num_patches_of
 from nemo_rl_moe.models.hf_files import ModelSource, load_config_json, load_hf_config, plain_config
 from nemo_rl_moe.models.images import image_patches
-from nemo_rl_moe.models.interfaces import Head, LossFunction, missing_heads
+from nemo_rl_moe.models.interfaces import Head, LossFunction, RouteComparison, missing_heads
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.start_rank import start_rank
@@ -208,6 +208,17 @@ class ModelWorkers:
         plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
         started = self._workers.start_each(MegatronModel.candidate_logprobs, self._to_ranks(shares))
         return lambda: in_rows(plan, self._reported(started()), batch, filled)
+
+    def compare_routes(
+        self, batch: TokenBatch, *, reference: bool = False, one_at_a_time: bool = False
+    ) -> RouteComparison:
+        """Return the experts that routers choose against those of the batch's capture, which is not replayed."""
+        batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
+        plan, filled, shares = self._plan_logprobs(batch, batching)
+        compare = MegatronTrainer.compare_reference_routes if reference else MegatronModel.compare_routes
+        by_rank = self._reported(self._workers.start_each(compare, self._to_ranks(shares))())
+        logprobs = in_rows(plan, [found for found, _ in by_rank], batch, filled)
+        return RouteComparison(logprobs, by_rank[0][1])
 
     def _require_heads(self, loss_function: LossFunction) -> None:
         if missing := missing_heads(loss_function, self._heads):
