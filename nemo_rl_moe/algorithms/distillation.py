@@ -7,7 +7,7 @@ As a step of GRPO whose batch has teachers' log-probabilities besides, and whose
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
@@ -56,32 +56,38 @@ class Teachers:
         config: The whole configuration.
         models: By name.
         vocabulary_size: Tokens of the policy.
+        by_sample: Name of the teacher of each sample that has one, where records say it.
     """
 
     config: DistillationMasterConfig
     models: Mapping[str, CandidateModel]
     vocabulary_size: int
+    by_sample: Mapping[str, str] = field(default_factory=dict)
 
     def loss(self, policy_gradient: PolicyGradientLoss) -> LossFunction:
         """Return the loss of a step.
 
         Args:
-            policy_gradient: That of the rewards.
+            policy_gradient: That of the rewards, of responses that the policy samples.
         """
         settings = self.config.distillation
+        is_given = settings.responses == "given"
         return DistillationLoss(
             kl_type=settings.kl_type,
             mixed_kl_weight=settings.mixed_kl_weight,
             has_candidates=settings.topk_logits_k is not None,
             kl_weight=settings.kl_weight,
             policy_gradient_weight=settings.policy_gradient_weight,
-            cross_entropy_weight=0.0,
-            policy_gradient=policy_gradient,
+            cross_entropy_weight=settings.cross_entropy_weight,
+            policy_gradient=None if is_given else policy_gradient,
         )
 
     def teacher_of(self, trajectory: Trajectory) -> str | None:
         """Return the name of the teacher of a trajectory; None: it has none."""
-        by_environment = self.config.distillation.teacher_by_environment
+        settings = self.config.distillation
+        if settings.teacher_key is not None:
+            return self.by_sample.get(trajectory.sample_id)
+        by_environment = settings.teacher_by_environment
         return by_environment.get(trajectory.environment) if by_environment else next(iter(self.models))
 
     def with_scores(
@@ -100,7 +106,7 @@ class Teachers:
             tokens, `distillation/bytes_to_teachers` and `distillation/bytes_from_teachers`: the size of the ids and
             log-probabilities that travel between driver and teachers.
         """
-        rows = self._rows(trajectories)
+        rows = self.rows_of(trajectories)
         counts = torch.zeros_like(batch.token_mask)
         for chosen in rows.values():
             counts[chosen] = batch.token_mask[chosen]
@@ -114,7 +120,7 @@ class Teachers:
         }
         return scored.with_columns(**{TEACHER_SHARE: per_token(shares)}), metrics
 
-    def _rows(self, trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
+    def rows_of(self, trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
         """Return the rows of the batch that each teacher scores; no teacher without any."""
         rows: dict[str, list[int]] = {}
         for trajectory, own in zip(trajectories, rows_of(trajectories), strict=True):

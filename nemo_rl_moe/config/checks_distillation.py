@@ -19,11 +19,16 @@ def responses_have_a_teacher(config: DistillationMasterConfig) -> Iterator[str]:
     for name in teachers:
         if name in (POLICY_ROLE, GENERATION_ROLE):
             yield f"{_KEY}.teachers.{name}: expected another name, which cluster.roles does not use for something else"
+    key = config.distillation.teacher_key
+    if key is not None:
+        if by_environment:
+            yield f"{_KEY}.teacher_by_environment: expected {{}} with {_KEY}.teacher_key {key}, which names teachers"
+        return
     if not by_environment:
         if len(teachers) > 1:
             yield (
-                f"{_KEY}.teacher_by_environment: got {{}}, expected a teacher for each environment: there are"
-                f" {len(teachers)} ({', '.join(teachers)})"
+                f"{_KEY}.teacher_by_environment: got {{}}, expected a teacher for each environment, or"
+                f" {_KEY}.teacher_key: there are {len(teachers)} ({', '.join(teachers)})"
             )
         return
     environments = [name for name in config.env.environments if name]
@@ -35,7 +40,8 @@ def responses_have_a_teacher(config: DistillationMasterConfig) -> Iterator[str]:
         if teacher not in teachers:
             known = ", ".join(teachers)
             yield f"{key}: got {teacher}, expected one of {known}{did_you_mean(nearest(teacher, list(teachers)))}"
-    for name in teachers.keys() - by_environment.values():
+    named = set(by_environment.values())
+    for name in teachers.keys() - named if named <= teachers.keys() else ():
         yield f"{_KEY}.teachers.{name}: scores nothing; name it in {_KEY}.teacher_by_environment, or remove it"
 
 
@@ -65,10 +71,41 @@ def policy_is_sampled_as_it_is(config: DistillationMasterConfig) -> Iterator[str
     ):
         if found != expected:
             wanted = "null" if expected is None else expected
-            yield f"{key}.{name}: got {found}, expected {wanted} with a teacher, whose distribution is that of its logits"
+            yield f"{key}.{name}: got {found}, expected {wanted} with teachers, whose distribution is that of logits"
+
+
+def given_responses_are_not_sampled(config: DistillationMasterConfig) -> Iterator[str]:
+    """Check that what is about sampled responses is off where they are given, and the other way round."""
+    settings, loop, megatron = config.distillation, config.grpo, config.policy.megatron_cfg
+    if settings.responses == "policy":
+        if settings.response_key is not None:
+            yield f"{_KEY}.response_key: got {settings.response_key}, expected null with {_KEY}.responses policy"
+        if settings.cross_entropy_weight > 0:
+            yield (
+                f"{_KEY}.cross_entropy_weight: got {settings.cross_entropy_weight}, expected 0 with {_KEY}.responses"
+                " policy: the likelihood of what it samples teaches nothing"
+            )
+        return
+    given = f"with {_KEY}.responses given"
+    if settings.response_key is None:
+        yield f"{_KEY}.response_key: got null, expected the key of a record that holds its response {given}"
+    for key, found, expected in (
+        (f"{_KEY}.policy_gradient_weight", settings.policy_gradient_weight, 0),
+        ("grpo.num_generations_per_prompt", loop.num_generations_per_prompt, 1),
+        ("grpo.use_dynamic_sampling", loop.use_dynamic_sampling, False),
+        ("grpo.rollouts.mode", loop.rollouts.mode, "synchronous"),
+        ("policy.megatron_cfg.capture_routing", megatron.capture_routing, False),
+        ("policy.megatron_cfg.routing_replay", megatron.routing_replay, "none"),
+    ):
+        if found != expected:
+            shown, wanted = (str(value).lower() if isinstance(value, bool) else value for value in (found, expected))
+            yield f"{key}: got {shown}, expected {wanted} {given}, which nobody samples"
+    if settings.topk_logits_k is None:
+        yield f"{_KEY}.topk_logits_k: got null, expected a number of candidates {given}, which nobody samples"
 
 
 DISTILLATION_RULES = (
+    given_responses_are_not_sampled,
     responses_have_a_teacher,
     divergence_has_candidates,
     some_component_has_weight,

@@ -5,18 +5,42 @@
 from typing import Literal
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.config.schema_base import Coefficient, PositiveInt, StrictModel, WholeOrLess
-from nemo_rl_moe.config.schema_policy import RoleModelConfig
+from nemo_rl_moe.config.schema_base import Coefficient, PositiveInt, StrictModel, Text, WholeOrLess
+from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig
+from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig, RoleModelConfig
+
+
+class TeacherConfig(RoleModelConfig):
+    """A model to learn from."""
+
+    def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
+        """Return the teacher as a `policy` section; it captures its routes where the policy does, and replays none."""
+        role, of_policy = super().as_policy(policy), policy.megatron_cfg
+        if not isinstance(of_policy, RolloutMegatronConfig):
+            return role
+        own = {name: getattr(role.megatron_cfg, name) for name in MegatronConfig.model_fields}
+        of_rollouts = RolloutMegatronConfig.model_fields.keys() - MegatronConfig.model_fields.keys()
+        routes = {name: getattr(of_policy, name) for name in of_rollouts}
+        captures = of_policy.capture_routing or of_policy.routing_replay != "none"
+        routes |= {"capture_routing": captures, "routing_replay": "none"}
+        return role.model_copy(update={"megatron_cfg": RolloutMegatronConfig.model_construct(**own, **routes)})
 
 
 class DistillationConfig(StrictModel):
     """Teachers, the divergence from them, and the weights of the components of the loss."""
 
-    teachers: dict[str, RoleModelConfig]
+    responses: Literal["policy", "given"]
+    """Responses that are learned from: policy: those that it samples (on-policy); given: those of the records
+    (off-policy)."""
+    response_key: Text | None
+    """Key of a record that holds its response, with `given`; null: none."""
+    teachers: dict[str, TeacherConfig]
     """Models to learn from, by name: each is a role, whose workers `cluster.roles` places under that name."""
     teacher_by_environment: dict[str, str]
     """Environment of `env.mixture` to the name of its teacher; one that is left out has none, and its responses count
     in the policy gradient alone. {}: the only teacher scores all responses."""
+    teacher_key: Text | None
+    """Key of a record that holds the name of its teacher; a record without it has none. null: records do not say it."""
     kl_type: Literal["forward", "reverse", "mixed", "jensen_shannon"]
     """Divergence from the teacher: forward: KL(teacher || policy); reverse: KL(policy || teacher); mixed: their
     weighted mean; jensen_shannon: mean of the divergences of both from their mean distribution."""
@@ -31,6 +55,8 @@ class DistillationConfig(StrictModel):
     """Weight of the divergence, a mean over the tokens that have a teacher."""
     policy_gradient_weight: Coefficient
     """Weight of the policy gradient on the rewards, as `loss_fn` has it; 0: rewards are logged and not trained on."""
+    cross_entropy_weight: Coefficient
+    """Weight of the negative log-likelihood of given responses, a mean over their tokens."""
 
 
 class DistillationMasterConfig(GRPOMasterConfig):

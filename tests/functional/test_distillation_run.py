@@ -176,3 +176,133 @@ def test_a_teacher_with_another_vocabulary_is_refused_in_one_line(runs: Runs) ->
     assert line.startswith(f"error: {TEACHER}.model_name: got {other}, which has another vocabulary than ")
     assert line.endswith("; expected a model with the policy's tokenizer")
     assert "starting Ray" not in refused.stdout
+
+
+def test_a_policy_that_begins_as_its_teacher_has_nothing_to_learn_and_the_same_routes(runs: Runs) -> None:
+    teacher = runs.folder / "teacher"
+    changes = {
+        "policy.model_name": teacher,
+        "policy.init": "pretrained",
+        "policy.megatron_cfg.capture_routing": True,
+        "policy.megatron_cfg.routing_measurements.every_n_steps": 1,
+        "policy.megatron_cfg.routing_measurements.share_of_tokens": 1.0,
+        "policy.megatron_cfg.moe_aux_loss_coeff": 1.0,  # moves it away
+    }
+    runs("same", 2, changes)
+    first, second = runs.steps("same")
+    assert abs(first["train/teacher_kl"]) < 1e-5
+    assert second["train/teacher_kl"] > 10 * abs(first["train/teacher_kl"])
+    for unit in ("rows", "tokens"):
+        key = f"train/moe/teacher_routes/{unit}_differing_from_teacher"
+        assert first[key] == 0
+        assert 0 < second[key] <= 1
+
+
+@pytest.mark.full
+def test_routes_of_another_teacher_differ_and_one_of_another_shape_is_not_compared(runs: Runs) -> None:
+    captured = {
+        "policy.megatron_cfg.capture_routing": True,
+        "policy.megatron_cfg.routing_measurements.every_n_steps": 2,
+    }
+    runs("routes", 2, captured)
+    first, second = runs.steps("routes")
+    key = "train/moe/teacher_routes/rows_differing_from_teacher"
+    assert key not in first
+    assert second[key] > 0.5
+    larger = make_moe_teacher(runs.folder / "larger", sft_runs.MODEL, num_experts=16)
+    runs("another shape", 2, captured | {f"{TEACHER}.model_name": larger})
+    assert not [name for name in runs.steps("another shape")[1] if "teacher_routes" in name]
+
+
+@pytest.mark.full
+def test_under_replay_policy_and_candidates_are_those_of_the_rollouts_experts(runs: Runs) -> None:
+    replayed = {"policy.megatron_cfg.capture_routing": True, "policy.megatron_cfg.routing_replay": "rollout"}
+    runs("replay", 2, replayed)
+    for found, expected in zip(runs.steps("replay"), runs.steps("whole")[:2], strict=True):
+        assert found["train/teacher_kl"] == pytest.approx(expected["train/teacher_kl"], rel=1e-3)
+        assert found["train/policy_candidate_mass"] == pytest.approx(expected["train/policy_candidate_mass"], rel=1e-4)
+        assert found["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+
+
+def given(runs: Runs, **keys: str) -> dict[str, Any]:
+    """Settings of a run on responses of the records, with further keys of each."""
+    path = runs.folder / "given.jsonl"
+    records = [
+        {"prompt": f"{number}+{number}=", "answer": str(2 * number), "response": f"{number}{number}", "metadata": {}}
+        for number in range(10, 26)
+    ]
+    for number, record in enumerate(records):
+        record |= {key: value for key, value in keys.items() if number % 2}
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return {
+        "distillation.responses": "given",
+        "distillation.response_key": "response",
+        "grpo.num_prompts_per_step": 16,
+        "grpo.num_generations_per_prompt": 1,
+        "grpo.adv_estimator.name": "reinforce",
+        "grpo.adv_estimator.normalize_rewards": False,
+        "policy.megatron_cfg.capture_routing": False,
+        "data.train.path": path,
+    }
+
+
+@pytest.mark.full
+def test_given_responses_are_learned_from_as_the_teacher_sees_them(runs: Runs) -> None:
+    runs("given", NUM_STEPS, given(runs))
+    steps = runs.steps("given")
+    assert steps[-1]["train/teacher_kl"] < 0.8 * steps[0]["train/teacher_kl"]
+    for metrics in steps:
+        assert metrics["train/num_valid_tokens"] == 16 * 3, "two digits and the end"
+        assert metrics["train/loss"] == pytest.approx(metrics["train/teacher_kl"], rel=1e-5)
+        assert not {"train/reward", "train/token_mult_prob_error", "timing/generation/seconds"} & metrics.keys()
+    runs("stopped given", 3, given(runs))
+    runs("stopped given", NUM_STEPS, given(runs))
+    assert [learned(found) for found in runs.steps("stopped given")] == [learned(found) for found in steps]
+
+
+@pytest.mark.full
+def test_their_likelihood_is_a_component_of_its_own(runs: Runs) -> None:
+    """Half of the records name a teacher: their divergence is a mean over their tokens, the likelihood over all."""
+    weights = {"distillation.cross_entropy_weight": 2.0, "distillation.teacher_key": "by"}
+    runs("likelihood", NUM_STEPS, given(runs, by="teacher") | weights)
+    steps = runs.steps("likelihood")
+    for metrics in steps:
+        parts = metrics["train/teacher_kl"] + 2 * metrics["train/cross_entropy"]
+        assert metrics["train/loss"] == pytest.approx(parts, rel=1e-5)
+        assert metrics["train/distillation/share_with_teacher"] == 0.5
+    assert steps[-1]["train/cross_entropy"] < steps[0]["train/cross_entropy"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"distillation.response_key": "reply"}, "error: 16 records without a response, expected a text under 'reply'"),
+        ({"distillation.teacher_key": "by"}, "got 'teachr', expected one of teacher (distillation.teachers); did you"),
+        ({"distillation.teacher_key": "name"}, "error: no record has the key 'name' (distillation.teacher_key), so"),
+    ],
+)
+def test_records_without_what_is_asked_of_them_end_before_ray(changes: Any, line: str, runs: Runs) -> None:
+    refused = runs.start("refused records", 1, given(runs, by="teachr") | changes)
+    assert refused.returncode == 2
+    assert line in refused.stderr
+    assert "starting 1 worker" not in refused.stdout
+
+
+@pytest.mark.full
+def test_teachers_by_environment_score_their_own_responses(runs: Runs) -> None:
+    second = make_moe_teacher(runs.folder / "second", sft_runs.MODEL, seed=5)
+    changes = {
+        "+env.mixture.sums": "{weight: 1.0}",
+        "+env.mixture.words": "{weight: 1.0}",
+        "+distillation.teachers.writer": f"{{model_name: {second}, logprob_batch_size: 4,"
+        f' megatron_cfg: "${{{TEACHER}.megatron_cfg}}"}}',
+        "+cluster.roles.writer": "{cpu_workers_per_node: 1}",
+        "distillation.teacher_by_environment": "{sums: teacher, words: writer}",
+        "+data.environments.sums": "{}",
+        "+data.environments.words": "{}",
+    }
+    runs("two teachers", 2, changes)
+    for metrics in runs.steps("two teachers"):
+        assert metrics["train/distillation/share_with_teacher"] == 1
+        assert metrics["train/env/sums/share"] == metrics["train/env/words/share"] == 0.5

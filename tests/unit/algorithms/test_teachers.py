@@ -29,10 +29,9 @@ from tests.support.bigram_models import BigramModel
 from tests.support.grpo_fakes import trajectory
 
 VOCABULARY, K = 12, 4
-TEACHER = "{model_name: m, logprob_batch_size: 1, megatron_cfg: ${distillation.teachers.teacher.megatron_cfg}}"
 MIXTURE = (
-    "env.mixture={sums: {weight: 0.5}, words: {weight: 0.25}, games: {weight: 0.25}}",
-    f"+distillation.teachers.writer={TEACHER}",
+    *(f"+env.mixture.{name}={{weight: 1.0}}" for name in ("sums", "words", "games")),
+    "+distillation.teachers.writer=${distillation.teachers.teacher}",
     "distillation.teacher_by_environment={sums: teacher, words: writer}",
     "+cluster.roles.writer={cpu_workers_per_node: 1}",
 )
@@ -151,7 +150,7 @@ def loss_with(**changes: Any) -> DistillationLoss:
 
 
 def test_a_component_is_not_diluted_by_tokens_of_others() -> None:
-    """Rows without a teacher change neither the divergence nor its gradient, which a mean over all tokens would halve."""
+    """Rows without a teacher change neither the divergence nor its gradient; a mean over all tokens would halve it."""
     trajectories = responses(6)
     teachers = Teachers(config(), {"teacher": model(1)}, VOCABULARY)
     scored, _ = teachers.with_scores(model(0), batch_of(trajectories), trajectories, PhaseClock())

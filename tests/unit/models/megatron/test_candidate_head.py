@@ -276,3 +276,46 @@ def _agree(ranks: list[Seen], wanted: Seen) -> None:
             ours, theirs = (each if name == "top" else (each,) for each in (values, getattr(wanted, name)[row]))
             for found, other in zip(ours, theirs, strict=True):
                 np.testing.assert_allclose(found[1:], other[1:], atol=1e-4)
+
+
+def divergences_of_training(policy: PolicyConfig, kl_type: str, k: int) -> tuple[list[float], list[float]]:
+    """The trained divergence of each step, and KL(policy || teacher) over the whole vocabulary before and after."""
+    with parallel_job(policy):
+        teacher = MegatronModel(policy.model_copy(update={"init_seed": 77}), tiny_hf_config(**MODEL), None)
+        trainer = MegatronTrainer(policy, tiny_hf_config(**MODEL), None, num_steps=40)
+        batch = tiny_batch(3, vocabulary_size=61)
+        shares = per_token(shares_of_means(batch.token_mask, [0]))
+        shard = shard_of_rank(batch)
+
+        def rows(model: MegatronModel, batch: TokenBatch) -> Tensor:
+            found = model.candidate_logprobs(shard_of_rank(batch).microbatches)
+            whole = torch.zeros(*batch.input_ids.shape, found[0].shape[-1])
+            for index, row in enumerate(row for rows in found for row in rows):
+                whole[index, : len(row)] = row
+            return whole
+
+        def whole_divergence() -> float:
+            everything = torch.arange(61).expand(*batch.input_ids.shape, 61)
+            asked = batch.with_columns(**{CANDIDATE_IDS: candidate_column(everything)})
+            ours, theirs = rows(trainer, asked), rows(teacher, asked)
+            return float(((ours.exp() * (ours - theirs)).sum(-1) * shares.values).sum())
+
+        exact, losses = [whole_divergence()], []
+        for _ in range(30):
+            likeliest = trainer.top_candidates(shard.microbatches, k, 61)
+            ids = torch.zeros(*batch.input_ids.shape, k, dtype=torch.int32)
+            for index, row in enumerate(row for found, _ in likeliest for row in found):
+                ids[index, : len(row)] = row
+            asked = batch.with_columns(**{CANDIDATE_IDS: candidate_column(ids)})
+            columns = {TEACHER_LOGPROBS: per_token(rows(teacher, asked)), TEACHER_SHARE: shares}
+            trained = trainer.train([shard_of_rank(asked.with_columns(**columns))], divergence_loss(kl_type))
+            losses.append(trained.microbatch_metrics["teacher_kl"].reduce())
+        return losses, [*exact, whole_divergence()]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kl_type", "k"), [("reverse", 8), ("forward", 8), ("jensen_shannon", 61)])
+def test_a_policy_comes_to_a_teacher_in_one_process(kl_type: str, k: int) -> None:
+    ((losses, exact),) = run_ranks(divergences_of_training, 1, tiny_policy(1, moe_aux_loss_coeff=0.0), kl_type, k)
+    assert losses[-1] < 0.3 * losses[0]
+    assert exact[1] < 0.5 * exact[0]
