@@ -147,7 +147,7 @@ class Teachers:
                     asked, rows, lambda model, part: model.start_top_candidates(part, k, self.vocabulary_size)
                 )
             ids, found = [each.ids for each in likeliest], [each.logprobs for each in likeliest]
-            columns = {CANDIDATE_IDS: candidate_column(_in_batch(batch, rows, ids))}
+            columns = {CANDIDATE_IDS: candidate_column(_in_batch(batch, rows, ids, k))}
             num_to, num_from = 0, _num_bytes([*ids, *found])
         else:
             policy.prepare_for_logprobs(clock)
@@ -161,7 +161,7 @@ class Teachers:
                     asked.with_columns(**columns), rows, lambda model, part: model.start_candidate_logprobs(part)
                 )
             num_to, num_from = sum(own.ids[list(chosen)].nbytes for chosen in rows.values()), _num_bytes(found)
-        columns[TEACHER_LOGPROBS] = per_token(_in_batch(batch, rows, found))
+        columns[TEACHER_LOGPROBS] = per_token(_in_batch(batch, rows, found, k))
         return batch.with_columns(**columns), num_to, num_from
 
     def _of_teachers(
@@ -176,13 +176,18 @@ class Teachers:
 
 
 def _in_batch(
-    batch: TokenBatch, rows: Mapping[str, Sequence[int]], found: Sequence[Shaped[Tensor, "rows tokens ..."]]
+    batch: TokenBatch,
+    rows: Mapping[str, Sequence[int]],
+    found: Sequence[Shaped[Tensor, "rows tokens ..."]],
+    *of_token: int,
 ) -> Shaped[Tensor, "batch sequence ..."]:
-    """Return what teachers found at their rows of the batch, and 0 elsewhere."""
-    if not found:
-        return torch.zeros(batch.input_ids.shape)
-    first = found[0]
-    values = first.new_zeros((*batch.input_ids.shape, *first.shape[2:]))
+    """Return what teachers found at their rows of the batch, and 0 elsewhere.
+
+    Args:
+        of_token: Shape of what they found for a token.
+    """
+    dtype = found[0].dtype if found else torch.float32  # a step may have no response with a teacher
+    values = torch.zeros((*batch.input_ids.shape, *of_token), dtype=dtype)
     for chosen, of_rows in zip(rows.values(), found, strict=True):
         values[list(chosen), : of_rows.shape[1]] = of_rows
     return values

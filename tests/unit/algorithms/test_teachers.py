@@ -116,6 +116,24 @@ def test_each_teacher_scores_its_environments_and_the_others_have_none() -> None
     assert {name.split("/")[1] for name in clock.metrics()} == {"candidates", "teachers"}
 
 
+@pytest.mark.parametrize(
+    "changes", [(), ("distillation.topk_ids=teacher",), ("distillation.topk_logits_k=null",)], ids=str
+)
+def test_a_step_without_any_response_that_has_a_teacher_teaches_nothing(changes: tuple[str, ...]) -> None:
+    settings = config(*MIXTURE, *changes)
+    teachers = Teachers(settings, {"teacher": model(1), "writer": model(2)}, VOCABULARY)
+    trajectories = responses(3, ("games",))
+    scored, metrics = teachers.with_scores(model(0), batch_of(trajectories), trajectories, PhaseClock())
+    policy = model(0)
+    policy.logits.requires_grad_()
+    outputs = teachers.loss(make_loss(settings, is_on_policy=True))(inputs_of(scored, policy))
+    outputs.loss.backward()
+    assert outputs.loss == 0
+    assert policy.logits.grad is not None
+    assert not policy.logits.grad.any()
+    assert metrics["distillation/share_with_teacher"] == metrics["distillation/bytes_from_teachers"] == 0
+
+
 @pytest.mark.parametrize("topk_ids", ["policy", "teacher"])
 def test_bytes_are_those_of_ids_and_numbers_of_the_rows_that_are_asked_about(topk_ids: str) -> None:
     settings = config(*MIXTURE, f"distillation.topk_ids={topk_ids}")
