@@ -4,6 +4,7 @@
 
 from typing import Literal
 
+from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_base import Coefficient, PositiveInt, StrictModel, Text, WholeOrLess
 from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig
@@ -18,7 +19,8 @@ class TeacherConfig(RoleModelConfig):
         role, of_policy = super().as_policy(policy), policy.megatron_cfg
         if not isinstance(of_policy, RolloutMegatronConfig):
             return role
-        own = {name: getattr(role.megatron_cfg, name) for name in MegatronConfig.model_fields}
+        layout = role.megatron_cfg
+        own = {name: getattr(layout, name) for name in MegatronConfig.model_fields if name not in MOE_FIELD_NAMES}
         of_rollouts = RolloutMegatronConfig.model_fields.keys() - MegatronConfig.model_fields.keys()
         routes = {name: getattr(of_policy, name) for name in of_rollouts}
         captures = of_policy.capture_routing or of_policy.routing_replay != "none"

@@ -161,3 +161,4 @@ def test_a_teacher_captures_its_routes_where_the_policy_does_and_replays_none(ca
     found = teacher.megatron_cfg
     assert (found.capture_routing, found.routing_replay) == (captures, "none")  # type: ignore[attr-defined]
     assert teacher.model_name == "results/grpo_tiny_moe/final"
+    assert found.moe_transformer_fields == {}, "those of its own config.json hold"
