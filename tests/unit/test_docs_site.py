@@ -18,7 +18,7 @@ import yaml
 
 from nemo_rl_moe import cli, training_cli
 from nemo_rl_moe.config.algorithm import ALGORITHMS
-from nemo_rl_moe.config.files import BASE_NAME, find_config
+from nemo_rl_moe.config.files import find_config
 from nemo_rl_moe.config.schema_base import StrictModel
 from nemo_rl_moe.config.validation import known_keys
 from tests.conftest import REPOSITORY_ROOT
@@ -50,6 +50,13 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield prefix + name, value
 
 
+def inherited_first(name: str) -> list[dict[str, Any]]:
+    """A shipped file behind those that it inherits from."""
+    content = yaml.safe_load(find_config(name).read_text(encoding="utf-8"))
+    inherited = content.pop("defaults", None)
+    return [*(inherited_first(inherited) if inherited else []), content]
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_key_is_in_the_reference_with_its_shipped_value(algorithm: str) -> None:
     shown = {
@@ -61,8 +68,8 @@ def test_every_key_is_in_the_reference_with_its_shipped_value(algorithm: str) ->
     keys = known_keys(ALGORITHMS[algorithm].config_class)
     sections = {key.rpartition(".")[0] for key in keys}
     assert shown.keys() == set(keys) - sections
-    files = [find_config(name).read_text(encoding="utf-8") for name in (BASE_NAME, make_reference.BASES[algorithm])]
-    shipped = {key: value for file in files for key, value in leaves(yaml.safe_load(file)) if key in shown}
+    files = inherited_first(make_reference.BASES[algorithm])
+    shipped = {key: value for file in files for key, value in leaves(file) if key in shown}
     assert len(shipped) > 80
     assert {key: yaml.safe_load(shown[key].strip("`")) for key in shipped} == shipped
     assert {shown[key] for key in shown.keys() - shipped.keys()} == {"not set"}
@@ -72,7 +79,7 @@ def test_reference_in_words() -> None:
     lines = make_reference.reference().splitlines()
     assert "### `sft`" in lines
     assert "### `data` (sft, dpo)" in lines
-    assert "### `data` (grpo)" in lines
+    assert "### `data` (grpo, distillation)" in lines
     assert lines.count("### `policy.megatron_cfg`") == 1
     for row in (
         "| `max_grad_norm` | a number above 0 and up to 1000000000 or null | `1.0` "
