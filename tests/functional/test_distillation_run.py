@@ -252,7 +252,7 @@ def test_given_responses_are_learned_from_as_the_teacher_sees_them(runs: Runs) -
     steps = runs.steps("given")
     assert steps[-1]["train/teacher_kl"] < 0.8 * steps[0]["train/teacher_kl"]
     for metrics in steps:
-        assert metrics["train/num_valid_tokens"] == 16 * 3, "two digits and the end"
+        assert metrics["train/num_valid_tokens"] == 16 * 5, "four digits and the end"
         assert metrics["train/loss"] == pytest.approx(metrics["train/teacher_kl"], rel=1e-5)
         assert not {"train/reward", "train/token_mult_prob_error", "timing/generation/seconds"} & metrics.keys()
     runs("stopped given", 3, given(runs))
