@@ -36,7 +36,7 @@ from nemo_rl_moe.routing.audit import command as audit_command
 from nemo_rl_moe.runs.report import command as report_command
 from nemo_rl_moe.runs.report import watch as watch_command
 
-OF_TRAINING = ("sft", "dpo", "grpo", "run", "config", "plan", "data", "evaluate", "generate", "convert")
+OF_TRAINING = ("sft", "dpo", "grpo", "distillation", "run", "config", "plan", "data", "evaluate", "generate", "convert")
 """Commands that need what the extra `train` installs."""
 _OF_FOLDERS = {
     "report": report_command,
@@ -57,6 +57,7 @@ examples:
   nemo-rl-moe sft --config sft_tiny_moe.yaml sft.max_num_steps=50 logger.wandb_enabled=false
   nemo-rl-moe grpo --config grpo_tiny_moe.yaml grpo.max_num_steps=5
   nemo-rl-moe dpo --config dpo_tiny_moe.yaml dpo.reference_logprobs=precompute
+  nemo-rl-moe distillation --config distillation_tiny_moe.yaml distillation.kl_type=forward
   nemo-rl-moe run --config my_run.yaml
   nemo-rl-moe config --config my_run.yaml cluster.gpus_per_node=4
   nemo-rl-moe data --config my_run.yaml --show 5

@@ -42,7 +42,7 @@ See docs/adding-an-algorithm.md.
 examples:
   nemo-rl-moe run --config grpo_tiny_moe.yaml grpo.max_num_steps=5     the same as nemo-rl-moe grpo
   nemo-rl-moe run --config opd.yaml                                    a file with `algorithm: my_module:ALGORITHM`
-""".format(built_in="\n".join(f"  {name:6}{ALGORITHMS[name].summary}" for name in BUILT_IN))
+""".format(built_in="\n".join(f"  {name:14}{ALGORITHMS[name].summary}" for name in BUILT_IN))
 _DATA_HELP = """\
 Reads the training data with the tokenizer, the chat template and the lengths of the configuration, as a run does, and
 starts nothing. Shows, in the order of the data,

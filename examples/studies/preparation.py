@@ -28,7 +28,7 @@ SFT_OVERRIDES = {
 def make_data(output: Path) -> Path:
     """Return the demo's sums; made once."""
     folder = output / "data"
-    _call([str(REPOSITORY_ROOT / "examples" / "make_demo_data.py"), "--output", str(folder), "--seed", "0"])
+    call_python([str(REPOSITORY_ROOT / "examples" / "make_demo_data.py"), "--output", str(folder), "--seed", "0"])
     return folder
 
 
@@ -46,7 +46,7 @@ def calculator_data(output: Path) -> Path:
     """Return the questions of the demo with a tool; made once."""
     folder = output / "data"
     if not (folder / "manifest.json").is_file():  # the last file of them
-        _call(["-m", "examples.tools_demo.data", "--output", str(folder)])
+        call_python(["-m", "examples.tools_demo.data", "--output", str(folder)])
     return folder
 
 
@@ -64,7 +64,7 @@ def _fine_tuned(place: Path, data: Path, config: str, model: Path, overrides: Se
     weights = place / "checkpoints" / FINAL_WEIGHTS_FOLDER
     if (weights / "config.json").is_file():
         return weights
-    _call(
+    call_python(
         [
             *("-m", "nemo_rl_moe.cli", "sft", "--config", config),
             f"policy.model_name={model}",
@@ -90,7 +90,7 @@ def _config_folder(model: str, place: Path) -> Path:
     return folder
 
 
-def _call(words: list[str]) -> None:
+def call_python(words: list[str]) -> None:
     """Run a Python program, whose output is the user's."""
     code = subprocess.run([sys.executable, *words], cwd=REPOSITORY_ROOT, check=False).returncode
     if code != 0:

@@ -5,6 +5,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nemo_rl_moe.algorithms.distillation import Teachers
 from nemo_rl_moe.algorithms.grpo_batch import (
     add_logprobs,
     failure_rule,
@@ -28,7 +29,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.models.interfaces import PolicyInterface
+from nemo_rl_moe.models.interfaces import LossFunction, PolicyInterface
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.source import RolloutGroups, RolloutSource
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -57,8 +58,14 @@ def train_grpo(
     rollouts: Rollouts,
     recorder: StepRecorder,
     observers: Sequence[RunObserver] = (),
+    *,
+    teachers: Teachers | None = None,
 ) -> RunSummary:
-    """Train to the last step, validate when due, and end each step with the recorder."""
+    """Train to the last step, validate when due, and end each step with the recorder.
+
+    Args:
+        teachers: Score responses too, for a loss that learns from them; None: rewards alone are learned from.
+    """
     engine, source, validate = rollouts.engine, rollouts.source, rollouts.validate
     last_step = num_training_steps(config.grpo, source.steps_per_epoch)
     source.load_state(recorder.state.batches_taken)
@@ -83,9 +90,14 @@ def train_grpo(
             observed = joined(each.before_update(step, batch, groups.trained, clock) for each in observers)
             batch = add_logprobs(config, policy, batch, clock)
             batch, divergence = take_divergence_from_rewards(config, groups, batch)
+            of_rewards = make_loss(config, is_on_policy=groups.is_on_policy)
+            loss: LossFunction = of_rewards if teachers is None else teachers.loss(of_rewards)
+            if teachers is not None:
+                batch, of_teachers = teachers.with_scores(policy, batch, groups.trained, clock)
+                observed |= of_teachers
             policy.prepare_for_training(clock)
             with clock.phase("train"):
-                result = policy.train(batch, make_loss(config, is_on_policy=groups.is_on_policy))
+                result = policy.train(batch, loss)
             clock.count_tokens("train", result.num_tokens)
             recorder.record_artifacts(result.artifacts)
             observed |= joined(each.after_update(result, clock) for each in observers)

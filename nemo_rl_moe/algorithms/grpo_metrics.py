@@ -39,8 +39,10 @@ def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, flo
     that have nothing, as the environment failed. With more than one round of dynamic sampling:
     `dynamic_sampling/num_gen_batches`, `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean of the
     trajectories that are trained on. Of several environments also the metrics of each, `env/NAME/...`, with `share`,
-    its share of the step's responses.
+    its share of the step's responses. Nothing where none was generated.
     """
+    if not groups.generated:
+        return {}
     return _metrics_of(groups, failures) | environment_metrics(groups, failures)
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The record of an algorithm, the registry of all algorithms, and the three that ship with this package.
+"""The record of an algorithm, the registry of all algorithms, and those that ship with this package.
 
 Commands, configuration, checkpoints, reports and memory plans read all that they need from a record. A custom one is
 named by `algorithm: my_module:ALGORITHM` in a configuration. Imports no torch.
@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemo_rl_moe.config.checks_algorithms import DPO_RULES, GRPO_RULES
+from nemo_rl_moe.config.checks_distillation import DISTILLATION_RULES
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_policy import RoleModelConfig
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
@@ -163,6 +165,19 @@ ALGORITHMS: dict[str, Algorithm] = {
     )
 }
 """By name: the built-in algorithms, and those that a configuration of this process has named."""
+ALGORITHMS["distillation"] = replace(
+    ALGORITHMS["grpo"],
+    name="distillation",
+    summary="learning from teachers' probabilities of the policy's own responses",
+    config_class=DistillationMasterConfig,
+    rules=(*GRPO_RULES, *DISTILLATION_RULES),
+    resume_keys={
+        **ALGORITHMS["grpo"].resume_keys,
+        "distillation.teachers.*.model_name": "the policy would learn from another teacher",
+    },
+    loop="grpo",
+    roles=lambda config: config.distillation.teachers,
+)
 BUILT_IN = tuple(ALGORITHMS)
 
 

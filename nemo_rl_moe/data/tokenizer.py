@@ -75,3 +75,14 @@ def pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
     if not isinstance(found, int):
         raise DataError("the tokenizer has neither a padding token nor an end token")
     return found
+
+
+def vocabulary_problem(ours: "PreTrainedTokenizerBase", theirs: "PreTrainedTokenizerBase") -> str | None:
+    """Return the first token of ours that has another id in theirs, in words; None: they have all of them."""
+    known = theirs.get_vocab()
+    for token, token_id in sorted(ours.get_vocab().items(), key=lambda entry: entry[1]):
+        other = known.get(token)
+        if other != token_id:
+            there = "is missing there" if other is None else f"is {other} there"
+            return f"token {token_id} ({token!r}) {there}"
+    return None

@@ -4,6 +4,7 @@
 
 import os
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -177,6 +178,7 @@ class WorkerGroup(Generic[Worker]):
         self._places: dict[int, WorkerPlace] = {}
         self._ended = False
         self._failure: str | None = None
+        self._start_lock = threading.Lock()
         try:
             self._start(make_worker, start_timeout_s)
         except BaseException:
@@ -206,7 +208,8 @@ class WorkerGroup(Generic[Worker]):
     ) -> Callable[[], dict[int, Result]]:
         """Start a method with arguments for each rank, after what the rank was asked for before.
 
-        An object for several ranks is transferred once.
+        An object for several ranks is transferred once. Threads may call it at a time: every rank gets their calls in
+        the same order.
 
         Args:
             args_by_rank: Positional arguments; None: that rank is not called.
@@ -229,8 +232,10 @@ class WorkerGroup(Generic[Worker]):
         called = [rank for rank, args in enumerate(args_by_rank) if args is not None]
         shared = _put_shared([args for args in args_by_rank if args is not None])
         calls: list[Any] = [None] * self.world_size
-        for rank, args in zip(called, shared, strict=True):
-            calls[rank] = self._actors[rank].call.remote(self._call_timeout_s, method, *args)
+        # Ranks that got the calls of two threads in different orders would wait for each other in their collectives.
+        with self._start_lock:
+            for rank, args in zip(called, shared, strict=True):
+                calls[rank] = self._actors[rank].call.remote(self._call_timeout_s, method, *args)
 
         def results() -> dict[int, Result]:
             deadline = time.monotonic() + self._call_timeout_s

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Axis, Column, StoredColumn, TokenBatch
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
+from nemo_rl_moe.models.candidates import Candidates
 from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 from nemo_rl_moe.runs.folder.artifacts import StepArtifacts
 from nemo_rl_moe.weight_sync.transport import WeightTransport
@@ -28,6 +29,8 @@ class Head(Enum):
     """Entropy of the distribution that the target is sampled from, in nats; exact, over the whole vocabulary."""
     VALUE = "value"
     """Value of the state before the target is chosen, such as the expected return; of models that have a value head."""
+    CANDIDATES = "candidates"
+    """Log-probabilities of the candidates for the target, of the batch's column `candidate_ids`, in nats."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class LossInputs:
         entropy: In the shape of `logprobs`, where the loss needs `Head.ENTROPY`.
         values: Value of the state in which each target is chosen, in the shape of `logprobs`, where the loss needs
             `Head.VALUE`. Has a graph during training.
+        candidates: Log-probabilities of each target's candidates, where the loss needs `Head.CANDIDATES`. Has a graph
+            during training.
     """
 
     logprobs: Float[Tensor, "sequences targets"]
@@ -55,6 +60,7 @@ class LossInputs:
     columns: Mapping[str, Column]
     entropy: Float[Tensor, "sequences targets"] | None = None
     values: Float[Tensor, "sequences targets"] | None = None
+    candidates: Float[Tensor, "sequences targets k"] | None = None
 
     def per_target(self, name: str) -> Shaped[Tensor, "sequences targets"]:
         """Return a column's value for each target; that of a sequence is repeated.
@@ -100,9 +106,9 @@ def needs_of(loss_function: LossFunction) -> frozenset[Head]:
 
 
 def missing_heads(loss_function: LossFunction, heads: Collection[Head]) -> frozenset[Head]:
-    """Return what a loss function needs and a model with these heads lacks; entropies come with log-probabilities."""
-    with_entropy = {Head.ENTROPY} if Head.LOGPROBS in heads else set()
-    return needs_of(loss_function) - {*heads, *with_entropy}
+    """Return what a loss function needs and a model with these heads lacks; logits give all but values."""
+    of_logits = {Head.ENTROPY, Head.CANDIDATES} if Head.LOGPROBS in heads else set()
+    return needs_of(loss_function) - {*heads, *of_logits}
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,10 @@ class PolicyInterface(Protocol):
 
     def logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
         """Return each token's log-probability in nats; 0 for the first token and on padding."""
+        ...
+
+    def start_top_candidates(self, batch: TokenBatch, k: int, vocabulary_size: int) -> Callable[[], Candidates]:
+        """Start on the `k` likeliest tokens in each token's place; return a function that waits for them."""
         ...
 
     def logprobs_and_routes(

@@ -7,7 +7,7 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,7 @@ import yaml
 
 from nemo_rl_moe import cli, training_cli
 from nemo_rl_moe.config.algorithm import ALGORITHMS
-from nemo_rl_moe.config.files import BASE_NAME, find_config
+from nemo_rl_moe.config.files import find_config
 from nemo_rl_moe.config.schema_base import StrictModel
 from nemo_rl_moe.config.validation import known_keys
 from tests.conftest import REPOSITORY_ROOT
@@ -41,13 +41,20 @@ def script(name: str) -> ModuleType:
 make_reference, site_pages, check_site = map(script, ("make_configuration_reference", "site_pages", "check_site"))
 
 
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Full key and value of all that is no section."""
+def leaves(values: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Full key and value of all that is no section; the values of some keys are mappings by name."""
     for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{name}.")
+        if isinstance(value, dict) and value and prefix + name not in keys:
+            yield from leaves(value, keys, f"{prefix}{name}.")
         else:
             yield prefix + name, value
+
+
+def inherited_first(name: str) -> list[dict[str, Any]]:
+    """A shipped file behind those that it inherits from."""
+    content = yaml.safe_load(find_config(name).read_text(encoding="utf-8"))
+    inherited = content.pop("defaults", None)
+    return [*(inherited_first(inherited) if inherited else []), content]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -61,8 +68,8 @@ def test_every_key_is_in_the_reference_with_its_shipped_value(algorithm: str) ->
     keys = known_keys(ALGORITHMS[algorithm].config_class)
     sections = {key.rpartition(".")[0] for key in keys}
     assert shown.keys() == set(keys) - sections
-    files = [find_config(name).read_text(encoding="utf-8") for name in (BASE_NAME, make_reference.BASES[algorithm])]
-    shipped = {key: value for file in files for key, value in leaves(yaml.safe_load(file)) if key in shown}
+    files = inherited_first(make_reference.BASES[algorithm])
+    shipped = {key: value for file in files for key, value in leaves(file, shown.keys()) if key in shown}
     assert len(shipped) > 80
     assert {key: yaml.safe_load(shown[key].strip("`")) for key in shipped} == shipped
     assert {shown[key] for key in shown.keys() - shipped.keys()} == {"not set"}
@@ -72,18 +79,18 @@ def test_reference_in_words() -> None:
     lines = make_reference.reference().splitlines()
     assert "### `sft`" in lines
     assert "### `data` (sft, dpo)" in lines
-    assert "### `data` (grpo)" in lines
+    assert "### `data` (grpo, distillation)" in lines
     assert lines.count("### `policy.megatron_cfg`") == 1
     for row in (
         "| `max_grad_norm` | a number above 0 and up to 1000000000 or null | `1.0` "
         "| Clip the gradient to this norm; null: no clipping. |",
-        "| `train_global_batch_size` | a whole number above 0 | sft `64`, dpo `64`, grpo `512` "
+        "| `train_global_batch_size` | a whole number above 0 | sft `64`, dpo `64`, grpo `512`, distillation `512` "
         "| Samples of one optimizer step, over all ranks. |",
         "| `moe_use_legacy_grouped_gemm` | true or false | the model's own "
         "| The older grouped kernels. Megatron-Core up to 0.16. |",
     ):
         assert lines.count(row) == 1
-    assert sum(line.startswith("| `num_samples_to_print` (grpo) |") for line in lines) == 1
+    assert sum(line.startswith("| `num_samples_to_print` (grpo, distillation) |") for line in lines) == 1
     rows = [line for line in lines if line.startswith("| `")]
     assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {6}
 

@@ -75,4 +75,5 @@ def _tried_inputs() -> LossInputs:
         columns=_AnyColumn(),
         entropy=torch.full(_SHAPE, _VALUE, requires_grad=True),
         values=torch.full(_SHAPE, _VALUE, requires_grad=True),
+        candidates=torch.full((*_SHAPE, 2), -1.0, requires_grad=True),
     )

@@ -34,7 +34,7 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.images import distinct_sizes, image_patches
-from nemo_rl_moe.models.interfaces import GpuUse, Head, LossFunction, RouteComparison, TrainResult, WriteOutcome
+from nemo_rl_moe.models.interfaces import GpuUse, Head, LossFunction, TrainResult, WriteOutcome
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers, in_rows, join_metrics
@@ -331,17 +331,6 @@ class MegatronPolicy(TrainableModel):
                 rows[place] = of_sequence
         logprobs = in_rows(plan, [found for found, _ in by_rank], batch, filled)
         return logprobs, stored_per_token(rows[: len(batch)], fill=UNKNOWN)
-
-    def compare_routes(
-        self, batch: TokenBatch, *, reference: bool = False, one_at_a_time: bool = False
-    ) -> RouteComparison:
-        """Return the experts that routers choose against those of the batch's capture, which is not replayed."""
-        batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
-        plan, filled, shares = self._plan_logprobs(batch, batching)
-        compare = MegatronTrainer.compare_reference_routes if reference else MegatronModel.compare_routes
-        by_rank = self._reported(self._workers.start_each(compare, self._to_ranks(shares))())
-        logprobs = in_rows(plan, [found for found, _ in by_rank], batch, filled)
-        return RouteComparison(logprobs, by_rank[0][1])
 
     def generate(self, batch: GenerationBatch) -> list[GeneratedSequence]:
         """Return one continuation of each prompt, in the order of the prompts."""

@@ -27,10 +27,11 @@ from nemo_rl_moe.distributed.shared_arrays import ArrayStore
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.metrics import MetricSeries, concatenate
+from nemo_rl_moe.models.candidates import Candidates
 from nemo_rl_moe.models.families import num_patches_of
 from nemo_rl_moe.models.hf_files import ModelSource, load_config_json, load_hf_config, plain_config
 from nemo_rl_moe.models.images import image_patches
-from nemo_rl_moe.models.interfaces import Head, LossFunction, missing_heads
+from nemo_rl_moe.models.interfaces import Head, LossFunction, RouteComparison, missing_heads
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.start_rank import start_rank
@@ -183,6 +184,42 @@ class ModelWorkers:
         by_rank = self._workers.start_each(MegatronModel.values, self._to_ranks(shares))()
         return in_rows(plan, self._reported(by_rank), batch, filled)
 
+    def start_top_candidates(self, batch: TokenBatch, k: int, vocabulary_size: int) -> Callable[[], Candidates]:
+        """Start on the `k` likeliest tokens in each token's place, among the first ids of the vocabulary; return a
+        function that waits for them.
+        """
+        plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
+        started = self._workers.start_each(MegatronModel.top_candidates, self._to_ranks(shares, k, vocabulary_size))
+
+        def wait() -> Candidates:
+            by_rank = self._reported(started())
+            ids, logprobs = ([[found[part] for found in of_rank] for of_rank in by_rank] for part in (0, 1))
+            return Candidates(in_rows(plan, ids, batch, filled), in_rows(plan, logprobs, batch, filled))
+
+        return wait
+
+    def start_candidate_logprobs(self, batch: TokenBatch) -> Callable[[], Tensor]:
+        """Start on the log-probabilities of each token's candidates; return a function that waits for them,
+        `[batch, sequence, k]`.
+
+        Args:
+            batch: With the column `candidate_ids`.
+        """
+        plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
+        started = self._workers.start_each(MegatronModel.candidate_logprobs, self._to_ranks(shares))
+        return lambda: in_rows(plan, self._reported(started()), batch, filled)
+
+    def compare_routes(
+        self, batch: TokenBatch, *, reference: bool = False, one_at_a_time: bool = False
+    ) -> RouteComparison:
+        """Return the experts that routers choose against those of the batch's capture, which is not replayed."""
+        batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
+        plan, filled, shares = self._plan_logprobs(batch, batching)
+        compare = MegatronTrainer.compare_reference_routes if reference else MegatronModel.compare_routes
+        by_rank = self._reported(self._workers.start_each(compare, self._to_ranks(shares))())
+        logprobs = in_rows(plan, [found for found, _ in by_rank], batch, filled)
+        return RouteComparison(logprobs, by_rank[0][1])
+
     def _require_heads(self, loss_function: LossFunction) -> None:
         if missing := missing_heads(loss_function, self._heads):
             names = ", ".join(sorted(head.name for head in missing))
@@ -268,15 +305,16 @@ def _has_its_own_experts(megatron: MegatronConfig) -> bool:
 
 
 def in_rows(plan: EvaluationPlan, by_rank: Sequence[Sequence[Tensor]], batch: TokenBatch, filled: TokenBatch) -> Tensor:
-    """Return the values of all ranks' microbatches as `[batch, sequence]`, 0 on padding; those of fillers are left
+    """Return the values of all ranks' microbatches as `[batch, sequence, ...]`, 0 on padding; those of fillers are left
     out.
     """
-    result = torch.zeros(filled.input_ids.shape)
+    first = by_rank[0][0]
+    result = first.new_zeros((*filled.input_ids.shape, *first.shape[2:]))
     for microbatches, found in zip(plan.by_rank, by_rank, strict=True):
         for indices, values in zip(microbatches, found, strict=True):
             result[list(indices), : values.shape[1]] = values
-    columns = torch.arange(result.shape[1])
-    return result[: len(batch)].where(columns < batch.lengths[:, None], 0.0)
+    is_token = torch.arange(result.shape[1]) < batch.lengths[:, None]
+    return result[: len(batch)].where(is_token.view(*is_token.shape, *(1 for _ in first.shape[2:])), 0)
 
 
 def join_metrics(by_rank: list[dict[str, MetricSeries]]) -> dict[str, MetricSeries]:

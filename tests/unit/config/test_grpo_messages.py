@@ -173,7 +173,8 @@ def test_the_algorithm_is_known_by_its_section_inherited_ones_too(tmp_path: Path
     own.write_text("policy: {}\n")
     with pytest.raises(ConfigurationError) as caught:
         load_any_config(own, check_paths=False)
-    assert caught.value.problems == [f"{own}: no section says which algorithm it is for; expected sft or dpo or grpo"]
+    expected = "expected sft or dpo or grpo or distillation"
+    assert caught.value.problems == [f"{own}: no section says which algorithm it is for; {expected}"]
 
 
 def test_parameters_of_a_task_are_free() -> None:

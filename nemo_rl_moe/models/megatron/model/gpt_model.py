@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.models.candidates import CANDIDATE_IDS
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.decoder import inverse_frequencies
 from nemo_rl_moe.models.interfaces import Head
@@ -60,6 +61,7 @@ class _PolicyOutput:
     Attributes:
         returns_hidden_states: End with the final norm's output, [sequence, batch, hidden].
         entropy: Last result, [batch, sequence], with its graph; cleared by its reader.
+        candidates: Likewise the log-probabilities of the candidates in the batch's column, [batch, sequence, k].
         model_columns: Columns of the microbatch in its forward pass, by name: `[rows, columns, ...]` on the token axis,
             whole also under sequence parallelism. Empty afterwards, and so in activation recomputation: read them
             before the layers, or pass them to the layers.
@@ -71,6 +73,8 @@ class _PolicyOutput:
     returns_hidden_states: bool = False
     needs_entropy: bool = False
     entropy: Tensor | None = None
+    needs_candidates: bool = False
+    candidates: Tensor | None = None
     has_value_head: bool = False
     value_head: ValueHead
     predicts_tokens: bool = True
@@ -106,12 +110,22 @@ class _PolicyOutput:
             self.values = self.value_head(hidden_states)
             if not self.predicts_tokens:
                 return self.values
-        most = self.logprob_chunk_size
-        if labels is None or most is None or labels.numel() <= most or not self.post_process:  # type: ignore[attr-defined]
+        if labels is None or not self.post_process or not self._computes_in_chunks(labels):  # type: ignore[attr-defined]
             return super()._postprocess(hidden_states, *args, labels=labels, **kwargs)  # type: ignore[misc]
-        found = chunked_token_statistics(self, hidden_states, labels, self.temperature, with_entropy=self.needs_entropy)
-        self.entropy = found.entropy
+        found = chunked_token_statistics(
+            self,
+            hidden_states,
+            labels,
+            self.temperature,
+            with_entropy=self.needs_entropy,
+            candidate_ids=self.model_columns[CANDIDATE_IDS] if self.needs_candidates else None,
+        )
+        self.entropy, self.candidates = found.entropy, found.candidates
         return -found.logprobs
+
+    def _computes_in_chunks(self, labels: Tensor) -> bool:
+        most = self.logprob_chunk_size
+        return self.needs_candidates or (most is not None and labels.numel() > most)
 
     def mask_logits(self, logits: Tensor) -> Tensor:
         """Set the logits of padded rows to the lowest number of their type; [..., local vocabulary]."""

@@ -11,6 +11,8 @@ brought together once, for all tokens.
 With logits `x` divided by the temperature, probabilities `p`, target `y` and entropy `H`:
 
     d log p_y / dx_v = [v = y] - p_v        dH / dx_v = -p_v (log p_v + H)
+
+Candidates of a position are further targets there, `k` of them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,6 +32,7 @@ from nemo_rl_moe.models.megatron.training.token_statistics import (
     TokenStatistics,
     VocabularySums,
     local_labels,
+    logits_at,
 )
 
 # isort: split
@@ -58,12 +61,20 @@ def statistics_of_heads(
     labels: Int[Tensor, "rows columns"],
     temperature: float,
     heads: Collection[Head],
+    candidate_ids: Int[Tensor, "rows columns k"] | None = None,
 ) -> TokenStatistics:
-    """Compute the heads that are asked for from the final norm's output."""
+    """Compute the heads that are asked for from the final norm's output.
+
+    Args:
+        candidate_ids: For `Head.CANDIDATES`: those of the token that is predicted at each place.
+    """
     values = model.value_head(hidden_states) if Head.VALUE in heads else None
     if values is not None and Head.LOGPROBS not in heads:
         return TokenStatistics.of_values(values)
-    found = chunked_token_statistics(model, hidden_states, labels, temperature, with_entropy=Head.ENTROPY in heads)
+    candidate_ids = candidate_ids if Head.CANDIDATES in heads else None
+    found = chunked_token_statistics(
+        model, hidden_states, labels, temperature, with_entropy=Head.ENTROPY in heads, candidate_ids=candidate_ids
+    )
     return found._replace(values=values)
 
 
@@ -74,8 +85,71 @@ def chunked_token_statistics(
     temperature: float = 1.0,
     *,
     with_entropy: bool = False,
+    candidate_ids: Int[Tensor, "rows columns k"] | None = None,
 ) -> TokenStatistics:
     """Return the statistics of each target, differentiable in hidden states and the output layer's weight."""
+    hidden, weight, head = _inputs_of_head(model, hidden_states, temperature, with_entropy=with_entropy)
+    rows, columns = labels.shape
+    ids = None if candidate_ids is None else candidate_ids.transpose(0, 1).flatten(0, 1).long()
+    logprobs, greedy_matches, entropy, candidates = (
+        None if values is None else values.unflatten(0, (columns, rows)).transpose(0, 1)
+        for values in _ChunkedHead.apply(hidden, weight, labels.T.reshape(-1), ids, head)
+    )
+    assert logprobs is not None
+    return TokenStatistics(logprobs, greedy_matches, entropy, candidates=candidates)
+
+
+def chunked_top_candidates(
+    model: Any,
+    hidden_states: Float[Tensor, "local_columns rows hidden"],
+    temperature: float,
+    k: int,
+    vocabulary_size: int,
+) -> tuple[Int[Tensor, "rows columns k"], Float[Tensor, "rows columns k"]]:
+    """Find the likeliest tokens at each place among the first ids of the vocabulary; no gradient.
+
+    Returns:
+        Their ids, and their log-probabilities over the whole vocabulary in nats, the likeliest first.
+    """
+    hidden, weight, head = _inputs_of_head(model, hidden_states, temperature)
+    rows = hidden_states.shape[1]
+    first = head.group.rank() * weight.shape[0]
+    pieces, of_chunks = [], []
+    for chunk in head.chunks(len(hidden)):
+        logits = head.logits(hidden[chunk], weight)
+        named = logits[:, : max(vocabulary_size - first, 0)]
+        values, local = named.topk(min(k, named.shape[1]))
+        # Every rank gives as many: what lacks ranks last.
+        lacking = (0, k - values.shape[1])
+        values = torch.nn.functional.pad(values, lacking, value=torch.finfo(values.dtype).min)
+        pieces.append((values, torch.nn.functional.pad(local + first, lacking)))
+        of_chunks.append(VocabularySums.of_columns(logits, local.new_zeros(len(logits)), head.group))
+    values, ids = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    if head.group.size() > 1:
+        values, ids = (_of_all_ranks(each, head.group) for each in (values, ids))
+        values, places = values.topk(k)
+        ids = ids.gather(-1, places)
+    sums = VocabularySums.joined(of_chunks).of_group(head.group)
+    logprobs = values - (sums.highest + sums.exponentials.log())[:, None]
+    found = (each.unflatten(0, (-1, rows)).transpose(0, 1) for each in (ids, logprobs))
+    return next(found), next(found)
+
+
+def _of_all_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the columns of all ranks beside one another."""
+    found = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(found, values.contiguous(), group=group)
+    return torch.cat(found, -1)
+
+
+def _inputs_of_head(
+    model: Any,
+    hidden_states: Float[Tensor, "local_columns rows hidden"],
+    temperature: float,
+    *,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "local_vocabulary hidden"], "_Head"]:
+    """Return all tokens' hidden states, the output layer's weight, and how logits are made of them."""
     if model.config.sequence_parallel:
         # Each rank's gradient is a part of the sum, that of its columns of the vocabulary.
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
@@ -92,13 +166,7 @@ def chunked_token_statistics(
         with_entropy=with_entropy,
     )
     # Around a bfloat16 model, Megatron-Core turns whatever comes out of it into float32.
-    tokens = hidden_states.to(weight.dtype).flatten(0, 1)
-    logprobs, greedy_matches, entropy = (
-        None if values is None else values.view(columns, rows).T
-        for values in _ChunkedHead.apply(tokens, weight, labels.T.reshape(-1), head)
-    )
-    assert logprobs is not None
-    return TokenStatistics(logprobs, greedy_matches, entropy)
+    return hidden_states.to(weight.dtype).flatten(0, 1), weight, head
 
 
 @dataclass(frozen=True)
@@ -122,36 +190,49 @@ class _Head:
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Output layer, log-softmax at the labels and entropy as one node of the graph."""
+    """Output layer, log-softmax at labels and candidates, and entropy as one node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> tuple[Tensor | None, ...]:
-        """Return for each token the log-probability, whether it ranks first, and the entropy or None."""
-        sums = VocabularySums.joined(
-            [
-                VocabularySums.of_columns(
-                    head.logits(hidden[chunk], weight), labels[chunk], head.group, with_entropy=head.with_entropy
-                )
-                for chunk in head.chunks(len(labels))
-            ]
-        ).of_group(head.group)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, candidates: Tensor | None, head: _Head
+    ) -> tuple[Tensor | None, ...]:
+        """Return for each token the log-probability, whether it ranks first, and the entropy and the candidates'
+        log-probabilities or None.
+        """
+        of_chunks, of_candidates = [], []
+        for chunk in head.chunks(len(labels)):
+            logits = head.logits(hidden[chunk], weight)
+            if candidates is not None:
+                of_candidates.append(logits_at(logits, candidates[chunk], head.group))
+            of_chunks.append(
+                VocabularySums.of_columns(logits, labels[chunk], head.group, with_entropy=head.with_entropy)
+            )
+        sums = VocabularySums.joined(of_chunks).of_group(head.group)
         found = sums.statistics()
         ctx.head = head
         ctx.set_materialize_grads(False)
         log_totals = sums.highest + sums.exponentials.log()
-        ctx.save_for_backward(hidden, weight, labels, log_totals, found.entropy)
+        ctx.save_for_backward(hidden, weight, labels, log_totals, found.entropy, candidates)
         assert found.greedy_matches is not None
         ctx.mark_non_differentiable(found.greedy_matches)
-        return found.logprobs, found.greedy_matches, found.entropy
+        if candidates is None:
+            return found.logprobs, found.greedy_matches, found.entropy, None
+        at_candidates = torch.cat(of_candidates)
+        if head.group.size() > 1:
+            dist.all_reduce(at_candidates, group=head.group)
+        return found.logprobs, found.greedy_matches, found.entropy, at_candidates.sub_(log_totals[:, None])
 
     @staticmethod
     def backward(
-        ctx: Any, of_logprobs: Tensor | None, _: None, of_entropy: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        ctx: Any, of_logprobs: Tensor | None, _: None, of_entropy: Tensor | None, of_candidates: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states, this rank's part of them, and of the weight."""
         head: _Head = ctx.head
-        hidden, weight, labels, log_totals, entropy = ctx.saved_tensors
+        hidden, weight, labels, log_totals, entropy, candidates = ctx.saved_tensors
         of_logprobs = torch.zeros_like(log_totals) if of_logprobs is None else of_logprobs
+        targets, of_targets = labels[:, None], of_logprobs[:, None]
+        if of_candidates is not None:
+            targets, of_targets = torch.cat([targets, candidates], -1), torch.cat([of_targets, of_candidates], -1)
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
         # In bfloat16 the sum over the chunks would be rounded at each.
@@ -159,9 +240,9 @@ class _ChunkedHead(torch.autograd.Function):
         for chunk in head.chunks(len(labels)):
             of_logits = _gradient_of_logits(
                 head.logits(hidden[chunk], weight).sub_(log_totals[chunk, None]),
-                labels[chunk],
+                targets[chunk],
                 head,
-                of_logprobs[chunk],
+                of_targets[chunk],
                 None if of_entropy is None else of_entropy[chunk],
                 None if of_entropy is None else entropy[chunk],
             ).to(weight.dtype)
@@ -171,25 +252,26 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_weight.addmm_(of_logits.T, hidden[chunk])
             elif grad_weight is not None:
                 grad_weight += of_logits.T @ hidden[chunk]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _gradient_of_logits(
     log_probabilities: Float[Tensor, "tokens local_vocabulary"],
-    labels: Int[Tensor, " tokens"],
+    targets: Int[Tensor, "tokens targets"],
     head: _Head,
-    of_logprobs: Float[Tensor, " tokens"],
+    of_targets: Float[Tensor, "tokens targets"],
     of_entropy: Float[Tensor, " tokens"] | None,
     entropy: Float[Tensor, " tokens"] | None,
 ) -> Float[Tensor, "tokens local_vocabulary"]:
     """Return the gradient of the undivided logits; the log-probabilities are used up."""
-    of_logprobs = of_logprobs / head.temperature
+    of_targets = of_targets / head.temperature
+    total = of_targets.sum(-1, keepdim=True)
     if of_entropy is None or entropy is None:
-        gradient = log_probabilities.exp_().mul_(-of_logprobs[:, None])
+        gradient = log_probabilities.exp_().mul_(-total)
     else:
         log_probabilities.clamp_(min=LOWEST_LOG_PROBABILITY)
         gradient = log_probabilities.exp().neg_()
         weights = log_probabilities.add_(entropy[:, None]).mul_((of_entropy / head.temperature)[:, None])
-        gradient *= weights.add_(of_logprobs[:, None])
-    local, held = local_labels(labels, gradient.shape[-1], head.group)
-    return gradient.scatter_add_(-1, local[:, None], of_logprobs.where(held, 0.0)[:, None])
+        gradient *= weights.add_(total)
+    local, held = local_labels(targets, gradient.shape[-1], head.group)
+    return gradient.scatter_add_(-1, local, of_targets.where(held, 0.0))

@@ -13,10 +13,15 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch
 from nemo_rl_moe.metrics import Reduction
+from nemo_rl_moe.models.candidates import CANDIDATE_IDS
 from nemo_rl_moe.models.checked_loss import outputs_of
 from nemo_rl_moe.models.interfaces import Head, LossFunction, LossInputs, needs_of
 from nemo_rl_moe.models.megatron.model.releases import needs_padding_mask, padding_mask_for_stage
-from nemo_rl_moe.models.megatron.training.chunked_head import hidden_states_only, statistics_of_heads
+from nemo_rl_moe.models.megatron.training.chunked_head import (
+    chunked_top_candidates,
+    hidden_states_only,
+    statistics_of_heads,
+)
 from nemo_rl_moe.models.megatron.training.context_parallel import place_of_rank
 from nemo_rl_moe.models.megatron.training.microbatch import (
     MicrobatchShape,
@@ -115,6 +120,40 @@ class ForwardBackward:
 
         return self._run_forward(chunks, microbatches, collect, {Head.VALUE})
 
+    def candidate_logprobs(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
+        """Run forward passes only; log-probabilities of the candidates of each token, `[sequences, longest, k]`."""
+
+        def collect(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> Tensor:
+            assert statistics.candidates is not None
+            return _of_tokens(microbatch.per_sequence(statistics.candidates))
+
+        return self._run_forward(chunks, microbatches, collect, {Head.LOGPROBS, Head.CANDIDATES})
+
+    def top_candidates(
+        self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch], k: int, vocabulary_size: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Run forward passes only; the likeliest tokens in each token's place, and their log-probabilities.
+
+        Returns:
+            For each microbatch ids and log-probabilities, `[sequences, longest, k]`.
+        """
+
+        def step(
+            data_iterator: Iterator[tuple[int, ModelMicrobatch]], model: MegatronModule
+        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, tuple[Tensor, Tensor]]]]:
+            number, microbatch = next(data_iterator)
+
+            def finish(hidden_states: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+                bare = unwrap_model(model)
+                ids, logprobs = chunked_top_candidates(bare, hidden_states, self.temperature, k, vocabulary_size)
+                found = (_of_tokens(microbatch.per_sequence(each)) for each in (ids.to(torch.int32), logprobs))
+                return hidden_states.new_zeros(()), (next(found), next(found))
+
+            return self._run_model(model, microbatch, number, labels=None), finish
+
+        with hidden_states_only([unwrap_model(chunk) for chunk in chunks]):
+            return self._run(chunks, microbatches, step, first_microbatch=0, forward_only=True)
+
     def _run_forward(
         self,
         chunks: Sequence[MegatronModule],
@@ -169,7 +208,8 @@ class ForwardBackward:
         number, microbatch = next(data_iterator)
         chunk = get_attr_wrapped_model(model, "vp_stage") or 0
         bare = unwrap_model(model)
-        bare.needs_entropy = Head.ENTROPY in needs_of(loss_function)
+        needs = needs_of(loss_function)
+        bare.needs_entropy, bare.needs_candidates = Head.ENTROPY in needs, Head.CANDIDATES in needs
         forward = TrainingForward(chunk, number, microbatch)
         with ExitStack() as stack:
             for observer in self.observers:
@@ -181,9 +221,10 @@ class ForwardBackward:
             self.hooks.watch_backward(output, chunk, microbatch)
         entropy, bare.entropy = bare.entropy, None
         values, bare.values = bare.values, None
+        candidates, bare.candidates = bare.candidates, None
         if not bare.predicts_tokens:  # then these are the output
             return output, partial(_value_loss, shard, loss_function, microbatch)
-        return output, partial(_training_loss, shard, loss_function, microbatch, entropy, values)
+        return output, partial(_training_loss, shard, loss_function, microbatch, entropy, values, candidates)
 
     def _forward_step(
         self,
@@ -195,8 +236,9 @@ class ForwardBackward:
         number, microbatch = next(data_iterator)
 
         def finish(hidden_states: Tensor) -> tuple[Tensor, Result]:
+            candidate_ids = microbatch.model_columns.get(CANDIDATE_IDS)
             statistics = statistics_of_heads(
-                unwrap_model(model), hidden_states, microbatch.labels, self.temperature, heads
+                unwrap_model(model), hidden_states, microbatch.labels, self.temperature, heads, candidate_ids
             )
             # The schedule divides the loss that it is given in place, and does nothing else with this one.
             return hidden_states.new_zeros(()), measure(microbatch, statistics)
@@ -245,15 +287,21 @@ class ForwardBackward:
         return torch.ones(length, length, dtype=torch.bool, device=self.device).triu_(1)[None, None]
 
 
+def _of_tokens(values: Tensor) -> Tensor:
+    """Return `[sequences, targets, k]` with a first token, which nothing predicts."""
+    return torch.nn.functional.pad(values, (0, 0, 1, 0))
+
+
 def _training_loss(
     shard: GlobalBatchShard,
     loss_function: LossFunction,
     microbatch: ModelMicrobatch,
     entropy: Tensor | None,
     values: Tensor | None,
+    candidates: Tensor | None,
     output: Tensor,
 ) -> tuple[Tensor, MicrobatchMetrics]:
-    return _scaled_loss(shard, loss_function, microbatch, TokenStatistics(-output, None, entropy, values))
+    return _scaled_loss(shard, loss_function, microbatch, TokenStatistics(-output, None, entropy, values, candidates))
 
 
 def _value_loss(
@@ -276,6 +324,7 @@ def _scaled_loss(
 
 def _loss_inputs(shard: GlobalBatchShard, microbatch: ModelMicrobatch, statistics: TokenStatistics) -> LossInputs:
     greedy_matches, entropy, values = statistics.greedy_matches, statistics.entropy, statistics.values
+    candidates = statistics.candidates
     columns = microbatch.batch.columns_for(Destination.LOSS)
     return LossInputs(
         logprobs=microbatch.per_sequence(statistics.logprobs),
@@ -286,6 +335,7 @@ def _loss_inputs(shard: GlobalBatchShard, microbatch: ModelMicrobatch, statistic
         columns={name: column.of_targets() for name, column in columns.items()},
         entropy=None if entropy is None else microbatch.per_sequence(entropy),
         values=None if values is None else microbatch.per_sequence(values),
+        candidates=None if candidates is None else microbatch.per_sequence(candidates),
     )
 
 

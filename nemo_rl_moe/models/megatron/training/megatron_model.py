@@ -154,6 +154,22 @@ class MegatronModel:
             found = self._forward_backward.values(self.modules, self._fetched(microbatches))
         return [values.cpu() for values in found] if self.coordinates.reports_loss else []
 
+    def candidate_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+        """Return `ForwardBackward.candidate_logprobs` on the host."""
+        self._evaluation_mode()
+        with torch.no_grad():
+            found = self._forward_backward.candidate_logprobs(self.modules, self._fetched(microbatches))
+        return [logprobs.cpu() for logprobs in found] if self.coordinates.reports_loss else []
+
+    def top_candidates(
+        self, microbatches: Sequence[TokenBatch], k: int, vocabulary_size: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return `ForwardBackward.top_candidates` on the host."""
+        self._evaluation_mode()
+        with torch.no_grad():
+            found = self._forward_backward.top_candidates(self.modules, self._fetched(microbatches), k, vocabulary_size)
+        return [(ids.cpu(), logprobs.cpu()) for ids, logprobs in found] if self.coordinates.reports_loss else []
+
     def logprobs_and_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], list[StoredRows]]:
         """Compute `logprobs`, and the stored routed experts of each sequence, microbatch after microbatch; of the
         ranks that report.

@@ -89,15 +89,15 @@ class ModelMicrobatch:
         """Bring values of flat positions back to one row a sequence; a collective of `whole`.
 
         Returns:
-            [batch, longest - 1]; entries beyond a sequence's length are those of other positions and must be masked.
+            [batch, longest - 1, ...]; entries beyond a sequence's length are those of other positions: mask them.
         """
         values = self.whole(values)
         longest = self.batch.input_ids.shape[1]
         if self.packed_seq_params is None:
             return values[: len(self.batch), : longest - 1]
         offsets = torch.arange(longest - 1, device=values.device)
-        index = (self.sequence_start[:, None] + offsets).clamp_(max=values.numel() - 1)
-        return values.reshape(-1)[index]
+        index = (self.sequence_start[:, None] + offsets).clamp_(max=values.shape[0] * values.shape[1] - 1)
+        return values.flatten(0, 1)[index]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from nemo_rl_moe.config.schema_grpo import generating
+from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
@@ -320,10 +320,9 @@ def attach_hooks(
 
     A fused router does not ask its slot, so there is nothing to compare.
     """
-    generates = generating(policy)
-    if generates is None or not moe_layer_indices(config) or config.moe_router_fusion:
+    chosen = policy.megatron_cfg
+    if not isinstance(chosen, RolloutMegatronConfig) or not moe_layer_indices(config) or config.moe_router_fusion:
         return None
-    chosen = generates.megatron_cfg
     if not chosen.capture_routing and chosen.routing_replay == "none":
         return None
     return RouterHooks(

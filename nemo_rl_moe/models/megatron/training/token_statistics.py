@@ -21,12 +21,13 @@ LOWEST_LOG_PROBABILITY = -1000.0
 
 class TokenStatistics(NamedTuple):
     """Statistics of each target token: its log-probability in nats, whether it ranks first; where they are asked for,
-    the entropy and the value of the state in which it is chosen."""
+    the entropy, the value of the state in which it is chosen, and the log-probabilities of its candidates."""
 
     logprobs: Float[Tensor, "*tokens"]
     greedy_matches: Bool[Tensor, "*tokens"] | None
     entropy: Float[Tensor, "*tokens"] | None = None
     values: Float[Tensor, "*tokens"] | None = None
+    candidates: Float[Tensor, "*tokens k"] | None = None
 
     @staticmethod
     def of_values(values: Float[Tensor, "*tokens"]) -> "TokenStatistics":
@@ -51,8 +52,7 @@ class VocabularySums(NamedTuple):
         with_entropy: bool = False,
     ) -> "VocabularySums":
         """Return the sums over this rank's columns of the vocabulary; the logits are used up."""
-        local, held = local_labels(labels, logits.shape[-1], group)
-        target = logits.gather(-1, local[..., None])[..., 0].where(held, 0.0)
+        target = logits_at(logits, labels[..., None], group)[..., 0]
         highest = logits.amax(-1)
         shifted = logits.sub_(highest[..., None])
         if not with_entropy:
@@ -100,6 +100,14 @@ def local_labels(
     local = labels - group.rank() * local_vocabulary
     held = (local >= 0) & (local < local_vocabulary)
     return local.clamp(0, local_vocabulary - 1), held
+
+
+def logits_at(
+    logits: Float[Tensor, "*tokens local_vocabulary"], ids: Int[Tensor, "*tokens k"], group: dist.ProcessGroup
+) -> Float[Tensor, "*tokens k"]:
+    """Return the logits of ids that this rank holds, and 0 at the others: ranks' add up."""
+    local, held = local_labels(ids, logits.shape[-1], group)
+    return logits.gather(-1, local).where(held, 0.0)
 
 
 def token_statistics(

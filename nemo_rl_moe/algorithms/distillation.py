@@ -1,0 +1,197 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation: teachers score the policy's responses, and the loss brings the policy closer to them.
+
+As a step of GRPO whose batch has teachers' log-probabilities besides, and whose loss has a divergence from them
+(GKD, arXiv:2306.13649; MiniLLM, arXiv:2306.08543).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.losses.distillation import (
+    TEACHER_LOGPROBS,
+    TEACHER_SHARE,
+    DistillationLoss,
+    shares_of_means,
+)
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
+from nemo_rl_moe.distributed.batch import TokenBatch, per_token
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.candidates import CANDIDATE_IDS, Candidates, candidate_column
+from nemo_rl_moe.models.interfaces import LossFunction, PolicyInterface
+from nemo_rl_moe.rollouts.trajectory import Trajectory, rows_of
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+
+Found = TypeVar("Found")
+
+
+class CandidateModel(Protocol):
+    """A model that finds candidates and gives log-probabilities, by forward passes alone."""
+
+    def start_logprobs(self, batch: TokenBatch) -> Callable[[], Float[Tensor, "batch sequence"]]:
+        """Start on the log-probability of each token; return what waits for it."""
+        ...
+
+    def start_candidate_logprobs(self, batch: TokenBatch) -> Callable[[], Float[Tensor, "batch sequence k"]]:
+        """Start on the log-probabilities of the batch's candidates; return what waits for them."""
+        ...
+
+    def start_top_candidates(self, batch: TokenBatch, k: int, vocabulary_size: int) -> Callable[[], Candidates]:
+        """Start on the likeliest tokens in each token's place; return what waits for them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """Teachers of a run.
+
+    Attributes:
+        config: The whole configuration.
+        models: By name.
+        vocabulary_size: Tokens of the policy.
+        by_sample: Name of the teacher of each sample that has one, where records say it.
+    """
+
+    config: DistillationMasterConfig
+    models: Mapping[str, CandidateModel]
+    vocabulary_size: int
+    by_sample: Mapping[str, str] = field(default_factory=dict)
+
+    def loss(self, policy_gradient: PolicyGradientLoss) -> LossFunction:
+        """Return the loss of a step.
+
+        Args:
+            policy_gradient: That of the rewards, of responses that the policy samples.
+        """
+        settings = self.config.distillation
+        is_given = settings.responses == "given"
+        return DistillationLoss(
+            kl_type=settings.kl_type,
+            mixed_kl_weight=settings.mixed_kl_weight,
+            has_candidates=settings.topk_logits_k is not None,
+            kl_weight=settings.kl_weight,
+            policy_gradient_weight=settings.policy_gradient_weight,
+            cross_entropy_weight=settings.cross_entropy_weight,
+            policy_gradient=None if is_given else policy_gradient,
+        )
+
+    def teacher_of(self, trajectory: Trajectory) -> str | None:
+        """Return the name of the teacher of a trajectory; None: it has none."""
+        settings = self.config.distillation
+        if settings.teacher_key is not None:
+            return self.by_sample.get(trajectory.sample_id)
+        by_environment = settings.teacher_by_environment
+        return by_environment.get(trajectory.environment) if by_environment else next(iter(self.models))
+
+    def with_scores(
+        self, policy: PolicyInterface, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
+    ) -> tuple[TokenBatch, dict[str, float]]:
+        """Have each trajectory scored by its teacher.
+
+        Args:
+            policy: Names the candidates, where they are its own.
+            batch: Made of the trajectories.
+            trajectories: Those that are trained on.
+            clock: Gets the phases `candidates` and `teachers`.
+
+        Returns:
+            The batch with the columns of `DistillationLoss`; and `distillation/share_with_teacher` of the trained
+            tokens, `distillation/bytes_to_teachers` and `distillation/bytes_from_teachers`: the size of the ids and
+            log-probabilities that travel between driver and teachers.
+        """
+        rows = self.rows_of(trajectories)
+        counts = torch.zeros_like(batch.token_mask)
+        for chosen in rows.values():
+            counts[chosen] = batch.token_mask[chosen]
+        size = self.config.policy.train_global_batch_size
+        shares = shares_of_means(counts, batch.first_rows_of_samples()[::size])
+        scored, num_to, num_from = self._scored(policy, batch, rows, clock)
+        metrics = {
+            "distillation/share_with_teacher": float(counts[:, 1:].sum() / max(batch.num_valid_tokens(), 1)),
+            "distillation/bytes_to_teachers": float(num_to),
+            "distillation/bytes_from_teachers": float(num_from),
+        }
+        return scored.with_columns(**{TEACHER_SHARE: per_token(shares)}), metrics
+
+    def rows_of(self, trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
+        """Return the rows of the batch that each teacher scores; no teacher without any."""
+        rows: dict[str, list[int]] = {}
+        for trajectory, own in zip(trajectories, rows_of(trajectories), strict=True):
+            teacher = self.teacher_of(trajectory)
+            if teacher is not None:
+                rows.setdefault(teacher, []).extend(own)
+        return rows
+
+    def _scored(
+        self, policy: PolicyInterface, batch: TokenBatch, rows: Mapping[str, Sequence[int]], clock: PhaseClock
+    ) -> tuple[TokenBatch, int, int]:
+        """Return the batch with the teachers' log-probabilities, and the bytes to and from the teachers."""
+        settings = self.config.distillation
+        k = settings.topk_logits_k
+        asked = batch.without_stored(ROUTED_EXPERTS)  # of teachers the routers choose
+        if k is None:
+            with clock.phase("teachers"):
+                found = self._of_teachers(asked, rows, lambda model, part: model.start_logprobs(part))
+            logprobs = _in_batch(batch, rows, found)
+            return batch.with_columns(**{TEACHER_LOGPROBS: per_token(logprobs)}), 0, _num_bytes(found)
+        if settings.topk_ids == "teacher":
+            with clock.phase("teachers"):
+                likeliest = self._of_teachers(
+                    asked, rows, lambda model, part: model.start_top_candidates(part, k, self.vocabulary_size)
+                )
+            ids, found = [each.ids for each in likeliest], [each.logprobs for each in likeliest]
+            columns = {CANDIDATE_IDS: candidate_column(_in_batch(batch, rows, ids, k))}
+            num_to, num_from = 0, _num_bytes([*ids, *found])
+        else:
+            policy.prepare_for_logprobs(clock)
+            # Under replay the policy is that of the replayed experts, as the one that is trained.
+            replays = self.config.policy.megatron_cfg.routing_replay == "rollout"
+            with clock.phase("candidates"):
+                own = policy.start_top_candidates(batch if replays else asked, k, self.vocabulary_size)()
+            columns = {CANDIDATE_IDS: candidate_column(own.ids)}
+            with clock.phase("teachers"):
+                found = self._of_teachers(
+                    asked.with_columns(**columns), rows, lambda model, part: model.start_candidate_logprobs(part)
+                )
+            num_to, num_from = sum(own.ids[list(chosen)].nbytes for chosen in rows.values()), _num_bytes(found)
+        columns[TEACHER_LOGPROBS] = per_token(_in_batch(batch, rows, found, k))
+        return batch.with_columns(**columns), num_to, num_from
+
+    def _of_teachers(
+        self,
+        batch: TokenBatch,
+        rows: Mapping[str, Sequence[int]],
+        start: Callable[[CandidateModel, TokenBatch], Callable[[], Found]],
+    ) -> list[Found]:
+        """Start all teachers on their rows, and wait for them."""
+        started = [start(self.models[name], batch.select(chosen)) for name, chosen in rows.items()]
+        return [wait() for wait in started]
+
+
+def _in_batch(
+    batch: TokenBatch,
+    rows: Mapping[str, Sequence[int]],
+    found: Sequence[Shaped[Tensor, "rows tokens ..."]],
+    *of_token: int,
+) -> Shaped[Tensor, "batch sequence ..."]:
+    """Return what teachers found at their rows of the batch, and 0 elsewhere.
+
+    Args:
+        of_token: Shape of what they found for a token.
+    """
+    dtype = found[0].dtype if found else torch.float32  # a step may have no response with a teacher
+    values = torch.zeros((*batch.input_ids.shape, *of_token), dtype=dtype)
+    for chosen, of_rows in zip(rows.values(), found, strict=True):
+        values[list(chosen), : of_rows.shape[1]] = of_rows
+    return values
+
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

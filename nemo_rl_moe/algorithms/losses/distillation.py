@@ -1,0 +1,123 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Loss of distillation: divergence from a teacher, policy gradient and cross-entropy, each with its own denominator.
+
+A mean over the tokens that a component is about does not change when tokens of others join the batch: responses without
+a teacher do not dilute the divergence of those that have one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.algorithms.losses.policy_metrics import Metrics
+from nemo_rl_moe.algorithms.losses.teacher_divergence import KlType, candidate_divergence, sampled_divergence
+from nemo_rl_moe.metrics import Reduction
+from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
+
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""Column: log-probability of each token, `[batch, sequence]`, or of its candidates, `[batch, sequence, k]`."""
+TEACHER_SHARE = "teacher_share"
+"""Column, one number a token: 1 over the tokens of the global batch that have a teacher; 0 at others."""
+
+
+@dataclass(frozen=True)
+class DistillationLoss:
+    """The weighted sum of three means over the global batch; a component whose weight is 0 is left out.
+
+    - divergence: over the tokens that have a teacher, of `candidate_divergence` or, without candidates, of
+      `sampled_divergence`
+    - policy gradient: as `policy_gradient` averages it
+    - cross-entropy: over the trained tokens, of the negative log-likelihood
+
+    Columns of the batch: `teacher_logprobs` and `teacher_share`; `generation_logprobs`, for a divergence without
+    candidates; those of the policy gradient.
+
+    Metrics, each a mean as above in nats, before its weight: `teacher_kl` (estimated from sampled tokens without
+    candidates), `cross_entropy`; `policy_candidate_mass` and `teacher_candidate_mass`: probability that the model gives
+    to the candidates; those of the policy gradient where there is one.
+
+    Attributes:
+        has_candidates: The teacher gives log-probabilities of candidates, otherwise of the sampled tokens.
+        policy_gradient: The loss of the rewards; its metrics count where its weight is 0 too. None: there are none.
+    """
+
+    kl_type: KlType
+    mixed_kl_weight: float
+    has_candidates: bool
+    kl_weight: float
+    policy_gradient_weight: float
+    cross_entropy_weight: float
+    policy_gradient: PolicyGradientLoss | None
+
+    @property
+    def needs(self) -> frozenset[Head]:
+        """Candidates, where the teacher has them, and what the policy gradient needs."""
+        own = frozenset({Head.CANDIDATES} if self.has_candidates else ())
+        return own if self.policy_gradient is None else own | self.policy_gradient.needs
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        """Compute one microbatch's share of the loss.
+
+        Raises:
+            KeyError: One of the columns is missing.
+        """
+        divergence, metrics = self._divergence(inputs)
+        loss = self.kl_weight * divergence
+        if self.policy_gradient is not None:
+            of_rewards = self.policy_gradient(inputs)
+            metrics |= of_rewards.metrics
+            if self.policy_gradient_weight > 0:
+                loss = loss + self.policy_gradient_weight * of_rewards.loss
+        else:
+            metrics["num_valid_tokens"] = (inputs.token_mask.sum(), Reduction.SUM)
+            likelihood = inputs.logprobs.where(inputs.token_mask, 0.0).sum() / max(inputs.global_valid_tokens, 1)
+            metrics["cross_entropy"] = (-likelihood.detach(), Reduction.SHARE)
+            if self.cross_entropy_weight > 0:
+                loss = loss - self.cross_entropy_weight * likelihood
+        return LossOutputs(loss, metrics)
+
+    def _divergence(self, inputs: LossInputs) -> tuple[Float[Tensor, ""], Metrics]:
+        share = inputs.per_target(TEACHER_SHARE)
+        counts = share > 0
+        teacher = inputs.per_target(TEACHER_LOGPROBS)
+
+        def mean(values: Tensor) -> Float[Tensor, ""]:
+            return (share * values.where(counts, 0.0)).sum()
+
+        if not self.has_candidates:
+            # Before arithmetic: where masked, columns hold anything, and NaN times 0 is NaN in the gradient too.
+            policy, teacher, sampled = (
+                each.where(counts, 0.0)
+                for each in (inputs.logprobs, teacher, inputs.per_target("generation_logprobs").to(teacher))
+            )
+            each, unbiased = sampled_divergence(policy, teacher, sampled)
+            return mean(each), {"teacher_kl": (mean(unbiased), Reduction.SHARE)}
+        assert inputs.candidates is not None  # declared
+        any_token = torch.full_like(teacher, -1.0 - float(teacher.shape[-1]))
+        policy = inputs.candidates.where(counts[..., None], any_token)
+        teacher = teacher.where(counts[..., None], any_token)
+        divergence = mean(candidate_divergence(policy, teacher, self.kl_type, self.mixed_kl_weight))
+        with torch.no_grad():
+            masses = {name: mean(each.exp().sum(-1)) for name, each in (("policy", policy), ("teacher", teacher))}
+        metrics: Metrics = {f"{name}_candidate_mass": (mass, Reduction.SHARE) for name, mass in masses.items()}
+        return divergence, metrics | {"teacher_kl": (divergence.detach(), Reduction.SHARE)}
+
+
+def shares_of_means(counts: Bool[Tensor, "batch sequence"], first_rows: list[int]) -> Float[Tensor, "batch sequence"]:
+    """Return 1 over the number of tokens that count in a global batch, at each of them; 0 at others.
+
+    Args:
+        counts: Tokens of the component; a sequence's first one never counts, as nothing predicts it.
+        first_rows: First sequence of each global batch.
+    """
+    counts = counts.clone()
+    counts[:, 0] = False
+    shares = torch.zeros(counts.shape)
+    for start, end in zip(first_rows, [*first_rows[1:], len(counts)], strict=True):
+        part = counts[start:end]
+        shares[start:end] = part / part.sum().clamp(min=1)
+    return shares

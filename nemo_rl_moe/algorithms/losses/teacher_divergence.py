@@ -1,0 +1,93 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Divergences of the policy from a teacher, exact on candidate tokens, or estimated from the sampled one.
+
+Of `k` candidates at a position both models give the log-probability; all other tokens together, the tail, are one more
+outcome, whose mass is what the candidates leave. So both distributions have `k + 1` outcomes that add up to 1, and
+their divergence is a lower bound of that over the whole vocabulary, exact where the candidates are all of it.
+Renormalised on the candidates instead, distributions of one candidate would always agree, and mass that a model gives
+to other tokens would count nowhere.
+
+A divergence at a position is a function of the tokens before it. Its gradient is therefore that of a term of the loss;
+as a part of the advantage of the token sampled there it would be a baseline, whose expected gradient is 0.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.losses.divergence import bounded_exp, kl_estimate
+
+KlType = Literal["forward", "reverse", "mixed", "jensen_shannon"]
+
+LOWEST_TAIL = 1e-6
+"""Smallest mass of a tail: below, `1 - sum` in float32 is rounding."""
+LOWEST_TEACHER_LOGPROB = -80.0
+"""A teacher's log-probabilities end here, so that a token that it rules out gives a finite divergence."""
+
+
+def with_tail(logprobs: Float[Tensor, "*tokens k"]) -> Float[Tensor, "*tokens outcomes"]:
+    """Append the log-probability of all tokens that are no candidates."""
+    mass = -torch.expm1(logprobs.logsumexp(-1, keepdim=True))
+    return torch.cat([logprobs, mass.clamp(min=LOWEST_TAIL).log()], -1)
+
+
+def candidate_divergence(
+    logprobs: Float[Tensor, "*tokens k"],
+    teacher_logprobs: Float[Tensor, "*tokens k"],
+    kind: KlType,
+    mixed_kl_weight: float = 0.5,
+) -> Float[Tensor, "*tokens"]:
+    """Compute the divergence of each position in nats, from 0 up, on distinct candidates and their tail.
+
+    - `forward`: `KL(teacher || policy)`
+    - `reverse`: `KL(policy || teacher)`
+    - `mixed`: their mean, with the weight `mixed_kl_weight` on `forward`
+    - `jensen_shannon`: mean of the divergences of both from their mean distribution
+
+    Args:
+        logprobs: Of the policy; the gradient goes to these alone.
+        teacher_logprobs: Of the same candidates.
+    """
+    policy = with_tail(logprobs)
+    teacher = with_tail(teacher_logprobs.detach()).clamp(min=LOWEST_TEACHER_LOGPROB)
+    if kind == "jensen_shannon":
+        mean = torch.logaddexp(policy, teacher) - math.log(2)
+        return (_divergence(policy, mean) + _divergence(teacher, mean)) / 2
+    forward_weight = {"forward": 1.0, "reverse": 0.0, "mixed": mixed_kl_weight}[kind]
+    total = torch.zeros_like(policy[..., 0])
+    if forward_weight > 0:
+        total = total + forward_weight * _divergence(teacher, policy)
+    if forward_weight < 1:
+        total = total + (1 - forward_weight) * _divergence(policy, teacher)
+    return total
+
+
+def _divergence(
+    logprobs: Float[Tensor, "*tokens outcomes"], others: Float[Tensor, "*tokens outcomes"]
+) -> Float[Tensor, "*tokens"]:
+    return (logprobs.exp() * (logprobs - others)).sum(-1)
+
+
+def sampled_divergence(
+    logprobs: Float[Tensor, "*tokens"],
+    teacher_logprobs: Float[Tensor, "*tokens"],
+    sampled_logprobs: Float[Tensor, "*tokens"],
+) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
+    """Estimate `KL(policy || teacher)` from one token that was sampled at each position, in nats.
+
+    Both are weighed by the policy's probability over the one that the token was sampled with. The first is half the
+    square of the difference of log-probabilities, whose expected gradient is that of the divergence (see
+    `divergence.py`); the second is the difference, without a gradient, whose expectation is the divergence.
+
+    Args:
+        logprobs: Of the policy; the gradient goes to these alone.
+        sampled_logprobs: Of the distribution that tokens were sampled from.
+    """
+    teacher = teacher_logprobs.detach().clamp(min=LOWEST_TEACHER_LOGPROB)
+    weight = bounded_exp(logprobs.detach() - sampled_logprobs.detach())
+    unbiased = weight * kl_estimate(logprobs.detach(), teacher, "k1")
+    return weight * kl_estimate(logprobs, teacher, "k2"), unbiased

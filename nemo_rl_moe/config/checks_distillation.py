@@ -1,0 +1,113 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rules between the settings of distillation; see `checks.py`."""
+
+from collections.abc import Iterator
+
+from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
+from nemo_rl_moe.config.schema_run import GENERATION_ROLE, POLICY_ROLE
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+
+_KEY = "distillation"
+
+
+def responses_have_a_teacher(config: DistillationMasterConfig) -> Iterator[str]:
+    """Check that there are teachers, each of which scores some responses."""
+    teachers, by_environment = config.distillation.teachers, config.distillation.teacher_by_environment
+    if not teachers:
+        yield f"{_KEY}.teachers: got none, expected one or more, each with model_name, logprob_batch_size, megatron_cfg"
+    for name in teachers:
+        if name in (POLICY_ROLE, GENERATION_ROLE):
+            yield f"{_KEY}.teachers.{name}: expected another name, which cluster.roles does not use for something else"
+    key = config.distillation.teacher_key
+    if key is not None:
+        if by_environment:
+            yield f"{_KEY}.teacher_by_environment: expected {{}} with {_KEY}.teacher_key {key}, which names teachers"
+        return
+    if not by_environment:
+        if len(teachers) > 1:
+            yield (
+                f"{_KEY}.teacher_by_environment: got {{}}, expected a teacher for each environment, or"
+                f" {_KEY}.teacher_key: there are {len(teachers)} ({', '.join(teachers)})"
+            )
+        return
+    environments = [name for name in config.env.environments if name]
+    for environment, teacher in by_environment.items():
+        key = f"{_KEY}.teacher_by_environment.{environment}"
+        if environment not in environments:
+            known = f"expected one of {', '.join(environments)}" if environments else "expected {} without env.mixture"
+            yield f"{key}: no such environment, {known}{did_you_mean(nearest(environment, environments))}"
+        if teacher not in teachers:
+            known = ", ".join(teachers)
+            yield f"{key}: got {teacher}, expected one of {known}{did_you_mean(nearest(teacher, list(teachers)))}"
+    named = set(by_environment.values())
+    for name in teachers.keys() - named if named <= teachers.keys() else ():
+        yield f"{_KEY}.teachers.{name}: scores nothing; name it in {_KEY}.teacher_by_environment, or remove it"
+
+
+def divergence_has_candidates(config: DistillationMasterConfig) -> Iterator[str]:
+    """Check that the divergence can be had from what the teacher gives."""
+    settings = config.distillation
+    if settings.topk_logits_k is None and settings.kl_type != "reverse":
+        yield (
+            f"{_KEY}.topk_logits_k: got null, expected a number of candidates with {_KEY}.kl_type {settings.kl_type}:"
+            " the sampled token alone gives reverse"
+        )
+
+
+def some_component_has_weight(config: DistillationMasterConfig) -> Iterator[str]:
+    """Check that the teacher's component has a weight above 0."""
+    if config.distillation.kl_weight == 0:
+        yield f"{_KEY}.kl_weight: got 0, expected more: without the divergence it is GRPO (algorithm: grpo)"
+
+
+def policy_is_sampled_as_it_is(config: DistillationMasterConfig) -> Iterator[str]:
+    """Check that the policy's distribution is that of its logits, as the teacher's is."""
+    generation, key = config.policy.generation, "policy.generation"
+    for name, found, expected in (
+        ("temperature", generation.temperature, 1),
+        ("top_p", generation.top_p, 1),
+        ("top_k", generation.top_k, None),
+    ):
+        if found != expected:
+            wanted = "null" if expected is None else expected
+            yield f"{key}.{name}: got {found}, expected {wanted} with teachers, whose distribution is that of logits"
+
+
+def given_responses_are_not_sampled(config: DistillationMasterConfig) -> Iterator[str]:
+    """Check that what is about sampled responses is off where they are given, and the other way round."""
+    settings, loop, megatron = config.distillation, config.grpo, config.policy.megatron_cfg
+    if settings.responses == "policy":
+        if settings.response_key is not None:
+            yield f"{_KEY}.response_key: got {settings.response_key}, expected null with {_KEY}.responses policy"
+        if settings.cross_entropy_weight > 0:
+            yield (
+                f"{_KEY}.cross_entropy_weight: got {settings.cross_entropy_weight}, expected 0 with {_KEY}.responses"
+                " policy: the likelihood of what it samples teaches nothing"
+            )
+        return
+    given = f"with {_KEY}.responses given"
+    if settings.response_key is None:
+        yield f"{_KEY}.response_key: got null, expected the key of a record that holds its response {given}"
+    for key, found, expected in (
+        (f"{_KEY}.policy_gradient_weight", settings.policy_gradient_weight, 0),
+        ("grpo.num_generations_per_prompt", loop.num_generations_per_prompt, 1),
+        ("grpo.use_dynamic_sampling", loop.use_dynamic_sampling, False),
+        ("grpo.rollouts.mode", loop.rollouts.mode, "synchronous"),
+        ("policy.megatron_cfg.capture_routing", megatron.capture_routing, False),
+        ("policy.megatron_cfg.routing_replay", megatron.routing_replay, "none"),
+    ):
+        if found != expected:
+            shown, wanted = (str(value).lower() if isinstance(value, bool) else value for value in (found, expected))
+            yield f"{key}: got {shown}, expected {wanted} {given}, which nobody samples"
+    if settings.topk_logits_k is None:
+        yield f"{_KEY}.topk_logits_k: got null, expected a number of candidates {given}, which nobody samples"
+
+
+DISTILLATION_RULES = (
+    given_responses_are_not_sampled,
+    responses_have_a_teacher,
+    divergence_has_candidates,
+    some_component_has_weight,
+    policy_is_sampled_as_it_is,
+)
