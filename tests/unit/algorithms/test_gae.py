@@ -20,7 +20,7 @@ ALL_OF_THREE = torch.ones(1, 3, dtype=torch.bool)
 
 def by_definition(rewards: list[float], values: list[float], discount: float, decay: float) -> list[float]:
     """Return the sums of equation 16, over the tokens of one trajectory, with the value 0 behind the last one."""
-    following = [*values[1:], 0.0]
+    following = [*values, 0.0][1:]
     differences = [r + discount * after - v for r, after, v in zip(rewards, following, values, strict=True)]
     return [
         math.fsum((discount * decay) ** (later - t) * differences[later] for later in range(t, len(rewards)))
