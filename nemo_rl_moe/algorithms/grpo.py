@@ -5,6 +5,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nemo_rl_moe.algorithms.critic import Critic
 from nemo_rl_moe.algorithms.grpo_batch import (
     add_logprobs,
     failure_rule,
@@ -28,7 +29,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.models.interfaces import PolicyInterface
+from nemo_rl_moe.models.interfaces import PolicyInterface, TrainResult
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.source import RolloutGroups, RolloutSource
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -57,8 +58,13 @@ def train_grpo(
     rollouts: Rollouts,
     recorder: StepRecorder,
     observers: Sequence[RunObserver] = (),
+    critic: Critic | None = None,
 ) -> RunSummary:
-    """Train to the last step, validate when due, and end each step with the recorder."""
+    """Train to the last step, validate when due, and end each step with the recorder.
+
+    Args:
+        critic: Makes the advantages, and trains on their returns before the policy; None: the estimator's are taken.
+    """
     engine, source, validate = rollouts.engine, rollouts.source, rollouts.validate
     last_step = num_training_steps(config.grpo, source.steps_per_epoch)
     source.load_state(recorder.state.batches_taken)
@@ -83,12 +89,17 @@ def train_grpo(
             observed = joined(each.before_update(step, batch, groups.trained, clock) for each in observers)
             batch = add_logprobs(config, policy, batch, clock)
             batch, divergence = take_divergence_from_rewards(config, groups, batch)
-            policy.prepare_for_training(clock)
-            with clock.phase("train"):
-                result = policy.train(batch, make_loss(config, is_on_policy=groups.is_on_policy))
-            clock.count_tokens("train", result.num_tokens)
-            recorder.record_artifacts(result.artifacts)
-            observed |= joined(each.after_update(result, clock) for each in observers)
+            if critic is not None:
+                batch, of_values = critic.with_advantages(groups, batch, clock)
+                observed |= of_values | critic.train(batch, clock)
+            result = TrainResult.of_no_update(policy.weight_version)
+            if critic is None or critic.trains_policy(step):
+                policy.prepare_for_training(clock)
+                with clock.phase("train"):
+                    result = policy.train(batch, make_loss(config, is_on_policy=groups.is_on_policy))
+                clock.count_tokens("train", result.num_tokens)
+                recorder.record_artifacts(result.artifacts)
+                observed |= joined(each.after_update(result, clock) for each in observers)
             observed |= update_engine(engine, policy, clock, observers, source, step)
         due = validate if validation_is_due(config.grpo, step, last_step) else None
         validation, responses = ({}, {}) if due is None else validated(due, source)

@@ -130,7 +130,9 @@ def _with_section_of_engine(schema: type[ConfigT], values: Mapping[str, Any]) ->
 
 
 def _algorithm_in(values: Mapping[str, Any]) -> Algorithm | None:
-    """Return the algorithm that a file names, or else the built-in one whose section it has.
+    """Return the algorithm that a file names, or else the last built-in one whose section it has.
+
+    Those that have the sections of another one stand behind it.
 
     Raises:
         ConfigurationError: The name is no algorithm's.
@@ -138,7 +140,7 @@ def _algorithm_in(values: Mapping[str, Any]) -> Algorithm | None:
     named = values.get(ALGORITHM_KEY)
     if named is not None:
         return find_algorithm(str(named))
-    return next((ALGORITHMS[name] for name in BUILT_IN if name in values), None)
+    return next((ALGORITHMS[name] for name in reversed(BUILT_IN) if name in values), None)
 
 
 def installed_megatron_version() -> str | None:

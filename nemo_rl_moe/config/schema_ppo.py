@@ -17,8 +17,6 @@ class PPOConfig(StrictModel):
     `gae_lambda`."""
     gae_gamma: WholeOrLess
     """Discount of the reward for each trained token before it."""
-    normalize_advantages: bool
-    """Subtract the mean of all trained tokens of a step, and divide by their standard deviation."""
     policy_training_start_step: NonNegativeInt
     """First steps in which the critic trains alone; 0: none."""
 

@@ -103,9 +103,15 @@ def entry_point_of(algorithm: Algorithm) -> Callable[[Any, "TrainingRun"], None]
     # Imported here, and not by a supervisor: torch takes seconds.
     from nemo_rl_moe.launch.dpo import run_dpo
     from nemo_rl_moe.launch.grpo import run_grpo
+    from nemo_rl_moe.launch.ppo import run_ppo
     from nemo_rl_moe.launch.sft import run_sft
 
-    built_in: dict[str, Callable[[Any, TrainingRun], None]] = {"sft": run_sft, "dpo": run_dpo, "grpo": run_grpo}
+    built_in: dict[str, Callable[[Any, TrainingRun], None]] = {
+        "sft": run_sft,
+        "dpo": run_dpo,
+        "grpo": run_grpo,
+        "ppo": run_ppo,
+    }
     return built_in.get(algorithm.name) or algorithm.entry_point()
 
 
