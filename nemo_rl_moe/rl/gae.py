@@ -53,10 +53,10 @@ def generalized_advantages(
     discount: float,
     decay: float,
 ) -> Float[Tensor, "trajectories tokens"]:
-    """Compute `A_t = d_t + discount * decay * A_t+1` with `d_t = r_t + discount * V_t+1 - V_t` (arXiv:1506.02438, eq. 16).
+    """Compute `A_t = d_t + discount * decay * A_t+1` with `d_t = r_t + discount * V_t+1 - V_t` (eq. 16).
 
-    A step is a trained token, and `t + 1` is the next trained token, behind the tokens of the environment that may stand
-    between them: those cost no discount. The value behind the last one is 0, of truncated trajectories too.
+    A step is a trained token, and `t + 1` is the next trained token: tokens of the environment that stand between them
+    cost no discount. The value behind the last one is 0, of truncated trajectories too.
 
     Args:
         rewards: `r`, at each token.

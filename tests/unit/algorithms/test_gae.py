@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Generalized advantages: numbers worked by hand, the definition as sums in float64, and tokens that are not trained."""
+"""Generalized advantages: numbers worked by hand, the definition as sums in float64, tokens that are not trained."""
 
 import math
 
