@@ -18,7 +18,7 @@ from nemo_rl_moe.config.files import find_config, read_with_defaults
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES, VALUE_SINCE
 from nemo_rl_moe.config.validation import expected, section_model
 
-BASES = {"sft": "sft.yaml", "dpo": "dpo.yaml", "grpo": "grpo_math_1B.yaml"}
+BASES = {"sft": "sft.yaml", "dpo": "dpo.yaml", "grpo": "grpo_math_1B.yaml", "ppo": "ppo_math_1B.yaml"}
 """The shipped file of each algorithm that, with what it inherits, has every key."""
 _MISSING = "not set"
 

@@ -21,7 +21,7 @@ from nemo_rl_moe.config.validation import field_at, known_keys
 from nemo_rl_moe.errors import ConfigurationError
 
 PACKAGE = Path(__file__).resolve().parents[3] / "nemo_rl_moe"
-BASE_EXEMPLARS = {"sft": "sft.yaml", "dpo": "dpo.yaml", "grpo": "grpo_math_1B.yaml"}
+BASE_EXEMPLARS = {"sft": "sft.yaml", "dpo": "dpo.yaml", "grpo": "grpo_math_1B.yaml", "ppo": "ppo_math_1B.yaml"}
 
 both_algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
@@ -77,15 +77,16 @@ def test_base_file_starts_no_run_and_is_not_offered() -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_any_config(BASE_NAME, check_paths=False)
     assert caught.value.problems == [
-        "base.yaml: no section says which algorithm it is for; expected sft or dpo or grpo"
+        "base.yaml: no section says which algorithm it is for; expected sft or dpo or grpo or ppo"
     ]
 
 
 @both_algorithms
 def test_what_the_base_file_says_is_not_said_again(algorithm: str) -> None:
-    base = leaves(read_with_defaults(exemplars_folder() / BASE_NAME))
     own = leaves(yaml.safe_load((exemplars_folder() / BASE_EXEMPLARS[algorithm]).read_text()))
-    assert own.pop("defaults") == BASE_NAME
+    inherited = own.pop("defaults")
+    assert inherited == (BASE_EXEMPLARS["grpo"] if algorithm == "ppo" else BASE_NAME)
+    base = leaves(read_with_defaults(exemplars_folder() / inherited))
     assert [key for key, value in own.items() if key in base and value == base[key]] == []
     # Each of them says what the base file leaves open.
     assert {key for key, value in base.items() if value == "???"} <= own.keys()
