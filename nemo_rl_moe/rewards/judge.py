@@ -9,6 +9,7 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import IO
@@ -24,7 +25,7 @@ KEY = "env.parameters"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _PLACES = re.compile(r"\{(prompt|response|answer)\}")
 _WORTH_ANOTHER_ATTEMPT = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-_LONGEST_WAIT_S = 8.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
 _LARGEST_REPLY = 1 << 20
 _SHOWN = 200
 
@@ -110,7 +111,7 @@ class Judge:
         problem = ""
         for attempt in range(self._attempts):
             if attempt:
-                time.sleep(min(0.5 * 2 ** (attempt - 1), _LONGEST_WAIT_S))
+                time.sleep(min(_FIRST_WAIT_S * 2 ** (attempt - 1), _LONGEST_WAIT_S))
             try:
                 reply = self._reply(body)
             except HTTPError as error:
@@ -166,10 +167,11 @@ class Judge:
         if self._cache is None:
             return
         place = self._place_of(self._cache, body)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=place.parent, delete=False) as file:
-            json.dump({"reply": reply}, file)
-        Path(file.name).replace(place)
+        with suppress(OSError):  # a full disk costs another request, and not the score
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=place.parent, delete=False) as file:
+                json.dump({"reply": reply}, file)
+            Path(file.name).replace(place)
 
     def _place_of(self, folder: Path, body: str) -> Path:
         digest = hashlib.sha256(f"{self._address}\n{body}".encode()).hexdigest()
