@@ -47,7 +47,7 @@ class Judge:
         max_tokens: Most tokens of a reply.
         request_timeout_s: Seconds without a byte after which one attempt is given up.
         attempts: Requests for one response, where the endpoint is busy, breaks off, or its reply has no mark.
-        api_key_variable: Name of the environment variable that holds the key; None: the endpoint wants none. The key
+        api_key_env: Name of the environment variable that holds the key; None: the endpoint wants none. The key
             goes into the request's header, and nowhere else.
         cache_folder: Folder of replies that have come, by a digest of the request; None: every response is judged.
 
@@ -65,7 +65,7 @@ class Judge:
         max_tokens: int,
         request_timeout_s: float,
         attempts: int,
-        api_key_variable: str | None,
+        api_key_env: str | None,
         cache_folder: str | None,
     ):
         parts = urlsplit(url)
@@ -82,11 +82,11 @@ class Judge:
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise ConfigurationError(f"{KEY}.{name}: got {value!r}, expected a number above 0")
-        if api_key_variable is not None and not os.environ.get(api_key_variable):
-            raise ConfigurationError(f"{KEY}.api_key_variable: the environment variable {api_key_variable} is not set")
+        if api_key_env is not None and not os.environ.get(api_key_env):
+            raise ConfigurationError(f"{KEY}.api_key_env: the environment variable {api_key_env} is not set")
         self._address = f"{url.rstrip('/')}/chat/completions"
         self._request = {"model": model, "max_tokens": max_tokens, "temperature": 0.0}
-        self._template, self._full_marks, self._key_variable = template, full_marks, api_key_variable
+        self._template, self._full_marks, self._key_env = template, full_marks, api_key_env
         self._timeout_s, self._attempts = request_timeout_s, int(attempts)
         self._cache = None if cache_folder is None else Path(cache_folder)
         self._opener = build_opener(_NoRedirect())
@@ -137,8 +137,8 @@ class Judge:
             ValueError: What came is no chat completion.
         """
         headers = {"Content-Type": "application/json"}
-        if self._key_variable is not None:
-            headers["Authorization"] = f"Bearer {os.environ.get(self._key_variable, '')}"
+        if self._key_env is not None:
+            headers["Authorization"] = f"Bearer {os.environ.get(self._key_env, '')}"
         request = Request(self._address, body.encode(), headers, method="POST")
         with self._opener.open(request, timeout=self._timeout_s) as response:
             content = json.loads(response.read(_LARGEST_REPLY))
@@ -179,7 +179,7 @@ class Judge:
 
     def _without_key(self, text: str) -> str:
         """Return a text of the endpoint's without the key, which some repeat."""
-        key = os.environ.get(self._key_variable, "") if self._key_variable is not None else ""
+        key = os.environ.get(self._key_env, "") if self._key_env is not None else ""
         return text.replace(key, MASK) if key else text
 
 

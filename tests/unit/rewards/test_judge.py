@@ -84,7 +84,7 @@ def parameters(endpoint: Endpoint, **changes: Any) -> dict[str, Any]:
         "max_tokens": 64,
         "request_timeout_s": 30.0,
         "attempts": 3,
-        "api_key_variable": "JUDGE_KEY",
+        "api_key_env": "JUDGE_KEY",
         "cache_folder": None,
         **changes,
     }
@@ -175,7 +175,7 @@ def test_it_is_an_environment_whose_key_is_in_no_dump(endpoint: Endpoint) -> Non
         ({"url": f"https://me:{SECRET}@judge/v1"}, "without a password in it"),
         ({"template": "Mark it."}, "template: expected a text with {response}"),
         ({"attempts": 0}, "attempts: got 0, expected a number above 0"),
-        ({"api_key_variable": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is not set"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is not set"),
     ],
 )
 def test_what_cannot_be_used_is_an_error_before_anything_starts(
