@@ -4,6 +4,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def scores_of_folders(policy: PolicyConfig, folders: Sequence[str]) -> list[dict
             hf_config = plain_config(load_hf_config(folder))
             model = MegatronModel(policy, hf_config, Path(folder), heads=(Head.VALUE,))
             batch = tiny_batch(3, hf_config.vocab_size, shortest=COLUMNS, longest=COLUMNS)
+            batch = replace(batch, input_ids=batch.input_ids.clamp(min=1))  # transformers would look before padding
             place = model.coordinates
             shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
             values = [row for rows in model.values(shard.microbatches) for row in rows]
@@ -69,8 +71,7 @@ def classifiers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarra
     for name in FAMILIES:
         folder = tmp_path_factory.mktemp(name)
         model = write_classifier(name, folder)
-        ids = token_ids(model.config.vocab_size)
-        ids[ids == 0] = 1  # of padding, transformers would look before it
+        ids = token_ids(model.config.vocab_size).clamp(min=1)
         with torch.no_grad():
             found[str(folder)] = model(ids[:, : COLUMNS - 1]).logits[:, 0].numpy()
     return found
