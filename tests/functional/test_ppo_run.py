@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from tests.functional import grpo_runs, sft_runs, shared_ray
@@ -28,9 +30,13 @@ class Runs:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        critic = sft_runs.make_model_folder(folder / "critic")
+        torch.manual_seed(3)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(critic)).save_pretrained(critic)
         self._settings = grpo_runs.settings(
             folder,
             grpo_runs.make_prompts(folder / "data", 12),
+            value__model_name=critic,
             value__logprob_batch_size=4,
             value__lr=3e-3,
             value_loss_fn__cliprange=0.5,

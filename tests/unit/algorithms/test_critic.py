@@ -30,7 +30,9 @@ PLAIN = ("grpo.adv_estimator.normalize_rewards=false", "ppo.gae_lambda=0.5")
 
 
 def ppo_config(*overrides: str) -> PPOMasterConfig:
-    return load_config_as(PPOMasterConfig, "ppo_tiny_moe.yaml", [*SMALL_RUN, *overrides], check_paths=False)
+    return load_config_as(
+        PPOMasterConfig, "ppo_tiny_moe.yaml", [*SMALL_RUN, "value.logprob_batch_size=3", *overrides], check_paths=False
+    )
 
 
 @dataclass

