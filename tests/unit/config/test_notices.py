@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.config.files import exemplar_names
 from nemo_rl_moe.config.algorithm import algorithm_of
+from nemo_rl_moe.config.files import exemplar_names
 from nemo_rl_moe.config.loading import load_any_config
 from nemo_rl_moe.config.notices import notices
 
