@@ -125,9 +125,9 @@ def _metrics_of(values: Float[Tensor, " tokens"], returns: Float[Tensor, " token
     """Return metrics of the values before an update; empty without a trained token."""
     if not values.numel():
         return {}
-    metrics = {}
-    for name, found in (("values", values), ("returns", returns)):
-        metrics |= {f"{name}/mean": found.mean(), f"{name}/min": found.min(), f"{name}/max": found.max()}
     explained = explained_variance(values, returns)
-    known = {} if math.isnan(explained) else {"explained_variance": explained}
-    return {name: float(value) for name, value in metrics.items()} | known
+    metrics = {} if math.isnan(explained) else {"explained_variance": explained}
+    for name, found in (("values", values), ("returns", returns)):
+        of_tokens = {"mean": found.mean(), "min": found.min(), "max": found.max()}
+        metrics |= {f"{name}/{which}": float(value) for which, value in of_tokens.items()}
+    return metrics

@@ -8,9 +8,8 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from http.client import HTTPException
+from http.client import HTTPException, HTTPMessage
 from pathlib import Path
 from typing import IO
 from urllib.error import HTTPError
@@ -187,7 +186,7 @@ class _NoRedirect(HTTPRedirectHandler):
     """Refusal of redirects, which would carry the key to another host."""
 
     def redirect_request(
-        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: Mapping[str, str], newurl: str
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> None:
         return None
 
