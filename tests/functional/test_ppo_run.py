@@ -41,6 +41,7 @@ class Runs:
             value__lr=3e-3,
             value_loss_fn__cliprange=0.5,
             ppo__policy_training_start_step=CRITIC_ALONE,
+            ppo__gae_lambda_value=1.0,
             env__rollout="tests.functional.test_turn_credit_run:rewarded",
             policy__generation__max_new_tokens=6,
             grpo__max_num_epochs=4,
@@ -91,7 +92,7 @@ def test_the_critic_learns_and_the_policy_after_it(runs: Runs) -> None:
         assert metrics["train/critic/grad_norm"] > 0
         assert math.isfinite(metrics["train/critic/explained_variance"])
         assert 0 <= metrics["train/critic/clipped_fraction"] <= 1
-        assert metrics["train/critic/returns/max"] <= 1 + 2 * 6 / 8 + 1e-6, "no return above the highest reward"
+        assert metrics["train/critic/returns/max"] <= 1 + 2 * 6 / 8 + 1e-6, "returns without values in them"
     assert steps[-1]["train/critic/value_loss"] < steps[0]["train/critic/value_loss"]
     assert steps[-1]["train/grad_norm"] > 0
     assert steps[-1]["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
