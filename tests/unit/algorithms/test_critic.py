@@ -59,6 +59,8 @@ def columns_of(
     config: PPOMasterConfig, found: Sequence[Trajectory], **columns: Tensor
 ) -> tuple[TokenBatch, dict[str, float]]:
     """Return the batch of a group with what a critic adds to it, and the critic's metrics."""
+    loop = config.grpo.model_copy(update={"num_generations_per_prompt": len(found)})
+    config = config.model_copy(update={"grpo": loop})
     groups = RolloutGroups(list(found), list(found), len(found), num_rounds=1, num_filled=0)
     batch = make_batch(config, groups, PAD_TOKEN, weight_version=0)
     batch = batch.with_columns(**{name: per_token(values) for name, values in columns.items()})
@@ -141,7 +143,7 @@ def test_advantages_are_bounded_after_they_are_normalised() -> None:
 
 def test_the_critic_trains_before_the_policy_and_alone_at_first() -> None:
     config, model = ppo_config("grpo.max_num_steps=2", "ppo.policy_training_start_step=1"), FakeValues()
-    loop = Loop(config, has_validation=False, diary=model.diary, critic=Critic(config, model))
+    loop = Loop(config, has_validation=False, diary=model.diary, stop_after=-1, critic=Critic(config, model))
     assert loop.diary == [
         *("generate", "score", "values", "train critic", "log 1"),
         *("generate", "score", "values", "train critic", "train", "save 2", "log 2", "finish"),
