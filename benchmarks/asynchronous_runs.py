@@ -49,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         make_data(["--output", data, "--seed", "0", "--num-train", "64", "--num-validation", "16"])
         for sizes in options.cases:
             row = measured(sizes, Path(data), options)
-            print(json.dumps({"name": "asynchronous_runs", **row, "rounds": options.rounds, **surroundings()}), flush=True)
+            print(
+                json.dumps({"name": "asynchronous_runs", **row, "rounds": options.rounds, **surroundings()}), flush=True
+            )
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

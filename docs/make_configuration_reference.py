@@ -22,6 +22,7 @@ BASES = {
     "sft": "sft.yaml",
     "dpo": "dpo.yaml",
     "grpo": "grpo_math_1B.yaml",
+    "ppo": "ppo_math_1B.yaml",
     "distillation": "distillation_math.yaml",
 }
 """The shipped file of each algorithm that, with what it inherits, has every key."""

@@ -36,7 +36,10 @@ from nemo_rl_moe.routing.audit import command as audit_command
 from nemo_rl_moe.runs.report import command as report_command
 from nemo_rl_moe.runs.report import watch as watch_command
 
-OF_TRAINING = ("sft", "dpo", "grpo", "distillation", "run", "config", "plan", "data", "evaluate", "generate", "convert")
+OF_TRAINING = (
+    *("sft", "dpo", "grpo", "ppo", "distillation", "run"),
+    *("config", "plan", "data", "evaluate", "generate", "convert"),
+)
 """Commands that need what the extra `train` installs."""
 _OF_FOLDERS = {
     "report": report_command,

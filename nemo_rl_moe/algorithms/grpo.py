@@ -5,7 +5,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemo_rl_moe.algorithms.distillation import Teachers
 from nemo_rl_moe.algorithms.grpo_batch import (
     add_logprobs,
     failure_rule,
@@ -15,6 +14,7 @@ from nemo_rl_moe.algorithms.grpo_batch import (
 )
 from nemo_rl_moe.algorithms.grpo_metrics import Validator, advantage_metrics, group_metrics
 from nemo_rl_moe.algorithms.logged_samples import logged_samples
+from nemo_rl_moe.algorithms.role_models import NO_ROLES, RoleModels
 from nemo_rl_moe.algorithms.run_observers import RunObserver, joined
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.algorithms.step_recorder import (
@@ -29,7 +29,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.models.interfaces import LossFunction, PolicyInterface
+from nemo_rl_moe.models.interfaces import PolicyInterface, TrainResult
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.source import RolloutGroups, RolloutSource
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -58,13 +58,12 @@ def train_grpo(
     rollouts: Rollouts,
     recorder: StepRecorder,
     observers: Sequence[RunObserver] = (),
-    *,
-    teachers: Teachers | None = None,
+    roles: RoleModels = NO_ROLES,
 ) -> RunSummary:
     """Train to the last step, validate when due, and end each step with the recorder.
 
     Args:
-        teachers: Score responses too, for a loss that learns from them; None: rewards alone are learned from.
+        roles: Models that take part in a step besides the policy.
     """
     engine, source, validate = rollouts.engine, rollouts.source, rollouts.validate
     last_step = num_training_steps(config.grpo, source.steps_per_epoch)
@@ -90,17 +89,16 @@ def train_grpo(
             observed = joined(each.before_update(step, batch, groups.trained, clock) for each in observers)
             batch = add_logprobs(config, policy, batch, clock)
             batch, divergence = take_divergence_from_rewards(config, groups, batch)
-            of_rewards = make_loss(config, is_on_policy=groups.is_on_policy)
-            loss: LossFunction = of_rewards if teachers is None else teachers.loss(of_rewards)
-            if teachers is not None:
-                batch, of_teachers = teachers.with_scores(policy, batch, groups.trained, clock)
-                observed |= of_teachers
-            policy.prepare_for_training(clock)
-            with clock.phase("train"):
-                result = policy.train(batch, loss)
-            clock.count_tokens("train", result.num_tokens)
-            recorder.record_artifacts(result.artifacts)
-            observed |= joined(each.after_update(result, clock) for each in observers)
+            batch, of_roles = roles.before_update(policy, groups, batch, clock)
+            observed |= of_roles
+            result = TrainResult.of_no_update(policy.weight_version)
+            if roles.train_policy(step):
+                policy.prepare_for_training(clock)
+                with clock.phase("train"):
+                    result = policy.train(batch, roles.loss(make_loss(config, is_on_policy=groups.is_on_policy)))
+                clock.count_tokens("train", result.num_tokens)
+                recorder.record_artifacts(result.artifacts)
+                observed |= joined(each.after_update(result, clock) for each in observers)
             observed |= update_engine(engine, policy, clock, observers, source, step)
         due = validate if validation_is_due(config.grpo, step, last_step) else None
         validation, responses = ({}, {}) if due is None else validated(due, source)

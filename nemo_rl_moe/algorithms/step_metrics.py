@@ -14,11 +14,13 @@ def training_metrics(
     result: TrainResult,
     further: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Return the metrics of one `train` call, as `train/...` keys.
+    """Return the metrics of one `train` call, as `train/...` keys; of a step without an update the further ones alone.
 
     Args:
         further: What the algorithm and its observers measured of the step, without the prefix `train/`.
     """
+    if not result.num_updates:
+        return with_prefix("train", further)
     metrics = {
         "loss": result.global_loss,
         "grad_norm": result.grad_norm,

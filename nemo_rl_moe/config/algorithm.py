@@ -12,11 +12,13 @@ from typing import Any
 
 from nemo_rl_moe.config.checks_algorithms import DPO_RULES, GRPO_RULES
 from nemo_rl_moe.config.checks_distillation import DISTILLATION_RULES
+from nemo_rl_moe.config.checks_ppo import PPO_RULES, gae_has_a_critic
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_policy import RoleModelConfig
-from nemo_rl_moe.config.schema_run import GENERATION_ROLE
+from nemo_rl_moe.config.schema_ppo import PPOMasterConfig
+from nemo_rl_moe.config.schema_run import CRITIC_ROLE, GENERATION_ROLE
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.config.user_code import described, import_attribute, with_colon
 from nemo_rl_moe.errors import ConfigurationError
@@ -149,7 +151,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             name="grpo",
             summary="reinforcement learning with verifiable rewards (GRPO, DAPO, GSPO, CISPO, REINFORCE++)",
             config_class=GRPOMasterConfig,
-            rules=GRPO_RULES,
+            rules=(*GRPO_RULES, gae_has_a_critic),
             resume_keys={
                 "grpo.num_prompts_per_step": POSITION_IN_THE_DATA,
                 "grpo.seed": ORDER_OF_THE_DATA,
@@ -165,12 +167,21 @@ ALGORITHMS: dict[str, Algorithm] = {
     )
 }
 """By name: the built-in algorithms, and those that a configuration of this process has named."""
+ALGORITHMS["ppo"] = replace(
+    ALGORITHMS["grpo"],
+    name="ppo",
+    summary="reinforcement learning with a critic (PPO): GRPO's loop with advantages of each token",
+    config_class=PPOMasterConfig,
+    rules=(*GRPO_RULES, *PPO_RULES),
+    loop="grpo",
+    roles=lambda config: {CRITIC_ROLE: config.value},
+)
 ALGORITHMS["distillation"] = replace(
     ALGORITHMS["grpo"],
     name="distillation",
     summary="learning from teachers' probabilities of the policy's own responses",
     config_class=DistillationMasterConfig,
-    rules=(*GRPO_RULES, *DISTILLATION_RULES),
+    rules=(*ALGORITHMS["grpo"].rules, *DISTILLATION_RULES),
     resume_keys={
         **ALGORITHMS["grpo"].resume_keys,
         "distillation.teachers.*.model_name": "the policy would learn from another teacher",

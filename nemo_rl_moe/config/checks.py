@@ -12,12 +12,12 @@ from typing import Any
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.checks_data import DATA_RULES
 from nemo_rl_moe.config.checks_lora import LORA_RULES
-from nemo_rl_moe.config.checks_optimizer import OPTIMIZER_RULES
+from nemo_rl_moe.config.checks_optimizer import OPTIMIZER_RULES, learning_rates_fall
 from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, PATH_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
 from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
-from nemo_rl_moe.config.schema_policy import sequence_multiple
+from nemo_rl_moe.config.schema_policy import TrainedRoleConfig, sequence_multiple
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.errors import ConfigurationError
 
@@ -338,7 +338,8 @@ def roles_are_placed(config: MasterConfig) -> Iterator[str]:
             yield f"cluster.roles.{name}: missing; expected where the workers of the {name} are placed, or {{}}"
             continue
         update = {"policy": model.as_policy(config.policy), "cluster": config.cluster.place_of(name)}
-        for rule in LAYOUT_RULES:
+        rules = (*LAYOUT_RULES, *TRAINING_RULES) if isinstance(model, TrainedRoleConfig) else LAYOUT_RULES
+        for rule in rules:
             yield from (f"role {name}: {line}" for line in rule(config.model_copy(update=update)))
 
 
@@ -359,6 +360,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     sequence_parallel_goes_with_tensor_parallel,
     expert_tensor_parallel_size_is_possible,
 )
+TRAINING_RULES: tuple[Rule, ...] = (global_batch_divides, learning_rates_fall)
+"""Of the trained roles beside the policy; those of the policy are among the common ones."""
 COMMON_RULES: tuple[Rule, ...] = (
     roles_are_placed,
     loop_lets_rollouts_run_ahead,

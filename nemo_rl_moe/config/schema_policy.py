@@ -334,3 +334,22 @@ class RoleModelConfig(StrictModel):
                 "megatron_cfg": MegatronConfig.model_construct(**shared | alone | layout),
             }
         )
+
+
+class TrainedRoleConfig(RoleModelConfig):
+    """A model beside the policy that trains with it, such as a critic, with an optimizer of its own."""
+
+    lr: LearningRate
+    """Highest learning rate, reached at the end of the warm-up."""
+    lr_warmup_iters: NonNegativeInt
+    """Steps of linear warm-up from 0; 0: none."""
+
+    def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
+        """Return the role's model as a `policy` section; `logprob_batch_size` is its `train_micro_batch_size` too."""
+        of_policy, role = policy.megatron_cfg, super().as_policy(policy)
+        own = {
+            "activation_checkpointing": of_policy.activation_checkpointing,
+            "optimizer": of_policy.optimizer.model_copy(update={"lr": self.lr, "min_lr": None}),
+            "scheduler": of_policy.scheduler.model_copy(update={"lr_warmup_iters": self.lr_warmup_iters}),
+        }
+        return role.model_copy(update={"megatron_cfg": role.megatron_cfg.model_copy(update=own)})

@@ -184,6 +184,8 @@ class LoggerConfig(StrictModel):
 
 POLICY_ROLE = "policy"
 """Role of the model that a run is about."""
+CRITIC_ROLE = "critic"
+"""The model that learns the returns of PPO, in `cluster.roles`."""
 GENERATION_ROLE = "generation"
 """Role of generation engines that do not share the policy's machines."""
 

@@ -11,6 +11,7 @@ from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo
 from nemo_rl_moe.algorithms.grpo_batch import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.lag_metrics import LagMetrics
+from nemo_rl_moe.algorithms.role_models import RoleModels
 from nemo_rl_moe.algorithms.run_observers import RunObserver
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.algorithms.teacher_routes import RoutedModel, TeacherRoutes
@@ -77,7 +78,7 @@ def run_distillation(config: DistillationMasterConfig, run: TrainingRun) -> None
         LagMetrics(recorder.record_artifact),
         *make_teacher_routes(config, policy, teachers, comparable if shape is not None else {}),
     ]
-    summary = train_grpo(config, policy, rollouts, recorder, observers, teachers=teachers)
+    summary = train_grpo(config, policy, rollouts, recorder, observers, RoleModels(teachers=teachers))
     run.end(summary)
     if summary.stopped_for is None and summary.num_steps < run.num_steps:
         run.console.warn(f"the prompts of all epochs were used up after {summary.num_steps} of {run.num_steps} steps")

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of GRPO: prompts, environment, generation, then the loop."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +10,14 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.algorithms.capture_writer import CaptureWriter
+from nemo_rl_moe.algorithms.critic import Critic
 from nemo_rl_moe.algorithms.custom_estimator import check_estimator
 from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo
 from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.lag_metrics import LagMetrics
 from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
+from nemo_rl_moe.algorithms.role_models import RoleModels
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
 from nemo_rl_moe.algorithms.run_observers import CaptureVolume, RoutingAnomalyWatch, RunObserver, checked_refits
 from nemo_rl_moe.algorithms.step_recorder import StepRecorder, num_training_steps
@@ -99,8 +101,13 @@ class PreparedRollouts:
         return {TRAINING_DATA: prompts, MODEL: model_fingerprint(config.policy.model_name)}
 
 
-def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
+def run_grpo(
+    config: GRPOMasterConfig, run: TrainingRun, prepare_critic: Callable[[], Callable[[], Critic]] | None = None
+) -> None:
     """Run GRPO from start to end.
+
+    Args:
+        prepare_critic: Checks the critic's model before anything starts, and returns what starts it; None: no critic.
 
     Raises:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
@@ -108,6 +115,7 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     """
     plan = plan_rollouts(config)  # first: what is wrong with a schedule is reported before models and data are read
     prepared = prepare_rollouts(config, run)
+    start_critic = None if prepare_critic is None else prepare_critic()
     loader = prepared.loader(config)
     run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config))
     if run.is_complete:
@@ -115,6 +123,7 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     if plan is not None:
         plan.check(config, loader, run.remaining_steps.start)
     policy = run.start_policy()
+    critic = None if start_critic is None else start_critic()
     run.restore()  # before engines share its GPUs
     worker = start_rollouts(config, run, policy, prepared)
     recorder = run.open()
@@ -127,7 +136,7 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
         *make_run_observers(config, policy, worker.engine, prepared.model, run),
         LagMetrics(recorder.record_artifact),
     ]
-    summary = train_grpo(config, policy, rollouts, recorder, observers)
+    summary = train_grpo(config, policy, rollouts, recorder, observers, RoleModels(critic))
     run.end(summary)
     if summary.stopped_for is None and summary.num_steps < run.num_steps:
         run.console.warn(f"the prompts of all epochs were used up after {summary.num_steps} of {run.num_steps} steps")

@@ -104,6 +104,7 @@ def entry_point_of(algorithm: Algorithm) -> Callable[[Any, "TrainingRun"], None]
     from nemo_rl_moe.launch.distillation import run_distillation
     from nemo_rl_moe.launch.dpo import run_dpo
     from nemo_rl_moe.launch.grpo import run_grpo
+    from nemo_rl_moe.launch.ppo import run_ppo
     from nemo_rl_moe.launch.sft import run_sft
 
     built_in: dict[str, Callable[[Any, TrainingRun], None]] = {
@@ -111,6 +112,7 @@ def entry_point_of(algorithm: Algorithm) -> Callable[[Any, "TrainingRun"], None]
         "dpo": run_dpo,
         "grpo": run_grpo,
         "distillation": run_distillation,
+        "ppo": run_ppo,
     }
     return built_in.get(algorithm.name) or algorithm.entry_point()
 

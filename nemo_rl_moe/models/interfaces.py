@@ -154,6 +154,12 @@ class TrainResult:
     artifacts: StepArtifacts = field(default_factory=dict)
     gpu_use: GpuUse | None = None
 
+    @classmethod
+    def of_no_update(cls, weight_version: int) -> "TrainResult":
+        """Return the result of a step that has not trained the model; it has no loss."""
+        nan = float("nan")
+        return cls(nan, nan, nan, 0, 0, {}, {}, num_updates=0, weight_version=weight_version)
+
 
 @dataclass(frozen=True)
 class RouteComparison:

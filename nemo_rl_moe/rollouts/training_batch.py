@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -126,6 +126,15 @@ def _writer_column(writers: Sequence[Int[np.ndarray, " tokens"]]) -> Column:
     for row, of_sequence in enumerate(writers):
         values[row, : len(of_sequence)] = torch.as_tensor(of_sequence)
     return per_token(values)
+
+
+def tokens_of_trajectories(
+    values: Shaped[Tensor, "sequences tokens"], trajectories: Sequence[Trajectory]
+) -> Shaped[Tensor, "trajectories tokens"]:
+    """Return a value of each token with the sequences of a trajectory behind one another, and 0 behind them."""
+    rows = iter(values)
+    joined = [torch.cat([next(rows)[: len(each)] for each in trajectory.sequences]) for trajectory in trajectories]
+    return pad_sequence(joined, batch_first=True)
 
 
 def advantage_column(

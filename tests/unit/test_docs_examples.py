@@ -227,6 +227,7 @@ def test_there_are_commands_and_code_to_test() -> None:
         *(("dpo.md", command) for command in ("sft", "dpo", "config", "plan")),
         *(("grpo.md", command) for command in ("sft", "grpo", "config", "plan")),
         *(("distillation.md", command) for command in ("distillation", "config")),
+        *(("ppo.md", command) for command in ("ppo", "config")),
         *(("sft.md", command) for command in ("sft", "config", "data")),
         ("data.md", "data"),
         *(("lora.md", command) for command in ("sft", "grpo", "plan", "evaluate")),

@@ -12,6 +12,8 @@ from torch import Tensor
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
 
+CLIPPED_FRACTION = "clipped_fraction"
+
 
 @dataclass(frozen=True)
 class ValueLoss:
@@ -54,7 +56,7 @@ class ValueLoss:
 
         means = {"value_mean": values.detach(), "return_mean": returns, "squared_error": plain}
         if self.clip_range is not None:
-            means["clipped_fraction"] = (errors.detach() > plain).to(values)
+            means[CLIPPED_FRACTION] = (errors.detach() > plain).to(values)
         metrics = {name: (mean(each), Reduction.SHARE) for name, each in means.items()}
         metrics["num_valid_tokens"] = (mask.sum(), Reduction.SUM)
         return LossOutputs(loss=0.5 * mean(errors), metrics=metrics)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry of advantage estimators. A new one is a module here and a line in the registry."""
 
+from nemo_rl_moe.rl.estimators.gae import GAE
 from nemo_rl_moe.rl.estimators.gdpo import GDPO
 from nemo_rl_moe.rl.estimators.grpo import GRPO
 from nemo_rl_moe.rl.estimators.interface import Estimator
@@ -11,6 +12,6 @@ from nemo_rl_moe.rl.estimators.turn_grpo import TURN_GRPO
 
 ESTIMATORS: dict[str, Estimator] = {
     estimator.name: estimator
-    for estimator in (GRPO, TURN_GRPO, GDPO, REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE, REINFORCE)
+    for estimator in (GRPO, TURN_GRPO, GDPO, REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE, REINFORCE, GAE)
 }
 """By the name in `grpo.adv_estimator.name`."""

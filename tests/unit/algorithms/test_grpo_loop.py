@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl_moe.algorithms.critic import Critic
 from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo, update_engine
 from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source, prev_is_current
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
@@ -73,6 +74,7 @@ class Loop:
     engine_class: type[FakeEngine] = FakeEngine
     refit_check: RefitCheck | None = None
     makes_room: bool = False
+    critic: Critic | None = None
     recorded_captures: list[tuple[int, RoutingReport]] = field(default_factory=list)
     summary: RunSummary = field(init=False)
 
@@ -113,6 +115,7 @@ class Loop:
                 captures=self.recorded_captures,
             ),
             [*self.observers, *checked],
+            self.critic,
         )
 
     def _stop_reason(self) -> str | None:

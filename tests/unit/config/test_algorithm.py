@@ -142,8 +142,8 @@ def test_a_loop_that_generates_in_turns_lets_no_rollouts_run_ahead(working_folde
     [
         (
             "gpro",
-            "algorithm: got 'gpro', expected sft, dpo, grpo, distillation, or package.module:ALGORITHM; did you mean"
-            " grpo?",
+            "algorithm: got 'gpro', expected sft, dpo, grpo, ppo, distillation, or package.module:ALGORITHM;"
+            " did you mean grpo?",
         ),
         ("my-algorithm:OWN", "algorithm: got 'my-algorithm:OWN', expected package.module:ALGORITHM"),
         ("my_algorithm:OWNN", "algorithm: my_algorithm:OWNN: my_algorithm has no OWNN; did you mean OWN?"),

@@ -339,14 +339,14 @@ BROKEN = [
         ONE_RESPONSE,
         "responses_have_others_to_be_compared_with",
         "grpo.num_generations_per_prompt: got 1, expected 2 or more with grpo.adv_estimator.name grpo, which compares"
-        " the responses to one prompt; reinforce_plus_plus and reinforce take 1",
+        " the responses to one prompt; reinforce_plus_plus, reinforce and gae take 1",
     ),
     (
         (*ONE_RESPONSE, f"{ESTIMATOR}=reinforce_plus_plus_baseline"),
         "responses_have_others_to_be_compared_with",
         "grpo.num_generations_per_prompt: got 1, expected 2 or more with grpo.adv_estimator.name"
-        " reinforce_plus_plus_baseline, which compares the responses to one prompt; reinforce_plus_plus and reinforce"
-        " take 1",
+        " reinforce_plus_plus_baseline, which compares the responses to one prompt; reinforce_plus_plus, reinforce and"
+        " gae take 1",
     ),
     (
         (*ONE_RESPONSE, f"{ESTIMATOR}=reinforce_plus_plus", "grpo.use_dynamic_sampling=true"),

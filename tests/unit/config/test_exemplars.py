@@ -25,6 +25,7 @@ BASE_EXEMPLARS = {
     "sft": "sft.yaml",
     "dpo": "dpo.yaml",
     "grpo": "grpo_math_1B.yaml",
+    "ppo": "ppo_math_1B.yaml",
     "distillation": "distillation_math.yaml",
 }
 
@@ -82,7 +83,7 @@ def test_base_file_starts_no_run_and_is_not_offered() -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_any_config(BASE_NAME, check_paths=False)
     assert caught.value.problems == [
-        "base.yaml: no section says which algorithm it is for; expected sft or dpo or grpo or distillation"
+        "base.yaml: no section says which algorithm it is for; expected sft or dpo or grpo or ppo or distillation"
     ]
 
 
@@ -90,7 +91,7 @@ def test_base_file_starts_no_run_and_is_not_offered() -> None:
 def test_what_the_base_file_says_is_not_said_again(algorithm: str) -> None:
     own = leaves(yaml.safe_load((exemplars_folder() / BASE_EXEMPLARS[algorithm]).read_text()))
     inherited = own.pop("defaults")
-    assert inherited == (BASE_EXEMPLARS["grpo"] if algorithm == "distillation" else BASE_NAME)
+    assert inherited == (BASE_EXEMPLARS["grpo"] if algorithm in ("ppo", "distillation") else BASE_NAME)
     base = leaves(read_with_defaults(exemplars_folder() / inherited))
     assert [key for key, value in own.items() if key in base and value == base[key]] == []
     # Each of them says what the base file leaves open.

@@ -58,7 +58,7 @@ Problems = Callable[..., list[str]]
         (
             "grpo.adv_estimator.name=rloo",
             "grpo.adv_estimator.name: got 'rloo' (str), expected one of grpo, turn_grpo, gdpo,"
-            " reinforce_plus_plus, reinforce_plus_plus_baseline, reinforce or package.module:name",
+            " reinforce_plus_plus, reinforce_plus_plus_baseline, reinforce, gae or package.module:name",
         ),
         ("env.reward_weight={a: 1.0}", "env.reward_weight: unknown key; did you mean env.reward_weights?"),
         ("env.reward_weights=[1.0]", "env.reward_weights: got [1.0] (list), expected a section or null"),
@@ -173,7 +173,7 @@ def test_the_algorithm_is_known_by_its_section_inherited_ones_too(tmp_path: Path
     own.write_text("policy: {}\n")
     with pytest.raises(ConfigurationError) as caught:
         load_any_config(own, check_paths=False)
-    expected = "expected sft or dpo or grpo or distillation"
+    expected = "expected sft or dpo or grpo or ppo or distillation"
     assert caught.value.problems == [f"{own}: no section says which algorithm it is for; {expected}"]
 
 

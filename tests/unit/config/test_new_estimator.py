@@ -66,7 +66,7 @@ def test_it_is_a_name_of_the_schema_with_its_own_rules(
     ]
     assert grpo_problems_of("grpo.adv_estimator.name=against_bst") == [
         "grpo.adv_estimator.name: got 'against_bst' (str), expected one of grpo, turn_grpo, gdpo,"
-        " reinforce_plus_plus, reinforce_plus_plus_baseline, reinforce, against_best or"
+        " reinforce_plus_plus, reinforce_plus_plus_baseline, reinforce, gae, against_best or"
         " package.module:name; did you mean against_best?"
     ]
     assert grpo_problems_of(*CHOSEN, "grpo.adv_estimator.normalize_over=batch") == [

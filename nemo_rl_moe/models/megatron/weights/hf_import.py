@@ -15,6 +15,7 @@ from nemo_rl_moe.checksums import ACCEPTING
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.rules import Rows, Rule
+from nemo_rl_moe.models.families.rules import rule as tensor_rule
 from nemo_rl_moe.models.megatron.model.agreement import DamageSearch, union_of_ranks
 from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PREFIX
 from nemo_rl_moe.models.megatron.weights.hf_sources import SourcePart, rule_of, source_parts
@@ -28,6 +29,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Older versions of transformers saved these; they follow from the configuration.
 _ROTARY_BUFFERS = {r".*\.rotary_emb\.inv_freq": "buffers of the rotary embedding, which follow from config.json"}
+_OUTPUT_LAYER = "output_layer.weight"
+CLASSIFIER_HEAD = tensor_rule("score.weight")
+"""The head of transformers' `ForSequenceClassification` with one label, which is a value head."""
 _TIED = "the output layer is the embedding (tie_word_embeddings)"
 
 
@@ -130,7 +134,8 @@ def load_weights(
 ) -> list[str]:
     """Fill every parameter. Every rank calls it; nothing is read before all ranks know that all can be read.
 
-    An expert bias without a tensor in the folder stays zero, and a value head unchanged.
+    An expert bias without a tensor in the folder stays zero, and a value head unchanged. The head of a sequence
+    classifier is read as the value head, and a model of values alone gets an output layer of zeros.
 
     Raises:
         ConfigurationError: The folder is damaged, lacks a tensor, or holds one too many, of another shape or of an
@@ -167,13 +172,19 @@ def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any,
         plan.problems += error.problems
         return plan
     without_rule = []
+    is_classifier = CLASSIFIER_HEAD.sources[0].name in plan.folder.tensors
+    values_alone = any(chunk.has_value_head and not chunk.predicts_tokens for chunk in chunks)
     found: list[tuple[ParameterPiece, Rule, list[list[SourcePart]], list[int]]] = []
     for piece in parameter_pieces(chunks, config):
-        rule = rule_of(piece, hf_config)
-        if rule is not None:
+        of_value_head = piece.name.startswith(VALUE_HEAD_PREFIX)
+        rule = CLASSIFIER_HEAD if of_value_head and is_classifier else rule_of(piece, hf_config)
+        if is_classifier and values_alone and piece.name == _OUTPUT_LAYER and not hf_config.tie_word_embeddings:
+            with torch.no_grad():
+                piece.local.zero_()  # a classifier has none, and nothing computes with it
+        elif rule is not None:
             forms = _forms_in(plan.folder, piece, rule, hf_config, config.num_moe_experts)
             found.append((piece, rule, forms, _fitting(plan.folder, forms)))
-        elif not piece.is_expert_bias and not piece.name.startswith(VALUE_HEAD_PREFIX):
+        elif not piece.is_expert_bias and not of_value_head:
             without_rule.append(piece.name)
     # A square matrix fits in both orientations: it lies as those do that fit in one alone.
     decided = {fitting[0] for _, _, forms, fitting in found if len(forms) > 1 and len(fitting) == 1}

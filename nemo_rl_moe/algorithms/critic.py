@@ -1,0 +1,133 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The critic of PPO (arXiv:1707.06347): its values make the advantages of tokens, and it learns their returns."""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.advantages import clip_advantages
+from nemo_rl_moe.algorithms.grpo_batch import estimator_inputs, failure_rule, shaped_rewards
+from nemo_rl_moe.algorithms.losses.divergence import clamped_estimate, kl_estimate
+from nemo_rl_moe.algorithms.losses.value import CLIPPED_FRACTION, ValueLoss
+from nemo_rl_moe.config.schema_ppo import PPOMasterConfig
+from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.metrics import PhaseClock, with_prefix
+from nemo_rl_moe.models.interfaces import LossFunction, TrainResult
+from nemo_rl_moe.rl.gae import explained_variance, generalized_advantages, token_rewards, whitened
+from nemo_rl_moe.rollouts.source import RolloutGroups
+from nemo_rl_moe.rollouts.training_batch import advantage_column, tokens_of_trajectories
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+
+
+class ValueModel(Protocol):
+    """A trained model with a value head."""
+
+    def values(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
+        """Return the value of the state in which each token is chosen."""
+        ...
+
+    def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
+        """Take one optimizer step for each global batch in `batch`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Critic:
+    """Critic of a run.
+
+    Attributes:
+        config: The whole configuration.
+        model: Its model.
+    """
+
+    config: PPOMasterConfig
+    model: ValueModel
+
+    def trains_policy(self, step: int) -> bool:
+        """Return whether the policy trains in a step, counted from 1, or the critic alone."""
+        return step > self.config.ppo.policy_training_start_step
+
+    def with_advantages(
+        self, groups: RolloutGroups, batch: TokenBatch, clock: PhaseClock
+    ) -> tuple[TokenBatch, dict[str, float]]:
+        """Compute values and what follows from them.
+
+        Args:
+            groups: The trajectories that the batch is made of.
+            batch: With the log-probabilities of policy and reference model, where the divergence is in the reward.
+
+        Returns:
+            The batch with the columns `advantages`, `returns` and `previous_values`; and, of its trained tokens,
+            `critic/{values,returns}/{mean,min,max}` and, where returns differ, `critic/explained_variance`.
+        """
+        config, trajectories = self.config, groups.trained
+        with clock.phase("values"):
+            values = self.model.values(batch.without_stored(ROUTED_EXPERTS))
+        inputs = estimator_inputs(config, trajectories, shaped_rewards(config, groups))
+        values = tokens_of_trajectories(values, trajectories).double()
+        mask = tokens_of_trajectories(batch.token_mask, trajectories)
+        rewards = token_rewards(
+            inputs.rewards.flatten(), inputs.turn_rewards.flatten(0, 1), inputs.token_turns.flatten(0, 1), mask
+        )
+        rewards -= tokens_of_trajectories(self._divergence(batch), trajectories).where(mask, 0.0)
+        ppo = config.ppo
+        advantages = generalized_advantages(rewards, values, mask, discount=ppo.gae_gamma, decay=ppo.gae_lambda)
+        learned = advantages
+        if ppo.gae_lambda_value is not None:
+            learned = generalized_advantages(rewards, values, mask, discount=ppo.gae_gamma, decay=ppo.gae_lambda_value)
+        returns = (learned + values).where(mask, 0.0)
+        if config.grpo.adv_estimator.normalize_rewards:
+            advantages = whitened(advantages, mask)
+        advantages = clip_advantages(advantages, config.grpo.advantage_clip_low, config.grpo.advantage_clip_high)
+        of_groups = advantages.view(-1, groups.num_generations, advantages.shape[1])
+        batch = batch.with_columns(
+            advantages=advantage_column(failure_rule(config).held_down(of_groups, trajectories), trajectories),
+            returns=advantage_column(list(returns), trajectories),
+            previous_values=advantage_column(list(values), trajectories),
+        )
+        return batch, with_prefix("critic", _metrics_of(values[mask], returns[mask]))
+
+    def train(self, batch: TokenBatch, clock: PhaseClock) -> dict[str, float]:
+        """Train the critic on the returns of a batch.
+
+        Returns:
+            `critic/{value_loss,grad_norm,lr,skipped_updates}` and, with a clip range, `critic/clipped_fraction`.
+        """
+        with clock.phase("critic"):
+            loss = ValueLoss(self.config.value_loss_fn.cliprange)
+            result = self.model.train(batch.without_stored(ROUTED_EXPERTS), loss)
+        metrics = {
+            "value_loss": result.global_loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "skipped_updates": float(result.num_skipped_updates),
+        }
+        if CLIPPED_FRACTION in result.microbatch_metrics:
+            metrics[CLIPPED_FRACTION] = result.microbatch_metrics[CLIPPED_FRACTION].reduce()
+        return with_prefix("critic", metrics)
+
+    def _divergence(self, batch: TokenBatch) -> Float[Tensor, "sequences tokens"]:
+        """Return what the divergence from the reference model takes from the reward of each token; 0 without any."""
+        loss = self.config.loss_fn
+        if not loss.use_kl_in_reward:
+            return torch.zeros(batch.input_ids.shape, dtype=torch.float64)
+        logprobs, reference = (batch.columns[name].values.double() for name in ("prev_logprobs", "reference_logprobs"))
+        estimate = kl_estimate(logprobs, reference, loss.reference_policy_kl_type)
+        return loss.reference_policy_kl_penalty * clamped_estimate(estimate, loss)
+
+
+def _metrics_of(values: Float[Tensor, " tokens"], returns: Float[Tensor, " tokens"]) -> dict[str, float]:
+    """Return metrics of the values before an update; empty without a trained token."""
+    if not values.numel():
+        return {}
+    explained = explained_variance(values, returns)
+    metrics = {} if math.isnan(explained) else {"explained_variance": explained}
+    for name, found in (("values", values), ("returns", returns)):
+        of_tokens = {"mean": found.mean(), "min": found.min(), "max": found.max()}
+        metrics |= {f"{name}/{which}": float(value) for which, value in of_tokens.items()}
+    return metrics

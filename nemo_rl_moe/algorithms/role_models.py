@@ -1,0 +1,50 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What models beside the policy add to a step of GRPO: a critic makes it PPO, teachers make it distillation."""
+
+from dataclasses import dataclass
+
+from nemo_rl_moe.algorithms.critic import Critic
+from nemo_rl_moe.algorithms.distillation import Teachers
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.interfaces import LossFunction, PolicyInterface
+from nemo_rl_moe.rollouts.source import RolloutGroups
+
+
+@dataclass(frozen=True)
+class RoleModels:
+    """Models beside the policy that take part in a step.
+
+    Attributes:
+        critic: Makes the advantages, and trains on their returns before the policy; None: the estimator's are taken.
+        teachers: Score responses, for a loss that learns from them; None: rewards alone are learned from.
+    """
+
+    critic: Critic | None = None
+    teachers: Teachers | None = None
+
+    def before_update(
+        self, policy: PolicyInterface, groups: RolloutGroups, batch: TokenBatch, clock: PhaseClock
+    ) -> tuple[TokenBatch, dict[str, float]]:
+        """Add what the models compute to a batch, train the critic; return the batch and metrics."""
+        metrics: dict[str, float] = {}
+        if self.critic is not None:
+            batch, found = self.critic.with_advantages(groups, batch, clock)
+            metrics |= found | self.critic.train(batch, clock)
+        if self.teachers is not None:
+            batch, found = self.teachers.with_scores(policy, batch, groups.trained, clock)
+            metrics |= found
+        return batch, metrics
+
+    def train_policy(self, step: int) -> bool:
+        """Return whether the policy trains in a step, counted from 1."""
+        return self.critic is None or self.critic.trains_policy(step)
+
+    def loss(self, of_rewards: PolicyGradientLoss) -> LossFunction:
+        """Return the policy's loss, from that of the rewards alone."""
+        return of_rewards if self.teachers is None else self.teachers.loss(of_rewards)
+
+
+NO_ROLES = RoleModels()

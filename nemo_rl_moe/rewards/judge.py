@@ -1,0 +1,200 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A judge as reward function: a model behind an OpenAI-compatible endpoint marks each response."""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+import time
+from contextlib import suppress
+from http.client import HTTPException, HTTPMessage
+from pathlib import Path
+from typing import IO
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.masking import MASK
+from nemo_rl_moe.rewards.interface import Score, ScoringItem
+
+KEY = "env.parameters"
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_PLACES = re.compile(r"\{(prompt|response|answer)\}")
+_WORTH_ANOTHER_ATTEMPT = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
+_LARGEST_REPLY = 1 << 20
+_SHOWN = 200
+
+
+class JudgeError(Exception):
+    """The judge gave no mark."""
+
+
+class Judge:
+    """Reward by a judge's mark: the last number of its reply, divided by `full_marks`; 1 or more is right.
+
+    `env.timeout_s` limits all attempts of a response together, with the waits between them.
+
+    Args:
+        url: Address of the endpoint, such as `http://judge:8000/v1`.
+        model: Name of the judge's model.
+        template: The request, with `{prompt}`, `{response}` and `{answer}` (of the record) in it.
+        full_marks: Mark of a perfect response; marks are from 0 to it.
+        max_tokens: Most tokens of a reply.
+        request_timeout_s: Seconds without a byte after which one attempt is given up.
+        attempts: Requests for one response, where the endpoint is busy, breaks off, or its reply has no mark.
+        api_key_env: Name of the environment variable that holds the key; None: the endpoint wants none. The key
+            goes into the request's header, and nowhere else.
+        cache_folder: Folder of replies that have come, by a digest of the request; None: every response is judged.
+
+    Raises:
+        ConfigurationError: One of them cannot be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        model: str,
+        template: str,
+        full_marks: float,
+        max_tokens: int,
+        request_timeout_s: float,
+        attempts: int,
+        api_key_env: str | None,
+        cache_folder: str | None,
+    ):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
+            raise ConfigurationError(f"{KEY}.url: expected http://HOST/v1 or https://HOST/v1, without a password in it")
+        if "{response}" not in template:
+            raise ConfigurationError(f"{KEY}.template: expected a text with {{response}} in it")
+        numbers = {
+            "full_marks": full_marks,
+            "max_tokens": max_tokens,
+            "request_timeout_s": request_timeout_s,
+            "attempts": attempts,
+        }
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ConfigurationError(f"{KEY}.{name}: got {value!r}, expected a number above 0")
+        if api_key_env is not None and not os.environ.get(api_key_env):
+            raise ConfigurationError(f"{KEY}.api_key_env: the environment variable {api_key_env} is not set")
+        self._address = f"{url.rstrip('/')}/chat/completions"
+        self._request = {"model": model, "max_tokens": max_tokens, "temperature": 0.0}
+        self._template, self._full_marks, self._key_env = template, full_marks, api_key_env
+        self._timeout_s, self._attempts = request_timeout_s, int(attempts)
+        self._cache = None if cache_folder is None else Path(cache_folder)
+        self._opener = build_opener(_NoRedirect())
+
+    def score(self, item: ScoringItem) -> Score:
+        """Score a response.
+
+        Raises:
+            JudgeError: No attempt gave a mark.
+        """
+        places = {"prompt": item.prompt, "response": item.response, "answer": str(item.record.get("answer", ""))}
+        text = _PLACES.sub(lambda place: places[place[1]], self._template)
+        body = json.dumps({**self._request, "messages": [{"role": "user", "content": text}]}, sort_keys=True)
+        cached = self._cached(body)
+        mark = self._mark_of(cached) if cached is not None else None
+        if mark is None:
+            mark = self._asked(body)
+        reward = mark / self._full_marks
+        return Score(reward, reward >= 1)
+
+    def _asked(self, body: str) -> float:
+        problem = ""
+        for attempt in range(self._attempts):
+            if attempt:
+                time.sleep(min(_FIRST_WAIT_S * 2 ** (attempt - 1), _LONGEST_WAIT_S))
+            try:
+                reply = self._reply(body)
+            except HTTPError as error:
+                problem = f"HTTP {error.code}: {self._without_key(_beginning(error))}"
+                if error.code not in _WORTH_ANOTHER_ATTEMPT:
+                    break
+                continue
+            except (OSError, HTTPException, ValueError) as error:
+                problem = self._without_key(f"{type(error).__name__}: {error}")
+                continue
+            mark = self._mark_of(reply)
+            if mark is not None:
+                self._keep(body, reply)
+                return mark
+            problem = f"no mark from 0 to {self._full_marks:g} in its reply {reply[-_SHOWN:]!r}"
+        raise JudgeError(f"{self._address}: {problem}")
+
+    def _reply(self, body: str) -> str:
+        """Return the text of a reply.
+
+        Raises:
+            OSError: The endpoint refused, or cannot be reached; HTTPError where it said why.
+            ValueError: What came is no chat completion.
+        """
+        headers = {"Content-Type": "application/json"}
+        if self._key_env is not None:
+            headers["Authorization"] = f"Bearer {os.environ.get(self._key_env, '')}"
+        request = Request(self._address, body.encode(), headers, method="POST")
+        with self._opener.open(request, timeout=self._timeout_s) as response:
+            content = json.loads(response.read(_LARGEST_REPLY))
+        try:
+            text = content["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            raise ValueError("the reply is no chat completion") from None
+        return text if isinstance(text, str) else ""
+
+    def _mark_of(self, reply: str) -> float | None:
+        numbers = _NUMBER.findall(reply)
+        mark = float(numbers[-1]) if numbers else -1.0
+        return mark if 0 <= mark <= self._full_marks else None
+
+    def _cached(self, body: str) -> str | None:
+        if self._cache is None:
+            return None
+        try:
+            reply = json.loads(self._place_of(self._cache, body).read_bytes())["reply"]
+        except (OSError, ValueError, KeyError, TypeError):  # what cannot be read is asked for again
+            return None
+        return reply if isinstance(reply, str) else None
+
+    def _keep(self, body: str, reply: str) -> None:
+        """Write a reply into the cache, whole or not at all; processes may write the same one at a time."""
+        if self._cache is None:
+            return
+        place = self._place_of(self._cache, body)
+        with suppress(OSError):  # a full disk costs another request, and not the score
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=place.parent, delete=False) as file:
+                json.dump({"reply": reply}, file)
+            Path(file.name).replace(place)
+
+    def _place_of(self, folder: Path, body: str) -> Path:
+        digest = hashlib.sha256(f"{self._address}\n{body}".encode()).hexdigest()
+        return folder / digest[:2] / f"{digest}.json"
+
+    def _without_key(self, text: str) -> str:
+        """Return a text of the endpoint's without the key, which some repeat."""
+        key = os.environ.get(self._key_env, "") if self._key_env is not None else ""
+        return text.replace(key, MASK) if key else text
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """Refusal of redirects, which would carry the key to another host."""
+
+    def redirect_request(
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> None:
+        return None
+
+
+def _beginning(error: HTTPError) -> str:
+    """Return the first characters of what an endpoint has said with an error, on one line."""
+    try:
+        said = error.read(_LARGEST_REPLY).decode("utf-8", "replace")
+    except (OSError, HTTPException):
+        said = ""
+    return " ".join(said.split())[:_SHOWN] or str(error.reason)

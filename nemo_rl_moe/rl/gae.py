@@ -1,0 +1,109 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Generalized advantage estimation over the sampled tokens of trajectories (arXiv:1506.02438)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from torch import Tensor
+
+VARIANCE_FLOOR = 1e-8
+"""Added to a variance before anything is divided by its root."""
+
+
+def token_rewards(
+    rewards: Float[Tensor, " trajectories"],
+    turn_rewards: Float[Tensor, "trajectories turns"],
+    token_turns: Int[Tensor, "trajectories tokens"],
+    mask: Bool[Tensor, "trajectories tokens"],
+) -> Float[Tensor, "trajectories tokens"]:
+    """Place the reward of each turn at its last trained token, and the rest of the reward at the last one of all.
+
+    The reward of a turn without trained tokens goes to the turn before; where there is none, no token has earned it.
+
+    Args:
+        rewards: Reward of each trajectory, those of its turns included.
+        turn_rewards: Rewards of turns, 0 behind the last one.
+        token_turns: Turn of each sampled token, from 0.
+        mask: True at trained tokens.
+    """
+    import torch
+
+    found = torch.zeros(mask.shape, dtype=rewards.dtype)
+    positions = torch.arange(1, mask.shape[1] + 1)
+
+    def place(values: Float[Tensor, " trajectories"], where: Bool[Tensor, "trajectories tokens"]) -> None:
+        last = (where * positions).amax(dim=1)  # 0: nowhere
+        found.scatter_add_(1, (last - 1).clamp(min=0)[:, None], values.where(last > 0, 0.0)[:, None])
+
+    for turn in range(turn_rewards.shape[1]):
+        place(turn_rewards[:, turn], mask & (token_turns <= turn))
+    place(rewards - turn_rewards.sum(dim=1), mask)
+    return found
+
+
+def generalized_advantages(
+    rewards: Float[Tensor, "trajectories tokens"],
+    values: Float[Tensor, "trajectories tokens"],
+    mask: Bool[Tensor, "trajectories tokens"],
+    *,
+    discount: float,
+    decay: float,
+) -> Float[Tensor, "trajectories tokens"]:
+    """Compute `A_t = d_t + discount * decay * A_t+1` with `d_t = r_t + discount * V_t+1 - V_t` (eq. 16).
+
+    A step is a trained token, and `t + 1` is the next trained token: tokens of the environment that stand between them
+    cost no discount. The value behind the last one is 0, of truncated trajectories too.
+
+    Args:
+        rewards: `r`, at each token.
+        values: `V`, the value of the state in which each token is chosen. Not read where masked.
+        mask: True at trained tokens.
+        discount: `gamma`.
+        decay: `lambda`; 1: discounted returns less values, 0: one-step differences.
+
+    Returns:
+        Advantages; 0 where masked.
+    """
+    import torch
+
+    advantages = torch.zeros_like(rewards)
+    following, next_value = rewards.new_zeros(len(rewards)), rewards.new_zeros(len(rewards))
+    for token in range(rewards.shape[1] - 1, -1, -1):
+        trained, value = mask[:, token], values[:, token].to(rewards)
+        difference = rewards[:, token] + discount * next_value - value
+        following = (difference + discount * decay * following).where(trained, following)
+        next_value = value.where(trained, next_value)
+        advantages[:, token] = following.where(trained, 0.0)
+    return advantages
+
+
+def whitened(
+    advantages: Float[Tensor, "trajectories tokens"], mask: Bool[Tensor, "trajectories tokens"]
+) -> Float[Tensor, "trajectories tokens"]:
+    """Subtract the mean over the tokens of a step, and divide by their sample standard deviation; 0 where masked.
+
+    A single token is only centred.
+    """
+    import torch
+
+    chosen = advantages[mask]
+    if not chosen.numel():
+        return advantages.clone()
+    centred = advantages - chosen.mean()
+    if chosen.numel() > 1:
+        centred = centred * torch.rsqrt(chosen.var() + VARIANCE_FLOOR)
+    return centred.where(mask, 0.0)
+
+
+def explained_variance(values: Float[Tensor, " tokens"], returns: Float[Tensor, " tokens"]) -> float:
+    """Compute `1 - Var(returns - values) / Var(returns)`; 1 is perfect, and a constant explains 0.
+
+    NaN where all returns are equal, as there is nothing to explain.
+    """
+    errors, exact = (returns - values).double(), returns.double()
+    variance = float(exact.var(correction=0)) if exact.numel() else 0.0
+    return 1.0 - float(errors.var(correction=0)) / variance if variance > 0 else float("nan")

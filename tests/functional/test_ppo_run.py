@@ -1,0 +1,126 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of PPO: the critic learns the returns, both models go on to the bit, and another layout has the same numbers."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
+from tests.functional import grpo_runs, sft_runs, shared_ray
+from tests.functional.test_resume import weights_of
+
+pytestmark = pytest.mark.shared_ray
+
+EXEMPLAR = sft_runs.REPOSITORY_ROOT / "examples/configs/ppo_tiny_moe.yaml"
+NUM_STEPS, SAVED_AT = 4, 2
+CRITIC_ALONE = 1
+TP2 = {"value.megatron_cfg.tensor_model_parallel_size": 2, "value.megatron_cfg.sequence_parallel": True}
+PACKED = {"policy.sequence_packing.enabled": True, "policy.sequence_packing.train_mb_tokens": 128}
+
+
+class Runs:
+    """Runs of one configuration below a folder: two turns a trajectory, the first of them rewarded by its digits."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        critic = sft_runs.make_model_folder(folder / "critic")
+        torch.manual_seed(3)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(critic)).save_pretrained(critic)
+        self._settings = grpo_runs.settings(
+            folder,
+            grpo_runs.make_prompts(folder / "data", 12),
+            value__model_name=critic,
+            value__logprob_batch_size=4,
+            value__lr=3e-3,
+            value_loss_fn__cliprange=0.5,
+            ppo__policy_training_start_step=CRITIC_ALONE,
+            ppo__gae_lambda_value=1.0,
+            env__rollout="tests.functional.test_turn_credit_run:rewarded",
+            policy__generation__max_new_tokens=6,
+            grpo__max_num_epochs=4,
+            data__validation=None,
+            checkpointing__save_period=SAVED_AT,
+            checkpointing__metric_name=None,
+            checkpointing__keep_top_k=None,
+            cluster__cpu_workers_per_node=1,
+            **sft_runs.only_jsonl(),
+        )
+        self._settings = [line for line in self._settings if not line.startswith("data.validation.path")]
+
+    def __call__(self, name: str, num_steps: int = NUM_STEPS, changes: Mapping[str, Any] | None = None) -> str:
+        place = self.folder / name
+        own = {"logger.log_dir": place / "logs", "checkpointing.checkpoint_dir": place / "checkpoints"}
+        values = {**own, "grpo.max_num_steps": num_steps, **(changes or {})}
+        overrides = [*self._settings, *(f"{key}={value}" for key, value in values.items())]
+        done = shared_ray.run_here(["ppo", "--config", str(EXEMPLAR), *overrides], place)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def steps(self, name: str) -> list[Mapping[str, float]]:
+        run_folder = sft_runs.only_run_folder(self.folder / name)
+        return [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
+
+    def checkpoints(self, name: str) -> Path:
+        return self.folder / name / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """With one run that was never stopped."""
+    runs = Runs(tmp_path_factory.mktemp("ppo"))
+    runs("whole")
+    return runs
+
+
+def learned(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return what a step has learned, without times."""
+    return {name: value for name, value in metrics.items() if name.startswith("train/")}
+
+
+def test_the_critic_learns_and_the_policy_after_it(runs: Runs) -> None:
+    steps = runs.steps("whole")
+    assert len(steps) == NUM_STEPS
+    for number, metrics in enumerate(steps, start=1):
+        assert ("train/loss" in metrics) == (number > CRITIC_ALONE)
+        assert metrics["train/critic/grad_norm"] > 0
+        assert math.isfinite(metrics["train/critic/explained_variance"])
+        assert 0 <= metrics["train/critic/clipped_fraction"] <= 1
+        assert metrics["train/critic/returns/max"] <= 1 + 2 * 6 / 8 + 1e-6, "returns without values in them"
+    assert steps[-1]["train/critic/value_loss"] < steps[0]["train/critic/value_loss"]
+    assert steps[-1]["train/grad_norm"] > 0
+    assert steps[-1]["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+    assert {path.name for path in runs.checkpoints("whole").iterdir()} >= {"final", "final_critic", f"step_{NUM_STEPS}"}
+
+
+@pytest.mark.full
+def test_both_models_go_on_to_the_last_bit(runs: Runs) -> None:
+    runs("stopped", SAVED_AT)
+    assert f"step_{SAVED_AT}: {SAVED_AT} of {NUM_STEPS} steps are done" in runs("stopped")
+    assert [learned(found) for found in runs.steps("stopped")] == [learned(found) for found in runs.steps("whole")]
+    for final in ("final", "final_critic"):
+        assert weights_of(runs.checkpoints("stopped") / final) == weights_of(runs.checkpoints("whole") / final)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("tensor parallel", {**TP2, "cluster.roles.critic.cpu_workers_per_node": 2}),
+        ("packed", PACKED),
+        ("microbatches", {"value.logprob_batch_size": 2, "cluster.roles.critic.cpu_workers_per_node": 2}),
+    ],
+)
+def test_another_layout_of_the_critic_has_the_same_numbers(name: str, changes: Mapping[str, Any], runs: Runs) -> None:
+    runs(name, 2, changes)
+    found, expected = runs.steps(name), runs.steps("whole")[:2]
+    for key in ("value_loss", "grad_norm", "explained_variance", "values/mean", "returns/max"):
+        numbers = ([step[f"train/critic/{key}"] for step in steps] for steps in (found, expected))
+        np.testing.assert_allclose(*numbers, rtol=1e-4, atol=1e-6, err_msg=key)
+    np.testing.assert_allclose(found[1]["train/grad_norm"], expected[1]["train/grad_norm"], rtol=1e-4)

@@ -1,0 +1,117 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of transformers' sequence classifiers: their score is the value behind the last token, in any layout."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
+from nemo_rl_moe.models.interfaces import Head
+from nemo_rl_moe.models.megatron.training.trainer import MegatronModel
+from tests.support.family_models import FAMILY_MODELS
+from tests.support.family_reference import save_model, token_ids
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_policy
+
+FAMILIES = ("llama", "mixtral", "qwen2_moe", "qwen3_tied", "qwen3_moe", "deepseek_v3", "gpt_oss")
+"""Of each kind of layers one, with untied and tied embeddings."""
+COLUMNS = 12
+
+
+def write_classifier(name: str, folder: Path, num_labels: int = 1) -> Any:
+    """Write a classifier with random weights; return transformers' model."""
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(5)
+    family_model = FAMILY_MODELS[name]
+    config = family_model.transformers_config()
+    config.num_labels, config.pad_token_id = num_labels, 0
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
+    save_model(model, folder)
+    fields = {**family_model.config_json(), "architectures": [type(model).__name__]}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return model.eval()
+
+
+def scores_of_folders(policy: PolicyConfig, folders: Sequence[str]) -> list[dict[int, float]]:
+    """Return the value behind the last token of each row, on ranks that report; every rank of a job calls it."""
+    found = []
+    for folder in folders:
+        with parallel_job(policy):
+            hf_config = plain_config(load_hf_config(folder))
+            model = MegatronModel(policy, hf_config, Path(folder), heads=(Head.VALUE,))
+            batch = tiny_batch(3, hf_config.vocab_size, shortest=COLUMNS, longest=COLUMNS)
+            batch = replace(batch, input_ids=batch.input_ids.clamp(min=1))  # transformers would look before padding
+            place = model.coordinates
+            shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
+            values = [row for rows in model.values(shard.microbatches) for row in rows]
+            first = place.data_parallel_rank * (8 // place.data_parallel_size)
+            found.append({first + row: float(each[COLUMNS - 1]) for row, each in enumerate(values)})
+    return found
+
+
+@pytest.fixture(scope="module")
+def classifiers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """Folders, with transformers' scores of all but the last token of each row."""
+    found = {}
+    for name in FAMILIES:
+        folder = tmp_path_factory.mktemp(name)
+        model = write_classifier(name, folder)
+        ids = token_ids(model.config.vocab_size).clamp(min=1)
+        with torch.no_grad():
+            found[str(folder)] = model(ids[:, : COLUMNS - 1]).logits[:, 0].numpy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (1, {}),
+        pytest.param(1, {"sequence_packing__enabled": True}, marks=pytest.mark.full),
+        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
+        pytest.param(2, layout(pp=2), marks=pytest.mark.full),
+    ],
+)
+def test_scores_are_those_of_transformers(
+    world_size: int, changes: dict[str, Any], classifiers: dict[str, np.ndarray]
+) -> None:
+    folders = list(classifiers)
+    by_rank = run_ranks(scores_of_folders, world_size, tiny_policy(world_size, **changes), folders)
+    for number, folder in enumerate(folders):
+        rows = {row: score for rank in by_rank for row, score in rank[number].items()}
+        found = [rows[row] for row in range(8)]
+        np.testing.assert_allclose(found, classifiers[folder], rtol=2e-4, atol=2e-5, err_msg=folder)
+
+
+def problem_of(policy: PolicyConfig, folder: str, heads: Sequence[Head]) -> str:
+    with parallel_job(policy):
+        try:
+            MegatronModel(policy, plain_config(load_hf_config(folder)), Path(folder), heads=heads)
+        except ConfigurationError as error:
+            return str(error)
+    return ""
+
+
+def test_classifiers_of_another_form_are_refused(tmp_path: Path) -> None:
+    write_classifier("qwen3_moe", tmp_path / "three", num_labels=3)
+    (said,) = run_ranks(problem_of, 1, tiny_policy(1), str(tmp_path / "three"), (Head.VALUE,))
+    assert "score.weight (got [3, 32], expected [1, 32])" in said
+    write_classifier("qwen3_moe", tmp_path / "one")
+    (said,) = run_ranks(problem_of, 1, tiny_policy(1), str(tmp_path / "one"), (Head.LOGPROBS,))
+    assert "that the model has no place for: score.weight" in said
+    names = [name for file in (tmp_path / "one").glob("*.safetensors") for name in load_file(file)]
+    assert "lm_head.weight" not in names
