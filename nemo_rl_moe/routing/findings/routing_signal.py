@@ -97,6 +97,8 @@ WrongRoutesKind = Literal[
     "unrelated_routes",
     "repeated_routes",
     "routes_lost_in_one_rank",
+    "routes_lost_in_a_path",
+    "filler_routes",
 ]
 WRONG_ROUTES: dict[AnomalyKind, WrongRoutesKind] = {
     "rows": "malformed_routes",
@@ -107,6 +109,8 @@ WRONG_ROUTES: dict[AnomalyKind, WrongRoutesKind] = {
     "unrelated": "unrelated_routes",
     "repeated": "repeated_routes",
     "rank": "routes_lost_in_one_rank",
+    "path": "routes_lost_in_a_path",
+    "turn_end": "filler_routes",
 }
 ANOMALIES_METRIC = "train/moe/routing/anomalies"
 """Key of the number of anomalies: every step with a capture has it."""

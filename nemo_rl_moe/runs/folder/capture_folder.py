@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.runs.folder.captured_sequences import (
     TOKEN_TYPES,
+    UNKNOWN,
     CaptureDescription,
     CapturedRows,
     CapturedSequence,
@@ -212,15 +213,24 @@ def _rows(description: CaptureDescription, step: int, batch: pa.RecordBatch, wri
         raise ValueError(f"num_tokens of a sequence is {lengths.min()}, expected at least 1")
     columns = {}
     for name, kind in _TOKEN_TYPES.items():
-        if name not in batch.schema.names or batch.column(name).null_count:
+        if name not in batch.schema.names:
             continue
         values = batch.column(name)
+        is_partial = name == "rollout_experts" and 0 < values.null_count < len(batch)
+        if values.null_count and not is_partial:
+            continue
         if not pa.types.is_list(values.type) or values.type.value_type != kind:
             raise ValueError(f"{name} is {values.type}, expected {pa.list_(kind)}")
         row = description.row_sizes.get(name, ())
         found = values.flatten().to_numpy(zero_copy_only=False)
         sizes = np.diff(values.offsets.to_numpy())
         width = int(np.prod(row, dtype=np.int64))
+        if is_partial:  # a path of the rollout has lost them, which is to be found
+            has = np.repeat(~values.is_null().to_numpy(zero_copy_only=False), lengths * width)
+            filled = np.full(len(has), UNKNOWN, dtype=found.dtype)
+            if np.count_nonzero(has) == len(found):
+                filled[has] = found
+                found, sizes = filled, lengths * width
         if not np.array_equal(sizes, lengths * width):
             first = int(np.flatnonzero(sizes != lengths * width)[0])
             raise ValueError(f"{name} of sequence {first} has {sizes[first]} values, expected {lengths[first] * width}")

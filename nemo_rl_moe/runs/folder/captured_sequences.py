@@ -106,6 +106,13 @@ def rows_of(description: CaptureDescription, step: int, sequences: Sequence[Capt
     columns = {}
     for name, kind in TOKEN_TYPES.items():
         values = [checked_column(description, sequence, name) for sequence in sequences]
+        if name == "rollout_experts" and any(part is not None for part in values):
+            # A path of the rollout has lost them, which is to be found.
+            row = description.row_sizes[name]
+            values = [
+                np.full((sequence.num_tokens, *row), UNKNOWN) if part is None else part
+                for part, sequence in zip(values, sequences, strict=True)
+            ]
         if all(part is not None for part in values):
             columns[name] = np.concatenate([part for part in values if part is not None]).astype(kind)
     rewards = [sequence.reward for sequence in sequences if sequence.reward is not None]
