@@ -20,6 +20,7 @@ from nemo_rl_moe.routing.agreement.report import CheckTotals, routing_report
 from nemo_rl_moe.routing.agreement.route_identity import RouteSample, layer_overlap
 from nemo_rl_moe.routing.agreement.statistics import AgreementStatistics, RoutingReport, Row, row_anomalies
 from nemo_rl_moe.routing.audit.prefixes import PrefixCollector, PrefixHistory
+from nemo_rl_moe.routing.audit.sampling_mask import subset_metrics
 from nemo_rl_moe.routing.audit.turns import TurnCounts
 from nemo_rl_moe.routing.audit.versions import VersionRows
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
@@ -32,7 +33,7 @@ from nemo_rl_moe.shapes import Float, Int
 
 _TOKENS_AT_A_TIME = 4096
 _SAMPLED_SEQUENCES, _SAMPLED_TOKENS = 16, 48
-_OF_TOKENS = (*LOGPROBS, "advantages", "weight_versions")
+_OF_TOKENS = (*LOGPROBS, "advantages", "weight_versions", "kept_mass")
 
 
 @dataclass(frozen=True)
@@ -305,15 +306,16 @@ class _StepAudit:
     def _of_engine(self) -> dict[str, float]:
         """Return what shows over the steps whether the engine has the weights that it is said to have."""
         found = {}
-        rollout, training = self._of_all("rollout_logprobs"), self._of_all("training_logprobs")
+        rollout, training = self._of_rollout(), self._of_all("training_logprobs")
         if rollout is not None and training is not None:
+            found = subset_metrics(training, rollout)
             found["gap"] = float(np.nanmean(np.abs(training.astype(np.float64) - rollout)))
         if (versions := self._of_all("weight_versions")) is not None:
             found["weight_version"] = float(versions.max())
         return with_prefix("moe/engine", found)
 
     def _split(self) -> dict[str, float]:
-        generation, training = self._of_all("rollout_logprobs"), self._of_all("training_logprobs")
+        generation, training = self._of_rollout(), self._of_all("training_logprobs")
         if generation is None or training is None:
             return {}
         replayed = self._of_all("replayed_logprobs")
@@ -322,6 +324,11 @@ class _StepAudit:
         else:
             parts = split_gap(generation, replayed, training)
         return with_prefix("routing_split", split_metrics(parts) | {"tokens": float(len(training))})
+
+    def _of_rollout(self) -> Float[np.ndarray, " tokens"] | None:
+        """Return the rollout's log-probabilities over the whole vocabulary, where the mass that it kept is known."""
+        values, kept = self._of_all("rollout_logprobs"), self._of_all("kept_mass")
+        return values if values is None or kept is None else values + np.log(kept)
 
     def _of_all(self, name: str) -> Float[np.ndarray, " tokens"] | None:
         """Return a column of the trained tokens, where all sequences have it."""

@@ -8,17 +8,21 @@ from typing import Literal
 
 import numpy as np
 
-EngineKind = Literal["pinned_engine", "stale_prefix_cache", "engine_moves_too_far", "growing_gap", "resetting_gap"]
+EngineKind = Literal["pinned_engine", "stale_prefix_cache", "engine_moves_too_far", "growing_gap", "resetting_gap", "sampling_mask"]
 _PREFIX = "train/moe/engine/"
 SINCE, PREFIX_ROWS = f"{_PREFIX}since_step", f"{_PREFIX}prefix_rows"
 TRAINER_MOVED, ENGINE_MOVED = f"{_PREFIX}trainer_moved_share", f"{_PREFIX}engine_moved_share"
 PREFIX_DIFFERING, FRESH_DIFFERING = f"{_PREFIX}prefix_differing_share", f"{_PREFIX}fresh_differing_share"
 GAP, VERSION = f"{_PREFIX}gap", f"{_PREFIX}weight_version"
-METRICS = (SINCE, PREFIX_ROWS, TRAINER_MOVED, ENGINE_MOVED, PREFIX_DIFFERING, FRESH_DIFFERING, GAP, VERSION)
+MASS, FLOOR = f"{_PREFIX}subset_mass", f"{_PREFIX}subset_floor"
+METRICS = (
+    *(SINCE, PREFIX_ROWS, TRAINER_MOVED, ENGINE_MOVED, PREFIX_DIFFERING, FRESH_DIFFERING),
+    *(GAP, VERSION, MASS, FLOOR),
+)
 """Keys that `EngineSignal` reads."""
 _STANDS, _RUNS_AHEAD, _DISAGREES = 0.25, 1.5, 0.3
 """Rows that the engine changed, over those that training did: at most, and at least with so many that differ now."""
-_LEAST_STEPS, _LEAST_CYCLE, _LEAST_GROWTH, _LEAST_ORDER, _MOST_AFTER_RESET = 8, 5, 3.0, 0.9, 1.5
+_LEAST_STEPS, _LEAST_CYCLE, _LEAST_GROWTH, _LEAST_ORDER, _MOST_AFTER_RESET = 8, 6, 3.0, 0.9, 0.5
 _WINDOW, _VERSION_STEPS = 32, 4
 
 
@@ -36,7 +40,12 @@ class EngineSignal:
         """Yield condition, first step and description of each streak that is long enough now."""
         if self._num_steps is None:
             return
-        texts = {**self._of_prefixes(metrics), **self._of_gap(step, metrics), **self._of_version(step, metrics)}
+        texts = {
+            **self._of_prefixes(metrics),
+            **self._of_gap(step, metrics),
+            **self._of_version(step, metrics),
+            **_of_subset(metrics),
+        }
         for kind in self._since.keys() - texts.keys():
             del self._since[kind]
         for kind, (text, has_lasted) in texts.items():
@@ -77,11 +86,13 @@ class EngineSignal:
         gap = metrics.get(GAP)
         if gap is None or not np.isfinite(gap):
             return {}
-        rises = len(self._gaps) >= _LEAST_CYCLE and _rises([value for _, value in self._gaps])
-        if rises and gap <= _MOST_AFTER_RESET * self._gaps[0][1]:
-            (start, low), (last, high) = self._gaps[0], self._gaps[-1]
+        if self._gaps and gap <= _MOST_AFTER_RESET * self._gaps[-1][1]:
+            cycle = list(self._gaps)
             self._gaps.clear()
             self._gaps.append((step, gap))
+            if len(cycle) < _LEAST_CYCLE or not _rises([value for _, value in cycle]):
+                return {}
+            (start, low), (last, high) = cycle[0], cycle[-1]
             text = (
                 f"the log-prob gap rose from {low:.2g} to {high:.2g} over the steps {start} to {last}, and was"
                 f" {gap:.2g} again at step {{}}: what a restart of the engine resets, such as a prefix cache or a"
@@ -112,6 +123,17 @@ class EngineSignal:
             return {}
         text = f"the rollout's weight version has been {version:.0f} since step {since}: the engine gets no weights"
         return {"pinned_engine": (text, True)}
+
+
+def _of_subset(metrics: Mapping[str, float]) -> dict[EngineKind, tuple[str, bool]]:
+    if MASS not in metrics:
+        return {}
+    text = (
+        "the rollout's log-probs have been normalised over a subset of the vocabulary (top-p, top-k) since step {},"
+        f" training's have not: they are higher at nearly every token, and the subset keeps {metrics[MASS]:.3f} of the"
+        f" probability, at the least {metrics[FLOOR]:.2f}; train with the same subset, or sample without"
+    )
+    return {"sampling_mask": (text, True)}
 
 
 def _rises(values: list[float]) -> bool:

@@ -25,8 +25,10 @@ TOKEN_TYPES: Mapping[str, type[np.generic]] = {
     "weight_versions": np.int32,
     "advantages": np.float32,
     "margins": np.float32,
+    "kept_mass": np.float32,
 }
-"""Columns on the token axis. `margins`, `[tokens, layers]`: score of the last expert that a router of training chose
+"""Columns on the token axis. `kept_mass`: probability of the tokens that top-p and top-k leave, over which
+`rollout_logprobs` are normalised. `margins`, `[tokens, layers]`: score of the last expert that a router of training chose
 less that of the first one that it left out."""
 
 
