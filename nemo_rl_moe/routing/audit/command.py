@@ -76,7 +76,8 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     from nemo_rl_moe.routing.audit.adapters.router_shape import read_router_shape
     from nemo_rl_moe.routing.audit.comparison import compared, comparison_json, comparison_lines, distance_lines
     from nemo_rl_moe.routing.audit.page import write_audit_page
-    from nemo_rl_moe.routing.audit.sources import AUTO, FORMATS, open_source
+    from nemo_rl_moe.routing.audit.r3_trace import lines_of_trace, problems_of_trace, read_trace, trace_files, trace_json
+    from nemo_rl_moe.routing.audit.sources import AUTO, FORMATS, TRACE, open_source
     from nemo_rl_moe.routing.audit.summary import as_json, lines_of, problems_of
     from nemo_rl_moe.runs.folder.capture_folder import described_by
     from nemo_rl_moe.runs.report.command import check_output
@@ -93,6 +94,8 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         )
     if options.against is not None and len(paths) > 1:
         raise DataError(f"--against {options.against}: got {len(paths)} paths, expected one to compare with it")
+    if options.against is not None and trace_files(paths[0]):
+        raise DataError(f"--against {options.against}: {paths[0]} is a trace, which has no routes to compare")
     if options.format not in FORMATS:
         raise DataError(f"--format: got {options.format!r}, expected one of {', '.join(FORMATS)}")
     model = None if options.model is None else read_router_shape(options.model)
@@ -100,9 +103,14 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     quiet = only_json or not sys.stderr.isatty()
     if options.html is not None:
         check_output(options.html, "--html")
-    found, sources = [], []
+    found, sources, traces = [], [], []
     for path in [*paths, *([] if options.against is None else [options.against])]:
         is_other = path is options.against
+        if not is_other and options.format in (AUTO, TRACE) and trace_files(path):
+            traces.append(read_trace(path))
+            if not only_json:
+                print(printable("\n".join(lines_of_trace(traces[-1]))), flush=True)
+            continue
         # The page says to give OTHER as a capture, whatever PATH is.
         kind = AUTO if is_other and described_by(path).is_file() else options.format
         source = open_source(path, kind, model, None if is_other else options.training, options.steps)
@@ -117,7 +125,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
             print(printable("\n".join(comparison_lines(comparison))), flush=True)
     if options.json is not None:
         text = json.dumps(
-            [dict(as_json(run)) for run in found]
+            [*(dict(as_json(run)) for run in found), *map(trace_json, traces)]
             if comparison is None
             else [{**as_json(found[0]), "against": comparison_json(comparison)}, as_json(found[1])],
             indent=1,
@@ -135,6 +143,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     # The other run is there to compare with: what is wrong with it alone is reported in its own lines.
     looked_at = found if comparison is None else found[:1]
     problems = [f"{run.path}: {text}" for run in looked_at for text in problems_of(run)]
+    problems += [f"{trace.path}: {text}" for trace in traces for text in problems_of_trace(trace)]
     problems += [] if comparison is None else [f"{found[0].path}: {text}" for text in comparison.problems]
     if problems:
         raise RoutesAuditError(problems)
@@ -156,10 +165,14 @@ def _audited(path: Path, source: "Source", capture: Path | None, *, quiet: bool)
         if writer is not None and source.sequences is not None:
             for part in source.sequences[step]():
                 writer.write(step, part)
-        audited.append(audit_step(source.description, step, read(), source.writers, history))
+        of_step = audit_step(source.description, step, read(), source.writers, history)
+        audited += [of_step] if of_step.num_sequences or not source.unread else []
     if not quiet:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
-    return AuditedRun(path, source.description, audited, source.notices, source.writers)
+    if not audited:
+        raise DataError(list(source.unread.values()))
+    notices = [*source.notices, *(f"not read: {text}" for text in source.unread.values())]
+    return AuditedRun(path, source.description, audited, notices, source.writers)
 
 
 def _steps(text: str) -> tuple[int | None, int | None]:

@@ -42,7 +42,7 @@ def trace_files(path: Path) -> list[Path]:
     """Return the files of a trace at a path; empty for none."""
     if path.is_file():
         return [path] if path.match(PATTERN) else []
-    return sorted(path.rglob(PATTERN)) if path.is_dir() else []
+    return sorted(path.glob(PATTERN)) if path.is_dir() else []
 
 
 def read_trace(path: Path) -> R3Trace:

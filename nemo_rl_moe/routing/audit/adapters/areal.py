@@ -21,9 +21,7 @@ from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, CapturedSequence
 _COLUMNS = {
     "loss_mask": "loss_mask",
     "rollout_logprobs": "logprobs",
-    "training_logprobs": "prox_logp",
     "weight_versions": "versions",
-    "advantages": "advantages",
 }
 _NEEDED = {"input_ids", "attention_mask", "loss_mask", "logprobs", "versions"}
 
