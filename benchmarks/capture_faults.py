@@ -16,7 +16,7 @@ from planted_faults import FAULTS, RENUMBERED, Site
 from nemo_rl_moe.cli import main as run_command
 from nemo_rl_moe.routing.audit.audited_run import AuditedRun
 from nemo_rl_moe.routing.audit.auditor import audit_step
-from nemo_rl_moe.routing.audit.prefixes import PrefixHistory
+from nemo_rl_moe.routing.audit.history import RunHistory
 from nemo_rl_moe.routing.audit.summary import problems_of
 from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter, read_description, read_step, steps_of
 from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, CaptureDescription, CapturedSequence, rows_of
@@ -234,7 +234,7 @@ def simulated_alarms(captures: Sequence[Path], num_steps: int, seed: int) -> lis
     found: list[str] = []
     for first in range(0, num_steps, STEPS_A_RUN):
         description, by_step = recorded[int(generator.integers(len(recorded)))]
-        of_steps, history = list(by_step.values()), PrefixHistory()
+        of_steps, history = list(by_step.values()), RunHistory(description)
         fault = "turn_ends" if first // STEPS_A_RUN % 2 else ""
         place, audited_steps = int(generator.integers(len(of_steps))), []
         for step in range(1, min(STEPS_A_RUN, num_steps - first) + 1):

@@ -19,7 +19,9 @@ from nemo_rl_moe.routing.agreement.repeated_rows import RepeatedRows
 from nemo_rl_moe.routing.agreement.report import CheckTotals, routing_report
 from nemo_rl_moe.routing.agreement.route_identity import RouteSample, layer_overlap
 from nemo_rl_moe.routing.agreement.statistics import AgreementStatistics, RoutingReport, Row, row_anomalies
-from nemo_rl_moe.routing.audit.prefixes import PrefixCollector, PrefixHistory
+from nemo_rl_moe.routing.audit.exactness import ExactCounts
+from nemo_rl_moe.routing.audit.history import RunHistory
+from nemo_rl_moe.routing.audit.prefixes import PrefixCollector
 from nemo_rl_moe.routing.audit.sampling_mask import subset_metrics
 from nemo_rl_moe.routing.audit.turns import TurnCounts
 from nemo_rl_moe.routing.audit.versions import VersionRows
@@ -54,7 +56,7 @@ def audit_step(
     step: int,
     parts: Iterable[CapturedRows],
     writers: Sequence[str] = (),
-    history: PrefixHistory | None = None,
+    history: RunHistory | None = None,
 ) -> AuditedStep:
     """Audit one step, whose sequences come a few at a time.
 
@@ -74,9 +76,11 @@ def names_of_slots(writers: Sequence[str]) -> list[str]:
 
 
 class _StepAudit:
-    def __init__(self, description: CaptureDescription, writers: Sequence[str], history: PrefixHistory | None):
+    def __init__(self, description: CaptureDescription, writers: Sequence[str], history: RunHistory | None):
         self._description, self._writers, self._history = description, writers, history
         self._prefixes, self._turns, self._versions = PrefixCollector(), TurnCounts(), VersionRows()
+        self._exact = ExactCounts(description.layers)
+        self._bias: Float[np.ndarray, "layers experts"] | None = None
         device = torch.device("cpu")
         shape = (len(description.layers), description.num_experts)
         self._layers = torch.arange(len(description.layers))
@@ -130,6 +134,9 @@ class _StepAudit:
         if capture is not None and live is not None and "weight_versions" in rows.columns:
             self._versions.add(capture, live, rows.columns["weight_versions"], trained, rows.lengths)
         trained[ends - rows.lengths] = False  # nothing comes before a first token
+        self._bias = rows.expert_bias if self._bias is None else self._bias
+        if self._description.is_exact or self._description.is_bitwise:
+            self._exact.add(rows, trained)
         for name in _OF_TOKENS:
             if name in rows.columns:
                 self._values[name].append(rows.columns[name][trained])
@@ -148,7 +155,7 @@ class _StepAudit:
         if not is_compared:
             totals, by_slot, more = alone, self._alone_by_slot, []
         self._add_lost_rows(totals.rows, by_slot)
-        more = [*more, *self._turns.anomalies()]
+        more = [*more, *self._turns.anomalies(), *(self._exact.anomalies() if self._description.is_bitwise else ())]
         metrics: dict[str, float] = {}
         report = overlap = None
         if totals.rows[:, Row.EXPECTED].any():
@@ -172,7 +179,8 @@ class _StepAudit:
             metrics["reward"] = float(np.concatenate(self._rewards).mean())
         metrics |= self._of_engine() | self._versions.metrics()
         if self._history is not None:
-            metrics |= self._history.compared(step, self._prefixes.finished())
+            metrics |= self._history.prefixes.compared(step, self._prefixes.finished())
+            metrics |= self._history.biases.metrics(self._bias)
         if (advantages := self._of_all("advantages")) is not None:
             metrics |= {"advantages/min": float(advantages.min()), "advantages/max": float(advantages.max())}
         loads = {name: counts if counts.any() else None for name, counts in self._loads.items()}
@@ -312,7 +320,7 @@ class _StepAudit:
             found["gap"] = float(np.nanmean(np.abs(training.astype(np.float64) - rollout)))
         if (versions := self._of_all("weight_versions")) is not None:
             found["weight_version"] = float(versions.max())
-        return with_prefix("moe/engine", found)
+        return with_prefix("moe/engine", found | self._exact.metrics())
 
     def _split(self) -> dict[str, float]:
         generation, training = self._of_rollout(), self._of_all("training_logprobs")

@@ -152,13 +152,13 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
 def _audited(path: Path, source: "Source", capture: Path | None, *, quiet: bool) -> "AuditedRun":
     from nemo_rl_moe.routing.audit.audited_run import AuditedRun
     from nemo_rl_moe.routing.audit.auditor import audit_step
-    from nemo_rl_moe.routing.audit.prefixes import PrefixHistory
+    from nemo_rl_moe.routing.audit.history import RunHistory
     from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter
 
     if capture is not None and source.sequences is None:
         raise DataError(f"--write-capture {capture}: {path} is a capture already")
     writer = None if capture is None else CaptureFolderWriter(capture, source.description)
-    audited, history = [], PrefixHistory()
+    audited, history = [], RunHistory(source.description)
     for number, (step, read) in enumerate(source.read.items(), start=1):
         if not quiet:
             print(f"\r{path}: step {step} ({number} of {len(source.read)})", end="", file=sys.stderr, flush=True)

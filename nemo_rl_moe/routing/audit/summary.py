@@ -34,6 +34,10 @@ SHOWN = (
         ("those of their own version would", "moe/routing/versions/agreement_of_own"),
         ("those of the newest version would", "moe/routing/versions/agreement_of_newest"),
     )),
+    ("log-probs that are not equal, of an exact run", (
+        ("number", "moe/engine/unequal_logprobs"),
+        ("share", "moe/engine/unequal_logprobs_share"),
+    )),
     ("noise floor of the trainer", (
         ("rows that differ", "moe/routing_noise/rows_differing_trainer"),
         ("log-prob gap, mean of its size", "moe/routing_noise/mean_abs_trainer"),

@@ -99,6 +99,7 @@ WrongRoutesKind = Literal[
     "routes_lost_in_one_rank",
     "routes_lost_in_a_path",
     "filler_routes",
+    "unequal_logprobs",
 ]
 WRONG_ROUTES: dict[AnomalyKind, WrongRoutesKind] = {
     "rows": "malformed_routes",
@@ -111,6 +112,7 @@ WRONG_ROUTES: dict[AnomalyKind, WrongRoutesKind] = {
     "rank": "routes_lost_in_one_rank",
     "path": "routes_lost_in_a_path",
     "turn_end": "filler_routes",
+    "exact": "unequal_logprobs",
 }
 ANOMALIES_METRIC = "train/moe/routing/anomalies"
 """Key of the number of anomalies: every step with a capture has it."""

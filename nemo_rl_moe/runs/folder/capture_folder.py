@@ -31,6 +31,7 @@ from nemo_rl_moe.runs.folder.captured_sequences import (
     CapturedSequence,
     checked_column,
 )
+from nemo_rl_moe.shapes import Float
 
 FORMAT, VERSION = "routing-capture", 1
 DESCRIPTION_FILE = "capture.json"
@@ -39,9 +40,12 @@ CAPTURE_FOLDER = "capture"
 """Folder of captured routes in a run's folder."""
 CAPTURE_FOLDERS = (CAPTURE_FOLDER, "tape")  # older name last
 _TOKEN_TYPES: Mapping[str, pa.DataType] = {name: pa.from_numpy_dtype(kind) for name, kind in TOKEN_TYPES.items()}
+EXPERT_BIAS = "expert_bias"
+"""Column with the bias of all routers, flattened, in one row of a file: it is of the step."""
 SCHEMA = pa.schema(
     [("sequence", pa.string()), ("num_tokens", pa.int32()), ("reward", pa.float32())]
     + [(name, pa.list_(kind)) for name, kind in _TOKEN_TYPES.items()]
+    + [(EXPERT_BIAS, pa.list_(pa.float32()))]
 )
 _FILE_NAME = re.compile(r"step-(\d{8,})\.(.+?)(?:-\d+)?\.parquet")
 _WRITER = re.compile(r"[A-Za-z0-9-]+")
@@ -84,6 +88,8 @@ class CaptureFolderWriter:
                 "topk": description.topk,
                 "made_by": description.made_by,
                 "exact": description.is_exact,
+                "bitwise": description.is_bitwise,
+                "bias_is_updated": description.bias_is_updated,
             },
             indent=1,
         )
@@ -91,12 +97,20 @@ class CaptureFolderWriter:
         staging.write_text(f"{text}\n")
         staging.replace(folder / DESCRIPTION_FILE)
 
-    def write(self, step: int, sequences: Sequence[CapturedSequence]) -> Path:
+    def write(
+        self, step: int, sequences: Sequence[CapturedSequence], expert_bias: Float[np.ndarray, "layers experts"] | None = None
+    ) -> Path:
         """Add sequences of one step, as a file.
+
+        Args:
+            expert_bias: Of the routers of training at this step, one of its files is enough.
 
         Raises:
             ValueError: A column is none of the format's, or has another shape than the description says.
         """
+        shape = (len(self._description.layers), self._description.num_experts)
+        if expert_bias is not None and expert_bias.shape != shape:
+            raise ValueError(f"expert_bias has the shape {expert_bias.shape}, expected {shape}")
         records: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
         for sequence in sequences:
             records["sequence"].append(sequence.name)
@@ -107,6 +121,8 @@ class CaptureFolderWriter:
             for name in _TOKEN_TYPES:
                 values = checked_column(self._description, sequence, name)
                 records[name].append(None if values is None else values.reshape(-1))
+        bias = None if expert_bias is None else expert_bias.astype(np.float32).reshape(-1)
+        records[EXPERT_BIAS] = [bias if number == 0 else None for number in range(len(sequences))]
         staging = self._folder / f".step-{step:08d}.{uuid.uuid4().hex[:12]}"
         pq.write_table(pa.table(records, schema=SCHEMA), staging, compression="zstd", row_group_size=_ROWS_AT_A_TIME)
         while True:
@@ -151,6 +167,8 @@ def read_description(folder: Path) -> CaptureDescription:
             int(found["topk"]),
             str(found.get("made_by", "")),
             found.get("exact") is True,
+            found.get("bitwise") is True,
+            None if found.get("bias_is_updated") is None else found["bias_is_updated"] is True,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError([f"{path}: no description of a capture: {one_line(error)}"]) from error
@@ -244,4 +262,18 @@ def _rows(description: CaptureDescription, step: int, batch: pa.RecordBatch, wri
         columns,
         None if rewards is None or rewards.null_count else rewards.to_numpy(zero_copy_only=False),
         writer,
+        _bias(description, batch),
     )
+
+
+def _bias(description: CaptureDescription, batch: pa.RecordBatch) -> Float[np.ndarray, "layers experts"] | None:
+    if EXPERT_BIAS not in batch.schema.names:
+        return None
+    shape = (len(description.layers), description.num_experts)
+    for values in batch.column(EXPERT_BIAS):
+        if values.is_valid:
+            found = np.array(values.as_py(), dtype=np.float32)
+            if found.size != shape[0] * shape[1]:
+                raise ValueError(f"{EXPERT_BIAS} has {found.size} values, expected {shape[0] * shape[1]}")
+            return found.reshape(shape)
+    return None

@@ -40,6 +40,8 @@ class CaptureDescription:
         layers: Indices of the MoE layers in the whole model, ascending.
         is_exact: Rollout and training had the same weights and computed in float32: their routes differ by near ties
             alone.
+        is_bitwise: Their log-probabilities are said to be equal bit for bit.
+        bias_is_updated: Training moves the expert bias after every step; None: not known.
     """
 
     layers: tuple[int, ...]
@@ -47,6 +49,8 @@ class CaptureDescription:
     topk: int
     made_by: str = ""
     is_exact: bool = False
+    is_bitwise: bool = False
+    bias_is_updated: bool | None = None
 
     @property
     def row_sizes(self) -> Mapping[str, tuple[int, ...]]:
@@ -77,6 +81,7 @@ class CapturedRows:
         columns: Values of all tokens, `[tokens, ...]`; only columns that all of these sequences have.
         rewards: Reward of each sequence; None where any has none.
         writer: Who wrote them, such as one rank of several; empty where nobody says.
+        expert_bias: Of the routers of training at this step; None: not among these sequences.
     """
 
     step: int
@@ -85,6 +90,7 @@ class CapturedRows:
     columns: Mapping[str, Shaped[np.ndarray, "tokens ..."]]
     rewards: Shaped[np.ndarray, " sequences"] | None
     writer: str = ""
+    expert_bias: Shaped[np.ndarray, "layers experts"] | None = None
 
 
 def checked_column(
