@@ -21,6 +21,7 @@ from nemo_rl_moe.routing.agreement.route_identity import RouteSample, layer_over
 from nemo_rl_moe.routing.agreement.statistics import AgreementStatistics, RoutingReport, Row, row_anomalies
 from nemo_rl_moe.routing.audit.exactness import ExactCounts
 from nemo_rl_moe.routing.audit.history import RunHistory
+from nemo_rl_moe.routing.audit.indexer import IndexerCounts
 from nemo_rl_moe.routing.audit.prefixes import PrefixCollector
 from nemo_rl_moe.routing.audit.sampling_mask import subset_metrics
 from nemo_rl_moe.routing.audit.turns import TurnCounts
@@ -79,7 +80,7 @@ class _StepAudit:
     def __init__(self, description: CaptureDescription, writers: Sequence[str], history: RunHistory | None):
         self._description, self._writers, self._history = description, writers, history
         self._prefixes, self._turns, self._versions = PrefixCollector(), TurnCounts(), VersionRows()
-        self._exact = ExactCounts(description.layers)
+        self._exact, self._indexer = ExactCounts(description.layers), IndexerCounts()
         self._bias: Float[np.ndarray, "layers experts"] | None = None
         device = torch.device("cpu")
         shape = (len(description.layers), description.num_experts)
@@ -134,6 +135,7 @@ class _StepAudit:
         if capture is not None and live is not None and "weight_versions" in rows.columns:
             self._versions.add(capture, live, rows.columns["weight_versions"], trained, rows.lengths)
         trained[ends - rows.lengths] = False  # nothing comes before a first token
+        self._indexer.add(rows)
         self._bias = rows.expert_bias if self._bias is None else self._bias
         if self._description.is_exact or self._description.is_bitwise:
             self._exact.add(rows, trained)
@@ -155,7 +157,8 @@ class _StepAudit:
         if not is_compared:
             totals, by_slot, more = alone, self._alone_by_slot, []
         self._add_lost_rows(totals.rows, by_slot)
-        more = [*more, *self._turns.anomalies(), *(self._exact.anomalies() if self._description.is_bitwise else ())]
+        more = [*more, *self._turns.anomalies(), *self._indexer.anomalies()]
+        more += self._exact.anomalies() if self._description.is_bitwise else ()
         metrics: dict[str, float] = {}
         report = overlap = None
         if totals.rows[:, Row.EXPECTED].any():
@@ -177,7 +180,7 @@ class _StepAudit:
         metrics |= with_prefix("moe", self._noise()) | with_prefix("moe", self._split())
         if self._rewards:
             metrics["reward"] = float(np.concatenate(self._rewards).mean())
-        metrics |= self._of_engine() | self._versions.metrics()
+        metrics |= self._of_engine() | self._versions.metrics() | with_prefix("moe/indexer", self._indexer.metrics())
         if self._history is not None:
             metrics |= self._history.prefixes.compared(step, self._prefixes.finished())
             metrics |= self._history.biases.metrics(self._bias)

@@ -259,7 +259,7 @@ class _Converted:
 
     def description(self) -> CaptureDescription:
         """Return the layers and experts: of the model's configuration, or of what all files hold."""
-        made_by = self._files.adapter.made_by
+        made_by, indexer = self._files.adapter.made_by, self._indexer_shape()
         shape: tuple[int, ...] | None = None
         largest, written = -1, np.zeros(0, dtype=bool)
         both: list[_Files | _CapturedRoutes] = [self._files, *([] if self.training is None else [self.training])]
@@ -280,9 +280,10 @@ class _Converted:
                     break
         if shape is None:
             self.notices.append("no sequence has routed experts: nothing is said about routes")
-            return CaptureDescription((), 0, 0, made_by)
+            return CaptureDescription((), 0, 0, made_by, indexer_shape=indexer)
         if self._model is not None:
-            return CaptureDescription(self._model.moe_layers, self._model.num_experts, self._model.topk, made_by)
+            shape_of_model = self._model.moe_layers, self._model.num_experts, self._model.topk
+            return CaptureDescription(*shape_of_model, made_by, indexer_shape=indexer)
         self.notices.append(
             f"num_experts: {largest + 1}, the largest number of an expert and 1; --model DIR says how many"
         )
@@ -291,7 +292,17 @@ class _Converted:
             self.notices.append(
                 f"layers {layers} hold expert 0 alone everywhere: --model DIR says whether they are dense"
             )
-        return CaptureDescription(tuple(range(shape[0])), largest + 1, shape[1], made_by)
+        return CaptureDescription(tuple(range(shape[0])), largest + 1, shape[1], made_by, indexer_shape=indexer)
+
+    def _indexer_shape(self) -> tuple[int, int]:
+        """Return the layers and positions of the first sequence with an indexer's choice; (0, 0) without any."""
+        for step in self._files.steps:
+            for part in self._files.read(step):
+                for sequence in part:
+                    if (found := sequence.columns.get("rollout_indexer")) is not None:
+                        return int(found.shape[1]), int(found.shape[2])
+                return 0, 0
+        return 0, 0
 
     def sequences(self, step: int) -> Iterator[list[CapturedSequence]]:
         partners = None if self.training is None else _Partners(self.training, step, self._fitted)

@@ -8,7 +8,14 @@ from typing import Literal
 
 import numpy as np
 
-EngineKind = Literal["pinned_engine", "stale_prefix_cache", "engine_moves_too_far", "growing_gap", "resetting_gap", "sampling_mask"]
+EngineKind = Literal[
+    "pinned_engine",
+    "stale_prefix_cache",
+    "engine_moves_too_far",
+    "growing_gap",
+    "resetting_gap",
+    "sampling_mask",
+]
 _PREFIX = "train/moe/engine/"
 SINCE, PREFIX_ROWS = f"{_PREFIX}since_step", f"{_PREFIX}prefix_rows"
 TRAINER_MOVED, ENGINE_MOVED = f"{_PREFIX}trainer_moved_share", f"{_PREFIX}engine_moved_share"

@@ -100,6 +100,7 @@ WrongRoutesKind = Literal[
     "routes_lost_in_a_path",
     "filler_routes",
     "unequal_logprobs",
+    "wrong_indexer_positions",
 ]
 WRONG_ROUTES: dict[AnomalyKind, WrongRoutesKind] = {
     "rows": "malformed_routes",
@@ -113,6 +114,7 @@ WRONG_ROUTES: dict[AnomalyKind, WrongRoutesKind] = {
     "path": "routes_lost_in_a_path",
     "turn_end": "filler_routes",
     "exact": "unequal_logprobs",
+    "indexer": "wrong_indexer_positions",
 }
 ANOMALIES_METRIC = "train/moe/routing/anomalies"
 """Key of the number of anomalies: every step with a capture has it."""

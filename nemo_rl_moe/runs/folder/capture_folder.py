@@ -90,6 +90,7 @@ class CaptureFolderWriter:
                 "exact": description.is_exact,
                 "bitwise": description.is_bitwise,
                 "bias_is_updated": description.bias_is_updated,
+                "indexer_shape": list(description.indexer_shape),
             },
             indent=1,
         )
@@ -161,6 +162,7 @@ def read_description(folder: Path) -> CaptureDescription:
         if found["version"] > VERSION:
             raise ValueError(f"version {found['version']}, and this program knows up to {VERSION}")
         layers = tuple(int(layer) for layer in found["layers"])
+        indexer = found.get("indexer_shape", (0, 0))
         return CaptureDescription(
             layers,
             int(found["num_experts"]),
@@ -169,8 +171,9 @@ def read_description(folder: Path) -> CaptureDescription:
             found.get("exact") is True,
             found.get("bitwise") is True,
             None if found.get("bias_is_updated") is None else found["bias_is_updated"] is True,
+            (int(indexer[0]), int(indexer[1])),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError([f"{path}: no description of a capture: {one_line(error)}"]) from error
 
 

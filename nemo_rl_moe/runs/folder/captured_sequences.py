@@ -14,6 +14,8 @@ UNKNOWN = -1
 EXPERTS = ("rollout_experts", "training_experts", "repeated_experts")
 """`[tokens, layers, topk]` int16, -1 where unknown: of the rollout, of training, and of training once more with another
 composition of its batches."""
+INDEXERS = ("rollout_indexer", "training_indexer")
+"""`[tokens, indexer layers, k]` int32, -1 where unknown: positions in the sequence that sparse attention chose."""
 LOGPROBS = ("rollout_logprobs", "training_logprobs", "replayed_logprobs", "repeated_logprobs")
 """Log-probability of each token, nats: by the engine that sampled it; by the trainer with the experts of its own
 routers, with those of the rollout, and once more with another composition of its batches."""
@@ -26,6 +28,7 @@ TOKEN_TYPES: Mapping[str, type[np.generic]] = {
     "advantages": np.float32,
     "margins": np.float32,
     "kept_mass": np.float32,
+    **dict.fromkeys(INDEXERS, np.int32),
 }
 """Columns on the token axis. `kept_mass`: probability of the tokens that top-p and top-k leave, over which
 `rollout_logprobs` are normalised. `margins`, `[tokens, layers]`: score of the last expert that a router of training chose
@@ -42,6 +45,7 @@ class CaptureDescription:
             alone.
         is_bitwise: Their log-probabilities are said to be equal bit for bit.
         bias_is_updated: Training moves the expert bias after every step; None: not known.
+        indexer_shape: Layers with an indexer, and positions of a token in each.
     """
 
     layers: tuple[int, ...]
@@ -51,12 +55,13 @@ class CaptureDescription:
     is_exact: bool = False
     is_bitwise: bool = False
     bias_is_updated: bool | None = None
+    indexer_shape: tuple[int, int] = (0, 0)
 
     @property
     def row_sizes(self) -> Mapping[str, tuple[int, ...]]:
         """Axes behind the token's, of columns that have any."""
         experts = dict.fromkeys(EXPERTS, (len(self.layers), self.topk))
-        return {**experts, "margins": (len(self.layers),)}
+        return {**experts, **dict.fromkeys(INDEXERS, self.indexer_shape), "margins": (len(self.layers),)}
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ def checked_column(
     values = np.asarray(sequence.columns[name])
     row = description.row_sizes.get(name, ())
     expected = (sequence.num_tokens, *row)
-    if name in EXPERTS and values.shape == (sequence.num_tokens - 1, *row):
+    if name in (*EXPERTS, *INDEXERS) and values.shape == (sequence.num_tokens - 1, *row):
         values = np.concatenate([values, np.full((1, *row), UNKNOWN, dtype=values.dtype)])
     if values.shape != expected:
         raise ValueError(f"{sequence.name}: {name} has the shape {values.shape}, expected {expected}")

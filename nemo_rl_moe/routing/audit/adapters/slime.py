@@ -19,6 +19,7 @@ from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 _COLUMNS = {
     "loss_mask": ("loss_mask", "loss_masks"),
     "rollout_experts": ("rollout_routed_experts",),
+    "rollout_indexer": ("rollout_indexer_topk",),
     "rollout_logprobs": ("rollout_log_probs",),
     "training_logprobs": ("log_probs",),
     "advantages": ("advantages",),
