@@ -370,9 +370,7 @@ def on_own_engine(part_of: Callable[[str, Any], Any]) -> Callable[[Site], None]:
     return _generating_by(part_of, lambda now, before: before)
 
 
-def _generating_by(
-    part_of: Callable[[str, Any], Any], weights: Callable[[Any, Any], Any]
-) -> Callable[[Site], None]:
+def _generating_by(part_of: Callable[[str, Any], Any], weights: Callable[[Any, Any], Any]) -> Callable[[Site], None]:
     """Return a fault whose engine generates by other weights.
 
     Args:

@@ -220,7 +220,9 @@ class _StepAudit:
         dist.all_gather_object(everyone, self._sampled[: max(_SAMPLED_SEQUENCES // size, 1)])
         self._sampled = [window for of_process in everyone for window in of_process][:_SAMPLED_SEQUENCES]
 
-    def _add_lost_rows(self, rows: Int[torch.Tensor, "layers kinds"], by_slot: Int[torch.Tensor, "slots kinds"]) -> None:
+    def _add_lost_rows(
+        self, rows: Int[torch.Tensor, "layers kinds"], by_slot: Int[torch.Tensor, "slots kinds"]
+    ) -> None:
         """Count the rows of sequences without a column of routes as missing, where others have one."""
         if rows[:, Row.EXPECTED].any():
             for kind in (Row.EXPECTED, Row.MISSING):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities that should be equal bit for bit, and where routes first part in sequences in which they are not."""
+"""Log-probabilities that should be equal bit for bit, and where routes first part if they are not."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -74,7 +74,9 @@ class PrefixCollector:
                         self._rows.append(both[:, place])
                         self._versions.append(version)
 
-    def _count_fresh(self, both: Int[np.ndarray, "2 tokens layers topk"], usable: Bool[np.ndarray, "tokens layers"]) -> None:
+    def _count_fresh(
+        self, both: Int[np.ndarray, "2 tokens layers topk"], usable: Bool[np.ndarray, "tokens layers"]
+    ) -> None:
         differs = (both[0] != both[1]).any(-1)[usable]
         self._fresh += (differs.size, differs.sum())
 

@@ -5,8 +5,8 @@
 Layout of the main branch of August 2026, `nemo_rl/utils/r3_trace.py`: `r3_trace_{host}_pid{pid}.jsonl` of each process,
 an event a line, with digests (SHA-256) of routes and token ids and no routes. The events: what the rollout sent
 (`rollout_payload_sample`), what a stage of training fetched (`tq_fetch_sample`), what each layer was given
-(`router_replay_assignment`), that it replays (`router_replay_action`), and with `NRL_R3_TRACE_VERIFY_FORWARD=1` what its
-router took (`router_replay_forward_verify`).
+(`router_replay_assignment`), that it replays (`router_replay_action`), and with `NRL_R3_TRACE_VERIFY_FORWARD=1` what
+its router took (`router_replay_forward_verify`).
 """
 
 import json
@@ -126,7 +126,8 @@ def _transport(trace: R3Trace) -> Iterator[str]:
                 )
         missing = [key for key in sent if not by_key[key]]
         if missing and any(by_key.values()):
-            yield f"stage {stage}: {len(missing)} of {counted(len(sent), 'sequence')} were not fetched: {_named(missing)}"
+            number = f"{len(missing)} of {counted(len(sent), 'sequence')}"
+            yield f"stage {stage}: {number} were not fetched: {_named(missing)}"
     zeros = [key for key, event in sent.items() if _is_zero(event)]
     if zeros:
         yield f"the routes of {counted(len(zeros), 'sequence')} begin with expert 0 alone: {_named(zeros)}"
@@ -159,7 +160,10 @@ def _replay(trace: R3Trace) -> Iterator[str]:
         if not given[stage] and not forward[stage]:
             yield f"stage {stage}: no layer has been given routes: its routers choose"
             continue
-        for what, found in (("used them forward", forward), *([("used them backward", backward)] if stage == "train" else [])):
+        for what, found in (
+            ("used them forward", forward),
+            *([("used them backward", backward)] if stage == "train" else []),
+        ):
             # An action of all layers at once names none.
             idle = set() if None in found[stage] else given[stage] - found[stage]
             if idle:
@@ -193,4 +197,6 @@ def _verified(trace: R3Trace) -> Iterator[str]:
 
 
 def _named(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else "")
+    return ", ".join(names[:_MOST_NAMED]) + (
+        f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    )

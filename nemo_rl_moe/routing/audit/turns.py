@@ -36,7 +36,7 @@ class Place(IntEnum):
 
 
 class TurnCounts:
-    """Counts of one step, `[2, kinds]` at ends of turns and elsewhere and `[turns, 2]` of sequences: all, with routes."""
+    """Counts of one step: of tokens at ends of turns and elsewhere, and of all sequences and those with routes."""
 
     def __init__(self) -> None:
         self.places: Int[np.ndarray, "2 kinds"] = np.zeros((2, len(Place)), dtype=np.int64)
@@ -111,8 +111,8 @@ class TurnCounts:
             here, there = (of[kind] / max(of[Place.TOKENS], 1) for of in (ends, others))
             if here >= _FEW and here - there >= _FEW:
                 text = (
-                    f"the last token of {int(ends[kind])} of {number} turns {what}, and {there:.1%} of the other tokens:"
-                    " its row comes with the request of the next turn"
+                    f"the last token of {int(ends[kind])} of {number} turns {what}, and {there:.1%} of the other"
+                    " tokens: its row comes with the request of the next turn"
                 )
                 return [RoutingAnomaly("turn_end", text)]
         rows = int(ends[Place.ROWS])

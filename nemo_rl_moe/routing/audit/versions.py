@@ -20,7 +20,7 @@ PREFIX = "moe/routing/versions/"
 
 
 class VersionRows:
-    """Counts of one step: usable rows of some tokens and those that training would choose, by own and newest version."""
+    """Usable rows of one step, and those that training would choose, by own and newest version; of some tokens."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int], Int[np.ndarray, " 2"]] = {}
@@ -70,14 +70,21 @@ class VersionRows:
         error = 2 * (of_newest * (1 - of_newest) / rows + of_own * (1 - of_own) / rows) ** 0.5
         if abs(of_newest - of_own) < max(_LEAST_DIFFERENCE, _SIGMAS * error):
             return {}
-        found = {"rows": rows, "agreement": total[1] / rows, "agreement_of_own": of_own, "agreement_of_newest": of_newest}
+        found = {
+            "rows": rows,
+            "agreement": total[1] / rows,
+            "agreement_of_own": of_own,
+            "agreement_of_newest": of_newest,
+        }
         return with_prefix(PREFIX.removesuffix("/"), {name: float(value) for name, value in found.items()})
 
 
 def version_note(rows: float, agreement: float, of_own: float, of_newest: float) -> str:
     """Return what the routes of older tokens are, in a line."""
     place = (agreement - of_own) / (of_newest - of_own)
-    compared = f"agree with training in {agreement:.3f} of {rows:,.0f} rows, of their own version {of_own:.3f} would, of"
+    compared = (
+        f"agree with training in {agreement:.3f} of {rows:,.0f} rows, of their own version {of_own:.3f} would, of"
+    )
     compared += f" the newest {of_newest:.3f}"
     if place <= _OWN:
         held = "each token carries the routes of the version that sampled it"

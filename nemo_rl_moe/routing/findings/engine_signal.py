@@ -66,8 +66,8 @@ class EngineSignal:
             return {}
         trainer, engine = metrics[TRAINER_MOVED], metrics[ENGINE_MOVED]
         where = (
-            f"in {metrics[PREFIX_ROWS]:,.0f} rows of beginnings that came at step {metrics[SINCE]:.0f} too, training has"
-            f" changed {trainer:.1%} and the engine {engine:.1%}"
+            f"in {metrics[PREFIX_ROWS]:,.0f} rows of beginnings that came at step {metrics[SINCE]:.0f} too, training"
+            f" has changed {trainer:.1%} and the engine {engine:.1%}"
         )
         if engine <= _STANDS * trainer:
             if metrics.get(FRESH_DIFFERING, np.inf) <= metrics[PREFIX_DIFFERING] / 2:
@@ -110,10 +110,11 @@ class EngineSignal:
         if len(self._gaps) < _LEAST_STEPS or not _rises([value for _, value in self._gaps]):
             return {}
         (start, low) = self._gaps[0]
+        though = ", though the weight versions advance" if self._has_advanced else ""
         text = (
-            f"the log-prob gap has grown step by step from {low:.2g} at step {start} to {gap:.2g}"
-            f"{', though the weight versions advance' if self._has_advanced else ''}: with the distance from the first weights, as"
-            " where the engine does not get them, gets an adapter twice, or keeps a state of older ones"
+            f"the log-prob gap has grown step by step from {low:.2g} at step {start} to {gap:.2g}{though}: with the"
+            " distance from the first weights, as where the engine does not get the new ones, gets an adapter twice,"
+            " or keeps a state of older ones"
         )
         return {"growing_gap": (text, True)}
 

@@ -99,7 +99,10 @@ class CaptureFolderWriter:
         staging.replace(folder / DESCRIPTION_FILE)
 
     def write(
-        self, step: int, sequences: Sequence[CapturedSequence], expert_bias: Float[np.ndarray, "layers experts"] | None = None
+        self,
+        step: int,
+        sequences: Sequence[CapturedSequence],
+        expert_bias: Float[np.ndarray, "layers experts"] | None = None,
     ) -> Path:
         """Add sequences of one step, as a file.
 

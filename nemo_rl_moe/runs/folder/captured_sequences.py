@@ -31,8 +31,8 @@ TOKEN_TYPES: Mapping[str, type[np.generic]] = {
     **dict.fromkeys(INDEXERS, np.int32),
 }
 """Columns on the token axis. `kept_mass`: probability of the tokens that top-p and top-k leave, over which
-`rollout_logprobs` are normalised. `margins`, `[tokens, layers]`: score of the last expert that a router of training chose
-less that of the first one that it left out."""
+`rollout_logprobs` are normalised. `margins`, `[tokens, layers]`: score of the last expert that a router of training
+chose less that of the first one that it left out."""
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ ADAPTERS: Mapping[str, Adapter] = {
 
 
 def load(path: Path) -> Any:
-    """Return the content of a file: JSON, JSON lines, a pickle or `torch.save` file, safetensors, MessagePack, or miles'
-    Parquet.
+    """Return the content of a file: JSON, JSON lines, a pickle or `torch.save` file, safetensors, MessagePack,
+    or miles' Parquet.
 
     Raises:
         DataError: It is none of them, is damaged, or names code.

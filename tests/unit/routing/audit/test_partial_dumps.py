@@ -104,7 +104,10 @@ def test_miles_parquet_reads_as_its_torch_dump(tmp_path: Path, samples: list[dic
         assert one.columns.keys() == other.columns.keys()
         for name, values in one.columns.items():
             np.testing.assert_array_equal(values, other.columns[name])
-    plain = [{**row, "rollout_routed_experts": s["rollout_routed_experts"].tolist()} for row, s in zip(rows, samples, strict=True)]
+    plain = [
+        {**row, "rollout_routed_experts": s["rollout_routed_experts"].tolist()}
+        for row, s in zip(rows, samples, strict=True)
+    ]
     pq.write_table(pa.Table.from_pylist(plain).replace_schema_metadata({b"rollout_id": b"3"}), tmp_path / "4.parquet")
     for one, other in zip(sequences_in(tmp_path / "4.parquet"), expected, strict=True):
         np.testing.assert_array_equal(one.columns["rollout_experts"], other.columns["rollout_experts"])

@@ -97,7 +97,7 @@ def test_an_end_token_that_always_takes_the_first_experts_is_no_filler() -> None
 
 def test_a_path_without_routes_is_named_by_its_turns() -> None:
     made = conversations(6)
-    for capture, _, mask in made[:2]:
+    for _, _, mask in made[:2]:
         mask[20:] = False
     for capture, _, _ in made:
         capture[:] = -1

@@ -47,7 +47,11 @@ def test_a_slow_drift_to_twice_the_gap_is_no_finding() -> None:
 
 def test_a_version_that_stands_still_is_found() -> None:
     said = found([0.01] * 8, [1, 2, 3, 3, 3, 3, 3, 3])
-    assert said[0] == (7, "pinned_engine", "the rollout's weight version has been 3 since step 3: the engine gets no weights")
+    assert said[0] == (
+        7,
+        "pinned_engine",
+        "the rollout's weight version has been 3 since step 3: the engine gets no weights",
+    )
 
 
 def test_versions_that_come_late_are_no_finding() -> None:
