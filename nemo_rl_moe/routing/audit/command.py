@@ -66,6 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def run_words(words: Sequence[str]) -> None:
+    """Audit as `nemo-rl-moe audit` with these words; errors are those of `run`."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    run(parser.parse_args(words))
+
+
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     """Audit each run, and print the findings.
 

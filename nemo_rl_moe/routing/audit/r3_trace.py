@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.errors import DataError, counted
+from nemo_rl_moe.routing.audit.summary import JSON_LAYOUT
 
 PATTERN = "r3_trace_*.jsonl"
 _STAGES = {"prev_lp": "prev-logprob", "train": "train"}
@@ -94,7 +95,9 @@ def problems_of_trace(trace: R3Trace) -> list[str]:
 def trace_json(trace: R3Trace) -> dict[str, Any]:
     """Convert a trace to JSON, with the keys of any audit."""
     return {
+        **JSON_LAYOUT,
         "capture": str(trace.path),
+        "problems": problems_of_trace(trace),
         "events": {name: len(found) for name, found in sorted(trace.events.items())},
         "notices": [f"not read: {text}" for text in trace.unread],
         "findings": [

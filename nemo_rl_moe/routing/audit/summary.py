@@ -62,6 +62,8 @@ SHOWN = (
     )),
 )  # fmt: skip
 """Titles, and under each the labels and keys of its metrics."""
+JSON_LAYOUT: Mapping[str, Any] = {"format": "routing-audit", "version": 1}
+"""A key is never renamed or given another meaning within a version; new ones may come."""
 _OF_FINDINGS = ("kind", "layer", "first_step", "last_step", "is_over", "text")
 
 
@@ -147,10 +149,12 @@ def anomalies_of(step: AuditedStep) -> list[str]:
 
 
 def as_json(run: AuditedRun) -> Mapping[str, Any]:
-    """Convert a run to JSON."""
+    """Convert a run to JSON, in the layout that docs/audit.md describes."""
     description = run.description
     return {
+        **JSON_LAYOUT,
         "capture": str(run.path),
+        "problems": problems_of(run),
         "layers": list(description.layers),
         "num_experts": description.num_experts,
         "topk": description.topk,
