@@ -22,8 +22,8 @@ SUMMARY = (
 )
 EXAMPLES = """\
 A capture folder holds token ids, routed experts and log-probabilities of a run's sequences, step by step; docs/audit.md
-describes it, and which files of other frameworks are read: verl, slime, miles, NeMo-RL, prime-rl, SkyRL, vLLM, SGLang,
-transformers. Nothing in a file is executed. Only PATH is needed: its format is detected.
+describes it, and which files of other frameworks are read: verl, slime, miles, NeMo-RL, AReaL, prime-rl, SkyRL, vLLM,
+SGLang, transformers. Nothing in a file is executed. Only PATH is needed: its format is detected.
 
 examples:
   nemo-rl-moe audit my_run/capture                 a capture folder, or the folder of a run of this project with one
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="NAME",
         help="format of the files: capture, verl, slime (and miles), "
-        "nemo-rl, prime-rl, skyrl, vllm, sglang, transformers; auto, the default, detects it",
+        "nemo-rl, nemo-rl-trace, areal, prime-rl, skyrl, vllm, sglang, transformers; auto, the default, detects it",
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="the model's folder or config.json: layers, experts")
     parser.add_argument(
