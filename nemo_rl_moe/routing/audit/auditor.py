@@ -322,7 +322,8 @@ class _StepAudit:
         rollout, training = self._of_rollout(), self._of_all("training_logprobs")
         if rollout is not None and training is not None:
             found = subset_metrics(training, rollout)
-            found["gap"] = float(np.nanmean(np.abs(training.astype(np.float64) - rollout)))
+            gap = np.abs(training.astype(np.float64) - rollout)
+            found |= {"gap": float(gap[np.isfinite(gap)].mean())} if np.isfinite(gap).any() else {}
         if (versions := self._of_all("weight_versions")) is not None:
             found["weight_version"] = float(versions.max())
         return with_prefix("moe/engine", found | self._exact.metrics())
@@ -341,7 +342,9 @@ class _StepAudit:
     def _of_rollout(self) -> Float[np.ndarray, " tokens"] | None:
         """Return the rollout's log-probabilities over the whole vocabulary, where the mass that it kept is known."""
         values, kept = self._of_all("rollout_logprobs"), self._of_all("kept_mass")
-        return values if values is None or kept is None else values + np.log(kept)
+        return (
+            values if values is None or kept is None else values + np.log(np.maximum(kept, np.finfo(np.float32).tiny))
+        )
 
     def _of_all(self, name: str) -> Float[np.ndarray, " tokens"] | None:
         """Return a column of the trained tokens, where all sequences have it."""

@@ -63,12 +63,12 @@ class TurnCounts:
         starts = ends - lengths
         begins = trained & ~np.concatenate([[False], trained[:-1]])
         begins[starts] = trained[starts]
-        turns = np.add.reduceat(begins, starts).clip(1, MOST_TURNS) - 1
+        turns = np.add.reduceat(begins.astype(np.int64), starts).clip(1, MOST_TURNS) - 1
         np.add.at(self.sequences[:, 0], turns, 1)
         if capture is None:
             return
         known = (capture != UNKNOWN).any((1, 2))
-        np.add.at(self.sequences[:, 1], turns[np.add.reduceat(known, starts) > 0], 1)
+        np.add.at(self.sequences[:, 1], turns[np.add.reduceat(known.astype(np.int64), starts) > 0], 1)
         followed = np.concatenate([trained[1:], [False]])
         followed[ends - 1] = False
         # Whether any later token of the sequence has a row: then the token was an input of some request.

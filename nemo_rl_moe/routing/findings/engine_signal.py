@@ -31,6 +31,8 @@ _STANDS, _RUNS_AHEAD, _DISAGREES = 0.25, 1.5, 0.3
 """Rows that the engine changed, over those that training did: at most, and at least with so many that differ now."""
 _LEAST_STEPS, _LEAST_CYCLE, _LEAST_GROWTH, _LEAST_ORDER, _MOST_AFTER_RESET = 8, 6, 3.0, 0.9, 0.5
 _WINDOW, _VERSION_STEPS = 32, 4
+_LEAST_GAP = 1e-3
+"""Gap in nats, at its highest, below which nothing depends on it."""
 
 
 class EngineSignal:
@@ -148,6 +150,8 @@ def _rises(values: list[float]) -> bool:
     """Return True for a level that grows threefold, nine of ten pairs of steps in that order (Kendall's tau 0.9)."""
     found = np.array(values)
     ends = min(3, len(found) // 2)
+    if found.max() < _LEAST_GAP:
+        return False
     if np.median(found[-ends:]) < _LEAST_GROWTH * max(float(np.median(found[:ends])), 1e-12):
         return False
     signs = np.sign(found[None] - found[:, None])[np.triu_indices(len(found), 1)]
