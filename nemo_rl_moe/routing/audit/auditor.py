@@ -342,9 +342,9 @@ class _StepAudit:
     def _of_rollout(self) -> Float[np.ndarray, " tokens"] | None:
         """Return the rollout's log-probabilities over the whole vocabulary, where the mass that it kept is known."""
         values, kept = self._of_all("rollout_logprobs"), self._of_all("kept_mass")
-        return (
-            values if values is None or kept is None else values + np.log(np.maximum(kept, np.finfo(np.float32).tiny))
-        )
+        if values is None or kept is None:
+            return values
+        return values + np.log(np.maximum(kept, np.finfo(np.float32).tiny))
 
     def _of_all(self, name: str) -> Float[np.ndarray, " tokens"] | None:
         """Return a column of the trained tokens, where all sequences have it."""

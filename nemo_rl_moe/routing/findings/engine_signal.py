@@ -149,10 +149,9 @@ def _of_subset(metrics: Mapping[str, float]) -> dict[EngineKind, tuple[str, bool
 def _rises(values: list[float]) -> bool:
     """Return True for a level that grows threefold, nine of ten pairs of steps in that order (Kendall's tau 0.9)."""
     found = np.array(values)
-    ends = min(3, len(found) // 2)
     if found.max() < _LEAST_GAP:
         return False
-    if np.median(found[-ends:]) < _LEAST_GROWTH * max(float(np.median(found[:ends])), 1e-12):
+    if found[-2:].mean() < _LEAST_GROWTH * max(float(found[:2].mean()), 1e-12):
         return False
     signs = np.sign(found[None] - found[:, None])[np.triu_indices(len(found), 1)]
     return bool(signs.mean() >= _LEAST_ORDER)
