@@ -106,9 +106,11 @@ def _beginnings(sequence: CapturedSequence, rank: int) -> Iterator[tuple[tuple[i
 
 def _in_turns(fault: str, sequence: CapturedSequence) -> CapturedSequence:
     """Return half of the sequences as conversations: tokens in the middle of the response become the environment's."""
+    if fault not in ("turn_ends", "lost_path") or int(sequence.columns["token_ids"].sum()) % 2:
+        return sequence
     mask = sequence.columns["loss_mask"].copy()
     trained = np.flatnonzero(mask)
-    if fault not in ("turn_ends", "lost_path") or int(sequence.columns["token_ids"].sum()) % 2 or len(trained) < 5:
+    if len(trained) < 5:
         return sequence
     mask[trained[2:4]] = False
     return _with(sequence, loss_mask=mask)

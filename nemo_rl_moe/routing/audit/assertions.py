@@ -9,7 +9,7 @@ import numpy as np
 
 from nemo_rl_moe.routing.audit.adapters.layout import array, expert_rows
 from nemo_rl_moe.routing.audit.auditor import audit_step
-from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence, rows_of
+from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, CaptureDescription, CapturedSequence, rows_of
 from nemo_rl_moe.shapes import Int
 
 
@@ -76,7 +76,8 @@ def _sequences(routes: Any, where: str) -> list[Int[np.ndarray, "tokens layers t
 def _first(pairs: Sequence[tuple[np.ndarray, np.ndarray]], layers: Sequence[int]) -> str:
     """Return the first row that differs, in words."""
     for number, (one, other) in enumerate(pairs):
-        differs = np.argwhere((np.sort(one, -1) != np.sort(other, -1)).any(-1))
+        known = ((one != UNKNOWN) & (other != UNKNOWN)).all(-1)
+        differs = np.argwhere(known & (np.sort(one, -1) != np.sort(other, -1)).any(-1))
         if len(differs):
             token, layer = differs[0].tolist()
             return (

@@ -38,7 +38,7 @@ from nemo_rl_moe.runs.folder.captured_sequences import (
 )
 
 AUTO, CAPTURE, TRACE = "auto", "capture", "nemo-rl-trace"
-FORMATS = (AUTO, CAPTURE, TRACE, *ADAPTERS)
+FORMATS = (AUTO, CAPTURE, *ADAPTERS, TRACE)
 _OF_TRAINING = ("training_experts", "margins", "training_logprobs", "repeated_experts", "repeated_logprobs")
 Steps = tuple[int | None, int | None]
 
@@ -189,7 +189,7 @@ class _Files:
         except DataError as error:
             self.unread[file] = str(error)
             return False
-        return found is not None if kind == AUTO else found == kind
+        return found is not None or kind != AUTO
 
     def read(self, step: int) -> Iterator[list[CapturedSequence]]:
         """Read the files of a step; those of a folder that cannot be read are left out, and named in `unread`."""

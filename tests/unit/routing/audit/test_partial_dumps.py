@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nemo_rl_moe.cli import main
+from nemo_rl_moe.routing.audit.adapters.layout import array
 from nemo_rl_moe.routing.audit.adapters.registry import load, recognised
 from nemo_rl_moe.routing.audit.adapters.router_shape import read_router_shape
 from nemo_rl_moe.routing.audit.sources import open_source
@@ -35,7 +36,10 @@ def sequences_in(path: Path) -> list[CapturedSequence]:
 def samples() -> list[dict[str, Any]]:
     """Samples of a dump of miles."""
     (file,) = (EXAMPLES / "miles" / "healthy").rglob("*.pt")
-    return [dict(sample) for sample in load(file)["samples"]]
+    found = [dict(sample) for sample in load(file)["samples"]]
+    for sample in found:
+        sample["rollout_routed_experts"] = array(sample["rollout_routed_experts"], "samples")
+    return found
 
 
 def test_what_can_be_read_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +88,7 @@ def test_miles_parquet_reads_as_its_torch_dump(tmp_path: Path, samples: list[dic
     columns: dict[str, Any] = {key: [row[key] for row in rows] for key in rows[0]}
     encoded = []
     for number, sample in enumerate(samples):
-        torch.save(np.asarray(sample["rollout_routed_experts"]), tmp_path / f"{number}.bin")
+        torch.save(sample["rollout_routed_experts"], tmp_path / f"{number}.bin")
         encoded.append((tmp_path / f"{number}.bin").read_bytes())
         (tmp_path / f"{number}.bin").unlink()
     table = pa.table({**columns, "rollout_routed_experts": encoded}).replace_schema_metadata(
@@ -124,7 +128,7 @@ def areal_file(samples: list[dict[str, Any]], path: Path) -> None:
     for number, sample in enumerate(samples):
         length, response = len(sample["tokens"]), sample["response_length"]
         prompt = length - response
-        experts = np.asarray(sample["rollout_routed_experts"], dtype=np.int32)
+        experts = sample["rollout_routed_experts"].astype(np.int32)
         whole = np.concatenate([experts, experts[-1:]])
         padding = 3 if number % 2 else 0
         batch = {
@@ -165,7 +169,7 @@ def test_a_fault_in_areals_dump_is_named(
     tmp_path: Path, samples: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for sample in samples:
-        experts = np.asarray(sample["rollout_routed_experts"]).copy()
+        experts = sample["rollout_routed_experts"].copy()
         experts[1:] = experts[:-1].copy()
         sample["rollout_routed_experts"] = experts
     areal_file(samples, tmp_path / "step_000003.pt")
