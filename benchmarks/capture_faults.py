@@ -22,12 +22,20 @@ from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter, read_des
 from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, CaptureDescription, CapturedSequence, rows_of
 
 NUM_WRITERS = 2
+OF_FILES = {
+    "stale_prefixes": "routes of beginnings from older weights",
+    "saw_tooth": "a log-prob gap that restarts reset",
+    "turn_ends": "fillers at the ends of turns",
+    "lost_path": "conversations without routes",
+    "sampling_mask": "log-probs over a subset that keeps 0.9 to 1 of the probability",
+}
+"""Faults that are planted into files alone, and what they are."""
 STEPS_A_RUN = 100
 _SAW_TEETH, _GROWTH = 7, 0.6
 """Steps between restarts, and growth of the gap a step."""
 OF_RUNS = (
     *("router_bf16", "hot_rank", "frozen_bias", "stale_experts", "lost_bucket", "skipped_expert"),
-    *("permuted_ids_bf16", "exchanged_ids_bf16", "pinned_engine", "doubled_update"),
+    *("permuted_ids_bf16", "exchanged_ids_bf16"),
 )
 """Faults that change what a model computes, and not what is written of it, or that strike a run in another number
 format: a run with the fault writes the capture."""
@@ -67,7 +75,7 @@ def plant(capture: Path, fault: str, onset: int, folder: Path) -> None:
     """Write a capture with a fault, as two ranks would.
 
     Args:
-        fault: Its name in `FAULTS` or `RENUMBERED`, none of `OF_RUNS`.
+        fault: Its name in `FAULTS` or `RENUMBERED`, none of `OF_RUNS`; or in `OF_FILES`.
         onset: First step that it strikes, counted from 1, whatever numbers the steps have.
     """
     description, steps = read_capture(capture)
@@ -135,6 +143,8 @@ def _with_tooth(site: Site, sequence: CapturedSequence) -> CapturedSequence:
 def _with_fault(fault: str, site: Site, sequences: Step, known: Beginnings) -> Step:
     if fault in ("turn_ends", "lost_path"):
         return [_of_conversation(fault, sequence) for sequence in sequences]
+    if fault == "sampling_mask":
+        return [_with_mask(sequence) for sequence in sequences]
     if fault == "saw_tooth":
         return [_with_tooth(site, sequence) for sequence in sequences]
     if fault == "stale_prefixes":
@@ -159,6 +169,12 @@ def _with_fault(fault: str, site: Site, sequences: Step, known: Beginnings) -> S
     return [
         _with(sequence, **{name: _without_expert(sequence.columns[name]) for name in names}) for sequence in sequences
     ]
+
+
+def _with_mask(sequence: CapturedSequence) -> CapturedSequence:
+    generator = np.random.default_rng(int(sequence.columns["token_ids"].sum()))
+    kept = generator.uniform(0.9, 1, sequence.num_tokens).astype(np.float32)
+    return _with(sequence, rollout_logprobs=sequence.columns["rollout_logprobs"] - np.log(kept))
 
 
 def _with_beginnings(sequence: CapturedSequence, rank: int, known: Beginnings) -> CapturedSequence:

@@ -78,8 +78,6 @@ class Fault:
         spoil: Changes routes, where it is a fault of the capture alone: files can have it too.
         in_own_engine: The same of an engine without a copy of the weights: it generates by others than those that
             train. None: `plant` does it.
-        num_steps: Steps with the fault.
-        in_files_only: It is looked for in captures alone.
     """
 
     title: str
@@ -89,8 +87,6 @@ class Fault:
     vllm: bool = False
     spoil: Spoil | None = None
     in_own_engine: Callable[[Site], None] | None = None
-    num_steps: int = 3
-    in_files_only: bool = False
 
 
 def start_planted(
@@ -367,15 +363,6 @@ def on_own_engine(part_of: Callable[[str, Any], Any]) -> Callable[[Site], None]:
     Args:
         part_of: From a parameter of training and its name to the part of it that is lost; None: nothing of it.
     """
-    return _generating_by(part_of, lambda now, before: before)
-
-
-def _generating_by(part_of: Callable[[str, Any], Any], weights: Callable[[Any, Any], Any]) -> Callable[[Site], None]:
-    """Return a fault whose engine generates by other weights.
-
-    Args:
-        weights: From a parameter of training now, and before the fault, to the engine's.
-    """
 
     def plant(site: Site) -> None:
         import torch
@@ -390,7 +377,7 @@ def _generating_by(part_of: Callable[[str, Any], Any], weights: Callable[[Any, A
             now = [part.clone() for part in parts]
             if not site.strikes or not kept:
                 kept[:] = now
-            _fill(parts, [weights(new, old) for new, old in zip(now, kept, strict=True)])
+            _fill(parts, kept)
             try:
                 return generate(*args, **kwargs)
             finally:
@@ -404,10 +391,6 @@ def _generating_by(part_of: Callable[[str, Any], Any], weights: Callable[[Any, A
         site.trainer._generator.generate = generating
 
     return plant
-
-
-def _all_of(name: str, values: Any) -> Any:
-    return values
 
 
 def _of_experts(name: str, values: Any) -> Any:
@@ -450,11 +433,6 @@ def _lost_bucket(site: Site) -> None:
     folder._Sender._send_bucket = losing  # type: ignore[method-assign, assignment]
 
 
-def _of_files(title: str, seen: str, num_steps: int = 3) -> Fault:
-    """Return a fault that `capture_faults.py` plants."""
-    return Fault(title, seen, lambda site: None, num_steps=num_steps, in_files_only=True)
-
-
 def _of_capture(title: str, seen: str, spoil: Spoil, settings: tuple[str, ...] = SHARED_RUN) -> Fault:
     return Fault(title, seen, captured(spoil), settings, spoil=spoil)
 
@@ -494,20 +472,6 @@ FAULTS: dict[str, Fault] = {
         vllm=True,
         in_own_engine=on_own_engine(_of_expert_three),
     ),
-    "pinned_engine": Fault(
-        "an engine that gets no weights", "verl#7495", on_own_engine(_all_of), num_steps=8, in_files_only=True
-    ),
-    "doubled_update": Fault(
-        "an update that is applied twice",
-        "miles#3232",
-        _generating_by(_all_of, lambda now, before: 2 * now - before),
-        num_steps=8,
-        in_files_only=True,
-    ),
-    "stale_prefixes": _of_files("routes of beginnings from older weights", "NeMo-RL#4018", num_steps=8),
-    "saw_tooth": _of_files("a log-prob gap that restarts reset", "miles#2783", num_steps=14),
-    "turn_ends": _of_files("fillers at the ends of turns", "NeMo-RL#3485"),
-    "lost_path": _of_files("conversations without routes", "rllm#756"),
 }
 """By name."""
 MOST_SEEDS = 16

@@ -24,15 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from capture_faults import (
-    OF_RUNS,
-    FileScore,
-    audited,
-    lowest_agreement,
-    score_of_capture,
-    score_of_files,
-    simulated_alarms,
-)
+from capture_faults import OF_RUNS, FileScore, audited, lowest_agreement, score_of_capture, score_of_files
 from healthy_steps import HealthySteps, read_steps
 from planted_faults import FAULTS, NUM_EXPERTS, SHARED_RUN, start_planted
 from small_model import CONFIGS, REPOSITORY, TOKENIZER, make_parser, not_negative, positive, running_ray
@@ -118,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scores: list[Score] = []
     with tempfile.TemporaryDirectory(prefix="routing_faults_") as name, running_ray(num_cpus=4):
         scene = Scene(Path(name), options.model)
-        for fault in (fault for fault in options.faults if not FAULTS[fault].in_files_only):
+        for fault in options.faults:
             for onset in options.onsets:
                 if FAULTS[fault].vllm and installed_release() is None:
                     scores.append(Score(fault, onset, None, WITHOUT_VLLM, 0, ()))
@@ -141,15 +133,13 @@ def score_files(options: argparse.Namespace) -> int:
         else:
             with running_ray(num_cpus=4):
                 scene = Scene(folder, options.model)
-                longest = max((FAULTS[fault].num_steps for fault in options.faults if fault not in OF_RUNS), default=0)
-                capture = capture_of(scene, None, 1, max(options.onsets) + longest - 1, SHARED_RUN)
+                capture = capture_of(scene, None, 1, max(options.onsets) + FAULTY_STEPS - 1, SHARED_RUN)
                 scores += _planted_into(capture, options, folder)
                 for fault in (fault for fault in options.faults if fault in OF_RUNS):
                     for onset in options.onsets:
-                        last = onset + FAULTS[fault].num_steps - 1
-                        written = capture_of(scene, fault, onset, last, FAULTS[fault].settings)
+                        written = capture_of(scene, fault, onset, onset + FAULTY_STEPS - 1, FAULTS[fault].settings)
                         scores.append(_score_in_files(fault, onset, score_of_capture(written, onset)))
-                healthy = _healthy_captures(scene, options.captures, options.healthy, options.seed)
+                healthy = _healthy_captures(scene, options.captures)
     report(scores, healthy, options.output)
     return 0
 
@@ -188,23 +178,19 @@ def capture_of(scene: "Scene", fault: str | None, onset: int, num_steps: int, se
     return capture
 
 
-def _healthy_captures(scene: "Scene", num_seeds: int, num_simulated: int, draw: int) -> list["HealthyRow"]:
-    rows, captures = [], []
+def _healthy_captures(scene: "Scene", num_seeds: int) -> list["HealthyRow"]:
+    rows = []
     for kind, (overrides, _) in HEALTHY_RUNS.items():
         alarms: list[str] = []
         lowest = []
         for seed in range(num_seeds):
             settings = [*overrides, f"grpo.seed={100 + seed}"]
             capture = capture_of(scene, None, 1, RECORDED_STEPS, settings)
-            captures.append(capture)
             alarms += audited(capture)
             lowest.append(lowest_agreement(capture))
         num_steps = num_seeds * RECORDED_STEPS
         rows.append(HealthyRow(f"real, {num_seeds} seeds: {kind}", num_steps, tuple(alarms), min(lowest, default=1.0)))
         report_error(f"{kind}: {num_steps} steps of captures, {len(alarms)} alarms")
-    if captures and num_simulated:
-        found = simulated_alarms(captures, num_simulated, draw)
-        rows.append(HealthyRow("simulated from these", num_simulated, tuple(found), float("nan")))
     return rows
 
 
