@@ -34,7 +34,7 @@ def test_a_saw_tooth_is_told_from_growth() -> None:
     assert said[0][2].startswith("the log-prob gap rose from 0.01 to 0.06 over the steps 1 to 6, and was 0.01 again")
 
 
-@pytest.mark.parametrize("spread", [0.02, 0.2, 0.5])
+@pytest.mark.parametrize("spread", [0.02, 0.1, 0.3])
 def test_healthy_gaps_have_no_finding(spread: float) -> None:
     generator = np.random.default_rng(1)
     for _ in range(20):
