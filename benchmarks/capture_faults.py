@@ -3,7 +3,7 @@
 """Silent failures of routing, planted into capture folders, and found by `nemo-rl-moe audit`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -14,10 +14,25 @@ import numpy as np
 from planted_faults import FAULTS, RENUMBERED, Site
 
 from nemo_rl_moe.cli import main as run_command
+from nemo_rl_moe.routing.audit.audited_run import AuditedRun
+from nemo_rl_moe.routing.audit.auditor import audit_step
+from nemo_rl_moe.routing.audit.history import RunHistory
+from nemo_rl_moe.routing.audit.summary import problems_of
 from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter, read_description, read_step, steps_of
-from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, CaptureDescription, CapturedSequence
+from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, CaptureDescription, CapturedSequence, rows_of
 
 NUM_WRITERS = 2
+OF_FILES = {
+    "stale_prefixes": "routes of beginnings from older weights",
+    "saw_tooth": "a log-prob gap that restarts reset",
+    "turn_ends": "fillers at the ends of turns",
+    "lost_path": "conversations without routes",
+    "sampling_mask": "log-probs over a subset that keeps 0.9 to 1 of the probability",
+}
+"""Faults that are planted into files alone, and what they are."""
+STEPS_A_RUN = 100
+_SAW_TEETH, _GROWTH = 7, 0.6
+"""Steps between restarts, and growth of the gap a step."""
 OF_RUNS = (
     *("router_bf16", "hot_rank", "frozen_bias", "stale_experts", "lost_bucket", "skipped_expert"),
     *("permuted_ids_bf16", "exchanged_ids_bf16"),
@@ -60,22 +75,80 @@ def plant(capture: Path, fault: str, onset: int, folder: Path) -> None:
     """Write a capture with a fault, as two ranks would.
 
     Args:
-        fault: Its name in `FAULTS` or `RENUMBERED`, none of `OF_RUNS`.
+        fault: Its name in `FAULTS` or `RENUMBERED`, none of `OF_RUNS`; or in `OF_FILES`.
         onset: First step that it strikes, counted from 1, whatever numbers the steps have.
     """
     description, steps = read_capture(capture)
     sites = [Site(None, rank, onset) for rank in range(NUM_WRITERS)]
     writers = [CaptureFolderWriter(folder, description, f"rank-{rank}") for rank in range(NUM_WRITERS)]
+    known: Beginnings = {}
     for place, (step, sequences) in enumerate(steps.items(), start=1):
         for rank, (site, writer) in enumerate(zip(sites, writers, strict=True)):
-            site.step, of_rank = place, sequences[rank::NUM_WRITERS]
+            site.step, of_rank = place, [_in_turns(fault, sequence) for sequence in sequences[rank::NUM_WRITERS]]
             given = [sequence.columns["rollout_experts"][:-1].copy() for sequence in of_rank]
-            faulty = _with_fault(fault, site, of_rank) if site.strikes else of_rank
+            if fault == "stale_prefixes":
+                _remember(known, of_rank, site)
+            faulty = _with_fault(fault, site, of_rank, known) if site.strikes else of_rank
             site.kept = given
             writer.write(step, faulty)
 
 
-def _with_fault(fault: str, site: Site, sequences: Step) -> Step:
+Beginnings = dict[tuple[int, bytes], np.ndarray]
+"""Rows of a rank, by the tokens up to theirs."""
+
+
+def _remember(known: Beginnings, sequences: Step, site: Site) -> None:
+    """Keep the rows of prompts: the first ones from the step before the fault on, as a prefix cache does."""
+    for sequence in sequences:
+        for key, row in _beginnings(sequence, site.rank):
+            if not site.strikes:
+                known[key] = row
+            known.setdefault(key, row)
+
+
+def _beginnings(sequence: CapturedSequence, rank: int) -> Iterator[tuple[tuple[int, bytes], np.ndarray]]:
+    ids, prompt = sequence.columns["token_ids"], int(sequence.columns["loss_mask"].argmax())
+    for place in range(prompt):
+        yield (rank, ids[: place + 1].tobytes()), sequence.columns["rollout_experts"][place].copy()
+
+
+def _in_turns(fault: str, sequence: CapturedSequence) -> CapturedSequence:
+    """Return half of the sequences as conversations: tokens in the middle of the response become the environment's."""
+    if fault not in ("turn_ends", "lost_path") or int(sequence.columns["token_ids"].sum()) % 2:
+        return sequence
+    mask = sequence.columns["loss_mask"].copy()
+    trained = np.flatnonzero(mask)
+    if len(trained) < 5:
+        return sequence
+    mask[trained[2:4]] = False
+    return _with(sequence, loss_mask=mask)
+
+
+def _of_conversation(fault: str, sequence: CapturedSequence) -> CapturedSequence:
+    mask, routes = sequence.columns["loss_mask"], sequence.columns["rollout_experts"].copy()
+    ends = np.flatnonzero(mask[:-1] & ~mask[1:])
+    if fault == "turn_ends":
+        routes[ends] = np.arange(routes.shape[-1])
+    elif len(ends):
+        routes[:] = UNKNOWN
+    return _with(sequence, rollout_experts=routes)
+
+
+def _with_tooth(site: Site, sequence: CapturedSequence) -> CapturedSequence:
+    rollout, training = (sequence.columns[f"{name}_logprobs"] for name in ("rollout", "training"))
+    grown = 1 + _GROWTH * ((site.step - site.onset) % _SAW_TEETH)
+    return _with(sequence, rollout_logprobs=training + grown * (rollout - training))
+
+
+def _with_fault(fault: str, site: Site, sequences: Step, known: Beginnings) -> Step:
+    if fault in ("turn_ends", "lost_path"):
+        return [_of_conversation(fault, sequence) for sequence in sequences]
+    if fault == "sampling_mask":
+        return [_with_mask(sequence) for sequence in sequences]
+    if fault == "saw_tooth":
+        return [_with_tooth(site, sequence) for sequence in sequences]
+    if fault == "stale_prefixes":
+        return [_with_beginnings(sequence, site.rank, known) for sequence in sequences]
     spoil = (FAULTS | RENUMBERED)[fault].spoil
     if spoil is not None:
         routes = [sequence.columns["rollout_experts"][:-1].copy() for sequence in sequences]
@@ -96,6 +169,19 @@ def _with_fault(fault: str, site: Site, sequences: Step) -> Step:
     return [
         _with(sequence, **{name: _without_expert(sequence.columns[name]) for name in names}) for sequence in sequences
     ]
+
+
+def _with_mask(sequence: CapturedSequence) -> CapturedSequence:
+    generator = np.random.default_rng(int(sequence.columns["token_ids"].sum()))
+    kept = generator.uniform(0.9, 1, sequence.num_tokens).astype(np.float32)
+    return _with(sequence, rollout_logprobs=sequence.columns["rollout_logprobs"] - np.log(kept))
+
+
+def _with_beginnings(sequence: CapturedSequence, rank: int, known: Beginnings) -> CapturedSequence:
+    routes = sequence.columns["rollout_experts"].copy()
+    for place, (key, _) in enumerate(_beginnings(sequence, rank)):
+        routes[place] = known[key]
+    return _with(sequence, rollout_experts=routes)
 
 
 def _without_expert(routes: np.ndarray) -> np.ndarray:
@@ -153,3 +239,30 @@ def audit(folder: Path, last_step: int | None = None) -> dict[str, Any]:
         run_command(["audit", str(folder), *until, "--json", "-"])
     (run,) = json.loads(output.getvalue())
     return dict(run)
+
+
+def simulated_alarms(captures: Sequence[Path], num_steps: int, seed: int) -> list[str]:
+    """Return the audit's findings in so many healthy steps, in runs of a hundred.
+
+    A step draws its sequences, with replacement, from those of one recorded step; which one moves by at most one from
+    step to step, back and forth. Half of the runs have conversations.
+    """
+    generator = np.random.default_rng(seed)
+    recorded = [read_capture(folder) for folder in captures]
+    found: list[str] = []
+    for first in range(0, num_steps, STEPS_A_RUN):
+        description, by_step = recorded[int(generator.integers(len(recorded)))]
+        of_steps, history = list(by_step.values()), RunHistory(description)
+        fault = "turn_ends" if first // STEPS_A_RUN % 2 else ""
+        place, audited_steps = int(generator.integers(len(of_steps))), []
+        for step in range(1, min(STEPS_A_RUN, num_steps - first) + 1):
+            place = int(np.clip(place + generator.integers(-1, 2), 0, len(of_steps) - 1))
+            drawn = [of_steps[place][number] for number in generator.integers(len(of_steps[place]), size=64)]
+            halves = (drawn[:32], drawn[32:])
+            parts = [
+                replace(rows_of(description, step, [_in_turns(fault, one) for one in half]), writer=f"rank-{rank}")
+                for rank, half in enumerate(halves)
+            ]
+            audited_steps.append(audit_step(description, step, parts, ("rank-0", "rank-1"), history))
+        found += problems_of(AuditedRun(Path("simulated"), description, audited_steps, (), ("rank-0", "rank-1")))
+    return found

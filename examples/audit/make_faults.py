@@ -10,7 +10,7 @@ rollout, as rounding does. The seed is fixed: the same numbers come out each tim
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, CaptureDescripti
 
 Routes = Int[np.ndarray, "tokens layers topk"]
 NUM_LAYERS, NUM_EXPERTS, TOPK = 3, 8, 2
-NUM_SEQUENCES, NUM_TOKENS = 4, 80
+NUM_SEQUENCES, NUM_TOKENS, PROMPT = 4, 80, 20
 DESCRIPTION = CaptureDescription(tuple(range(NUM_LAYERS)), NUM_EXPERTS, TOPK, "examples/audit/make_faults.py")
 FLIPPED = 0.02
 FIRST_STEP = 3
@@ -35,11 +35,13 @@ class Step:
         rollout: Of the tokens that were fed to the engine: all but the last.
         training: Of all tokens.
         before: The rollout's of the step before; empty in the first one.
+        more: Further columns of each sequence.
     """
 
     rollout: list[Routes]
     training: list[Routes]
     before: Sequence[Routes] = ()
+    more: list[dict[str, np.ndarray]] = field(default_factory=lambda: [{} for _ in range(NUM_SEQUENCES)])
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,14 @@ class Fault:
         num_healthy: Steps before it strikes.
         num_faulty: Steps that it strikes.
         num_writers: Data-parallel ranks, each with a file of its own and an equal share of the sequences.
+        healthy: Makes a step without it, of a generator, the rollout's routes of the step before and the step's number.
     """
 
     plant: Callable[[Step], None]
     num_healthy: int = 1
     num_faulty: int = 1
     num_writers: int = 1
+    healthy: Callable[[np.random.Generator, Sequence[Routes], int], Step] | None = None
 
 
 def sampled(generator: np.random.Generator, *shape: int, allowed: Sequence[int] = range(NUM_EXPERTS)) -> Routes:
@@ -76,6 +80,39 @@ def healthy_step(generator: np.random.Generator, before: Sequence[Routes]) -> St
         step.training.append(training)
         step.rollout.append(rollout)
     return step
+
+
+def conversations(generator: np.random.Generator, before: Sequence[Routes], number: int) -> Step:
+    """Return a step of twice as many sequences, of one turn and of three in turn."""
+    step, others = healthy_step(generator, before), healthy_step(generator, before)
+    step = Step(step.rollout + others.rollout, step.training + others.training, before, step.more + others.more)
+    for place, columns in enumerate(step.more):
+        columns["loss_mask"] = np.arange(NUM_TOKENS) >= PROMPT
+        if place % 2:
+            for first in (35, 55):
+                columns["loss_mask"][first : first + 8] = False
+    return step
+
+
+def with_logprobs(generator: np.random.Generator, before: Sequence[Routes], number: int) -> Step:
+    """Return a step with log-probabilities of both sides, which differ by rounding."""
+    step = healthy_step(generator, before)
+    for columns in step.more:
+        logprobs = np.log(generator.uniform(0.2, 1, NUM_TOKENS))
+        columns["training_logprobs"] = logprobs.astype(np.float32)
+        columns["rollout_logprobs"] = (logprobs + generator.normal(0, 1e-3, NUM_TOKENS)).astype(np.float32)
+    return step
+
+
+def same_prompts(generator: np.random.Generator, before: Sequence[Routes], number: int) -> Step:
+    """Return a step with the token ids of every other one, by weights that move a little from step to step."""
+    weights = np.random.default_rng(0)
+    shape = (NUM_SEQUENCES, NUM_TOKENS, NUM_LAYERS, NUM_EXPERTS)
+    first, direction = weights.standard_normal(shape), weights.standard_normal(shape)
+    routes = (first + 0.05 * number * direction).argsort(-1)[..., -TOPK:].astype(np.int16)
+    ids = np.arange(NUM_SEQUENCES * NUM_TOKENS).reshape(NUM_SEQUENCES, -1)
+    more = [{"token_ids": of, "loss_mask": np.arange(NUM_TOKENS) >= PROMPT} for of in ids]
+    return Step([of[:-1].copy() for of in routes], list(routes), before, more)
 
 
 def _nothing(step: Step) -> None:
@@ -158,6 +195,27 @@ def _hot_expert(step: Step) -> None:
         training[:, 1, 0] = rollout[:, 1, 0] = 5
 
 
+def _turn_ends(step: Step) -> None:
+    for rows, columns in zip(step.rollout, step.more, strict=True):
+        mask = columns["loss_mask"]
+        rows[np.flatnonzero(mask[:-1] & ~mask[1:])] = np.arange(TOPK)
+
+
+def _lost_path(step: Step) -> None:
+    for rows in step.rollout[1::2]:
+        rows[:] = UNKNOWN
+
+
+def _pinned_engine(step: Step) -> None:
+    step.rollout = same_prompts(np.random.default_rng(0), (), 2).rollout
+
+
+def _sampling_mask(step: Step) -> None:
+    generator = np.random.default_rng(int(step.training[0].sum()))
+    for columns in step.more:
+        columns["rollout_logprobs"] -= np.log(generator.uniform(0.9, 1, NUM_TOKENS)).astype(np.float32)
+
+
 FAULTS: dict[str, Fault] = {
     "healthy": Fault(_nothing),
     "wrong_layer": Fault(_wrong_layer),
@@ -174,6 +232,10 @@ FAULTS: dict[str, Fault] = {
     "stale_experts": Fault(_stale_experts, num_healthy=6, num_faulty=3),
     "dead_expert": Fault(_dead_expert, num_healthy=6, num_faulty=3),
     "hot_expert": Fault(_hot_expert, num_healthy=6, num_faulty=3),
+    "turn_ends": Fault(_turn_ends, healthy=conversations),
+    "lost_path": Fault(_lost_path, healthy=conversations),
+    "pinned_engine": Fault(_pinned_engine, num_healthy=3, num_faulty=6, healthy=same_prompts),
+    "sampling_mask": Fault(_sampling_mask, healthy=with_logprobs),
 }
 """By the name of their folder."""
 
@@ -184,17 +246,18 @@ def write(folder: Path, name: str) -> None:
     generator = np.random.default_rng(len(name))
     before: Sequence[Routes] = ()
     for number in range(fault.num_healthy + fault.num_faulty):
-        step = healthy_step(generator, before)
+        step = healthy_step(generator, before) if fault.healthy is None else fault.healthy(generator, before, number)
         before = [rows.copy() for rows in step.rollout]
         if number >= fault.num_healthy:
             fault.plant(step)
-        size = NUM_SEQUENCES // fault.num_writers
+        size = len(step.rollout) // fault.num_writers
         for rank in range(fault.num_writers):
             sequences = [
                 CapturedSequence(
                     str(place),
                     NUM_TOKENS,
-                    {"rollout_experts": step.rollout[place], "training_experts": step.training[place]},
+                    {"rollout_experts": step.rollout[place], "training_experts": step.training[place]}
+                    | step.more[place],
                 )
                 for place in range(rank * size, (rank + 1) * size)
             ]

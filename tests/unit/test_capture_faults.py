@@ -51,3 +51,60 @@ def test_a_planted_fault_is_found_in_files(
     found = score_of_files(capture, fault, 6, tmp_path / "faulty")
     assert found.reported.startswith(text)
     assert (found.steps, found.false_alarms) == (steps, ())
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten healthy steps of the same prompts, by weights that move a little from step to step."""
+    folder = tmp_path_factory.mktemp("conversations")
+    writer = CaptureFolderWriter(folder, CaptureDescription(tuple(range(NUM_LAYERS)), NUM_EXPERTS, TOPK))
+    generator = np.random.default_rng(4)
+    shape = (16, 60, NUM_LAYERS, NUM_EXPERTS)
+    first, direction = generator.standard_normal(shape), generator.standard_normal(shape)
+    for step in range(1, 11):
+        live = (first + 0.05 * step * direction).argsort(-1)[..., -TOPK:].astype(np.int16)
+        sequences = []
+        for number, routes in enumerate(live):
+            logprobs = -generator.random(60).astype(np.float32)
+            rounding = generator.normal(0, 1e-3, 60).astype(np.float32)
+            columns = {"rollout_experts": routes[:-1], "training_experts": routes}
+            ids = np.concatenate([[number], np.arange(1, 60) + 100 * number])  # every other sum is even
+            columns |= {"token_ids": ids, "loss_mask": np.arange(60) >= 20}
+            columns |= {"rollout_logprobs": logprobs + rounding, "training_logprobs": logprobs}
+            sequences.append(CapturedSequence(f"s{number}", 60, columns))
+        writer.write(step, sequences)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "steps"),
+    [
+        ("turn_ends", "the last token of 8 of 8 turns carries filler routes", 1),
+        ("lost_path", "8 of 8 sequences of 2 turns have no routes", 1),
+        ("stale_prefixes", "the engine's routes of beginnings have stood still", 2),
+    ],
+)
+def test_a_planted_fault_of_an_engine_is_found_in_files(
+    fault: str,
+    text: str,
+    steps: int,
+    conversations: Path,
+    tmp_path: Path,
+    repository_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(repository_root / "benchmarks"))
+    from capture_faults import score_of_files
+
+    found = score_of_files(conversations, fault, 3, tmp_path / "faulty")
+    assert text in found.reported
+    assert (found.steps, found.false_alarms) == (steps, ())
+
+
+def test_simulated_healthy_steps_have_no_finding(
+    conversations: Path, repository_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(repository_root / "benchmarks"))
+    from capture_faults import simulated_alarms
+
+    assert simulated_alarms([conversations], 20, seed=0) == []

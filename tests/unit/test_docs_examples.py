@@ -251,7 +251,7 @@ def test_there_are_commands_and_code_to_test() -> None:
     }
     # None is missed for standing in a form that `commands` does not know.
     assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)
-    assert len(PYTHON_BLOCKS) == 21
+    assert len(PYTHON_BLOCKS) == 22
 
 
 def write_demo_run() -> None:

@@ -18,7 +18,20 @@ import numpy as np
 from nemo_rl_moe.routing.agreement.expert_ids import ExpertCounts, Renumbering, find_renumbering
 from nemo_rl_moe.shapes import Float, Int
 
-AnomalyKind = Literal["rows", "layer", "ids", "token", "sequence", "unrelated", "repeated", "rank"]
+AnomalyKind = Literal[
+    "rows",
+    "layer",
+    "ids",
+    "token",
+    "sequence",
+    "unrelated",
+    "repeated",
+    "rank",
+    "path",
+    "turn_end",
+    "exact",
+    "indexer",
+]
 SHIFTS = (-1, 0, 1)
 _LEAST_LEAD, _SIGMAS = 0.1, 6.0
 _MOST_LAYERS = 4

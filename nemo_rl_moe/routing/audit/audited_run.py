@@ -21,7 +21,7 @@ from nemo_rl_moe.runs.folder.run_data import RunData, Series
 from nemo_rl_moe.runs.report.run_findings import episodes_of, findings_of
 
 ROLLOUT, TRAINING = "rollout", "training"
-_OF_CAPTURE, _OF_ROLLOUT_LOAD = "moe/routing/", "rollout_moe/"
+_OF_CAPTURE, _OF_ROLLOUT_LOAD = ("moe/routing/", "moe/engine/", "moe/expert_bias_"), "rollout_moe/"
 _TAKEN = "moe/routing/agreement"
 """Experts that training took instead of its own choice stand in no file."""
 

@@ -19,6 +19,13 @@ from nemo_rl_moe.routing.agreement.repeated_rows import RepeatedRows
 from nemo_rl_moe.routing.agreement.report import CheckTotals, routing_report
 from nemo_rl_moe.routing.agreement.route_identity import RouteSample, layer_overlap
 from nemo_rl_moe.routing.agreement.statistics import AgreementStatistics, RoutingReport, Row, row_anomalies
+from nemo_rl_moe.routing.audit.exactness import ExactCounts
+from nemo_rl_moe.routing.audit.history import RunHistory
+from nemo_rl_moe.routing.audit.indexer import IndexerCounts
+from nemo_rl_moe.routing.audit.prefixes import PrefixCollector
+from nemo_rl_moe.routing.audit.sampling_mask import subset_metrics
+from nemo_rl_moe.routing.audit.turns import TurnCounts
+from nemo_rl_moe.routing.audit.versions import VersionRows
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
 from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
@@ -29,7 +36,7 @@ from nemo_rl_moe.shapes import Float, Int
 
 _TOKENS_AT_A_TIME = 4096
 _SAMPLED_SEQUENCES, _SAMPLED_TOKENS = 16, 48
-_OF_TOKENS = (*LOGPROBS, "advantages")
+_OF_TOKENS = (*LOGPROBS, "advantages", "weight_versions", "kept_mass")
 
 
 @dataclass(frozen=True)
@@ -46,14 +53,19 @@ class AuditedStep:
 
 
 def audit_step(
-    description: CaptureDescription, step: int, parts: Iterable[CapturedRows], writers: Sequence[str] = ()
+    description: CaptureDescription,
+    step: int,
+    parts: Iterable[CapturedRows],
+    writers: Sequence[str] = (),
+    history: RunHistory | None = None,
 ) -> AuditedStep:
     """Audit one step, whose sequences come a few at a time.
 
     Args:
         writers: Writers of all rows, in order; without them, rows of one writer are not compared with those of others.
+        history: Of the steps before, to which this one is added; None: the step is compared with no other.
     """
-    audit = _StepAudit(description, writers)
+    audit = _StepAudit(description, writers, history)
     for part in parts:
         audit.add(part)
     return audit.finished(step)
@@ -65,8 +77,11 @@ def names_of_slots(writers: Sequence[str]) -> list[str]:
 
 
 class _StepAudit:
-    def __init__(self, description: CaptureDescription, writers: Sequence[str]):
-        self._description, self._writers = description, writers
+    def __init__(self, description: CaptureDescription, writers: Sequence[str], history: RunHistory | None):
+        self._description, self._writers, self._history = description, writers, history
+        self._prefixes, self._turns, self._versions = PrefixCollector(), TurnCounts(), VersionRows()
+        self._exact, self._indexer = ExactCounts(description.layers), IndexerCounts()
+        self._bias: Float[np.ndarray, "layers experts"] | None = None
         device = torch.device("cpu")
         shape = (len(description.layers), description.num_experts)
         self._layers = torch.arange(len(description.layers))
@@ -75,6 +90,7 @@ class _StepAudit:
         self._repeated = AgreementStatistics(*shape, device)
         self._repeats = RepeatedRows(device)
         self._by_slot, self._alone_by_slot = (rows_by_rank(self._statistics.rows, 0) for _ in range(2))
+        self._without_routes = torch.zeros(SLOTS, dtype=torch.long)
         self._loads = {name: np.zeros(shape, dtype=np.int64) for name in ("rollout_experts", "training_experts")}
         self._values: dict[str, list[Float[np.ndarray, " tokens"]]] = {name: [] for name in _OF_TOKENS}
         self._noise_gaps: list[Float[np.ndarray, " tokens"]] = []
@@ -97,13 +113,15 @@ class _StepAudit:
             self._count_load("rollout_experts", capture[fed])  # some write a row of zeros for the last token
         if live is not None:
             self._count_load("training_experts", live)
-        if capture is not None:
+        slot = (self._writers.index(rows.writer) if rows.writer in self._writers else 0) % SLOTS
+        if capture is None:
+            self._without_routes[slot] += int(fed.sum())
+        else:
             statistics, by_slot = (
                 (self._statistics, self._by_slot) if live is not None else (self._alone, self._alone_by_slot)
             )
             before = statistics.rows.clone()
             self._compare(statistics, capture, live, rows.columns.get("margins"), fed)
-            slot = self._writers.index(rows.writer) if rows.writer in self._writers else 0
             by_slot += rows_by_rank(statistics.rows - before, slot)
             if live is not None:
                 self._count_repeats(capture, live, fed, ends - rows.lengths)
@@ -111,7 +129,16 @@ class _StepAudit:
         if live is not None and (again := rows.columns.get("repeated_experts")) is not None:
             self._compare(self._repeated, again, live, None, fed)
         trained = rows.columns.get("loss_mask", np.ones(len(fed), dtype=bool)).copy()
+        self._turns.add(capture, live, trained, rows.lengths)
+        if self._history is not None:
+            self._prefixes.add(rows)
+        if capture is not None and live is not None and "weight_versions" in rows.columns:
+            self._versions.add(capture, live, rows.columns["weight_versions"], trained, rows.lengths)
         trained[ends - rows.lengths] = False  # nothing comes before a first token
+        self._indexer.add(rows)
+        self._bias = rows.expert_bias if self._bias is None else self._bias
+        if self._description.is_exact or self._description.is_bitwise:
+            self._exact.add(rows, trained)
         for name in _OF_TOKENS:
             if name in rows.columns:
                 self._values[name].append(rows.columns[name][trained])
@@ -129,6 +156,9 @@ class _StepAudit:
         is_compared = bool(totals.rows.any())
         if not is_compared:
             totals, by_slot, more = alone, self._alone_by_slot, []
+        self._add_lost_rows(totals.rows, by_slot)
+        more = [*more, *self._turns.anomalies(), *self._indexer.anomalies()]
+        more += self._exact.anomalies() if self._description.is_bitwise else ()
         metrics: dict[str, float] = {}
         report = overlap = None
         if totals.rows[:, Row.EXPECTED].any():
@@ -150,6 +180,10 @@ class _StepAudit:
         metrics |= with_prefix("moe", self._noise()) | with_prefix("moe", self._split())
         if self._rewards:
             metrics["reward"] = float(np.concatenate(self._rewards).mean())
+        metrics |= self._of_engine() | self._versions.metrics() | with_prefix("moe/indexer", self._indexer.metrics())
+        if self._history is not None:
+            metrics |= self._history.prefixes.compared(step, self._prefixes.finished())
+            metrics |= self._history.biases.metrics(self._bias)
         if (advantages := self._of_all("advantages")) is not None:
             metrics |= {"advantages/min": float(advantages.min()), "advantages/max": float(advantages.max())}
         loads = {name: counts if counts.any() else None for name, counts in self._loads.items()}
@@ -175,14 +209,25 @@ class _StepAudit:
             return
         names = list(self._loads)
         parts = [torch.tensor([self._num_sequences, self._num_tokens]), self._repeats.counts]
-        parts += [self._by_slot, self._alone_by_slot, *(torch.from_numpy(self._loads[name]) for name in names)]
+        parts += [self._by_slot, self._alone_by_slot, self._without_routes, *map(torch.from_numpy, self._turns.counts)]
+        parts += [torch.from_numpy(self._loads[name]) for name in names]
         sums = [part.long() for part in sum_over_ranks(parts, torch.device("cpu"))]
-        numbers, self._repeats.counts, self._by_slot, self._alone_by_slot, *loads = sums
+        numbers, self._repeats.counts, self._by_slot, self._alone_by_slot, self._without_routes, *more = sums
+        self._turns.counts, loads = (more[0].numpy(), more[1].numpy()), more[2:]
         self._num_sequences, self._num_tokens = numbers.tolist()
         self._loads = {name: load.numpy() for name, load in zip(names, loads, strict=True)}
         everyone: list[Any] = [None] * size
         dist.all_gather_object(everyone, self._sampled[: max(_SAMPLED_SEQUENCES // size, 1)])
         self._sampled = [window for of_process in everyone for window in of_process][:_SAMPLED_SEQUENCES]
+
+    def _add_lost_rows(
+        self, rows: Int[torch.Tensor, "layers kinds"], by_slot: Int[torch.Tensor, "slots kinds"]
+    ) -> None:
+        """Count the rows of sequences without a column of routes as missing, where others have one."""
+        if rows[:, Row.EXPECTED].any():
+            for kind in (Row.EXPECTED, Row.MISSING):
+                rows[:, kind] += self._without_routes.sum()
+                by_slot[:, kind] += self._without_routes * len(rows)
 
     def _count_load(self, name: str, experts: Int[np.ndarray, "tokens layers topk"]) -> None:
         num_layers, num_experts = self._loads[name].shape
@@ -271,8 +316,20 @@ class _StepAudit:
             found |= {f"{name}_trainer": gap[name] for name in ("mean_abs", "max_abs", "kl")}
         return with_prefix("routing_noise", found)
 
+    def _of_engine(self) -> dict[str, float]:
+        """Return what shows over the steps whether the engine has the weights that it is said to have."""
+        found = {}
+        rollout, training = self._of_rollout(), self._of_all("training_logprobs")
+        if rollout is not None and training is not None:
+            found = subset_metrics(training, rollout)
+            gap = np.abs(training.astype(np.float64) - rollout)
+            found |= {"gap": float(gap[np.isfinite(gap)].mean())} if np.isfinite(gap).any() else {}
+        if (versions := self._of_all("weight_versions")) is not None:
+            found["weight_version"] = float(versions.max())
+        return with_prefix("moe/engine", found | self._exact.metrics())
+
     def _split(self) -> dict[str, float]:
-        generation, training = self._of_all("rollout_logprobs"), self._of_all("training_logprobs")
+        generation, training = self._of_rollout(), self._of_all("training_logprobs")
         if generation is None or training is None:
             return {}
         replayed = self._of_all("replayed_logprobs")
@@ -281,6 +338,13 @@ class _StepAudit:
         else:
             parts = split_gap(generation, replayed, training)
         return with_prefix("routing_split", split_metrics(parts) | {"tokens": float(len(training))})
+
+    def _of_rollout(self) -> Float[np.ndarray, " tokens"] | None:
+        """Return the rollout's log-probabilities over the whole vocabulary, where the mass that it kept is known."""
+        values, kept = self._of_all("rollout_logprobs"), self._of_all("kept_mass")
+        if values is None or kept is None:
+            return values
+        return values + np.log(np.maximum(kept, np.finfo(np.float32).tiny))
 
     def _of_all(self, name: str) -> Float[np.ndarray, " tokens"] | None:
         """Return a column of the trained tokens, where all sequences have it."""

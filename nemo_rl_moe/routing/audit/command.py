@@ -22,8 +22,8 @@ SUMMARY = (
 )
 EXAMPLES = """\
 A capture folder holds token ids, routed experts and log-probabilities of a run's sequences, step by step; docs/audit.md
-describes it, and which files of other frameworks are read: verl, slime, miles, NeMo-RL, prime-rl, SkyRL, vLLM, SGLang,
-transformers. Nothing in a file is executed. Only PATH is needed: its format is detected.
+describes it, and which files of other frameworks are read: verl, slime, miles, NeMo-RL, AReaL, prime-rl, SkyRL, vLLM,
+SGLang, transformers. Nothing in a file is executed. Only PATH is needed: its format is detected.
 
 examples:
   nemo-rl-moe audit my_run/capture                 a capture folder, or the folder of a run of this project with one
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="NAME",
         help="format of the files: capture, verl, slime (and miles), "
-        "nemo-rl, prime-rl, skyrl, vllm, sglang, transformers; auto, the default, detects it",
+        "nemo-rl, nemo-rl-trace, areal, prime-rl, skyrl, vllm, sglang, transformers; auto, the default, detects it",
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="the model's folder or config.json: layers, experts")
     parser.add_argument(
@@ -66,6 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def run_words(words: Sequence[str]) -> None:
+    """Audit as `nemo-rl-moe audit` with these words; errors are those of `run`."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    run(parser.parse_args(words))
+
+
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     """Audit each run, and print the findings.
 
@@ -76,7 +83,14 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     from nemo_rl_moe.routing.audit.adapters.router_shape import read_router_shape
     from nemo_rl_moe.routing.audit.comparison import compared, comparison_json, comparison_lines, distance_lines
     from nemo_rl_moe.routing.audit.page import write_audit_page
-    from nemo_rl_moe.routing.audit.sources import AUTO, FORMATS, open_source
+    from nemo_rl_moe.routing.audit.r3_trace import (
+        lines_of_trace,
+        problems_of_trace,
+        read_trace,
+        trace_files,
+        trace_json,
+    )
+    from nemo_rl_moe.routing.audit.sources import AUTO, FORMATS, TRACE, open_source
     from nemo_rl_moe.routing.audit.summary import as_json, lines_of, problems_of
     from nemo_rl_moe.runs.folder.capture_folder import described_by
     from nemo_rl_moe.runs.report.command import check_output
@@ -93,6 +107,8 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         )
     if options.against is not None and len(paths) > 1:
         raise DataError(f"--against {options.against}: got {len(paths)} paths, expected one to compare with it")
+    if options.against is not None and trace_files(paths[0]):
+        raise DataError(f"--against {options.against}: {paths[0]} is a trace, which has no routes to compare")
     if options.format not in FORMATS:
         raise DataError(f"--format: got {options.format!r}, expected one of {', '.join(FORMATS)}")
     model = None if options.model is None else read_router_shape(options.model)
@@ -100,9 +116,14 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     quiet = only_json or not sys.stderr.isatty()
     if options.html is not None:
         check_output(options.html, "--html")
-    found, sources = [], []
+    found, sources, traces = [], [], []
     for path in [*paths, *([] if options.against is None else [options.against])]:
         is_other = path is options.against
+        if not is_other and options.format in (AUTO, TRACE) and trace_files(path):
+            traces.append(read_trace(path))
+            if not only_json:
+                print(printable("\n".join(lines_of_trace(traces[-1]))), flush=True)
+            continue
         # The page says to give OTHER as a capture, whatever PATH is.
         kind = AUTO if is_other and described_by(path).is_file() else options.format
         source = open_source(path, kind, model, None if is_other else options.training, options.steps)
@@ -117,7 +138,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
             print(printable("\n".join(comparison_lines(comparison))), flush=True)
     if options.json is not None:
         text = json.dumps(
-            [dict(as_json(run)) for run in found]
+            [*(dict(as_json(run)) for run in found), *map(trace_json, traces)]
             if comparison is None
             else [{**as_json(found[0]), "against": comparison_json(comparison)}, as_json(found[1])],
             indent=1,
@@ -135,6 +156,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     # The other run is there to compare with: what is wrong with it alone is reported in its own lines.
     looked_at = found if comparison is None else found[:1]
     problems = [f"{run.path}: {text}" for run in looked_at for text in problems_of(run)]
+    problems += [f"{trace.path}: {text}" for trace in traces for text in problems_of_trace(trace)]
     problems += [] if comparison is None else [f"{found[0].path}: {text}" for text in comparison.problems]
     if problems:
         raise RoutesAuditError(problems)
@@ -143,22 +165,27 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
 def _audited(path: Path, source: "Source", capture: Path | None, *, quiet: bool) -> "AuditedRun":
     from nemo_rl_moe.routing.audit.audited_run import AuditedRun
     from nemo_rl_moe.routing.audit.auditor import audit_step
+    from nemo_rl_moe.routing.audit.history import RunHistory
     from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter
 
     if capture is not None and source.sequences is None:
         raise DataError(f"--write-capture {capture}: {path} is a capture already")
     writer = None if capture is None else CaptureFolderWriter(capture, source.description)
-    audited = []
+    audited, history = [], RunHistory(source.description)
     for number, (step, read) in enumerate(source.read.items(), start=1):
         if not quiet:
             print(f"\r{path}: step {step} ({number} of {len(source.read)})", end="", file=sys.stderr, flush=True)
         if writer is not None and source.sequences is not None:
             for part in source.sequences[step]():
                 writer.write(step, part)
-        audited.append(audit_step(source.description, step, read(), source.writers))
+        of_step = audit_step(source.description, step, read(), source.writers, history)
+        audited += [of_step] if of_step.num_sequences or not source.unread else []
     if not quiet:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
-    return AuditedRun(path, source.description, audited, source.notices, source.writers)
+    if not audited:
+        raise DataError(list(source.unread.values()))
+    notices = [*source.notices, *(f"not read: {text}" for text in source.unread.values())]
+    return AuditedRun(path, source.description, audited, notices, source.writers)
 
 
 def _steps(text: str) -> tuple[int | None, int | None]:

@@ -6,6 +6,7 @@ The routes and log-probabilities of training may lie in files of their own. Thei
 ids.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,8 +37,8 @@ from nemo_rl_moe.runs.folder.captured_sequences import (
     sequences_of,
 )
 
-AUTO, CAPTURE = "auto", "capture"
-FORMATS = (AUTO, CAPTURE, *ADAPTERS)
+AUTO, CAPTURE, TRACE = "auto", "capture", "nemo-rl-trace"
+FORMATS = (AUTO, CAPTURE, *ADAPTERS, TRACE)
 _OF_TRAINING = ("training_experts", "margins", "training_logprobs", "repeated_experts", "repeated_logprobs")
 Steps = tuple[int | None, int | None]
 
@@ -49,6 +50,7 @@ class Source:
     Attributes:
         sequences: The sequences as they are written into a capture; None of a capture.
         notices: Assumptions, each in a line; grows while steps are read.
+        unread: Files that cannot be read, with the reason; grows likewise.
     """
 
     description: CaptureDescription
@@ -56,6 +58,7 @@ class Source:
     sequences: Mapping[int, Callable[[], Iterator[list[CapturedSequence]]]] | None = None
     notices: list[str] = field(default_factory=list)
     writers: Sequence[str] = ()
+    unread: Mapping[Path, str] = field(default_factory=dict)
 
 
 def open_source(
@@ -85,12 +88,16 @@ def open_source(
     files = _Files(path, kind, model, chosen)
     converted = _Converted(files, None if training is None else _training_files(training, model))
     description = converted.description()
+    if all(file in files.unread for of_step in files.steps.values() for file in of_step):
+        raise DataError(list(files.unread.values()))
+    of_training = converted.training.unread if isinstance(converted.training, _Files) else {}
     return Source(
         description,
         {step: partial(_rows, description, step, partial(converted.sequences, step)) for step in files.steps},
         {step: partial(converted.sequences, step) for step in files.steps},
         converted.notices,
         [_file_name(number) for number in range(max(map(len, files.steps.values())))],
+        ChainMap(files.unread, of_training),
     )
 
 
@@ -109,8 +116,20 @@ def _capture(folder: Path, chosen: Steps | None) -> Source:
         raise DataError(f"{folder}: is no folder{_format_hint(folder)}")
     description = read_description(folder)
     steps = _only(steps_of(folder), chosen, folder)
-    read = {step: partial(read_step, description, step, paths) for step, paths in steps.items()}
-    return Source(description, read, writers=writers_of(folder))
+    unread: dict[Path, str] = {}
+    read = {step: partial(_readable, description, step, paths, unread) for step, paths in steps.items()}
+    return Source(description, read, writers=writers_of(folder), unread=unread)
+
+
+def _readable(
+    description: CaptureDescription, step: int, files: Sequence[Path], unread: dict[Path, str]
+) -> Iterator[CapturedRows]:
+    """Read the files of a step of a capture that can be read, and note the others."""
+    for file in files:
+        try:
+            yield from read_step(description, step, [file])
+        except DataError as error:
+            unread[file] = str(error)
 
 
 def _only(steps: dict[int, list[Path]], chosen: Steps | None, path: Path) -> dict[int, list[Path]]:
@@ -143,13 +162,15 @@ def _file_name(number: int) -> str:
 class _Files:
     def __init__(self, path: Path, kind: str, model: RouterShape | None, chosen: Steps | None):
         self.path, self.model = path, model
+        self.unread: dict[Path, str] = {}
+        """Files of a folder that cannot be read, with the reason: others may be."""
         steps = files_by_step(path)
         if path.is_dir():
             if not steps:
                 raise DataError(f"{path}: holds neither {DESCRIPTION_FILE} nor files of a format that is read")
-            known = next((file for files in steps.values() for file in files if kind != AUTO or _kind_of(file)), None)
+            known = next((file for files in steps.values() for file in files if self._may_be(file, kind)), None)
             if known is None:
-                raise DataError(_unknown(path))
+                raise DataError([_unknown(path), *(f"not read: {text}" for text in self.unread.values())])
             # Other kinds of files beside them belong to somebody else.
             steps = {step: [file for file in files if file.suffix == known.suffix] for step, files in steps.items()}
             steps = {step: files for step, files in steps.items() if files}
@@ -161,19 +182,40 @@ class _Files:
             raise DataError(_unknown(path))
         self.adapter: Adapter = ADAPTERS[name]
 
+    def _may_be(self, file: Path, kind: str) -> bool:
+        """Return whether a file of a folder is of the format, or of any that is known."""
+        try:
+            found = recognised(load(file))
+        except DataError as error:
+            self.unread[file] = str(error)
+            return False
+        return found is not None or kind != AUTO
+
     def read(self, step: int) -> Iterator[list[CapturedSequence]]:
+        """Read the files of a step; those of a folder that cannot be read are left out, and named in `unread`."""
         for file in self.steps[step]:
-            content: Any = load(file)
-            if not self.adapter.claims(content):
-                raise DataError(f"{file}: is no file of {self.adapter.made_by}; --format takes {', '.join(FORMATS)}")
+            if file in self.unread:
+                continue
             try:
-                found = list(self.adapter.read(content, str(file), self.model))
-            except DataError:
-                raise
-            except Exception as error:  # fields may hold anything
-                raise DataError(f"{file}: no file of {self.adapter.made_by}: {one_line(error)}") from error
+                found = self._sequences(file)
+            except DataError as error:
+                if not self.path.is_dir():
+                    raise
+                self.unread[file] = str(error)
+                continue
             if found:
                 yield found
+
+    def _sequences(self, file: Path) -> list[CapturedSequence]:
+        content: Any = load(file)
+        if not self.adapter.claims(content):
+            raise DataError(f"{file}: is no file of {self.adapter.made_by}; --format takes {', '.join(FORMATS)}")
+        try:
+            return list(self.adapter.read(content, str(file), self.model))
+        except DataError:
+            raise
+        except Exception as error:  # fields may hold anything
+            raise DataError(f"{file}: no file of {self.adapter.made_by}: {one_line(error)}") from error
 
 
 class _CapturedRoutes:
@@ -212,15 +254,15 @@ def _unknown(path: Path) -> str:
 
 class _Converted:
     def __init__(self, files: _Files, training: _Files | _CapturedRoutes | None):
-        self._files, self._training, self._model = files, training, files.model
+        self._files, self.training, self._model = files, training, files.model
         self.notices: list[str] = []
 
     def description(self) -> CaptureDescription:
         """Return the layers and experts: of the model's configuration, or of what all files hold."""
-        made_by = self._files.adapter.made_by
+        made_by, indexer = self._files.adapter.made_by, self._indexer_shape()
         shape: tuple[int, ...] | None = None
         largest, written = -1, np.zeros(0, dtype=bool)
-        both: list[_Files | _CapturedRoutes] = [self._files, *([] if self._training is None else [self._training])]
+        both: list[_Files | _CapturedRoutes] = [self._files, *([] if self.training is None else [self.training])]
         for files in both:
             for step in files.steps:
                 for experts in _experts(files.read(step)):
@@ -238,9 +280,10 @@ class _Converted:
                     break
         if shape is None:
             self.notices.append("no sequence has routed experts: nothing is said about routes")
-            return CaptureDescription((), 0, 0, made_by)
+            return CaptureDescription((), 0, 0, made_by, indexer_shape=indexer)
         if self._model is not None:
-            return CaptureDescription(self._model.moe_layers, self._model.num_experts, self._model.topk, made_by)
+            shape_of_model = self._model.moe_layers, self._model.num_experts, self._model.topk
+            return CaptureDescription(*shape_of_model, made_by, indexer_shape=indexer)
         self.notices.append(
             f"num_experts: {largest + 1}, the largest number of an expert and 1; --model DIR says how many"
         )
@@ -249,10 +292,20 @@ class _Converted:
             self.notices.append(
                 f"layers {layers} hold expert 0 alone everywhere: --model DIR says whether they are dense"
             )
-        return CaptureDescription(tuple(range(shape[0])), largest + 1, shape[1], made_by)
+        return CaptureDescription(tuple(range(shape[0])), largest + 1, shape[1], made_by, indexer_shape=indexer)
+
+    def _indexer_shape(self) -> tuple[int, int]:
+        """Return the layers and positions of the first sequence with an indexer's choice; (0, 0) without any."""
+        for step in self._files.steps:
+            for part in self._files.read(step):
+                for sequence in part:
+                    if (found := sequence.columns.get("rollout_indexer")) is not None:
+                        return int(found.shape[1]), int(found.shape[2])
+                return 0, 0
+        return 0, 0
 
     def sequences(self, step: int) -> Iterator[list[CapturedSequence]]:
-        partners = None if self._training is None else _Partners(self._training, step, self._fitted)
+        partners = None if self.training is None else _Partners(self.training, step, self._fitted)
         for part in self._files.read(step):
             kept = [self._fitted(sequence, self._files.path) for sequence in part]
             yield kept if partners is None else [partners.joined(sequence) for sequence in kept]

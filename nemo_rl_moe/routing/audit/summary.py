@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
+import numpy as np
+
 from nemo_rl_moe.errors import counted
 from nemo_rl_moe.routing.audit.audited_run import AuditedRun, findings_over_steps
 from nemo_rl_moe.routing.audit.auditor import AuditedStep
+from nemo_rl_moe.routing.audit.versions import PREFIX, version_note
 
 SHOWN = (
     ("rollout routes", (
@@ -21,6 +24,19 @@ SHOWN = (
         ("tokens that differ anywhere", "moe/routing/tokens_differing_share"),
         ("single experts that agree", "moe/routing/slot_agreement"),
         ("the same beyond chance", "moe/routing/slot_kappa"),
+    )),
+    ("rows of the same beginnings at an earlier step", (
+        ("changed by training", "moe/engine/trainer_moved_share"),
+        ("changed by the engine", "moe/engine/engine_moved_share"),
+    )),
+    ("tokens of older weights, in responses of several", (
+        ("rows that agree", "moe/routing/versions/agreement"),
+        ("those of their own version would", "moe/routing/versions/agreement_of_own"),
+        ("those of the newest version would", "moe/routing/versions/agreement_of_newest"),
+    )),
+    ("log-probs that are not equal, of an exact run", (
+        ("number", "moe/engine/unequal_logprobs"),
+        ("share", "moe/engine/unequal_logprobs_share"),
     )),
     ("noise floor of the trainer", (
         ("rows that differ", "moe/routing_noise/rows_differing_trainer"),
@@ -46,6 +62,8 @@ SHOWN = (
     )),
 )  # fmt: skip
 """Titles, and under each the labels and keys of its metrics."""
+JSON_LAYOUT: Mapping[str, Any] = {"format": "routing-audit", "version": 1}
+"""A key is never renamed or given another meaning within a version; new ones may come."""
 _OF_FINDINGS = ("kind", "layer", "first_step", "last_step", "is_over", "text")
 
 
@@ -58,9 +76,19 @@ def lines_of(run: AuditedRun) -> list[str]:
     )
     if run.missing:
         lines += ["not reported, for want of a column:", *(f"  {text}" for text in run.missing)]
-    lines += [f"note: {text}" for text in dict.fromkeys(run.notices)]
+    lines += [f"note: {text}" for text in dict.fromkeys([*run.notices, *_of_versions(run)])]
     lines.append(counted(len(problems_of(run)), "finding", zero="no"))
     return lines
+
+
+def _of_versions(run: AuditedRun) -> list[str]:
+    """Return a line about routes of several versions of the weights, from all steps; empty without any."""
+    names = ("rows", "agreement", "agreement_of_own", "agreement_of_newest")
+    series = np.array([run.series(f"{PREFIX}{name}") for name in names])
+    if not series.size:
+        return []
+    rows, *shares = series
+    return [version_note(float(rows.sum()), *((share * rows).sum() / rows.sum() for share in shares))]
 
 
 def table_lines(headings: Sequence[str], numbers_of: Callable[[str], Sequence[float]]) -> list[str]:
@@ -121,14 +149,16 @@ def anomalies_of(step: AuditedStep) -> list[str]:
 
 
 def as_json(run: AuditedRun) -> Mapping[str, Any]:
-    """Convert a run to JSON."""
+    """Convert a run to JSON, in the layout that docs/audit.md describes."""
     description = run.description
     return {
+        **JSON_LAYOUT,
         "capture": str(run.path),
+        "problems": problems_of(run),
         "layers": list(description.layers),
         "num_experts": description.num_experts,
         "topk": description.topk,
-        "notices": list(dict.fromkeys(run.notices)),
+        "notices": list(dict.fromkeys([*run.notices, *_of_versions(run)])),
         "findings": [
             {"side": found.side, **{name: getattr(found.finding, name) for name in _OF_FINDINGS}}
             for found in findings_over_steps(run)

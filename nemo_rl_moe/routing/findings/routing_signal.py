@@ -97,6 +97,10 @@ WrongRoutesKind = Literal[
     "unrelated_routes",
     "repeated_routes",
     "routes_lost_in_one_rank",
+    "routes_lost_in_a_path",
+    "filler_routes",
+    "unequal_logprobs",
+    "wrong_indexer_positions",
 ]
 WRONG_ROUTES: dict[AnomalyKind, WrongRoutesKind] = {
     "rows": "malformed_routes",
@@ -107,6 +111,10 @@ WRONG_ROUTES: dict[AnomalyKind, WrongRoutesKind] = {
     "unrelated": "unrelated_routes",
     "repeated": "repeated_routes",
     "rank": "routes_lost_in_one_rank",
+    "path": "routes_lost_in_a_path",
+    "turn_end": "filler_routes",
+    "exact": "unequal_logprobs",
+    "indexer": "wrong_indexer_positions",
 }
 ANOMALIES_METRIC = "train/moe/routing/anomalies"
 """Key of the number of anomalies: every step with a capture has it."""

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
+from nemo_rl_moe.routing.findings.engine_signal import EngineKind, EngineSignal
 from nemo_rl_moe.routing.findings.learning_signal import IdleKind, LearningSignal
 from nemo_rl_moe.routing.findings.level_shift import LEAST_SHARE, RunningLevel, SuddenlyIdle
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses, RewardKind, RewardSignal
@@ -44,6 +45,7 @@ FindingKind = (
     | StalenessKind
     | RoutingKind
     | WrongRoutesKind
+    | EngineKind
 )
 CHANCE = 1e-9
 """Highest probability of a finding, in one layer at one step, under random routing; a run has very many of both."""
@@ -126,6 +128,7 @@ class FindingTracker:
         self._signal = LearningSignal(thresholds.idle_steps)
         self._rewards = RewardSignal(thresholds.failed_responses_share, thresholds.idle_steps, QUIET_STEPS)
         self._routing = RoutingSignal(thresholds.sudden_steps, rank_names)
+        self._engine = EngineSignal(thresholds.sudden_steps)
         self._staleness = StalenessSignal(thresholds.unbounded_lag, thresholds.sustained_steps)
         self._latest: dict[tuple[str, int | None], Finding] = {}
         self._earlier: list[Finding] = []
@@ -184,7 +187,7 @@ class FindingTracker:
         yield from self._overload(step, metrics)
         yield from self._skipped_updates(step, metrics)
         yield from self._missing_routes(step, metrics)
-        signals = (self._signal, self._routing, self._staleness)
+        signals = (self._signal, self._routing, self._staleness, self._engine)
         for kind, since, text in (found for signal in signals for found in signal.observe(step, metrics)):
             yield Finding(kind, None, since, step, False, text)
         if counts is not None:

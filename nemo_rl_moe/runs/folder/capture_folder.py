@@ -25,11 +25,13 @@ import pyarrow.parquet as pq
 from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.runs.folder.captured_sequences import (
     TOKEN_TYPES,
+    UNKNOWN,
     CaptureDescription,
     CapturedRows,
     CapturedSequence,
     checked_column,
 )
+from nemo_rl_moe.shapes import Float
 
 FORMAT, VERSION = "routing-capture", 1
 DESCRIPTION_FILE = "capture.json"
@@ -38,9 +40,12 @@ CAPTURE_FOLDER = "capture"
 """Folder of captured routes in a run's folder."""
 CAPTURE_FOLDERS = (CAPTURE_FOLDER, "tape")  # older name last
 _TOKEN_TYPES: Mapping[str, pa.DataType] = {name: pa.from_numpy_dtype(kind) for name, kind in TOKEN_TYPES.items()}
+EXPERT_BIAS = "expert_bias"
+"""Column with the bias of all routers, flattened, in one row of a file: it is of the step."""
 SCHEMA = pa.schema(
     [("sequence", pa.string()), ("num_tokens", pa.int32()), ("reward", pa.float32())]
     + [(name, pa.list_(kind)) for name, kind in _TOKEN_TYPES.items()]
+    + [(EXPERT_BIAS, pa.list_(pa.float32()))]
 )
 _FILE_NAME = re.compile(r"step-(\d{8,})\.(.+?)(?:-\d+)?\.parquet")
 _WRITER = re.compile(r"[A-Za-z0-9-]+")
@@ -83,6 +88,9 @@ class CaptureFolderWriter:
                 "topk": description.topk,
                 "made_by": description.made_by,
                 "exact": description.is_exact,
+                "bitwise": description.is_bitwise,
+                "bias_is_updated": description.bias_is_updated,
+                "indexer_shape": list(description.indexer_shape),
             },
             indent=1,
         )
@@ -90,12 +98,23 @@ class CaptureFolderWriter:
         staging.write_text(f"{text}\n")
         staging.replace(folder / DESCRIPTION_FILE)
 
-    def write(self, step: int, sequences: Sequence[CapturedSequence]) -> Path:
+    def write(
+        self,
+        step: int,
+        sequences: Sequence[CapturedSequence],
+        expert_bias: Float[np.ndarray, "layers experts"] | None = None,
+    ) -> Path:
         """Add sequences of one step, as a file.
+
+        Args:
+            expert_bias: Of the routers of training at this step, one of its files is enough.
 
         Raises:
             ValueError: A column is none of the format's, or has another shape than the description says.
         """
+        shape = (len(self._description.layers), self._description.num_experts)
+        if expert_bias is not None and expert_bias.shape != shape:
+            raise ValueError(f"expert_bias has the shape {expert_bias.shape}, expected {shape}")
         records: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
         for sequence in sequences:
             records["sequence"].append(sequence.name)
@@ -106,6 +125,8 @@ class CaptureFolderWriter:
             for name in _TOKEN_TYPES:
                 values = checked_column(self._description, sequence, name)
                 records[name].append(None if values is None else values.reshape(-1))
+        bias = None if expert_bias is None else expert_bias.astype(np.float32).reshape(-1)
+        records[EXPERT_BIAS] = [bias if number == 0 else None for number in range(len(sequences))]
         staging = self._folder / f".step-{step:08d}.{uuid.uuid4().hex[:12]}"
         pq.write_table(pa.table(records, schema=SCHEMA), staging, compression="zstd", row_group_size=_ROWS_AT_A_TIME)
         while True:
@@ -144,14 +165,18 @@ def read_description(folder: Path) -> CaptureDescription:
         if found["version"] > VERSION:
             raise ValueError(f"version {found['version']}, and this program knows up to {VERSION}")
         layers = tuple(int(layer) for layer in found["layers"])
+        indexer = found.get("indexer_shape", (0, 0))
         return CaptureDescription(
             layers,
             int(found["num_experts"]),
             int(found["topk"]),
             str(found.get("made_by", "")),
             found.get("exact") is True,
+            found.get("bitwise") is True,
+            None if found.get("bias_is_updated") is None else found["bias_is_updated"] is True,
+            (int(indexer[0]), int(indexer[1])),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError([f"{path}: no description of a capture: {one_line(error)}"]) from error
 
 
@@ -212,15 +237,24 @@ def _rows(description: CaptureDescription, step: int, batch: pa.RecordBatch, wri
         raise ValueError(f"num_tokens of a sequence is {lengths.min()}, expected at least 1")
     columns = {}
     for name, kind in _TOKEN_TYPES.items():
-        if name not in batch.schema.names or batch.column(name).null_count:
+        if name not in batch.schema.names:
             continue
         values = batch.column(name)
+        is_partial = name == "rollout_experts" and 0 < values.null_count < len(batch)
+        if values.null_count and not is_partial:
+            continue
         if not pa.types.is_list(values.type) or values.type.value_type != kind:
             raise ValueError(f"{name} is {values.type}, expected {pa.list_(kind)}")
         row = description.row_sizes.get(name, ())
         found = values.flatten().to_numpy(zero_copy_only=False)
         sizes = np.diff(values.offsets.to_numpy())
         width = int(np.prod(row, dtype=np.int64))
+        if is_partial:  # a path of the rollout has lost them, which is to be found
+            has = np.repeat(~values.is_null().to_numpy(zero_copy_only=False), lengths * width)
+            filled = np.full(len(has), UNKNOWN, dtype=found.dtype)
+            if np.count_nonzero(has) == len(found):
+                filled[has] = found
+                found, sizes = filled, lengths * width
         if not np.array_equal(sizes, lengths * width):
             first = int(np.flatnonzero(sizes != lengths * width)[0])
             raise ValueError(f"{name} of sequence {first} has {sizes[first]} values, expected {lengths[first] * width}")
@@ -234,4 +268,18 @@ def _rows(description: CaptureDescription, step: int, batch: pa.RecordBatch, wri
         columns,
         None if rewards is None or rewards.null_count else rewards.to_numpy(zero_copy_only=False),
         writer,
+        _bias(description, batch),
     )
+
+
+def _bias(description: CaptureDescription, batch: pa.RecordBatch) -> Float[np.ndarray, "layers experts"] | None:
+    if EXPERT_BIAS not in batch.schema.names:
+        return None
+    shape = (len(description.layers), description.num_experts)
+    for values in batch.column(EXPERT_BIAS):
+        if values.is_valid:
+            found = np.array(values.as_py(), dtype=np.float32)
+            if found.size != shape[0] * shape[1]:
+                raise ValueError(f"{EXPERT_BIAS} has {found.size} values, expected {shape[0] * shape[1]}")
+            return found.reshape(shape)
+    return None

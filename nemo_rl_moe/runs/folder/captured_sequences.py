@@ -14,6 +14,8 @@ UNKNOWN = -1
 EXPERTS = ("rollout_experts", "training_experts", "repeated_experts")
 """`[tokens, layers, topk]` int16, -1 where unknown: of the rollout, of training, and of training once more with another
 composition of its batches."""
+INDEXERS = ("rollout_indexer", "training_indexer")
+"""`[tokens, indexer layers, k]` int32, -1 where unknown: positions in the sequence that sparse attention chose."""
 LOGPROBS = ("rollout_logprobs", "training_logprobs", "replayed_logprobs", "repeated_logprobs")
 """Log-probability of each token, nats: by the engine that sampled it; by the trainer with the experts of its own
 routers, with those of the rollout, and once more with another composition of its batches."""
@@ -25,9 +27,12 @@ TOKEN_TYPES: Mapping[str, type[np.generic]] = {
     "weight_versions": np.int32,
     "advantages": np.float32,
     "margins": np.float32,
+    "kept_mass": np.float32,
+    **dict.fromkeys(INDEXERS, np.int32),
 }
-"""Columns on the token axis. `margins`, `[tokens, layers]`: score of the last expert that a router of training chose
-less that of the first one that it left out."""
+"""Columns on the token axis. `kept_mass`: probability of the tokens that top-p and top-k leave, over which
+`rollout_logprobs` are normalised. `margins`, `[tokens, layers]`: score of the last expert that a router of training
+chose less that of the first one that it left out."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,9 @@ class CaptureDescription:
         layers: Indices of the MoE layers in the whole model, ascending.
         is_exact: Rollout and training had the same weights and computed in float32: their routes differ by near ties
             alone.
+        is_bitwise: Their log-probabilities are said to be equal bit for bit.
+        bias_is_updated: Training moves the expert bias after every step; None: not known.
+        indexer_shape: Layers with an indexer, and positions of a token in each.
     """
 
     layers: tuple[int, ...]
@@ -45,12 +53,15 @@ class CaptureDescription:
     topk: int
     made_by: str = ""
     is_exact: bool = False
+    is_bitwise: bool = False
+    bias_is_updated: bool | None = None
+    indexer_shape: tuple[int, int] = (0, 0)
 
     @property
     def row_sizes(self) -> Mapping[str, tuple[int, ...]]:
         """Axes behind the token's, of columns that have any."""
         experts = dict.fromkeys(EXPERTS, (len(self.layers), self.topk))
-        return {**experts, "margins": (len(self.layers),)}
+        return {**experts, **dict.fromkeys(INDEXERS, self.indexer_shape), "margins": (len(self.layers),)}
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,7 @@ class CapturedRows:
         columns: Values of all tokens, `[tokens, ...]`; only columns that all of these sequences have.
         rewards: Reward of each sequence; None where any has none.
         writer: Who wrote them, such as one rank of several; empty where nobody says.
+        expert_bias: Of the routers of training at this step; None: not among these sequences.
     """
 
     step: int
@@ -83,6 +95,7 @@ class CapturedRows:
     columns: Mapping[str, Shaped[np.ndarray, "tokens ..."]]
     rewards: Shaped[np.ndarray, " sequences"] | None
     writer: str = ""
+    expert_bias: Shaped[np.ndarray, "layers experts"] | None = None
 
 
 def checked_column(
@@ -94,7 +107,7 @@ def checked_column(
     values = np.asarray(sequence.columns[name])
     row = description.row_sizes.get(name, ())
     expected = (sequence.num_tokens, *row)
-    if name in EXPERTS and values.shape == (sequence.num_tokens - 1, *row):
+    if name in (*EXPERTS, *INDEXERS) and values.shape == (sequence.num_tokens - 1, *row):
         values = np.concatenate([values, np.full((1, *row), UNKNOWN, dtype=values.dtype)])
     if values.shape != expected:
         raise ValueError(f"{sequence.name}: {name} has the shape {values.shape}, expected {expected}")
@@ -106,6 +119,13 @@ def rows_of(description: CaptureDescription, step: int, sequences: Sequence[Capt
     columns = {}
     for name, kind in TOKEN_TYPES.items():
         values = [checked_column(description, sequence, name) for sequence in sequences]
+        if name == "rollout_experts" and any(part is not None for part in values):
+            # A path of the rollout has lost them, which is to be found.
+            row = description.row_sizes[name]
+            values = [
+                np.full((sequence.num_tokens, *row), UNKNOWN) if part is None else part
+                for part, sequence in zip(values, sequences, strict=True)
+            ]
         if all(part is not None for part in values):
             columns[name] = np.concatenate([part for part in values if part is not None]).astype(kind)
     rewards = [sequence.reward for sequence in sequences if sequence.reward is not None]

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_rl_moe.config.files import find_config, read_with_defaults
 from nemo_rl_moe.errors import DataError, counted
-from nemo_rl_moe.routing.findings import learning_signal, routing_signal, staleness_signal
+from nemo_rl_moe.routing.findings import engine_signal, learning_signal, routing_signal, staleness_signal
 from nemo_rl_moe.routing.findings.reward_signal import is_reward_metric
 from nemo_rl_moe.routing.findings.routing_signal import ANOMALIES_METRIC, MISSING_METRIC
 from nemo_rl_moe.routing.findings.tracker import Finding, FindingTracker, Thresholds
@@ -25,6 +25,7 @@ _METRICS = (
     *learning_signal.METRICS,
     *routing_signal.METRICS,
     *staleness_signal.METRICS,
+    *engine_signal.METRICS,
 )
 _OF_REWARDS = ("constant_reward", "no_advantages")
 _FORCED_ROUTING = "moe_router_force_"

@@ -21,6 +21,7 @@ import torch
 from nemo_rl_moe.errors import DataError, one_line
 
 FRAMEWORKS = (
+    "areal",
     "miles",
     "nemo_rl",
     "sglang",

@@ -15,7 +15,7 @@ import torch
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.audit.adapters.inert_pickle import PickledArray
-from nemo_rl_moe.runs.folder.captured_sequences import EXPERTS, UNKNOWN, CapturedSequence
+from nemo_rl_moe.runs.folder.captured_sequences import EXPERTS, INDEXERS, UNKNOWN, CapturedSequence
 from nemo_rl_moe.shapes import Bool, Float, Int, Shaped
 
 _MOST_TOKENS = 2**24
@@ -81,6 +81,9 @@ def sequence(
         if column in EXPERTS:
             found[column] = expert_rows(value, length, place)
             continue
+        if column in INDEXERS:
+            found[column] = _positions(value, length, place)
+            continue
         values = array(value, place)
         rows = [length] if prompt_length is None else [length, length - prompt_length]
         if len(values) not in rows:
@@ -96,6 +99,16 @@ def sequence(
         reward = reward.item()
     is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
     return CapturedSequence(name, length, found, float(reward) if is_number else None)
+
+
+def _positions(value: Any, length: int, where: str) -> Int[np.ndarray, "tokens layers k"]:
+    """Return the positions that an indexer chose for each token, -1 for tokens without a row."""
+    rows = array(value, where)
+    if rows.ndim != 3 or rows.dtype.kind == "f" or not length - 1 <= len(rows) <= length:
+        raise DataError(f"{where}: got {rows.dtype} {list(rows.shape)}, expected integers [{length - 1}, layers, k]")
+    found = np.full((length, *rows.shape[1:]), UNKNOWN, dtype=np.int32)
+    found[: len(rows)] = rows
+    return found
 
 
 def _after_prompt(

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.errors import DataError, one_line
-from nemo_rl_moe.routing.audit.adapters import nemo_rl, prime_rl, router_logits, sglang, skyrl, slime, verl, vllm
+from nemo_rl_moe.routing.audit.adapters import areal, nemo_rl, prime_rl, router_logits, sglang, skyrl, slime, verl, vllm
 from nemo_rl_moe.routing.audit.adapters.inert_pickle import read_pickle
+from nemo_rl_moe.routing.audit.adapters.miles_parquet import MAGIC, load_parquet
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
@@ -30,6 +31,7 @@ class Adapter:
 ADAPTERS: Mapping[str, Adapter] = {
     "transformers": Adapter("router logits of transformers", router_logits.claims, router_logits.read),
     "slime": Adapter("slime or miles", slime.claims, slime.read),
+    "areal": Adapter("AReaL", areal.claims, areal.read),
     "skyrl": Adapter("SkyRL", skyrl.claims, skyrl.read),
     "nemo-rl": Adapter("NeMo-RL", nemo_rl.claims, nemo_rl.read),
     "verl": Adapter("verl", verl.claims, verl.read),
@@ -41,7 +43,8 @@ ADAPTERS: Mapping[str, Adapter] = {
 
 
 def load(path: Path) -> Any:
-    """Return the content of a file: JSON, JSON lines, a pickle or `torch.save` file, safetensors, or MessagePack.
+    """Return the content of a file: JSON, JSON lines, a pickle or `torch.save` file, safetensors, MessagePack,
+    or miles' Parquet.
 
     Raises:
         DataError: It is none of them, is damaged, or names code.
@@ -56,6 +59,8 @@ def load(path: Path) -> Any:
     if head.startswith((b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         return read_pickle(path.read_bytes(), str(path))
     try:
+        if head.startswith(MAGIC):
+            return load_parquet(path)
         if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size:
             from safetensors.torch import load_file
 
@@ -68,7 +73,7 @@ def load(path: Path) -> Any:
             return msgpack.unpackb(path.read_bytes())
     except Exception as error:  # each library has its own
         raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
-    raise DataError(f"{path}: is neither JSON nor a pickle, a torch.save, safetensors or MessagePack file")
+    raise DataError(f"{path}: is neither JSON nor a pickle, a torch.save, safetensors, MessagePack or Parquet file")
 
 
 def _json(path: Path) -> Any:
@@ -86,7 +91,7 @@ def recognised(content: Any) -> str | None:
     return next((name for name, adapter in ADAPTERS.items() if adapter.claims(content)), None)
 
 
-_SUFFIXES = (".pkl", ".pt", ".pth", ".dp", ".json", ".jsonl", ".bin", ".safetensors")
+_SUFFIXES = (".pkl", ".pt", ".pth", ".dp", ".json", ".jsonl", ".bin", ".safetensors", ".parquet")
 _LEFT_OUT = ("eval_", "val_", ".")
 
 

@@ -4,8 +4,8 @@
 
 Layouts of slime 0.3.1 (`slime/observability/rollout_data_utils.py`: `save_debug_rollout_data`; `train_data_utils.py`:
 `save_debug_train_data`, format 2) and of miles, August 2026 (`miles/ray/rollout/debug_data.py`,
-`miles/utils/train_dump_utils.py`: a file of each rank). Routes have a row less than there are tokens; the training's
-dumps have none, but `log_probs`.
+`miles/utils/train_dump_utils.py`: a file of each rank; Parquet: `miles_parquet.py`). Routes have a row less than there
+are tokens; the training's dumps have none, but `log_probs`. `weight_versions` has a version of each request.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +19,7 @@ from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 _COLUMNS = {
     "loss_mask": ("loss_mask", "loss_masks"),
     "rollout_experts": ("rollout_routed_experts",),
+    "rollout_indexer": ("rollout_indexer_topk",),
     "rollout_logprobs": ("rollout_log_probs",),
     "training_logprobs": ("log_probs",),
     "advantages": ("advantages",),
@@ -47,7 +48,17 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
         )
         reward = _first(sample, ("reward", "raw_reward", "rewards"))
         prompt = len(tokens) - int(response)
+        columns["weight_versions"] = _version(sample.get("weight_versions"), int(response))
         yield sequence(name, place, len(tokens), prompt, reward, token_ids=tokens, **columns)
+
+
+def _version(versions: Any, response: int) -> list[int] | None:
+    """Return the version of each token of a response that one version sampled."""
+    try:
+        found = {int(version) for version in versions or ()}
+    except (TypeError, ValueError):
+        return None
+    return list(found) * response if len(found) == 1 else None
 
 
 def _first(sample: Mapping[str, Any], fields: Sequence[str]) -> Any:

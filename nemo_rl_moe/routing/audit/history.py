@@ -1,0 +1,15 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What an audit keeps of earlier steps, to compare a step with."""
+
+from nemo_rl_moe.routing.audit.expert_bias import BiasHistory
+from nemo_rl_moe.routing.audit.prefixes import PrefixHistory
+from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription
+
+
+class RunHistory:
+    """Histories of the steps of one run, which are given in order."""
+
+    def __init__(self, description: CaptureDescription):
+        self.prefixes = PrefixHistory()
+        self.biases = BiasHistory(description.bias_is_updated)

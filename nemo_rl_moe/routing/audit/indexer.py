@@ -1,0 +1,117 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Positions that the indexer of sparse attention chose (DeepSeek-V3.2's), captured for replay as routes are.
+
+A token attends to `k` positions up to its own. In a packed batch an engine or trainer may count them from the start of
+the batch instead of that of the sequence: then all are too high by where the sequence began.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+
+from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
+from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, CapturedRows
+from nemo_rl_moe.shapes import Int
+
+_LEAST_OVERLAP = 0.8
+"""Share of positions in common of rollout and training; right ones are above, as near ties alone differ."""
+
+
+class Indexed(IntEnum):
+    """Counts of rows, a row being a token in a layer, and of positions."""
+
+    ROWS = 0
+    AHEAD = 1
+    """Name a position after their token."""
+    SHIFTED = 2
+    """Are right less the lowest position of their sequence, which is above 0."""
+    REPEATED = 3
+    NEGATIVE = 4
+    """Name a negative position other than -1."""
+    MISSING = 5
+    SHORT = 6
+    """Name fewer positions than the token has before it, though there is room."""
+    COMPARED = 7
+    """Positions of rows that both sides have, and those in common."""
+    COMMON = 8
+
+
+class IndexerCounts:
+    def __init__(self) -> None:
+        self.counts: Int[np.ndarray, " kinds"] = np.zeros(len(Indexed), dtype=np.int64)
+
+    def add(self, rows: CapturedRows) -> None:
+        """Add some sequences."""
+        rollout = rows.columns.get("rollout_indexer")
+        if rollout is None:
+            return
+        training = rows.columns.get("training_indexer")
+        ends = rows.lengths.cumsum()
+        for first, end in zip((ends - rows.lengths).tolist(), ends.tolist(), strict=True):
+            chosen = slice(first, end - 1)
+            self._add(rollout[chosen], None if training is None else training[chosen])
+
+    def _add(
+        self,
+        rollout: Int[np.ndarray, "tokens layers k"],
+        training: Int[np.ndarray, "tokens layers k"] | None,
+    ) -> None:
+        known = rollout != UNKNOWN
+        has_any = known.any(-1)
+        place = np.arange(len(rollout))[:, None]
+        highest = rollout.max(-1, initial=UNKNOWN)
+        ahead = has_any & (highest > place)
+        start = int(rollout[known].min()) if known.any() else 0
+        ordered = np.sort(rollout, -1)
+        repeated = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != UNKNOWN)).any(-1)
+        wanted = np.minimum(place + 1, rollout.shape[-1])
+        of_kinds = {
+            Indexed.ROWS: np.ones_like(has_any),
+            Indexed.AHEAD: ahead,
+            Indexed.SHIFTED: ahead & (start > 0) & (highest - start <= place),
+            Indexed.REPEATED: repeated,
+            Indexed.NEGATIVE: (rollout < UNKNOWN).any(-1),
+            Indexed.MISSING: ~has_any,
+            Indexed.SHORT: has_any & (known.sum(-1) < wanted),
+        }
+        for kind, mask in of_kinds.items():
+            self.counts[kind] += int(mask.sum())
+        if training is not None:
+            both = has_any & (training != UNKNOWN).any(-1)
+            self.counts[Indexed.COMPARED] += int(known[both].sum())
+            for one, other in zip(rollout[both], training[both], strict=True):
+                self.counts[Indexed.COMMON] += len(np.intersect1d(one[one != UNKNOWN], other[other != UNKNOWN]))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the rows, those that are missing, and the share of positions in common; empty without any."""
+        rows, compared = self.counts[Indexed.ROWS], self.counts[Indexed.COMPARED]
+        if not rows:
+            return {}
+        found = {"rows": float(rows), "rows_missing_share": float(self.counts[Indexed.MISSING] / rows)}
+        return found | ({"overlap": float(self.counts[Indexed.COMMON] / compared)} if compared else {})
+
+    def anomalies(self) -> list[RoutingAnomaly]:
+        """Return positions that cannot be right."""
+        counts = self.counts
+        rows = int(counts[Indexed.ROWS])
+        found = []
+        if ahead := int(counts[Indexed.AHEAD]):
+            shifted = int(counts[Indexed.SHIFTED])
+            more = (
+                f"; {shifted:,} are right less the first position of their sequence: positions of a packed batch"
+                if shifted > ahead // 2
+                else ""
+            )
+            found.append(f"{ahead:,} of {rows:,} rows of the indexer name positions after their token{more}")
+        for kind, what in (
+            (Indexed.REPEATED, "name a position twice"),
+            (Indexed.NEGATIVE, "name positions below 0"),
+            (Indexed.SHORT, "name fewer positions than there are"),
+        ):
+            if counts[kind]:
+                found.append(f"{int(counts[kind]):,} of {rows:,} rows of the indexer {what}")
+        overlap = self.metrics().get("overlap")
+        if overlap is not None and overlap < _LEAST_OVERLAP:
+            found.append(f"the indexers of rollout and training have {overlap:.3f} of the positions in common")
+        return [RoutingAnomaly("indexer", text) for text in found]

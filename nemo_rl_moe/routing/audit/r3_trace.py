@@ -1,0 +1,205 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo-RL's traces of router replay (`NRL_R3_TRACE=1`): whether the routes of the rollout reached the routers.
+
+Layout of the main branch of August 2026, `nemo_rl/utils/r3_trace.py`: `r3_trace_{host}_pid{pid}.jsonl` of each process,
+an event a line, with digests (SHA-256) of routes and token ids and no routes. The events: what the rollout sent
+(`rollout_payload_sample`), what a stage of training fetched (`tq_fetch_sample`), what each layer was given
+(`router_replay_assignment`), that it replays (`router_replay_action`), and with `NRL_R3_TRACE_VERIFY_FORWARD=1` what
+its router took (`router_replay_forward_verify`).
+"""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_moe.errors import DataError, counted
+from nemo_rl_moe.routing.audit.summary import JSON_LAYOUT
+
+PATTERN = "r3_trace_*.jsonl"
+_STAGES = {"prev_lp": "prev-logprob", "train": "train"}
+"""Stages of training: as they fetch, and as they replay."""
+_MOST_FALLBACK, _MOST_NAMED = 0.001, 8
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class R3Trace:
+    """Events of a run.
+
+    Attributes:
+        unread: Lines that are no event, such as a last one that was being written.
+    """
+
+    path: Path
+    events: Mapping[str, Sequence[Event]]
+    unread: Sequence[str] = field(default_factory=list)
+
+
+def trace_files(path: Path) -> list[Path]:
+    """Return the files of a trace at a path; empty for none."""
+    if path.is_file():
+        return [path] if path.match(PATTERN) else []
+    return sorted(path.glob(PATTERN)) if path.is_dir() else []
+
+
+def read_trace(path: Path) -> R3Trace:
+    """Read all processes' files.
+
+    Raises:
+        DataError: They hold no event.
+    """
+    events: dict[str, list[Event]] = defaultdict(list)
+    unread = []
+    for file in trace_files(path):
+        try:
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError as error:
+            unread.append(f"{file.name}: {error.strerror}")
+            continue
+        for number, line in enumerate(lines, start=1):
+            try:
+                event = json.loads(line) if line.strip() else {}
+            except ValueError:
+                event = None
+            if isinstance(event, dict) and isinstance(event.get("event"), str):
+                events[event["event"]].append(event)
+            elif event != {}:
+                unread.append(f"{file.name}: line {number}")
+    if not events:
+        raise DataError(f"{path}: holds no event of a trace of router replay")
+    return R3Trace(path, events, unread)
+
+
+def lines_of_trace(trace: R3Trace) -> list[str]:
+    """Return text for a person: what was traced, and what of it could not be read."""
+    counts = {name: len(found) for name, found in trace.events.items()}
+    lines = [f"{trace.path}: trace of NeMo-RL's router replay, {counted(sum(counts.values()), 'event')}"]
+    lines += [f"  {name:38}{count:>12,}" for name, count in sorted(counts.items())]
+    if not trace.events.get("router_replay_forward_verify"):
+        lines.append("note: what routers took is not traced; NRL_R3_TRACE_VERIFY_FORWARD=1 records it")
+    if trace.unread:
+        lines.append(f"note: not read: {_named(trace.unread)}")
+    lines.append(counted(len(problems_of_trace(trace)), "finding", zero="no"))
+    return lines
+
+
+def problems_of_trace(trace: R3Trace) -> list[str]:
+    """Return everything that shows that replay is not what it should be, a line each."""
+    return [*_transport(trace), *_replay(trace), *_verified(trace)]
+
+
+def trace_json(trace: R3Trace) -> dict[str, Any]:
+    """Convert a trace to JSON, with the keys of any audit."""
+    return {
+        **JSON_LAYOUT,
+        "capture": str(trace.path),
+        "problems": problems_of_trace(trace),
+        "events": {name: len(found) for name, found in sorted(trace.events.items())},
+        "notices": [f"not read: {text}" for text in trace.unread],
+        "findings": [
+            {"side": "replay", "kind": "replay_trace", "layer": None, "text": text} for text in problems_of_trace(trace)
+        ],
+        "steps": [],
+    }
+
+
+def _transport(trace: R3Trace) -> Iterator[str]:
+    """Yield what differs between the rollout's routes and those that training fetched."""
+    sent: dict[str, Event] = {}
+    for event in trace.events.get("rollout_payload_sample", ()):
+        sent.setdefault(str(event.get("key")), event)
+    fetched: dict[str, dict[str, list[Event]]] = {stage: defaultdict(list) for stage in _STAGES}
+    for event in trace.events.get("tq_fetch_sample", ()):
+        fetched.setdefault(str(event.get("stage")), defaultdict(list))[str(event.get("key"))].append(event)
+    if not sent:
+        if trace.events.get("tq_fetch_sample"):
+            yield "training fetched routes, and the trace has none that a rollout sent"
+        return
+    for stage, by_key in fetched.items():
+        for name, what in (("routed_experts", "routes"), ("input_ids", "token ids")):
+            others = [key for key in sent if any(_digest(e, name) != _digest(sent[key], name) for e in by_key[key])]
+            if others:
+                yield (
+                    f"stage {stage}: the {what} of {len(others)} of {counted(len(sent), 'sequence')} are not those"
+                    f" that the rollout sent: {_named(others)}"
+                )
+        missing = [key for key in sent if not by_key[key]]
+        if missing and any(by_key.values()):
+            number = f"{len(missing)} of {counted(len(sent), 'sequence')}"
+            yield f"stage {stage}: {number} were not fetched: {_named(missing)}"
+    zeros = [key for key, event in sent.items() if _is_zero(event)]
+    if zeros:
+        yield f"the routes of {counted(len(zeros), 'sequence')} begin with expert 0 alone: {_named(zeros)}"
+
+
+def _digest(event: Event, name: str) -> str | None:
+    found = event.get(name)
+    return str(found.get("valid_sha256")) if isinstance(found, Mapping) else None
+
+
+def _is_zero(event: Event) -> bool:
+    found = event.get("routed_experts")
+    preview = found.get("valid_preview") if isinstance(found, Mapping) else None
+    return isinstance(preview, list) and len(preview) > 1 and not any(preview)
+
+
+def _replay(trace: R3Trace) -> Iterator[str]:
+    """Yield stages and layers in which nothing is replayed."""
+    given, forward, backward = (defaultdict[str, set[Any]](set) for _ in range(3))
+    for event in trace.events.get("router_replay_assignment", ()):
+        given[str(event.get("stage"))].add(event.get("layer_number"))
+    for event in trace.events.get("router_replay_action", ()):
+        of_action = {"replay_forward": forward, "replay_backward": backward}.get(str(event.get("action")))
+        if of_action is not None:
+            of_action[str(event.get("stage"))].add(event.get("layer_number"))
+    if not given and not forward:
+        yield "no stage of training has replayed any routes"
+        return
+    for stage in _STAGES.values():
+        if not given[stage] and not forward[stage]:
+            yield f"stage {stage}: no layer has been given routes: its routers choose"
+            continue
+        for what, found in (
+            ("used them forward", forward),
+            *([("used them backward", backward)] if stage == "train" else []),
+        ):
+            # An action of all layers at once names none.
+            idle = set() if None in found[stage] else given[stage] - found[stage]
+            if idle:
+                layers = sorted(layer for layer in idle if isinstance(layer, int))
+                yield f"stage {stage}: layers {_named(list(map(str, layers)))} were given routes and have not {what}"
+    if given["train"] and given["prev-logprob"] and given["train"] != given["prev-logprob"]:
+        yield "the stages prev-logprob and train replay in different layers: their log-probabilities are not comparable"
+
+
+def _verified(trace: R3Trace) -> Iterator[str]:
+    wrong: Counter[str] = Counter()
+    rows: Counter[str] = Counter()
+    own: Counter[str] = Counter()
+    for event in trace.events.get("router_replay_forward_verify", ()):
+        stage, layer = str(event.get("stage")), event.get("layer_number")
+        if not event.get("matches_expected"):
+            wrong[f"layer {layer} in {stage}"] += 1
+        actual = event.get("actual")
+        shape = actual.get("shape") if isinstance(actual, Mapping) else None
+        rows[stage] += int(shape[0]) if isinstance(shape, list) and shape and isinstance(shape[0], int) else 0
+        fallback = event.get("fallback_rows")
+        own[stage] += fallback if isinstance(fallback, int) else 0
+    if wrong:
+        yield f"routers took other experts than they were given: {_named(list(wrong))}"
+    for stage, number in own.items():
+        if rows[stage] and number > _MOST_FALLBACK * rows[stage]:
+            yield (
+                f"stage {stage}: {number:,} of {rows[stage]:,} rows had no routes ({number / rows[stage]:.1%}): routers"
+                " chose there"
+            )
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_NAMED]) + (
+        f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    )

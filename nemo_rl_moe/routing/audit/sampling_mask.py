@@ -1,0 +1,39 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rollout log-probabilities that are normalised over a top-p or top-k subset, while training's are not.
+
+With the probability `m` that a token's subset keeps, `log p_rollout = log p - log m`: training's log-probability is
+lower by `-log m` at every token, and never by more than `-log p` under top-p. Numbers of two engines differ to both
+sides; and as tokens are drawn by the rollout's probabilities, the mean of `p_training / p_rollout` is 1 for every pair
+of distributions on the same tokens. Here it is the mean of `m`.
+"""
+
+import numpy as np
+
+from nemo_rl_moe.shapes import Float
+
+_LEAST_TOKENS, _LEAST_SHARE, _SIGMAS = 200, 0.02, 6.0
+_NOISES, _LEAST_GAP, _MOST_ABOVE, _LEAST_FLOOR = 3.0, 0.01, 0.1, 0.05
+_FLOOR_QUANTILE = 0.001
+
+
+def subset_metrics(training: Float[np.ndarray, " tokens"], rollout: Float[np.ndarray, " tokens"]) -> dict[str, float]:
+    """Return `subset_mass`, the mean probability that the subsets keep, and `subset_floor`, the lowest; empty where
+    the log-probabilities, in nats, show no subset.
+    """
+    gap = training.astype(np.float64) - rollout
+    gap = gap[np.isfinite(gap)]
+    if len(gap) < _LEAST_TOKENS:
+        return {}
+    higher = gap[gap > 0]  # by rounding alone: its size shows what of the other side is rounding too
+    noise = float(np.sqrt(np.square(higher).mean())) if len(higher) else 0.0
+    threshold = max(_LEAST_GAP, _NOISES * noise)
+    above, below = int((gap > threshold).sum()), int((gap < -threshold).sum())
+    if below < _LEAST_SHARE * len(gap) or above > _MOST_ABOVE * below:
+        return {}
+    weights = np.exp(gap)
+    mean, error = float(weights.mean()), float(weights.std() / np.sqrt(len(gap)))
+    floor = float(np.quantile(weights, _FLOOR_QUANTILE))
+    if (below - above) < _SIGMAS * (below + above) ** 0.5 or 1 - mean < _SIGMAS * error or floor < _LEAST_FLOOR:
+        return {}
+    return {"subset_mass": mean, "subset_floor": floor}

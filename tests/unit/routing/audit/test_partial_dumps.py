@@ -1,0 +1,177 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Folders with files that cannot be read, and dumps in layouts that have no example file: AReaL's, miles' Parquet."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from nemo_rl_moe.cli import main
+from nemo_rl_moe.routing.audit.adapters.layout import array
+from nemo_rl_moe.routing.audit.adapters.registry import load, recognised
+from nemo_rl_moe.routing.audit.adapters.router_shape import read_router_shape
+from nemo_rl_moe.routing.audit.sources import open_source
+from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
+from tests.conftest import REPOSITORY_ROOT
+
+EXAMPLES = REPOSITORY_ROOT / "examples" / "audit"
+MODEL, TRAINING = EXAMPLES / "model", EXAMPLES / "transformers"
+
+
+def sequences_in(path: Path) -> list[CapturedSequence]:
+    """Sequences of all steps."""
+    source = open_source(path, "auto", read_router_shape(MODEL), None, None)
+    assert source.sequences is not None
+    return [sequence for read in source.sequences.values() for part in read() for sequence in part]
+
+
+@pytest.fixture
+def samples() -> list[dict[str, Any]]:
+    """Samples of a dump of miles."""
+    (file,) = (EXAMPLES / "miles" / "healthy").rglob("*.pt")
+    found = [dict(sample) for sample in load(file)["samples"]]
+    for sample in found:
+        sample["rollout_routed_experts"] = array(sample["rollout_routed_experts"], "samples")
+    return found
+
+
+def test_what_can_be_read_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file,) = (EXAMPLES / "slime" / "healthy").rglob("*.pt")
+    whole = file.read_bytes()
+    (tmp_path / "3.pt").write_bytes(whole)
+    (tmp_path / "4.pt").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "5.pt").write_bytes(b"")
+    shutil.copy(EXAMPLES / "transformers_torch" / "3.pt", tmp_path / "6.pt")
+    (tmp_path / "notes.json").write_text("{}", encoding="utf-8")
+    assert main(["audit", str(tmp_path), "--model", str(MODEL), "--json", "-"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert [step["step"] for step in found["steps"]] == [3]
+    unread = [notice for notice in found["notices"] if notice.startswith("not read: ")]
+    assert [Path(notice.removeprefix("not read: ").split(":")[0]).name for notice in unread] == ["4.pt", "5.pt", "6.pt"]
+
+
+def test_the_first_file_may_be_half_written(tmp_path: Path) -> None:
+    (file,) = (EXAMPLES / "slime" / "healthy").rglob("*.pt")
+    (tmp_path / "1.pt").write_bytes(file.read_bytes()[:1000])
+    shutil.copy(file, tmp_path / "3.pt")
+    assert main(["audit", str(tmp_path), "--model", str(MODEL)]) == 0
+
+
+def test_nothing_that_can_be_read_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "1.pt").write_bytes(b"PK\x03\x04")
+    (tmp_path / "2.pt").write_bytes(b"")
+    assert main(["audit", str(tmp_path)]) == 2
+    assert "1.pt" in capsys.readouterr().err
+
+
+def test_a_damaged_file_of_a_capture_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(EXAMPLES / "faults" / "healthy", tmp_path / "capture")
+    path = tmp_path / "capture" / "step-00000004.rank0-0.parquet"
+    path.write_bytes(path.read_bytes()[:500])
+    assert main(["audit", str(tmp_path / "capture")]) == 0
+    assert f"note: not read: {path}" in capsys.readouterr().out
+
+
+def test_miles_parquet_reads_as_its_torch_dump(tmp_path: Path, samples: list[dict[str, Any]]) -> None:
+    (file,) = (EXAMPLES / "miles" / "healthy").rglob("*.pt")
+    rows = [
+        {key: sample[key] for key in ("tokens", "response_length", "reward", "index", "loss_mask", "rollout_log_probs")}
+        for sample in samples
+    ]
+    columns: dict[str, Any] = {key: [row[key] for row in rows] for key in rows[0]}
+    encoded = []
+    for number, sample in enumerate(samples):
+        torch.save(sample["rollout_routed_experts"], tmp_path / f"{number}.bin")
+        encoded.append((tmp_path / f"{number}.bin").read_bytes())
+        (tmp_path / f"{number}.bin").unlink()
+    table = pa.table({**columns, "rollout_routed_experts": encoded}).replace_schema_metadata(
+        {
+            b"miles.rollout_dump.version": b"1",
+            b"rollout_id": b"3",
+            b"miles.encoded": b'["rollout_routed_experts"]',
+            b"miles.missing": b"{}",
+            b"miles.rows": str(len(rows)).encode(),
+        }
+    )
+    pq.write_table(table, tmp_path / "3.parquet")
+    assert recognised(load(tmp_path / "3.parquet")) == "slime"
+    found, expected = sequences_in(tmp_path / "3.parquet"), sequences_in(file)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.columns.keys() == other.columns.keys()
+        for name, values in one.columns.items():
+            np.testing.assert_array_equal(values, other.columns[name])
+    plain = [
+        {**row, "rollout_routed_experts": s["rollout_routed_experts"].tolist()}
+        for row, s in zip(rows, samples, strict=True)
+    ]
+    pq.write_table(pa.Table.from_pylist(plain).replace_schema_metadata({b"rollout_id": b"3"}), tmp_path / "4.parquet")
+    for one, other in zip(sequences_in(tmp_path / "4.parquet"), expected, strict=True):
+        np.testing.assert_array_equal(one.columns["rollout_experts"], other.columns["rollout_experts"])
+
+
+def test_parquet_of_something_else_is_no_dump(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"tokens": [[1, 2]]}), tmp_path / "rollout_3.parquet")
+    assert recognised(load(tmp_path / "rollout_3.parquet")) is None
+
+
+def areal_file(samples: list[dict[str, Any]], path: Path) -> None:
+    """What AReaL's `_save_trajectory` writes of its `RLVRWorkflow`'s trajectories."""
+    batches = []
+    for number, sample in enumerate(samples):
+        length, response = len(sample["tokens"]), sample["response_length"]
+        prompt = length - response
+        experts = sample["rollout_routed_experts"].astype(np.int32)
+        whole = np.concatenate([experts, experts[-1:]])
+        padding = 3 if number % 2 else 0
+        batch = {
+            "input_ids": torch.tensor([sample["tokens"]], dtype=torch.int32),
+            "loss_mask": torch.tensor([[0] * prompt + [1] * response], dtype=torch.int32),
+            "logprobs": torch.tensor([[0.0] * prompt + list(sample["rollout_log_probs"])]),
+            "versions": torch.tensor([[-1] * prompt + [7] * response], dtype=torch.int32),
+            "attention_mask": torch.ones(1, length, dtype=torch.bool),
+            "routed_experts": torch.from_numpy(whole)[None],
+        }
+        padded = {
+            name: torch.cat([values, torch.zeros(1, padding, *values.shape[2:], dtype=values.dtype)], 1)
+            for name, values in batch.items()
+        }
+        rest = {"rewards": torch.tensor([float(sample["reward"])]), "r3_routing_valid": torch.tensor([number != 2])}
+        batches.append({**padded, **rest})
+    torch.save(batches, path)
+
+
+def test_areal_reads_as_the_same_run(tmp_path: Path, samples: list[dict[str, Any]]) -> None:
+    areal_file(samples, tmp_path / "step_000003.pt")
+    assert recognised(load(tmp_path / "step_000003.pt")) == "areal"
+    (file,) = (EXAMPLES / "miles" / "healthy").rglob("*.pt")
+    for number, (one, other) in enumerate(zip(sequences_in(tmp_path), sequences_in(file), strict=True)):
+        for name in ("token_ids", "loss_mask"):
+            np.testing.assert_array_equal(one.columns[name], other.columns[name])
+        routes = one.columns["rollout_experts"]
+        assert (routes[-1] == -1).all()
+        if number == 2:
+            assert (routes == -1).all()
+        else:
+            np.testing.assert_array_equal(routes[:-1], other.columns["rollout_experts"][:-1])
+        assert one.reward == other.reward
+        assert set(one.columns["weight_versions"][one.columns["loss_mask"]]) == {7}
+
+
+def test_a_fault_in_areals_dump_is_named(
+    tmp_path: Path, samples: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for sample in samples:
+        experts = sample["rollout_routed_experts"].copy()
+        experts[1:] = experts[:-1].copy()
+        sample["rollout_routed_experts"] = experts
+    areal_file(samples, tmp_path / "step_000003.pt")
+    assert main(["audit", str(tmp_path), "--model", str(MODEL), "--training", str(TRAINING)]) == 1
+    assert "routes are one token late" in capsys.readouterr().err
