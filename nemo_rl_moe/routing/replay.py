@@ -241,14 +241,24 @@ def group_limited_margins(
     """Return the margins of a choice from the best groups alone.
 
     It is the smaller of two: that of the experts in the usable groups, and that of the last usable group against the
-    first one left out, where a group's score is the sum of its best experts' scores.
+    first one left out.
     """
-    of_groups = scores.float().unflatten(1, (num_groups, -1))
-    group_scores = of_groups.topk(best_of_group, dim=-1).values.sum(-1)
+    of_usable, of_groups = limited_to_groups(scores, num_groups, group_topk, best_of_group)
+    return torch.minimum(margins(of_usable, topk), of_groups)
+
+
+def limited_to_groups(
+    scores: Float[Tensor, "tokens experts"], num_groups: int, group_topk: int, best_of_group: int
+) -> tuple[Float[Tensor, "tokens experts"], Float[Tensor, " tokens"]]:
+    """Return the scores, minus infinity outside the best groups, and the margin of the last of these.
+
+    A group's score is the sum of its best experts' scores.
+    """
+    by_group = scores.float().unflatten(1, (num_groups, -1))
+    group_scores = by_group.topk(best_of_group, dim=-1).values.sum(-1)
     usable = torch.zeros_like(group_scores, dtype=torch.bool)
     usable.scatter_(1, group_scores.topk(group_topk, dim=-1).indices, True)
-    of_usable = of_groups.masked_fill(~usable.unsqueeze(-1), -torch.inf).flatten(1)
-    return torch.minimum(margins(of_usable, topk), margins(group_scores, group_topk))
+    return by_group.masked_fill(~usable.unsqueeze(-1), -torch.inf).flatten(1), margins(group_scores, group_topk)
 
 
 def experts_as_map(experts: Int[Tensor, "tokens topk"], num_experts: int) -> Bool[Tensor, "tokens experts"]:

@@ -8,6 +8,7 @@ no group was generated across an update.
 """
 
 import json
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -116,9 +117,10 @@ def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> Stalenes
     lags = [step.version - group.version for step in schedule for group in step.groups]
     consumed = {step.version: [group.position for group in step.groups] for step in schedule}
     live = defaultdict[int, set[int]](set)
-    for step in schedule:
+    versions = [step.version for step in schedule]
+    for number, step in enumerate(schedule):
         for group in step.groups:
-            for version in range(group.version, step.version + 1):
+            for version in versions[bisect_left(versions, group.version) : number + 1]:
                 live[version].add(group.position)
 
     def choose(view: QueueView) -> Sequence[int]:

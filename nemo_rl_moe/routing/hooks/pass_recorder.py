@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nemo_rl_moe.routing.hooks.router_margins import margins_of_call
 from nemo_rl_moe.routing.metrics.load_balance_tracking import ForwardWatcher, known_routers, watch_model
 from nemo_rl_moe.routing.replay import UNKNOWN
 from nemo_rl_moe.routing.routers import RouterKind, RouterLayer, padding_mask_of_call, routed_experts
@@ -30,8 +31,8 @@ class RoutedPass:
 
     Attributes:
         experts: Experts of every row of the routers, int16; `UNKNOWN` where a token was dropped.
-        margins: Probability of the least likely expert chosen less that of the likeliest one left out, by layer; None
-            where the router shows no logits, or does not choose the largest.
+        margins: Score of the last expert chosen less that of the first one left out, by layer; None where the router
+            shows no logits, or chooses by other scores than `margins_of_call` knows.
         shape: Sequences and tokens of each, where rows are sequence by sequence; None where that is not known: a rank
             of tensor parallelism sees a part of them.
     """
@@ -93,7 +94,7 @@ class RouteRecorder(ForwardWatcher):
             return
         with torch.no_grad():
             experts = as_numbers(routed_experts(layer, router, outputs), layer.topk)
-            self._seen[layer] = experts, _margins(layer, outputs, experts)
+            self._seen[layer] = experts, margins_of_call(layer, router, args, kwargs, outputs, experts)
         if layer.kind is RouterKind.MEGATRON:
             self._padding = padding_mask_of_call(args, kwargs)
 
@@ -110,8 +111,8 @@ class RouteRecorder(ForwardWatcher):
         experts = torch.stack([experts for experts, _ in seen], 1)
         found = [margin for _, margin in seen if margin is not None]
         margins = torch.stack(found, 1).cpu() if len(found) == len(seen) else None
-        if margins is not None and bool((margins < 0).any()):
-            margins = None  # chosen by more than the logits, such as a bias or groups of experts
+        if margins is not None and not bool((margins >= 0).all()):
+            margins = None  # chosen by scores that are not known
         token_ids, mask = self._arguments.get("input_ids"), self._attention_mask
         shape = None
         if isinstance(token_ids, Tensor) and token_ids.ndim == 2 and token_ids.numel() == len(experts):
@@ -176,15 +177,3 @@ def as_numbers(routed: Tensor, topk: int) -> Int[Tensor, "tokens topk"]:
         return routed
     chosen, experts = routed.int().topk(topk, dim=-1)
     return experts.masked_fill(chosen == 0, UNKNOWN)
-
-
-def _margins(layer: RouterLayer, outputs: Any, experts: Int[Tensor, "tokens topk"]) -> Float[Tensor, " tokens"] | None:
-    """Return the margins of a router of transformers by the logits in its output; negative where it chose otherwise."""
-    if layer.kind is not RouterKind.TRANSFORMERS or layer.topk >= layer.num_experts or not isinstance(outputs, tuple):
-        return None
-    logits = outputs[0]
-    if not isinstance(logits, Tensor) or tuple(logits.shape) != (len(experts), layer.num_experts):
-        return None
-    scores = logits.detach().float().softmax(-1)
-    chosen = scores.gather(1, experts.long()).min(-1).values
-    return chosen - scores.scatter(1, experts.long(), -torch.inf).max(-1).values

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron.layers.routers import group_limited_topk, limit_groups
+from nemo_rl_moe.models.megatron.layers.routers import GroupLimitedChoice, group_limited_topk, limit_groups
 from nemo_rl_moe.models.megatron.model import gpt_model as model_module
 from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
@@ -47,6 +47,42 @@ def test_gradients_reach_the_chosen_scores() -> None:
     group_limited_topk(scores, topk=2, num_groups=3, group_topk=2, best_of_group=1)[0].sum().backward()
     assert scores.grad is not None
     assert scores.grad.tolist() == [[1.0, 0.0, 1.0, 0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("best_of_group", [1, 2])
+def test_a_choice_changes_at_its_margin_and_not_before(best_of_group: int) -> None:
+    """Of 64 random tokens each; scores near a cut move towards each other by a share of the margin."""
+    torch.manual_seed(4)
+    scores = torch.rand(64, 16, dtype=torch.float64)
+    topk, num_groups, group_topk = 4, 4, 2
+    choice = GroupLimitedChoice(best_of_group)
+    margins = choice.margins(scores, topk, num_groups, group_topk).double()
+    chosen = _chosen(choice, scores)
+    of_group = chosen.unflatten(1, (num_groups, -1)).any(-1).repeat_interleave(16 // num_groups, dim=1)
+    changes = {share: torch.zeros(64, dtype=torch.bool) for share in (0.99, 1.01)}
+    for share, changed in changes.items():
+        # An expert against one of a usable group, or all of a usable group against all of another one.
+        for kept in range(16):
+            for other in range(16):
+                moved = scores.clone()
+                moved[:, kept] -= share * margins / 2
+                moved[:, other] += share * margins / 2
+                within = chosen[:, kept] & ~chosen[:, other] & of_group[:, other]
+                changed |= within & (_chosen(choice, moved) != chosen).any(-1)
+        for kept in range(num_groups):
+            for other in range(num_groups):
+                moved = scores.unflatten(1, (num_groups, -1)).clone()
+                moved[:, kept] -= share * margins[:, None] / 2 / best_of_group
+                moved[:, other] += share * margins[:, None] / 2 / best_of_group
+                between = of_group[:, kept * 4] & ~of_group[:, other * 4]
+                changed |= between & (_chosen(choice, moved.flatten(1)) != chosen).any(-1)
+    assert not changes[0.99].any()
+    assert changes[1.01].all()
+
+
+def _chosen(choice: GroupLimitedChoice, scores: Tensor) -> Tensor:
+    _, experts = choice.get_replay_topk(scores, 4, 4, 2)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, experts, True)
 
 
 def choices(model: str, *, is_limited: bool, replays: bool = False) -> list[tuple[bool, bool, bool]]:
@@ -101,12 +137,20 @@ def _indices(chosen: Tensor) -> Tensor:
 def _router_of_transformers(hf_config: Any) -> Any:
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32TopkRouter
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
-    kind = {"deepseek_v2": DeepseekV2TopkRouter, "deepseek_v3": DeepseekV3TopkRouter}[hf_config.model_type]
-    return kind(hf_config)
+    kinds = {
+        "deepseek_v2": DeepseekV2TopkRouter,
+        "deepseek_v3": DeepseekV3TopkRouter,
+        "deepseek_v32": DeepseekV32TopkRouter,
+        "glm4_moe": Glm4MoeTopkRouter,
+    }
+    return kinds[hf_config.model_type](hf_config)
 
 
-MODELS = ("deepseek_v2_groups", "deepseek_v3")
+MODELS = {"deepseek_v2_groups": 3, "deepseek_v3": 3, "deepseek_v32": 3, "glm4_moe_norms_groups": 2}
+"""Layers with experts, by model."""
 
 
 def all_choices() -> dict[str, list[tuple[bool, bool, bool]]]:
@@ -127,7 +171,7 @@ def found() -> dict[str, list[tuple[bool, bool, bool]]]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("way", ["limited", "recorded"])
 def test_routers_choose_as_transformers_does(model: str, way: str, found: Any) -> None:
-    assert found[f"{model} {way}"] == [(True, True, True)] * 3
+    assert found[f"{model} {way}"] == [(True, True, True)] * MODELS[model]
 
 
 @pytest.mark.parametrize("model", MODELS)

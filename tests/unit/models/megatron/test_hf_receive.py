@@ -55,7 +55,7 @@ def passing(tensors: Tensors) -> Iterator[NamedTensor]:
 
 
 def lost_after_a_transfer(policy: PolicyConfig, name: Mapping[str, Any] | str) -> tuple[int, list[str]]:
-    """Return the number of tensors that travelled, and the parameters that are not what they were."""
+    """Return the number of tensors that travelled, and the parameters and buffers that are not what they were."""
     with parallel_job(policy):
         model = trained_model(policy, name)
         tensors = exported(model)
@@ -74,6 +74,9 @@ MODELS = {
     "gpt_oss": "gpt_oss",
     "deepseek_v3": "deepseek_v3",
     "qwen2_moe": "qwen2_moe_dense_layers_normalized_weights",
+    # A bias that files have on the block, and indexers: buffers both.
+    "minimax_m2": "minimax_m2",
+    "glm_moe_dsa": "glm_moe_dsa",
 }
 
 
@@ -100,25 +103,35 @@ def without_an_expert(tensors: Tensors) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if "experts.3.down" not in name}
 
 
+def without_biases(tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if "e_score_correction_bias" not in name}
+
+
 def with_a_shorter_norm(tensors: Tensors) -> Tensors:
     return {**tensors, "model.norm.weight": tensors["model.norm.weight"][:-1]}
 
 
-FAULTS: Mapping[str, tuple[Callable[[Tensors], Tensors], str]] = {
+FAULTS: Mapping[str, tuple[Mapping[str, Any] | str, Callable[[Tensors], Tensors], str]] = {
     "missing": (
+        {},
         without_an_expert,
         "tensors have not arrived: model.layers.0.mlp.experts.3.down_proj.weight, model.layers.1.mlp.experts.3",
     ),
-    "another shape": (with_a_shorter_norm, "model.norm.weight has the shape [31], expected [32]"),
+    "a bias that is no parameter": (
+        "minimax_m2",
+        without_biases,
+        "4 tensors have not arrived: model.layers.0.block_sparse_moe.e_score_correction_bias, ",
+    ),
+    "another shape": ({}, with_a_shorter_norm, "model.norm.weight has the shape [31], expected [32]"),
 }
 
 
 def problems_of_faults(policy: PolicyConfig) -> dict[str, str]:
     with parallel_job(policy):
-        model = trained_model(policy, {})
-        tensors = exported(model)
         found = {}
-        for fault, (spoil, _) in FAULTS.items():
+        for fault, (name, spoil, _) in FAULTS.items():
+            model = trained_model(policy, name)
+            tensors = exported(model)
             with pytest.raises(WeightSyncError) as error:
                 load_tensors(model.chunks, model.config, model.hf_config, passing(spoil(tensors)))
             found[fault] = str(error.value)
@@ -127,5 +140,5 @@ def problems_of_faults(policy: PolicyConfig) -> dict[str, str]:
 
 def test_what_does_not_arrive_is_named() -> None:
     (found,) = run_ranks(problems_of_faults, 1, tiny_policy(1))
-    for fault, (_, words) in FAULTS.items():
+    for fault, (_, _, words) in FAULTS.items():
         assert words in found[fault]

@@ -210,6 +210,15 @@ def test_a_schedule_that_no_run_has_recorded_is_refused(groups: list[tuple[int, 
         replay_policy(steps, Bounds(groups_per_step=2))
 
 
+def test_a_version_with_too_many_digits_is_a_schedule_that_begins_later() -> None:
+    groups = tuple(ScheduledGroup(at, f"prompt {at}", 0, 0, 0) for at in range(2))
+    schedule = [ScheduledStep(10**30, groups)]
+    replay_policy(schedule, Bounds(groups_per_step=2))
+    feed = ReplayedFeed(schedule, scripted_prompts(12))
+    with pytest.raises(DataError, match=f"the schedule begins at version {10**30}, and this run at 0"):
+        feed.restore(QueueState(0, 0, (), (), ()))
+
+
 def test_a_schedule_that_begins_later_is_that_of_a_run_which_went_on() -> None:
     schedule = [ScheduledStep.of(batch) for batch in recorded([1.0, 4.0, 0.5, 2.5] * 3).batches]
     feed = ReplayedFeed(schedule[2:], scripted_prompts(12))

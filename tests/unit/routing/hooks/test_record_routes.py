@@ -3,6 +3,7 @@
 """Recorded routes of models of transformers, against their own router logits."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -67,6 +74,27 @@ def deepseek_v3() -> PreTrainedModel:
     return DeepseekV3ForCausalLM(DeepseekV3Config(**COMMON, **sizes, **ranks, n_routed_experts=EXPERTS))
 
 
+def deepseek_v2() -> PreTrainedModel:
+    sizes = {"moe_intermediate_size": 8, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    of_groups = {"topk_method": "group_limited_greedy", "n_routed_experts": EXPERTS}
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**COMMON, **sizes, **ranks, **of_groups))
+
+
+def glm4_moe() -> PreTrainedModel:
+    sizes = {"moe_intermediate_size": 8, "first_k_dense_replace": 1, "head_dim": 8}
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**COMMON, **sizes, n_routed_experts=EXPERTS))
+
+
+def minimax_m2() -> PreTrainedModel:
+    """The bias is the block's, which gives it to its router."""
+    return MiniMaxM2ForCausalLM(MiniMaxM2Config(**COMMON, head_dim=8, num_local_experts=EXPERTS))
+
+
+BIASED = (deepseek_v2, deepseek_v3, glm4_moe, minimax_m2)
+"""Models whose routers choose by groups, by a bias, or by both."""
+
+
 def build(make: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     model = make()
@@ -98,15 +126,61 @@ def test_routes_are_those_of_the_router_logits(make: Any, layers: tuple[int, ...
     assert found.token_ids.tolist() == batch.flatten().tolist()
 
 
-def test_routes_of_groups_of_experts_have_no_margin_by_their_logits() -> None:
-    model = build(deepseek_v3)
+def one_by_one(logits: Tensor, bias: Tensor | None, num_groups: int, best_of_group: int) -> tuple[set[int], float]:
+    """Return the experts of a token, and the nearest cut; of groups the better half is usable."""
+    scores = (logits.softmax(-1) if bias is None else logits.sigmoid() + bias).tolist()
+    size = EXPERTS // num_groups
+    members = [range(first, first + size) for first in range(0, EXPERTS, size)]
+    sums = [sum(sorted((scores[expert] for expert in group), reverse=True)[:best_of_group]) for group in members]
+    order = sorted(range(num_groups), key=lambda group: -sums[group])
+    num_usable = max(1, num_groups // 2)
+    usable = sorted((expert for group in order[:num_usable] for expert in members[group]), key=lambda e: -scores[e])
+    cuts = [scores[usable[TOPK - 1]] - scores[usable[TOPK]]]
+    if num_usable < num_groups:
+        cuts.append(sums[order[num_usable - 1]] - sums[order[num_usable]])
+    return set(usable[:TOPK]), min(cuts)
+
+
+@pytest.mark.parametrize("bias_size", [0.0, 0.3])
+@pytest.mark.parametrize("make", BIASED)
+def test_margins_are_those_of_the_scores_that_experts_are_chosen_by(make: Any, bias_size: float) -> None:
+    model = build(make)
+    routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    biases = [tensor for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for tensor in biases:
+        nn.init.normal_(tensor, std=bias_size)
     enable_load_balance_tracking(model)
+    logits: list[Tensor] = []
+    for router in routers:
+        router.register_forward_hook(lambda router, args, outputs: logits.append(outputs[0].detach().float()))
     with record_routes(model) as routes:
         model(tokens(1, rows=4))
     counted = [load["expert_load"].tolist() for load in collect_expert_loads(model).values()]
-    assert routes.description.layers == (1, 2, 3)
     assert routes.expert_load().counts.tolist() == counted
+    (found,) = routes.passes
+    assert found.margins is not None
+    num_groups = getattr(routers[0], "num_group", 1)
+    for layer, of_layer in enumerate(logits):
+        bias = biases[layer] if biases else None
+        for token, of_token in enumerate(of_layer):
+            experts, margin = one_by_one(of_token, bias, num_groups, 1 if bias is None else 2)
+            assert set(found.experts[token, layer].tolist()) == experts
+            assert found.margins[token, layer].item() == pytest.approx(margin, abs=1e-6)
+
+
+def test_a_router_that_chooses_by_other_scores_has_no_margins() -> None:
+    model = build(deepseek_v3)
+    for router in (module for module in model.modules() if type(module).__name__ == "DeepseekV3TopkRouter"):
+        router.forward = partial(_choosing_the_last, router)
+    with record_routes(model) as routes:
+        model(tokens(1))
     assert routes.passes[0].margins is None
+
+
+def _choosing_the_last(router: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    experts = torch.tensor([EXPERTS - 2, EXPERTS - 1]).expand(len(rows), -1)
+    return rows @ router.weight.T, torch.ones_like(experts, dtype=torch.float32), experts
 
 
 def test_padding_does_not_count() -> None:
