@@ -9,6 +9,7 @@ kernel of flash-linear-attention runs where it is installed and tensors are on a
 import dataclasses
 import functools
 import importlib.util
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,10 +39,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
-
-_SECTIONS = ("query", "key", "value", "z", "beta", "alpha")
-"""Names of the rows of the input projection in a checkpoint; the convolution has the first three."""
-
 
 @dataclass(frozen=True)
 class DeltaNetSizes:
@@ -306,7 +303,7 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return this rank's pieces of the weights, under Megatron-Core's names of each section of rows."""
+        """Return this rank's pieces of the weights."""
         found: dict[str, Any] = {}
         heads = {"A_log": self.A_log, "dt_bias": self.dt_bias}
         for values, where in ((heads, prefix), ({"weight": self.conv1d.weight}, f"{prefix}conv1d.")):
@@ -319,31 +316,27 @@ class GatedDeltaNet(MegatronModule):
 
 
 def _in_sections(whole: ShardedTensor, sizes: Sequence[int]) -> ShardedTensorFactory:
-    """Return a rank's rows of a parameter as one tensor for each section, of which the rank has its part."""
-    axis = whole.prepend_axis_num
+    """Return a rank's rows of a parameter as blocks of one tensor that holds whole sections, whatever the ranks."""
+    rows = whole.local_shape[0]
+    rank, ranks = whole.global_offset[0] // rows, whole.global_shape[0] // rows
+    starts = [0, *itertools.accumulate(size * ranks for size in sizes)]
 
     def build(key: str, values: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
-        del flattened_range
-        parts = []
-        for name, part in zip(_SECTIONS, values.split(list(sizes)), strict=False):
-            number, count = whole.global_offset[axis] // whole.local_shape[0], whole.axis_fragmentations[axis]
-            others = [
-                (index, offset, fragments)
-                for index, (offset, fragments) in enumerate(
-                    zip(whole.global_offset[:axis], whole.axis_fragmentations[:axis], strict=True)
-                )
-            ]
-            parts.append(
-                ShardedTensor.from_rank_offsets(
-                    f"{key}.{name}",
-                    part,
-                    *others,
-                    (axis, number, count),
-                    replica_id=replica_id,
-                    prepend_axis_num=axis,
-                )
+        assert flattened_range is None
+        return [
+            dataclasses.replace(
+                whole,
+                key=key,
+                data=part,
+                dtype=part.dtype,
+                local_shape=tuple(part.shape),
+                global_offset=(start + rank * size, *whole.global_offset[1:]),
+                # None: blocks of all sizes.
+                axis_fragmentations=None,
+                replica_id=replica_id,
             )
-        return parts
+            for part, start, size in zip(values.split(list(sizes)), starts, sizes, strict=False)
+        ]
 
     return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)
 
