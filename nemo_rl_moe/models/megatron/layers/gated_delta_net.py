@@ -88,6 +88,12 @@ class DeltaNetSizes:
         return matrices + sum(self.convolved) * self.taps + 2 * self.value_heads + self.value_dim
 
 
+    def state_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a layer's state for one row: float32, and inputs of the convolution."""
+        memory = self.value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
+        return memory + sum(self.convolved) * (self.taps - 1) * itemsize
+
+
 @functools.cache
 def _kernel() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
     """Return flash-linear-attention's kernel of the rule; None where it is not installed."""

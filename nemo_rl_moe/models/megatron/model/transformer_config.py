@@ -59,9 +59,11 @@ def layers_of_stages(config: TransformerConfig) -> list[int]:
 
 
 def attention_windows(config: TransformerConfig) -> list[int | None]:
-    """Return the number of keys that a query of each layer sees, its own included; None: all up to its own."""
+    """Return the number of keys that a query of each layer with attention sees, its own included; None: all up to its
+    own."""
     size, frequency = config.window_size, config.window_attn_skip_freq
-    numbers = range(1, config.num_layers + 1)
+    linear = linear_layer_indices(config)
+    numbers = [index + 1 for index in range(config.num_layers) if index not in linear]
     return [size[0] + 1 if is_layer_window_attention(size, frequency, number) else None for number in numbers]
 
 
