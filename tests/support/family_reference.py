@@ -99,7 +99,8 @@ def read_model(folder: Path, dtype: torch.dtype | str = torch.float32) -> Any:
 def _random_values(name: str, like: Tensor) -> Tensor:
     sampled = torch.randn(like.shape)
     if name.endswith("norm.weight"):
-        return 1 + 0.3 * sampled
+        # Some families begin with 1, others add 1.
+        return like + 0.3 * sampled
     if re.search(r"bias|sinks", name):
         return 0.3 * sampled
     # Routers distinguish their experts, and every product keeps the size of its inputs.

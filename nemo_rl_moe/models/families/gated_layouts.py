@@ -63,9 +63,7 @@ class KeyHeadRows:
     def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
         of_heads, sizes = _by_key_head(hf_config)
         heads = len(parameter) // sum(of_heads)
-        sections = [
-            section.unflatten(0, (heads, -1)) for section in parameter.split([heads * size for size in sizes])
-        ]
+        sections = [section.unflatten(0, (heads, -1)) for section in parameter.split([heads * size for size in sizes])]
         return [torch.cat(some, dim=1).flatten(0, 1) for some in (sections[:4], sections[4:])]
 
 

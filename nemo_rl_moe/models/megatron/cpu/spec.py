@@ -79,7 +79,6 @@ _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
     "sink_attention": _ANY_CORE_ATTENTION,
     "self_attention": {
         **_CORE_ATTENTION,
-        "attention_output_gate": False,
         "apply_rope_fusion": False,
         "fused_single_qkv_rope": False,
         "flash_decode": False,

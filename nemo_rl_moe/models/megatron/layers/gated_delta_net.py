@@ -40,6 +40,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 
+
 @dataclass(frozen=True)
 class DeltaNetSizes:
     """Sizes of all gated delta nets of a model, on each tensor-parallel rank.
@@ -86,7 +87,6 @@ class DeltaNetSizes:
         """Return the number of weights of a layer, without its norm of the hidden states."""
         matrices = hidden_size * (sum(self.projected) + self.values)
         return matrices + sum(self.convolved) * self.taps + 2 * self.value_heads + self.value_dim
-
 
     def state_bytes(self, itemsize: int) -> int:
         """Return the bytes of a layer's state for one row: float32, and inputs of the convolution."""
@@ -199,7 +199,9 @@ class GatedDeltaNet(MegatronModule):
         self.conv1d = _Weight(torch.zeros(sum(self.sizes.convolved), 1, self.sizes.taps, **place))
         self.dt_bias, self.A_log = (_cut_parameter(torch.zeros(heads, **place)) for _ in range(2))
         is_shared = config.tensor_model_parallel_size > 1
-        self.out_norm = GatedNorm(torch.ones(self.sizes.value_dim, **place), config.layernorm_epsilon, is_shared=is_shared)
+        self.out_norm = GatedNorm(
+            torch.ones(self.sizes.value_dim, **place), config.layernorm_epsilon, is_shared=is_shared
+        )
         self.out_proj = build_module(
             submodules.out_proj,
             whole.values,

@@ -52,9 +52,7 @@ def source_parts(
         # Of a vocabulary, which is not in sections, the file has fewer.
         rows[source.name] = starts[-1] + shape[0] * (piece.num_shards if piece.shard_dimension == 0 else 1)
     return [
-        _source_part(
-            piece, rule.expert, source, shape, (start, rows[source.name]), hf_config.vocab_size, num_experts
-        )
+        _source_part(piece, rule.expert, source, shape, (start, rows[source.name]), hf_config.vocab_size, num_experts)
         for source, shape, start in zip(sources, shapes, starts, strict=True)
     ]
 
