@@ -14,7 +14,7 @@ from nemo_rl_moe.models.families.rules import heads_of
 
 @dataclass(frozen=True)
 class GatedQueryGroups:
-    """Queries with a gate behind each, keys and values: for each query group its queries, their gates, key and value."""
+    """Queries with a gate behind each, keys, values: for each query group its queries, their gates, key and value."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
         _, head_dim = heads_of(hf_config)

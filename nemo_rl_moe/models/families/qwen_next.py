@@ -58,7 +58,8 @@ def _attention_fields(hf_config: Any) -> dict[str, Any]:
     kinds, layers = hf_config.layer_types, hf_config.num_hidden_layers
     if len(kinds) != layers or not set(kinds) <= {*_KINDS}:
         raise ConfigurationError(
-            f"{_WHERE} layer_types: got {shortened(repr(kinds))}, expected {layers} entries of {' or '.join(map(repr, _KINDS))}"
+            f"{_WHERE} layer_types: got {shortened(repr(kinds))}, expected {layers} entries of 'linear_attention' or "
+            "'full_attention'"
         )
     key_heads, value_heads = hf_config.linear_num_key_heads, hf_config.linear_num_value_heads
     sizes = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_value_head_dim")
@@ -69,7 +70,8 @@ def _attention_fields(hf_config: Any) -> dict[str, Any]:
     ]
     if not problems and (value_heads < 1 or value_heads % key_heads):
         problems.append(
-            f"{_WHERE} linear_num_value_heads: got {value_heads}, expected a multiple of linear_num_key_heads {key_heads}"
+            f"{_WHERE} linear_num_value_heads: got {value_heads}, expected a multiple of linear_num_key_heads "
+            f"{key_heads}"
         )
     if problems:
         raise ConfigurationError(problems)

@@ -3,7 +3,7 @@
 """The gated delta rule in torch: token by token, and in chunks; and the causal convolution in front of it.
 
 Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks (arXiv:2412.06464), eq. 10. The state of a head is a matrix
-`[key_dim, value_dim]`, empty at first. A token lets it decay, corrects what it returns for the token's key, and reads it:
+`[key_dim, value_dim]`, empty at first. A token lets it decay, corrects what it returns for the token's key, reads it:
 
     S <- exp(log_decay) S
     S <- S + key (beta (value - S^T key))^T
@@ -42,12 +42,9 @@ def causal_convolution(
         before: Inputs in front of the first ones; None: zeros.
     """
     tokens, taps = inputs.shape[1], weight.shape[1]
-    if before is None:
-        padded = F.pad(inputs, (0, 0, taps - 1, 0))
-    else:
-        padded = torch.cat([before, inputs], dim=1)
+    padded = F.pad(inputs, (0, 0, taps - 1, 0)) if before is None else torch.cat([before, inputs], dim=1)
     outputs = padded[:, taps - 1 :] * weight[:, -1]
-    for distance in range(1, min(taps, tokens + taps - 1)):
+    for distance in range(1, taps):
         first = taps - 1 - distance
         seen = padded[:, first : first + tokens]
         if segments is not None:
