@@ -36,8 +36,11 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "attn_output_gate": (True,),
     # The rule is computed in float32, whatever the weights are.
     "mamba_ssm_dtype": ("float32",),
+    "output_gate_type": ("swish",),
     "use_sliding_window": (False,),
 }
+# Released files of dense models have it too.
+_OF_QWEN3_5 = {**FIXED_FIELDS, "mlp_only_layers": ([], None)}
 # Layers that predict further tokens are left out.
 WITHOUT_EFFECT = field_names("mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers")
 _KINDS = ("linear_attention", "full_attention")
@@ -46,7 +49,10 @@ _KINDS = ("linear_attention", "full_attention")
 def unused_tensors(hf_config: Any) -> Mapping[str, str]:
     """Return the tensors of a checkpoint that the model has no use for."""
     del hf_config
-    return {r"mtp\..*": "a layer that predicts tokens further ahead, which neither training nor the model's logits use"}
+    return {
+        r"mtp\..*": "a layer that predicts tokens further ahead, which neither training nor the model's logits use",
+        r"model\.visual\..*": "the vision tower, which a model of text has not",
+    }
 
 
 def _attention_fields(hf_config: Any) -> dict[str, Any]:
@@ -218,7 +224,7 @@ QWEN3_5_MOE_TEXT = ModelFamily(
             "moe_intermediate_size num_experts num_experts_per_tok num_local_experts router_aux_loss_coef "
             "shared_expert_intermediate_size"
         ),
-        {**FIXED_FIELDS, "mlp_only_layers": ([], None), "norm_topk_prob": (True,)},
+        {**_OF_QWEN3_5, "norm_topk_prob": (True,)},
         WITHOUT_EFFECT,
     ),
     router_fields={**decoder.SOFTMAX_ROUTER_FIELDS, "moe_router_pre_softmax": None},
@@ -230,6 +236,6 @@ QWEN3_5_TEXT = ModelFamily(
     rotary_base=decoder.rotary_base,
     rotary_percent=decoder.rotary_percent,
     rules=_as_part({**_ATTENTION, **QWEN3_5_DELTA_NET, **decoder.DENSE_MLP}),
-    config_fields=ConfigFields(READ_FIELDS, FIXED_FIELDS, WITHOUT_EFFECT),
+    config_fields=ConfigFields(READ_FIELDS, _OF_QWEN3_5, WITHOUT_EFFECT),
     unused_tensors=unused_tensors,
 )

@@ -20,14 +20,26 @@ from tests.support.family_training import (
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, tiny_policy
 
-MODELS = [name for name, model in FAMILY_MODELS.items() if "moe_router_enable_expert_bias" in model.router_fields]
+MODELS = [
+    name
+    for name, model in FAMILY_MODELS.items()
+    if "moe_router_enable_expert_bias" in model.router_fields or name.startswith(("qwen3_next", "qwen3_5"))
+]
 # Relative. Largest seen: 1e-6, 3.5e-5 and 2.7e-5, all of DeepSeek-V3, whose rounding grows with each step.
 LOSS, GRAD_NORM, CHANGE = 1e-5, 1e-4, 1e-4
 QUICK = {("glm4_moe", "one_rank", "packed")}
 # One job trains all models of a layout.
 FULL = {
     (name, "tp2_ep2_pp2", "packed")
-    for name in ("deepseek_v3", "glm4_moe_norms_groups", "glm4_moe_lite", "minimax_m2", "glm_moe_dsa")
+    for name in (
+        "deepseek_v3",
+        "glm4_moe_norms_groups",
+        "glm4_moe_lite",
+        "minimax_m2",
+        "glm_moe_dsa",
+        "qwen3_next",
+        "qwen3_5_moe_text",
+    )
 }
 
 
