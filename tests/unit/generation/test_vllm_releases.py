@@ -94,8 +94,8 @@ def test_a_model_that_was_never_refit_is_one_line(family: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         check_model(FAMILY_MODELS[family].hf_config(), "my/model")
     assert str(error.value) == (
-        f"{KEY}: got 'vllm', expected 'megatron' or 'megatron_separate' with my/model: refits of models with gated delta"
-        " nets have not been tried in vLLM"
+        f"{KEY}: got 'vllm', expected 'megatron' or 'megatron_separate' with my/model: refits of models with gated"
+        " delta nets have not been tried in vLLM"
     )
 
 

@@ -27,7 +27,7 @@ METRIC = "shared_expert_gate"
 
 
 class SharedExpertGates(StepObserver):
-    """Means by layer, of a model whose shared experts have a gate: `sigmoid(gate_weight . hidden_states)` of each token.
+    """Means by layer of `sigmoid(gate_weight . hidden_states)`, the gate of a layer's shared experts for a token.
 
     A shared expert takes no part in the choice of experts, but its share of a layer's output can drift.
     """

@@ -51,7 +51,7 @@ def test_latent_attention_and_a_shared_expert() -> None:
 
 
 def test_gated_delta_nets_see_no_pairs() -> None:
-    """Three of four layers: 2 key heads of 8 and 4 value heads of 6, 4 taps; gates beside 4 query heads in the other."""
+    """Three of four layers: 2 key heads of 8, 4 value heads of 6, 4 taps; in the other gates beside 4 query heads."""
     net = 32 * (2 * 16 + 3 * 24 + 2 * 4) + 4 * (2 * 16 + 24) + 3 * 4 * 8 * 6
     attention = 32 * 16 * (3 * 4 + 2 * 2)
     flops = flops_of(FAMILY_MODELS["qwen3_5_text"].hf_config())
