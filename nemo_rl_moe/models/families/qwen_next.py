@@ -172,16 +172,16 @@ def _stacked(experts: Mapping[str, Rule]) -> dict[str, Rule]:
     }
 
 
-def _as_part(rules: Mapping[str, Rule]) -> RuleTable:
-    """Return the table of a text model whose files name it as a part of one with images, or as what it is."""
+def _also_as_part(rules: Mapping[str, Rule]) -> RuleTable:
+    """Return the table of a text model whose files may also name it as a part of one with images."""
 
     def moved(sources: tuple[Source, ...]) -> tuple[Source, ...]:
         return tuple(replace(each, name=each.name.replace("model.", "model.language_model.", 1)) for each in sources)
 
     def both(found: Rule) -> Rule:
         forms = [found.sources, *found.alternatives]
-        others = [*map(moved, forms[1:]), *(form for form in forms if moved(form) != form)]
-        return replace(found, sources=moved(found.sources), alternatives=tuple(others))
+        as_part = [moved(form) for form in forms if moved(form) != form]
+        return replace(found, alternatives=(*found.alternatives, *as_part))
 
     return RuleTable({name: both(found) for name, found in rules.items()})
 
@@ -209,7 +209,7 @@ QWEN3_5_MOE_TEXT = ModelFamily(
     transformer_fields=qwen3_5_moe_fields,
     rotary_base=decoder.rotary_base,
     rotary_percent=decoder.rotary_percent,
-    rules=_as_part(
+    rules=_also_as_part(
         {
             **_ATTENTION,
             **QWEN3_5_DELTA_NET,
@@ -225,7 +225,8 @@ QWEN3_5_MOE_TEXT = ModelFamily(
             "shared_expert_intermediate_size"
         ),
         {**_OF_QWEN3_5, "norm_topk_prob": (True,)},
-        WITHOUT_EFFECT,
+        # Of dense layers, which it has not.
+        WITHOUT_EFFECT | {"intermediate_size"},
     ),
     router_fields={**decoder.SOFTMAX_ROUTER_FIELDS, "moe_router_pre_softmax": None},
     unused_tensors=unused_tensors,
@@ -235,7 +236,7 @@ QWEN3_5_TEXT = ModelFamily(
     transformer_fields=qwen3_5_fields,
     rotary_base=decoder.rotary_base,
     rotary_percent=decoder.rotary_percent,
-    rules=_as_part({**_ATTENTION, **QWEN3_5_DELTA_NET, **decoder.DENSE_MLP}),
+    rules=_also_as_part({**_ATTENTION, **QWEN3_5_DELTA_NET, **decoder.DENSE_MLP}),
     config_fields=ConfigFields(READ_FIELDS, _OF_QWEN3_5, WITHOUT_EFFECT),
     unused_tensors=unused_tensors,
 )

@@ -30,7 +30,7 @@ from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_outputs import trainer_of
 from tests.support.family_reference import read_model, save_model, tensors_in, write_reference
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import parallel_job, sharing_sequences, tiny_policy
+from tests.support.tiny_model import layout, parallel_job, sharing_sequences, tiny_policy
 
 MODELS = [name for name in FAMILY_MODELS if name.startswith(("qwen3_next", "qwen3_5"))]
 TOKENS = 150
@@ -258,7 +258,7 @@ def test_heads_that_ranks_cannot_share_are_refused() -> None:
     config = FAMILY_MODELS["qwen3_next"].hf_config()
     config.linear_num_key_heads, config.linear_num_value_heads = 3, 6
     with pytest.raises(ConfigurationError, match="got 2, which does not divide the model's 3 linear key heads"):
-        build_transformer_config(tiny_policy(2, tensor_model_parallel_size=2), config)
+        build_transformer_config(tiny_policy(2, **layout(tp=2)), config)
 
 
 def test_adapters_are_refused() -> None:
