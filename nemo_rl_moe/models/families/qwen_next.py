@@ -164,14 +164,6 @@ QWEN3_NEXT_RULES = {
 }
 
 
-def _stacked(experts: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return rules whose first form is all experts in one tensor."""
-    return {
-        name: replace(found, sources=found.alternatives[0], alternatives=(found.sources, *found.alternatives[1:]))
-        for name, found in experts.items()
-    }
-
-
 def _also_as_part(rules: Mapping[str, Rule]) -> RuleTable:
     """Return the table of a text model whose files may also name it as a part of one with images."""
 
@@ -214,7 +206,7 @@ QWEN3_5_MOE_TEXT = ModelFamily(
             **_ATTENTION,
             **QWEN3_5_DELTA_NET,
             **decoder.ROUTER,
-            **_stacked(decoder.EXPERTS),
+            **decoder.EXPERTS,
             **_SHARED_EXPERT,
         }
     ),
