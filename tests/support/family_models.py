@@ -112,7 +112,7 @@ _DELTA_NETS: Mapping[str, Any] = {
     "linear_value_head_dim": 6,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    # Behind the rule stands a norm of numbers that can be near 0, where a small epsilon makes of rounding what it likes.
+    # Behind the rule stands a norm of numbers that can be near 0: with a small epsilon it makes rounding large.
     "rms_norm_eps": 1e-3,
 }
 
