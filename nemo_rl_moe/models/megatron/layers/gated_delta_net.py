@@ -38,7 +38,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 @dataclass(frozen=True)
@@ -312,12 +312,16 @@ class GatedDeltaNet(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return this rank's pieces of the weights."""
-        found: dict[str, Any] = {}
-        heads = {"A_log": self.A_log, "dt_bias": self.dt_bias}
-        for values, where in ((heads, prefix), ({"weight": self.conv1d.weight}, f"{prefix}conv1d.")):
-            found |= make_sharded_tensors_for_checkpoint(values, where, dict.fromkeys(values, 0), sharded_offsets)
-        for name in ("in_proj", "out_norm", "out_proj"):
-            found |= sharded_state_dict_default(getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata)
+        own = {
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "conv1d.weight": self.conv1d.weight,
+            "out_norm.weight": self.out_norm.weight,
+        }
+        cut = dict.fromkeys(own.keys() - {"out_norm.weight"}, 0)
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets)
+        for name, linear in (("in_proj", self.in_proj), ("out_proj", self.out_proj)):
+            found |= linear.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         for name, sizes in (("in_proj", self.sizes.projected), ("conv1d", self.sizes.convolved)):
             found[f"{prefix}{name}.weight"] = _in_sections(found[f"{prefix}{name}.weight"], sizes)
         return found
