@@ -6,11 +6,8 @@ transformers differs from itself with another chunk size: behind the rule stands
 That floor is measured in each run, and what is compared may differ by twice as much.
 """
 
-import importlib
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_outputs import trainer_of
-from tests.support.family_reference import read_model, save_model, tensors_in, write_reference
+from tests.support.family_reference import other_chunks, read_model, save_model, tensors_in, write_reference
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, sharing_sequences, tiny_policy
 
@@ -38,20 +35,6 @@ MODELS = [name for name in FAMILY_MODELS if name.startswith(("qwen3_next", "qwen
 TOKENS = 150
 """More than two chunks of 64."""
 LEAST = 1e-6
-
-
-@contextmanager
-def other_chunks(model: Any) -> Iterator[None]:
-    """Let transformers compute the rule in chunks of 16 for 64."""
-    module = importlib.import_module(type(model).__module__)
-    original = module.torch_chunk_gated_delta_rule
-    nets = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
-    assert all(isinstance(net, torch.nn.Module) for net in nets)
-    module.torch_chunk_gated_delta_rule = lambda *tensors, **options: original(*tensors, **options, chunk_size=16)
-    try:
-        yield
-    finally:
-        module.torch_chunk_gated_delta_rule = original
 
 
 def long_rows(vocabulary: int) -> Tensor:
