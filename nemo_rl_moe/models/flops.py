@@ -52,9 +52,13 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 def forward_flops(config: Any, vocabulary_size: int, windows: Iterable[int | None]) -> ForwardFlops:
     """Count operations of a model's forward pass, in which a token passes its routed experts and the shared ones."""
     moe_layers = set(moe_layer_indices(config))
+    linear = config.linear_attention_freq or [0] * config.num_layers
     products = config.hidden_size * vocabulary_size
     for index in range(config.num_layers):
-        products += _latent_projections(config) if config.multi_latent_attention else _projections(config)
+        if linear[index]:
+            products += _delta_net(config)
+        else:
+            products += _latent_projections(config) if config.multi_latent_attention else _projections(config)
         products += _moe(config) if index in moe_layers else _mlp(config, config.hidden_size, config.ffn_hidden_size)
     of_a_layer = 2 * config.num_attention_heads * sum(_head_dims(config))
     per_pair: dict[int | None, int] = {}
@@ -71,9 +75,21 @@ def _head_dims(config: Any) -> tuple[int, int]:
 
 
 def _projections(config: Any) -> int:
-    """Return a token's multiplications in the query, key, value and output projections."""
+    """Return a token's multiplications in the query, gate, key, value and output projections."""
     heads, groups = config.num_attention_heads, config.num_query_groups
-    return int(config.hidden_size * config.kv_channels * (2 * heads + 2 * groups))
+    of_queries = 3 if config.attention_output_gate else 2
+    return int(config.hidden_size * config.kv_channels * (of_queries * heads + 2 * groups))
+
+
+def _delta_net(config: Any) -> int:
+    """Count a token's multiplications in a gated delta net, with those of the plain recurrence: the state is read for
+    the key and for the query, and changed once."""
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    keys, value_heads = config.linear_num_key_heads * key_dim, config.linear_num_value_heads
+    values = value_heads * value_dim
+    projections = config.hidden_size * (2 * keys + 3 * values + 2 * value_heads)
+    convolution = (2 * keys + values) * config.linear_conv_kernel_dim
+    return int(projections + convolution + 3 * values * key_dim)
 
 
 def _latent_projections(config: Any) -> int:

@@ -45,6 +45,8 @@ _LARGER: dict[str, int] = {
     "num_experts": 128,
     "num_local_experts": 128,
     "n_routed_experts": 128,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
     "kv_lora_rank": 64,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,

@@ -160,7 +160,7 @@ def _train(trainer: MegatronTrainer, shards: Sequence[Any]) -> tuple[RankRun, li
     pieces, cuts = {}, {}
     for piece in parameter_pieces(trainer.chunks, trainer.config):
         pieces[piece.name, piece.shard_rank] = piece.local.float().numpy().copy()
-        cuts[piece.name] = (piece.shard_dimension, piece.num_shards, piece.gated)
+        cuts[piece.name] = (piece.shard_dimension, piece.num_shards, piece.sections)
     return RankRun(losses, norms, metrics, pieces, cuts), counts, of_loss
 
 

@@ -104,6 +104,19 @@ _GLM: Mapping[str, Any] = {
 }
 
 
+_DELTA_NETS: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    # Behind the rule stands a norm of numbers that can be near 0: with a small epsilon it makes rounding large.
+    "rms_norm_eps": 1e-3,
+}
+
+
 @dataclass(frozen=True)
 class FamilyModel:
     """One tiny model.
@@ -332,6 +345,43 @@ FAMILY_MODELS: Mapping[str, FamilyModel] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         },
     ),
+    "qwen3_next": FamilyModel(
+        "qwen3_next",
+        {
+            **_DELTA_NETS,
+            **_SHARED_EXPERT,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "qwen3_next_dense_layers_raw_weights": FamilyModel(
+        "qwen3_next",
+        {
+            **_DELTA_NETS,
+            **_SHARED_EXPERT,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "linear_conv_kernel_dim": 2,
+            "linear_num_value_heads": 2,
+            "vocab_size": 61,
+        },
+    ),
+    "qwen3_5_moe_text": FamilyModel(
+        "qwen3_5_moe_text",
+        {
+            **_DELTA_NETS,
+            **_SHARED_EXPERT,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_interleaved": True,
+                "mrope_section": [1, 1, 0],
+            },
+        },
+    ),
+    "qwen3_5_text": FamilyModel("qwen3_5_text", {**_DELTA_NETS, "tie_word_embeddings": True, "vocab_size": 61}),
     # With YaRN's two bounds in one place, as released.
     "kimi_k2": FamilyModel(
         "kimi_k2",

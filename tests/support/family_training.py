@@ -7,7 +7,7 @@ gradient, where Adam's own scale would hide their size.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,14 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import TokenBatch
 from tests.support.family_outputs import trainer_of
 from tests.support.family_parity import or_why_not
-from tests.support.family_reference import read_model, save_model, tensors_in, write_reference
+from tests.support.family_reference import (
+    has_delta_nets,
+    other_chunks,
+    read_model,
+    save_model,
+    tensors_in,
+    write_reference,
+)
 from tests.support.tiny_model import forget_recorded_losses, parallel_job, shard_of_rank, tiny_batch
 
 NUM_STEPS = 4
@@ -38,11 +45,21 @@ TRAINED = "trained"
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """Largest differences, relative, of transformers from itself with another chunk size of the gated delta rule."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    change: float = 0.0
+
+
+@dataclass(frozen=True)
 class TrainingRun:
     """Loss and gradient norm of each step."""
 
     losses: list[float]
     grad_norms: list[float]
+    rounding: Rounding = Rounding()
 
 
 def _batches(vocabulary_size: int) -> Iterator[TokenBatch]:
@@ -55,6 +72,23 @@ def write_and_train_reference(name: str, folder: Path, policy: PolicyConfig) -> 
     """Write a model's folder, train its weights with transformers and torch's Adam, and write them below it."""
     write_reference(name, folder)
     model = read_model(folder)
+    found = _train(model, policy)
+    save_model(model, folder / TRAINED)
+    if not has_delta_nets(model):
+        return found
+    other = read_model(folder)
+    with other_chunks(other, chunk_size=4):
+        again = _train(other, policy)
+    save_model(other, folder / "other_chunks")
+    losses, norms = (
+        max(abs(mine / theirs - 1) for mine, theirs in zip(*pair, strict=True))
+        for pair in ((again.losses, found.losses), (again.grad_norms, found.grad_norms))
+    )
+    return replace(found, rounding=Rounding(losses, norms, difference_of_changes(folder / "other_chunks", folder)))
+
+
+def _train(model: Any, policy: PolicyConfig) -> TrainingRun:
+    """Take the steps with torch's Adam."""
     chosen = policy.megatron_cfg.optimizer
     adam = torch.optim.AdamW(
         model.parameters(),
@@ -72,7 +106,6 @@ def write_and_train_reference(name: str, folder: Path, policy: PolicyConfig) -> 
         losses.append(loss.item())
         norms.append(torch.nn.utils.get_total_norm(gradients).item())
         adam.step()
-    save_model(model, folder / TRAINED)
     return TrainingRun(losses, norms)
 
 

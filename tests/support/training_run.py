@@ -82,7 +82,7 @@ def train_run(settings: RunSettings) -> RankRun:
         pieces, shards = {}, {}
         for piece in parameter_pieces(trainer.chunks, trainer.config):
             pieces[piece.name, piece.shard_rank] = piece.local.float().numpy().copy()
-            shards[piece.name] = (piece.shard_dimension, piece.num_shards, piece.gated)
+            shards[piece.name] = (piece.shard_dimension, piece.num_shards, piece.sections)
         return RankRun(losses, norms, metrics, pieces, shards)
 
 
@@ -117,12 +117,12 @@ def full_weights(runs: Sequence[RankRun]) -> dict[str, Array]:
     return {name: _join(name, shard, held) for name, shard in shards.items()}
 
 
-def _join(name: str, shard: tuple[int | None, int, bool], held: Mapping[tuple[str, int], Array]) -> Array:
+def _join(name: str, shard: tuple[int | None, int, tuple[int, ...]], held: Mapping[tuple[str, int], Array]) -> Array:
     import torch
 
-    dimension, num_shards, gated = shard
+    dimension, num_shards, sections = shard
     parts = [torch.from_numpy(held[name, rank]) for rank in range(num_shards)]
-    piece = ParameterPiece(name, parts[0], dimension, num_shards, 0, gated, ".experts." in name)
+    piece = ParameterPiece(name, parts[0], dimension, num_shards, 0, sections, ".experts." in name)
     return piece.join(parts).numpy()
 
 

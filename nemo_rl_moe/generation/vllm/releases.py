@@ -92,6 +92,12 @@ def check_model(hf_config: Any, model_name: str, *, on_gpus: bool = True, tensor
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
+    if "linear_attention" in (getattr(hf_config, "layer_types", None) or ()):
+        # On CPUs it packs weights of convolutions as it loads them; no refit of such a model has been tried.
+        raise ConfigurationError(
+            f"{KEY}: got 'vllm', expected 'megatron' or 'megatron_separate' with {model_name}: refits of models with"
+            " gated delta nets have not been tried in vLLM"
+        )
     if getattr(hf_config, "vision_config", None) is None:
         known_type = family_of(hf_config).transformers_type or hf_config.model_type
         expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[known_type]

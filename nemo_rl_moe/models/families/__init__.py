@@ -15,6 +15,7 @@ from nemo_rl_moe.models.families import (
     gpt_oss,
     internvl,
     minimax,
+    qwen_next,
     qwen_vl,
     softmax_moe,
     sparse_attention,
@@ -40,7 +41,10 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "qwen2": dense.QWEN2,
     "qwen2_moe": softmax_moe.QWEN2_MOE,
     "qwen3": dense.QWEN3,
+    "qwen3_5_moe_text": qwen_next.QWEN3_5_MOE_TEXT,
+    "qwen3_5_text": qwen_next.QWEN3_5_TEXT,
     "qwen3_moe": softmax_moe.QWEN3_MOE,
+    "qwen3_next": qwen_next.QWEN3_NEXT,
 }
 
 

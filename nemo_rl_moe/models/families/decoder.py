@@ -8,7 +8,7 @@ scores.
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxtyping import Float
@@ -28,6 +28,8 @@ _KNOWN_KEYS: Mapping[str, frozenset[str]] = {
 }
 """By `rope_type`, the keys of `rope_parameters` that mean something, besides `rope_type` and `rope_theta`."""
 _ALWAYS_KNOWN = field_names("rope_type type rope_theta partial_rotary_factor")
+# Of positions in time, height and width, which are equal in text.
+_OF_MROPE = field_names("mrope_interleaved mrope_section")
 
 
 def rotary_base(hf_config: Any) -> float:
@@ -80,9 +82,13 @@ def _rope_parameters(hf_config: Any) -> Mapping[str, Any]:
         raise ConfigurationError(
             f"policy.model_name: config.json: rope_theta: got {shortened(repr(base))}, expected a number above 0"
         )
-    unknown = parameters.keys() - _KNOWN_KEYS[kind] - _ALWAYS_KNOWN
+    _refuse_keys(parameters, parameters.keys() - _KNOWN_KEYS[kind] - _ALWAYS_KNOWN - _OF_MROPE)
+    return parameters
+
+
+def _refuse_keys(parameters: Mapping[str, Any], unknown: Collection[str]) -> None:
+    key, kind = "policy.model_name: config.json: rope_parameters", parameters["rope_type"]
     if unknown:
-        key = "policy.model_name: config.json: rope_parameters"
         raise ConfigurationError(
             [
                 f"{key}.{name}: got {parameters[name]!r}, a field that is not known for rope_type {kind!r} and could "
@@ -90,7 +96,6 @@ def _rope_parameters(hf_config: Any) -> Mapping[str, Any]:
                 for name in sorted(unknown)
             ]
         )
-    return parameters
 
 
 def _check_rotated_part(hf_config: Any, head_dim: int, *, rotates_part: bool) -> None:
@@ -127,14 +132,18 @@ READ_FIELDS = field_names(
 FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_dropout": (0.0, None)}
 
 
-def decoder_fields(hf_config: Any, *, rotates_part: bool = False) -> dict[str, Any]:
+def decoder_fields(hf_config: Any, *, rotates_part: bool = False, has_mrope: bool = False) -> dict[str, Any]:
     """Map Hugging Face fields to TransformerConfig fields, except for experts.
 
     `activation_func` is a name in `ACTIVATIONS` of `model/transformer_config.py`: families import no Megatron-Core.
 
     Args:
         rotates_part: The family can rotate a part of each head; its record then has `rotary_percent`.
+        has_mrope: The family is the text part of one whose positions have three coordinates.
     """
+    if not has_mrope:
+        parameters = _rope_parameters(hf_config)
+        _refuse_keys(parameters, parameters.keys() & _OF_MROPE)
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     _check_rotated_part(hf_config, head_dim, rotates_part=rotates_part)
@@ -195,8 +204,8 @@ def stacked_swiglu_experts(
         Alternatives for an expert's first and second product.
     """
     gate_up, down = (f"{prefix}.{name}" for name in ("gate_up_proj", "down_proj"))
-    halves = [Source(gate_up, is_stacked=True, is_transposed=is_transposed, half=half) for half in (0, 1)]
-    return [halves], [[Source(down, is_stacked=True, is_transposed=is_transposed)]]
+    gate_and_up = [Source(gate_up, is_stacked=True, is_transposed=is_transposed)] * 2
+    return [gate_and_up], [[Source(down, is_stacked=True, is_transposed=is_transposed)]]
 
 
 def swiglu(ours: str, theirs: str) -> dict[str, Rule]:

@@ -50,6 +50,11 @@ def target_problems(lora: LoraConfig, hf_config: Any) -> list[str]:
     family = family_of(hf_config)
     if family.vision is not None:
         return ["policy.lora: got an adapter, expected null for a vision-language model"]
+    if "linear_attention" in (getattr(hf_config, "layer_types", None) or ()):
+        return [
+            f"policy.lora: got an adapter, expected null for {family.name}: the projections of gated delta nets have"
+            " none"
+        ]
     known = dict(_names_of_model(hf_config))
     names = {name for of_place in known.values() for name in of_place}
     problems = [

@@ -103,19 +103,17 @@ def _listed(values: Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A Hugging Face tensor, or a part of one; the parts apply in the order of the fields.
+    """A Hugging Face tensor, or a section of its rows: a rule names a tensor once for each section, in their order.
 
     Attributes:
         name: With `{layer}` and `{expert}` in place of numbers.
         is_stacked: It holds all experts, `[experts, ...]`: take one.
         is_transposed: It is `[inputs, outputs]`, where Megatron-Core has `[outputs, inputs]`.
-        half: Take the first (0) or second (1) half of the rows; None: all.
     """
 
     name: str
     is_stacked: bool = False
     is_transposed: bool = False
-    half: int | None = None
 
 
 class TensorLayout(Protocol):
@@ -153,19 +151,19 @@ class QueryGroups:
     """Queries, keys and values: for each query group its query heads, then its key head, then its value head."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
-        heads_per_group, head_dim = _heads(hf_config)
+        heads_per_group, head_dim = heads_of(hf_config)
         groups = parts[1].shape[0] // head_dim
         grouped = [part.reshape(groups, -1, head_dim, *part.shape[1:]) for part in parts]
         assert grouped[0].shape[1] == heads_per_group
         return torch.cat(grouped, dim=1).flatten(0, 2)
 
     def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
-        heads_per_group, head_dim = _heads(hf_config)
+        heads_per_group, head_dim = heads_of(hf_config)
         grouped = parameter.reshape(-1, heads_per_group + 2, head_dim, *parameter.shape[1:])
         return [part.flatten(0, 2) for part in grouped.split([heads_per_group, 1, 1], dim=1)]
 
 
-def _heads(hf_config: Any) -> tuple[int, int]:
+def heads_of(hf_config: Any) -> tuple[int, int]:
     """Return the query heads of a group, and the size of a head."""
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
@@ -85,6 +85,13 @@ class PaddedInferenceContext(StaticInferenceContext):
             self._hidden_slots = self._hidden_slots.index_select(0, rows)
         self._mask = None
 
+    def padding(self, queries: int) -> Bool[Tensor, "queries rows 1"] | None:
+        """Return which of the next slots are padding; None: none is, as after the prompts."""
+        if self._hidden_slots is None or queries == 1:
+            return None
+        first = self.sequence_len_offset
+        return self._hidden_slots[:, 0, 0, first : first + queries].t().unsqueeze(-1)
+
     def added_mask(self, queries: int, dtype: torch.dtype) -> Float[Tensor, "rows 1 queries keys"] | None:
         """Return an additive mask of the next slots: minus infinity for padding and later slots; None: no padding."""
         if self._hidden_slots is None:
@@ -151,7 +158,7 @@ class HeadNorm:
     def of_attention(cls, attention: FastSelfAttention) -> "HeadNorm":
         layout, norms = attention.head_layout, (attention.q_layernorm, attention.k_layernorm)
         if isinstance(norms[0], RMSNorm) and isinstance(norms[1], RMSNorm):
-            return cls.of_each_head(norms[0].weight, norms[1].weight, norms[0].eps, layout)
+            return cls.of_each_head(norms[0].factors, norms[1].factors, norms[0].eps, layout)
         weight = next(attention.linear_qkv.parameters())
 
         def by_modules(heads: Tensor) -> Tensor:

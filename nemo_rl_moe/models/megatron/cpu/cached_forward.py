@@ -21,9 +21,10 @@ from nemo_rl_moe.models.megatron.cpu.cached_attention import (
 )
 from nemo_rl_moe.models.megatron.cpu.cached_latent_attention import LatentAttentionCache, has_cached_latents
 from nemo_rl_moe.models.megatron.cpu.functions import PlainColumnLinear, PlainRowLinear, RMSNorm, rms_normalize
-from nemo_rl_moe.models.megatron.cpu.fused_attention import FastSelfAttention
+from nemo_rl_moe.models.megatron.cpu.fused_attention import FastSelfAttention, gated
 from nemo_rl_moe.models.megatron.cpu.moe import ExpertProducts, GroupedExperts, LocalMoELayer, gather_sum
 from nemo_rl_moe.models.megatron.cpu.spec import FastGPTModel, eligible
+from nemo_rl_moe.models.megatron.layers.gated_delta_net import DeltaNetState, GatedDeltaNet
 from nemo_rl_moe.models.megatron.layers.latent_attention import LatentSelfAttention
 
 Apply = Callable[[Tensor], Tensor]
@@ -45,7 +46,7 @@ def _is_known(layer: Any) -> bool:
     if isinstance(attention, LatentSelfAttention):
         is_known = has_cached_latents(attention)
     else:
-        is_known = isinstance(attention, FastSelfAttention)
+        is_known = isinstance(attention, FastSelfAttention | GatedDeltaNet)
     return is_known and isinstance(layer.input_layernorm, RMSNorm) and isinstance(layer.pre_mlp_layernorm, RMSNorm)
 
 
@@ -116,7 +117,7 @@ class _CachedLayer:
         attention = layer.self_attention
         self._attention_norm = _norm(layer.input_layernorm)
         self._attend = _attention(attention, layer.layer_number, context)
-        self._project = _linear(attention.linear_proj)
+        self._project = _linear(attention.out_proj if isinstance(attention, GatedDeltaNet) else attention.linear_proj)
         self._mlp_norm = _norm(layer.pre_mlp_layernorm)
         self._add_mlp = _mlp(layer.mlp)
         self._router = getattr(layer.mlp, "router", None)
@@ -151,14 +152,30 @@ def _attention(attention: Any, layer_number: int, context: PaddedInferenceContex
     if isinstance(attention, LatentSelfAttention):
         latents = caches[layer_number] = LatentAttentionCache(attention, context, _linear)
         return latents.attend
+    if isinstance(attention, GatedDeltaNet):
+        state = caches[layer_number] = DeltaNetState()
+        return partial(_pass_state, attention, _linear(attention.in_proj), state, context)
     norm = HeadNorm.of_attention(attention)
     cache = caches[layer_number] = SelfAttentionCache(context, attention.head_layout, norm, attention.softmax_scale)
     mixed = _linear(attention.linear_qkv)
-    return lambda inputs: cache.attend(mixed(inputs))
+
+    def attend(inputs: Tensor) -> Tensor:
+        heads, gates = attention.split_gates(mixed(inputs))
+        return gated(cache.attend(heads), gates)
+
+    return attend
+
+
+def _pass_state(
+    net: GatedDeltaNet, project: Apply, state: DeltaNetState, context: PaddedInferenceContext, inputs: Tensor
+) -> Tensor:
+    """Mix the next tokens with the state of those before; padding in front of a row leaves it empty."""
+    mixed, padding = project(inputs), context.padding(len(inputs))
+    return net.mix(mixed if padding is None else mixed.masked_fill(padding, 0), state=state)
 
 
 def _norm(norm: RMSNorm) -> Apply:
-    weight, eps = norm.weight, norm.eps
+    weight, eps = norm.factors, norm.eps
     # The formula of training; torch's own function takes twice as long for a few rows.
     return lambda inputs: rms_normalize(inputs, eps).mul_(weight)
 

@@ -107,10 +107,33 @@ class RMSNorm(torch.nn.Module):
         # Each rank sees a part of the sequence, so the gradient must be summed over the tensor-parallel group.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    @property
+    def factors(self) -> Tensor:
+        """Return what normalised entries are multiplied by."""
+        return self.weight
+
     def forward(self, inputs: Tensor) -> Tensor:
         if inputs.dtype == torch.float32 and self.weight.dtype == torch.float32:
-            return RMSNormFunction.apply(inputs, self.weight, self.eps)
+            return RMSNormFunction.apply(inputs, self.factors, self.eps)
         return F.rms_norm(inputs, self.weight.shape, self.weight, self.eps)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """RMSNorm whose factors are 1 more than its weights, in float32 whatever the inputs are."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any):
+        super().__init__(config, hidden_size, eps, **others)
+        torch.nn.init.zeros_(self.weight)
+
+    @property
+    def factors(self) -> Tensor:
+        return 1 + self.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if inputs.dtype == torch.float32 and self.weight.dtype == torch.float32:
+            return super().forward(inputs)
+        factors = 1 + self.weight.float()
+        return F.rms_norm(inputs.float(), factors.shape, factors, self.eps).to(inputs.dtype)
 
 
 _CACHED_LENGTHS, _CACHED_MICROBATCHES = 64, 2

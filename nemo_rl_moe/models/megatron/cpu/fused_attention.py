@@ -124,6 +124,11 @@ class FusedAttentionFunction(torch.autograd.Function):
         return grad_mixed, grad_weight[:heads].sum(0), grad_weight[heads], None, None, None, None, None
 
 
+def gated(context: Tensor, gates: Tensor | None) -> Tensor:
+    """Scale what attention returns, `[..., heads * dim]`, by the sigmoid of its gates, where there are some."""
+    return context if gates is None else context * torch.sigmoid(gates.float()).to(context.dtype)
+
+
 class FastSelfAttention(SelfAttention):
     """`SelfAttention` with a short forward pass for causal sequences, packed or not."""
 
@@ -164,14 +169,14 @@ class FastSelfAttention(SelfAttention):
                 packed_seq_params=packed_seq_params,
                 **others,
             )
-        mixed, _ = self.linear_qkv(hidden_states)
+        mixed, gates = self.split_gates(self.linear_qkv(hidden_states)[0])
         sequence = mixed.size(0)
         require_causal(attention_mask, sequence, sequence)
         # With images each token has angles of its own; otherwise every sequence begins with the first ones.
         own_angles = self.config.mrope_section is not None
         cosines, sines = cosines_and_sines(rotary_pos_emb, mixed.dtype, of_microbatch=own_angles)
         if packed_seq_params is None:
-            return self.linear_proj(self._attend(mixed, cosines, sines))
+            return self.linear_proj(gated(self._attend(mixed, cosines, sines), gates))
         lengths = packed_lengths(packed_seq_params, sequence)
         if worth_padding(lengths):
             batch = PaddedBatch.of(lengths)
@@ -183,7 +188,16 @@ class FastSelfAttention(SelfAttention):
             context = torch.cat([self._attend(*part) for part in parts])
         else:
             context = torch.cat([self._attend(part, cosines, sines) for part in mixed.split(lengths)])
-        return self.linear_proj(context)
+        return self.linear_proj(gated(context, gates))
+
+    def split_gates(self, mixed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return queries, keys and values without the gates of the output, and these, `[..., heads * dim]`."""
+        if not self.config.attention_output_gate:
+            return mixed, None
+        layout = self.head_layout
+        heads = mixed.unflatten(-1, (layout.groups, 2 * layout.heads_per_group + 2, layout.dim))
+        queries, gates, keys_and_values = heads.split([layout.heads_per_group, layout.heads_per_group, 2], dim=-2)
+        return torch.cat([queries, keys_and_values], dim=-2).flatten(-3), gates.flatten(-3)
 
     def _can_shorten(self, angles: Tensor, others: dict[str, Any]) -> bool:
         known_angles = angles.shape[2] == 1 and angles.shape[3] <= self.hidden_size_per_attention_head
@@ -198,7 +212,7 @@ class FastSelfAttention(SelfAttention):
         norms = self.q_layernorm, self.k_layernorm
         is_fused = self.has_own_norms and cosines.shape[-1] == layout.dim
         if is_fused and mixed.dtype == torch.float32 and sequence <= LONGEST_SEQUENCE:
-            weights = (norm.weight for norm in norms)
+            weights = (norm.factors for norm in norms)
             return FusedAttentionFunction.apply(mixed, *weights, cosines, sines, norms[0].eps, scale, layout)
         heads = mixed.view(sequence, batch, layout.groups, layout.heads_per_group + 2, layout.dim)
         query, key, value = heads.split([layout.heads_per_group, 1, 1], dim=3)

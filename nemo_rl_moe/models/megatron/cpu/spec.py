@@ -13,7 +13,13 @@ from torch import Tensor
 
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.cpu.attention import SDPAttention
-from nemo_rl_moe.models.megatron.cpu.functions import PlainColumnLinear, PlainRowLinear, RMSNorm, cross_entropy
+from nemo_rl_moe.models.megatron.cpu.functions import (
+    PlainColumnLinear,
+    PlainRowLinear,
+    RMSNorm,
+    ZeroCenteredRMSNorm,
+    cross_entropy,
+)
 from nemo_rl_moe.models.megatron.cpu.fused_attention import FastSelfAttention
 from nemo_rl_moe.models.megatron.cpu.moe import GroupedExperts, IndexTopKRouter, LocalMoELayer
 from nemo_rl_moe.models.megatron.cpu.sink_attention import SinkAttention
@@ -63,7 +69,7 @@ _ANY_CORE_ATTENTION: Mapping[str, Any] = {
 }
 _CORE_ATTENTION: Mapping[str, Any] = {**_ANY_CORE_ATTENTION, "softmax_type": "vanilla", "window_size": None}
 _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
-    "norm": {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "memory_efficient_layer_norm": False},
+    "norm": {"normalization": "RMSNorm", "memory_efficient_layer_norm": False},
     "linear": {
         "tensor_model_parallel_size": 1,
         "gradient_accumulation_fusion": False,
@@ -73,7 +79,6 @@ _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
     "sink_attention": _ANY_CORE_ATTENTION,
     "self_attention": {
         **_CORE_ATTENTION,
-        "attention_output_gate": False,
         "apply_rope_fusion": False,
         "fused_single_qkv_rope": False,
         "flash_decode": False,
@@ -180,15 +185,20 @@ class BuildableSpec:
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def _norm(config: TransformerConfig) -> type[RMSNorm]:
+    return ZeroCenteredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
+
+
 def replace_norms(config: TransformerConfig, layer_spec: ModuleSpec) -> ModuleSpec:
-    """Copy a layer spec with this project's RMSNorm in place of the torch norm, which refuses sequence parallelism."""
+    """Copy a layer spec with this project's norms in place of torch's, which refuses sequence parallelism and knows no
+    zero-centred weights."""
     if not eligible("norm", config):
         return layer_spec
-    layer = layer_spec.submodules
+    layer, replacements = layer_spec.submodules, {WrappedTorchNorm: _norm(config)}
     attention = layer.self_attention
-    attention_submodules = _replaced(attention.submodules, {WrappedTorchNorm: RMSNorm})
+    attention_submodules = _replaced(attention.submodules, replacements)
     self_attention = dataclasses.replace(attention, submodules=attention_submodules)
-    layer = dataclasses.replace(_replaced(layer, {WrappedTorchNorm: RMSNorm}), self_attention=self_attention)
+    layer = dataclasses.replace(_replaced(layer, replacements), self_attention=self_attention)
     return dataclasses.replace(layer_spec, submodules=layer)
 
 
@@ -220,7 +230,7 @@ def block_spec(
     change = fast_layer_spec if fast else replace_norms
     layers = [change(config, layer_spec) for layer_spec in block.layer_specs]
     own_norm = block.layer_norm is WrappedTorchNorm and eligible("norm", config)
-    return dataclasses.replace(block, layer_specs=layers, layer_norm=RMSNorm if own_norm else block.layer_norm)
+    return dataclasses.replace(block, layer_specs=layers, layer_norm=_norm(config) if own_norm else block.layer_norm)
 
 
 class FastGPTModel(GPTModel):

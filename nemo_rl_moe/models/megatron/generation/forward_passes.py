@@ -17,6 +17,7 @@ from nemo_rl_moe.models.megatron.cpu.attention import causal_mask
 from nemo_rl_moe.models.megatron.cpu.cached_attention import PaddedInferenceContext
 from nemo_rl_moe.models.megatron.cpu.cached_forward import CachedForward, has_cached_forward, rotation_of
 from nemo_rl_moe.models.megatron.generation.prompt_images import PromptImages
+from nemo_rl_moe.models.megatron.layers.gated_delta_net import DeltaNetState
 from nemo_rl_moe.models.megatron.model.vision_model import VisionInput
 
 # isort: split
@@ -32,8 +33,11 @@ class StockInferenceContext(StaticInferenceContext):
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
         """Drop all other rows of the batch."""
         memory = self.key_value_memory_dict
-        for layer_number, tensors in memory.items():
-            memory[layer_number] = tuple(tensor.index_select(1, rows) for tensor in tensors)
+        for layer_number, kept in memory.items():
+            if isinstance(kept, DeltaNetState):
+                kept.keep_rows(rows)
+            else:
+                memory[layer_number] = tuple(tensor.index_select(1, rows) for tensor in kept)
 
 
 class StockForward:

@@ -18,6 +18,7 @@ from nemo_rl_moe.models.megatron.cpu import cpu_backend
 from nemo_rl_moe.models.megatron.cpu.spec import FastGPTModel, block_spec
 from nemo_rl_moe.models.megatron.layers.all_heads_norm import normalize_all_heads
 from nemo_rl_moe.models.megatron.layers.deep_features import use_deep_layers
+from nemo_rl_moe.models.megatron.layers.gated_delta_net import use_gated_delta_nets
 from nemo_rl_moe.models.megatron.layers.indexer import add_indexers
 from nemo_rl_moe.models.megatron.layers.latent_attention import use_latent_attention
 from nemo_rl_moe.models.megatron.layers.routers import limit_groups
@@ -28,7 +29,11 @@ from nemo_rl_moe.models.megatron.model.releases import (
     mark_duplicated_weights,
     mark_expert_parameters,
 )
-from nemo_rl_moe.models.megatron.model.transformer_config import use_transformer_engine
+from nemo_rl_moe.models.megatron.model.transformer_config import (
+    layers_of_chunks,
+    linear_layer_indices,
+    use_transformer_engine,
+)
 from nemo_rl_moe.models.megatron.model.value_head import ValueHead, add_value_head
 from nemo_rl_moe.models.megatron.model.vision_model import VisionInput, add_vision, freeze_parts
 from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics
@@ -231,13 +236,19 @@ def _block_spec(
     block: TransformerBlockSubmodules = get_gpt_decoder_block_spec(
         config, use_transformer_engine=use_transformer_engine(policy), normalization="RMSNorm", vp_stage=vp_stage
     )
+    # Those of torch refuse sequence parallelism, and have no zero-centred weights.
+    needs_own_norms = config.sequence_parallel or config.layernorm_zero_centered_gamma
     if fast:
         block = block_spec(config, block, fast=True)
-    elif config.sequence_parallel and not use_transformer_engine(policy):
-        # torch's norm refuses sequence parallelism; everything else stays Megatron's own.
+    elif needs_own_norms and not use_transformer_engine(policy):
+        # Everything else stays Megatron's own.
         block = block_spec(config, block, fast=False)
     if config.multi_latent_attention:
         block = use_latent_attention(block)
+    if linear := linear_layer_indices(config):
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        layers = layers_of_chunks(config, rank)[vp_stage or 0]
+        block = use_gated_delta_nets(block, [place for place, layer in enumerate(layers) if layer in linear])
     family = family_of(hf_config)
     vision = family.vision
     if family.normalizes_all_heads:

@@ -11,10 +11,15 @@ from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.config.schema_policy import FreezeConfig, OptimizerConfig
 from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.megatron.layers.gated_delta_net import DeltaNetSizes
 from nemo_rl_moe.models.megatron.layers.indexer import indexer_parameters
 from nemo_rl_moe.models.megatron.model.adapter_estimate import adapter_parameters
 from nemo_rl_moe.models.megatron.model.gpt_model import padded_vocabulary_size
-from nemo_rl_moe.models.megatron.model.transformer_config import layers_of_chunks, moe_layer_indices
+from nemo_rl_moe.models.megatron.model.transformer_config import (
+    layers_of_chunks,
+    linear_layer_indices,
+    moe_layer_indices,
+)
 from nemo_rl_moe.models.megatron.model.vision_model import vision_parameters
 from nemo_rl_moe.models.megatron.training.optimizer import CHUNK_PARAMETERS
 
@@ -128,9 +133,15 @@ def _vision(hf_config: Any, freeze: FreezeConfig | None) -> Parameters:
 
 
 def _layer(config: TransformerConfig, hf_config: Any, index: int, cut: _Cut, routers_frozen: bool) -> Parameters:
-    norms = _query_and_key_norms(config, hf_config)
     indexer = indexer_parameters(hf_config) if index in family_of(hf_config).indexed_layers(hf_config) else 0
-    attention = Parameters(_attention(config, cut.tensor) + norms + _attention_vectors(config, cut.tensor), 0, indexer)
+    if index in linear_layer_indices(config):
+        net = DeltaNetSizes.of(config, cut.tensor).parameters(config.hidden_size)
+        attention = Parameters(net + 2 * config.hidden_size)
+    else:
+        norms = _query_and_key_norms(config, hf_config)
+        attention = Parameters(
+            _attention(config, cut.tensor) + norms + _attention_vectors(config, cut.tensor), 0, indexer
+        )
     biased = config.add_bias_linear
     if index not in moe_layer_indices(config):
         matrices = _gated_mlp(config.hidden_size, config.ffn_hidden_size) // cut.tensor
@@ -152,7 +163,7 @@ def _attention(config: TransformerConfig, tensor: int) -> int:
         return _latent_attention(config, tensor)
     queries = config.num_attention_heads * config.kv_channels
     keys = config.num_query_groups * config.kv_channels
-    matrices = config.hidden_size * (2 * queries + 2 * keys)
+    matrices = config.hidden_size * ((3 if config.attention_output_gate else 2) * queries + 2 * keys)
     return int(matrices // tensor + 2 * config.hidden_size)
 
 
@@ -402,6 +413,10 @@ def _kept_of_a_token(transformer: TransformerConfig, index: int) -> int:
     value_dim = transformer.v_head_dim if transformer.multi_latent_attention else transformer.kv_channels
     heads, groups = transformer.num_attention_heads, transformer.num_query_groups
     attention = heads * (transformer.kv_channels + value_dim) + groups * (transformer.kv_channels + value_dim)
+    if index in linear_layer_indices(transformer):
+        # Inputs of the convolution and of the rule, output gates, and what the rule makes of them.
+        sizes = DeltaNetSizes.of(transformer, tensor=1)
+        attention = 2 * sum(sizes.convolved) + 2 * sizes.values
     kept = attention + 2 * transformer.hidden_size
     if index not in moe_layer_indices(transformer):
         return int(kept + transformer.hidden_size + 3 * transformer.ffn_hidden_size)
@@ -421,11 +436,17 @@ def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_
 
 
 def _key_value_cache(config: MasterConfig, transformer: TransformerConfig, stage: int) -> int:
-    """Return the keys and values of every layer, for as many tokens as a sequence can have."""
-    num_layers = sum(len(chunk) for chunk in layers_of_chunks(transformer, stage))
+    """Return the keys and values of every layer, for as many tokens as a sequence can have; of a gated delta net its
+    state, whatever the tokens."""
+    layers = [index for chunk in layers_of_chunks(transformer, stage) for index in chunk]
+    num_linear = len({*layers} & {*linear_layer_indices(transformer)})
+    num_layers = len(layers) - num_linear
     groups = transformer.num_query_groups // transformer.tensor_model_parallel_size
     # Latents are not what is kept, but the keys and values made of them.
     latent = transformer.multi_latent_attention
     value_dim = transformer.v_head_dim if latent else transformer.kv_channels
     a_token = num_layers * groups * (transformer.kv_channels + value_dim) * transformer.params_dtype.itemsize
-    return int(a_token * generation_batch_size(config) * config.policy.max_total_sequence_length)
+    a_row = a_token * config.policy.max_total_sequence_length
+    if num_linear:
+        a_row += num_linear * DeltaNetSizes.of(transformer).state_bytes(transformer.params_dtype.itemsize)
+    return int(a_row * generation_batch_size(config))

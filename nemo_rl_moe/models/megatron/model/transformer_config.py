@@ -59,10 +59,20 @@ def layers_of_stages(config: TransformerConfig) -> list[int]:
 
 
 def attention_windows(config: TransformerConfig) -> list[int | None]:
-    """Return the number of keys that a query of each layer sees, its own included; None: all up to its own."""
+    """Return the number of keys that a query of each layer with attention sees, its own included; None: all up to its
+    own."""
     size, frequency = config.window_size, config.window_attn_skip_freq
-    numbers = range(1, config.num_layers + 1)
+    linear = linear_layer_indices(config)
+    numbers = [index + 1 for index in range(config.num_layers) if index not in linear]
     return [size[0] + 1 if is_layer_window_attention(size, frequency, number) else None for number in numbers]
+
+
+def linear_layer_indices(config: TransformerConfig) -> list[int]:
+    """Return the layers with a gated delta net in place of attention.
+
+    They are not what Megatron-Core's `experimental_attention_variant` means, with whose layers it does not generate.
+    """
+    return [index for index, is_linear in enumerate(config.linear_attention_freq or ()) if is_linear]
 
 
 def layers_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[range]:
@@ -326,6 +336,11 @@ def _problems_with_shared_sequences(fields: dict[str, Any]) -> list[str]:
         return []
     of_model = {"windows": fields.get("window_size") is not None, "sinks": fields.get("softmax_type") == "learnable"}
     problems = []
+    if any(fields.get("linear_attention_freq") or ()):
+        problems.append(
+            f"{key}.context_parallel_size: got {ranks}, expected 1: ranks cannot share sequences of a model with gated"
+            " delta nets, whose state passes from token to token"
+        )
     if names := " and ".join(name for name, has_some in of_model.items() if has_some):
         problems.append(
             f"{key}.context_parallel_size: got {ranks}, expected 1: ranks cannot share sequences of a model with"
@@ -354,6 +369,8 @@ def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
     key = "policy.megatron_cfg."
     problems = _problems_with_stages(fields)
     heads = {"query": fields["num_attention_heads"], "key and value": fields["num_query_groups"]}
+    if any(fields.get("linear_attention_freq") or ()):
+        heads["linear key"] = fields["linear_num_key_heads"]
     problems += [
         f"{key}tensor_model_parallel_size: got {tensor}, which does not divide the model's {number} {kind} heads"
         for kind, number in heads.items()

@@ -22,6 +22,7 @@ from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackwar
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
 from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, cut_of_rank, in_router_order
+from nemo_rl_moe.models.megatron.training.shared_expert_gates import SharedExpertGates
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward, is_due
 from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
@@ -57,6 +58,8 @@ def make_observers(
         observers.append(RoutingReports(passes.hooks, per_layer=per_layer))
     if megatron.track_moe_metrics:
         observers += [ExpertLoadReports(chunks, passes, megatron, per_layer=per_layer), ExpertBiasReports(expert_bias)]
+        if config.moe_shared_expert_gate:
+            observers.append(SharedExpertGates(chunks, config, device, per_layer=per_layer))
         if generates is not None and generates.megatron_cfg.experts_by_advantage:
             observers.append(ExpertAdvantageRecorder(chunks, config, device, per_layer=per_layer))
         if generates is not None and generates.megatron_cfg.experts_by_writer:

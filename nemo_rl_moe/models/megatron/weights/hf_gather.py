@@ -195,7 +195,6 @@ def _gathered(
     with failure.caught():
         of_sources = zip(rule.sources, rule.layout.split(piece.merged(), len(rule.sources), hf_config), strict=True)
         mine = [(source, part) for source, part in of_sources if source.name == delivery.header.name]
-        mine.sort(key=lambda of_source: of_source[0].half or 0)
         parts = [part.contiguous() if is_cut else part for _, part in mine]
         if is_cut and rank == delivery.shard:
             shards = [part.new_empty((piece.num_shards, *part.shape)) for part in parts]

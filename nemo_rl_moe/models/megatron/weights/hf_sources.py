@@ -44,10 +44,16 @@ def source_parts(
 ) -> list[SourcePart]:
     """Return the parts of all sources that form a rank's piece."""
     local = torch.empty(piece.local.shape, device="meta")
-    parts = rule.layout.split(local, len(sources), hf_config)
+    shapes = [tuple(part.shape) for part in rule.layout.split(local, len(sources), hf_config)]
+    rows: dict[str, int] = {}
+    starts = []
+    for source, shape in zip(sources, shapes, strict=True):
+        starts.append(rows.get(source.name, 0))
+        # Of a vocabulary, which is not in sections, the file has fewer.
+        rows[source.name] = starts[-1] + shape[0] * (piece.num_shards if piece.shard_dimension == 0 else 1)
     return [
-        _source_part(piece, rule.expert, source, tuple(part.shape), hf_config.vocab_size, num_experts)
-        for source, part in zip(sources, parts, strict=True)
+        _source_part(piece, rule.expert, source, shape, (start, rows[source.name]), hf_config.vocab_size, num_experts)
+        for source, shape, start in zip(sources, shapes, starts, strict=True)
     ]
 
 
@@ -56,22 +62,26 @@ def _source_part(
     expert: int | None,
     source: Source,
     local_shape: tuple[int, ...],
+    section: tuple[int, int],
     vocabulary_size: int,
     num_experts: int | None,
 ) -> SourcePart:
+    """Return one part.
+
+    Args:
+        section: Where it begins in the rows of the tensor, and their number.
+    """
     shape, ranges = list(local_shape), [(0, length) for length in local_shape]
     cut = piece.shard_dimension
     if cut is not None:
         start = piece.shard_rank * local_shape[cut]
         shape[cut], ranges[cut] = piece.num_shards * local_shape[cut], (start, start + local_shape[cut])
+    offset, shape[0] = section
+    ranges[0] = (ranges[0][0] + offset, ranges[0][1] + offset)
     if piece.is_vocabulary:
         shape[0] = vocabulary_size
         start, stop = ranges[0]
         ranges[0] = (min(start, vocabulary_size), min(stop, vocabulary_size))
-    if source.half is not None:
-        offset = source.half * shape[0]
-        ranges[0] = (ranges[0][0] + offset, ranges[0][1] + offset)
-        shape[0] *= 2
     if source.is_transposed:
         shape[:2], ranges[:2] = shape[1::-1], ranges[1::-1]
     if source.is_stacked:

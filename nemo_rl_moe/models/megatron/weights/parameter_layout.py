@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.layers.gated_delta_net import DeltaNetSizes
 from nemo_rl_moe.models.megatron.lora.adapter import Adapter, adapters_in
 
 # isort: split
@@ -25,7 +26,7 @@ class ParameterPiece:
     Attributes:
         name: Canonical name, see `families/rules.py`: global layer and expert numbers, no wrapper prefixes.
         shard_dimension: Dimension that tensor parallelism splits; None: whole.
-        gated: The dimension holds two halves (gate, up) that are each split.
+        sections: Relative sizes of the parts of the dimension that are each split, such as gate and up.
         adapter: What stands beside it, with the index of the rank's expert.
         narrower_type: Type of files that are to hold it, if no number is lost; None: its own.
     """
@@ -35,7 +36,7 @@ class ParameterPiece:
     shard_dimension: int | None
     num_shards: int
     shard_rank: int
-    gated: bool
+    sections: tuple[int, ...]
     is_expert: bool
     adapter: tuple[Adapter, int] | None = None
     narrower_type: torch.dtype | None = None
@@ -84,18 +85,21 @@ class ParameterPiece:
         """Return this rank's piece of the full tensor."""
         if self.shard_dimension is None or self.num_shards == 1:
             return full
-        halves = full.chunk(2, self.shard_dimension) if self.gated else (full,)
-        mine = [half.chunk(self.num_shards, self.shard_dimension)[self.shard_rank] for half in halves]
+        parts = self._in_sections(full)
+        mine = [part.chunk(self.num_shards, self.shard_dimension)[self.shard_rank] for part in parts]
         return torch.cat(mine, self.shard_dimension)
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the full tensor from all ranks' pieces, in rank order."""
         if self.shard_dimension is None or self.num_shards == 1:
             return shards[0]
-        if not self.gated:
-            return torch.cat(list(shards), self.shard_dimension)
-        halves = [shard.chunk(2, self.shard_dimension) for shard in shards]
-        return torch.cat([half[part] for part in (0, 1) for half in halves], self.shard_dimension)
+        parts = zip(*map(self._in_sections, shards), strict=True)
+        return torch.cat([of_rank for part in parts for of_rank in part], self.shard_dimension)
+
+    def _in_sections(self, values: Tensor) -> Sequence[Tensor]:
+        dimension = self.shard_dimension or 0
+        unit = values.shape[dimension] // sum(self.sections)
+        return values.split([size * unit for size in self.sections], dimension)
 
 
 _LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -105,10 +109,12 @@ _STACKED_EXPERTS = re.compile(r"\.experts\.(linear_fc[12])_(weights|biases)$")
 # Transformer Engine keeps a norm's weight in the linear layer behind it.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+_WHOLE, _GATE_AND_UP = (1,), (1, 1)
 _EXPERT_BIAS = ".router.expert_bias"
 _INDEXER = ".self_attention.indexer."
 
@@ -148,6 +154,14 @@ def plain_norm_name(name: str) -> str:
     return name
 
 
+def _sections(name: str, config: TransformerConfig) -> tuple[int, ...]:
+    if ".self_attention.in_proj." in name:
+        return DeltaNetSizes.of(config).projected
+    if ".self_attention.conv1d." in name:
+        return DeltaNetSizes.of(config).convolved
+    return _GATE_AND_UP if ".linear_fc1." in name else _WHOLE
+
+
 def _pieces_of(
     name: str, parameter: Tensor, config: TransformerConfig, beside: tuple[Adapter, int] | None = None
 ) -> Iterator[ParameterPiece]:
@@ -162,7 +176,7 @@ def _pieces_of(
         shard_dimension=parameter.partition_dim if sharded else None,  # type: ignore[attr-defined]
         num_shards=parallel_state.get_tensor_model_parallel_world_size() if sharded else 1,
         shard_rank=parallel_state.get_tensor_model_parallel_rank() if sharded else 0,
-        gated=sharded and ".linear_fc1." in name,
+        sections=_sections(name, config),
         is_expert=False,
         adapter=beside,
         narrower_type=config.params_dtype if _INDEXER in name and parameter.dtype is torch.float32 else None,
@@ -198,7 +212,7 @@ def _expert_pieces(
             shard_dimension=cut,
             num_shards=num_shards,
             shard_rank=parallel_state.get_expert_tensor_parallel_rank(),
-            gated=linear == "linear_fc1",
+            sections=_GATE_AND_UP if linear == "linear_fc1" else _WHOLE,
             is_expert=True,
             adapter=None if beside is None else (beside[0], expert - first),
         )

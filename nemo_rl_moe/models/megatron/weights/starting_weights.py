@@ -28,12 +28,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Projections back into the residual stream start smaller by sqrt(2 x layers), as in GPT-2 (Radford et al. 2019, 2.3).
-_RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", "linear_fc2.weight")
+_RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", "self_attention.out_proj.weight", "linear_fc2.weight")
+
+
+_DECAYS = (0.01, 16.0)
+"""Of a gated delta net's heads, as in transformers."""
 
 
 def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, seed: int) -> None:
-    """Initialise every parameter except vision ones (see `add_vision`): norms with 1, biases with 0, the rest from a
-    normal distribution of `init_method_std`."""
+    """Initialise every parameter except vision ones (see `add_vision`): norms with factors of 1, biases with 0, decays
+    and convolutions of gated delta nets as transformers and torch do, the rest from a normal distribution of
+    `init_method_std`."""
     with torch.no_grad():
         for piece in parameter_pieces(chunks, config):
             if piece.name.startswith(VISION_PREFIX):
@@ -61,6 +66,9 @@ def _seed_of(name: str, seed: int) -> int:
 
 def _full_tensor(piece: ParameterPiece, config: TransformerConfig, hf_config: Any, seed: int) -> torch.Tensor:
     if piece.name.endswith("norm.weight"):
+        is_centered = config.layernorm_zero_centered_gamma and not piece.name.endswith("self_attention.out_norm.weight")
+        return torch.zeros(piece.full_shape()) if is_centered else torch.ones(piece.full_shape())
+    if piece.name.endswith("self_attention.dt_bias"):
         return torch.ones(piece.full_shape())
     if piece.name.endswith("bias"):
         return torch.zeros(piece.full_shape())
@@ -70,6 +78,10 @@ def _full_tensor(piece: ParameterPiece, config: TransformerConfig, hf_config: An
     name = "embedding.word_embeddings.weight" if tied else piece.name
     generator = torch.Generator().manual_seed(_seed_of(name, seed))
     shape = list(piece.full_shape())
+    if piece.name.endswith("self_attention.A_log"):
+        return torch.empty(shape).uniform_(*_DECAYS, generator=generator).log()
+    if piece.name.endswith("self_attention.conv1d.weight"):
+        return torch.empty(shape).uniform_(-1, 1, generator=generator) * shape[-1] ** -0.5
     if piece.is_vocabulary:
         # Padding depends on the layout, so it is added after the draw.
         shape[0] = hf_config.vocab_size

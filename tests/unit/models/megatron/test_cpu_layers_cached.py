@@ -160,6 +160,8 @@ ATTENTION = {
     "deepseek_v3": True,
     "glm4_moe": True,
     "glm4_moe_lite": True,
+    "qwen3_next": True,
+    "qwen3_5_text": True,
 }
 
 

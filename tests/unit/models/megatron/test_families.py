@@ -51,6 +51,9 @@ ON_SEVERAL_RANKS = {
     "minimax_m2": {"tp2"},
     # Weights of an indexer, in some layers of each stage.
     "glm_moe_dsa": {"pp2_ep2"},
+    # Gated delta nets, whose output norm has a part of its gradient on each rank.
+    "qwen3_next": {"tp2"},
+    "qwen3_5_moe_text": {"pp2_ep2"},
 }
 # On one rank: each kind of attention, of norms and of experts.
 QUICK = {
@@ -64,6 +67,7 @@ QUICK = {
     "deepseek_v3",
     "glm4_moe",
     "minimax_m2",
+    "qwen3_5_moe_text",
 }
 # Latents, a shared expert, groups and a bias, in stages that share their experts: in the quick list.
 COMBINING_MOST = ("deepseek_v3", "pp2_ep2")

@@ -27,6 +27,10 @@ SAVE_AFTER, NUM_STEPS = 1, 3
         pytest.param("minimax_m2", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("kimi_k2", {"ep": 2}, marks=pytest.mark.slow),
         pytest.param("glm_moe_dsa", {"pp": 2}, marks=pytest.mark.slow),
+        # Sections of rows that tensor parallelism cuts each.
+        ("qwen3_next", {"tp": 2}),
+        pytest.param("qwen3_5_moe_text", {"pp": 2, "vpp": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("qwen2_yarn_positions", {"pp": 2}, marks=pytest.mark.slow),
     ],
 )

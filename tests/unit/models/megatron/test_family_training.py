@@ -20,14 +20,27 @@ from tests.support.family_training import (
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, tiny_policy
 
-MODELS = [name for name, model in FAMILY_MODELS.items() if "moe_router_enable_expert_bias" in model.router_fields]
+MODELS = [
+    name
+    for name, model in FAMILY_MODELS.items()
+    if "moe_router_enable_expert_bias" in model.router_fields or name.startswith(("qwen3_next", "qwen3_5"))
+]
 # Relative. Largest seen: 1e-6, 3.5e-5 and 2.7e-5, all of DeepSeek-V3, whose rounding grows with each step.
 LOSS, GRAD_NORM, CHANGE = 1e-5, 1e-4, 1e-4
 QUICK = {("glm4_moe", "one_rank", "packed")}
+# Of gated delta nets transformers is as far from itself, with another chunk size: three times as much is let pass.
 # One job trains all models of a layout.
 FULL = {
     (name, "tp2_ep2_pp2", "packed")
-    for name in ("deepseek_v3", "glm4_moe_norms_groups", "glm4_moe_lite", "minimax_m2", "glm_moe_dsa")
+    for name in (
+        "deepseek_v3",
+        "glm4_moe_norms_groups",
+        "glm4_moe_lite",
+        "minimax_m2",
+        "glm_moe_dsa",
+        "qwen3_next",
+        "qwen3_5_moe_text",
+    )
 }
 
 
@@ -99,7 +112,8 @@ def test_training_is_that_of_transformers(name: str, where: str, how: str, jobs:
     found, expected = jobs.run(name, where, how), jobs.reference(name)
     changed = difference_of_changes(jobs.exported(name, where, how), jobs.folder(name))
     print(f"{name}, {where}, {how}: largest difference of two changes {changed:.1e}; {found}, {expected}")
-    assert found.losses == pytest.approx(expected.losses, rel=LOSS)
-    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=GRAD_NORM)
-    assert changed < CHANGE
+    floor = expected.rounding
+    assert found.losses == pytest.approx(expected.losses, rel=max(LOSS, 3 * floor.loss))
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=max(GRAD_NORM, 3 * floor.grad_norm))
+    assert changed < max(CHANGE, 3 * floor.change)
     assert expected.losses[-1] < 0.9 * expected.losses[0], "the steps are large enough to show differences"

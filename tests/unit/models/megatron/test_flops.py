@@ -50,6 +50,15 @@ def test_latent_attention_and_a_shared_expert() -> None:
     assert flops.per_token == 66_048
 
 
+def test_gated_delta_nets_see_no_pairs() -> None:
+    """Three of four layers: 2 key heads of 8, 4 value heads of 6, 4 taps; in the other gates beside 4 query heads."""
+    net = 32 * (2 * 16 + 3 * 24 + 2 * 4) + 4 * (2 * 16 + 24) + 3 * 4 * 8 * 6
+    attention = 32 * 16 * (3 * 4 + 2 * 2)
+    flops = flops_of(FAMILY_MODELS["qwen3_5_text"].hf_config())
+    products = 3 * net + attention + 4 * 3 * 32 * 48 + 32 * 61
+    assert flops == ForwardFlops(2 * products, {None: 2 * 2 * 4 * 16})
+
+
 def test_layers_with_a_window_see_fewer_pairs() -> None:
     """Every second of four layers sees 5 keys."""
     layer = 32 * 16 * (2 * 4 + 2 * 2) + 32 * 8 + 2 * 3 * 32 * 16

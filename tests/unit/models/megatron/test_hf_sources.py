@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's piece is the same, whether it is cut out of the whole parameter or put together from slices of tensors."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ class Case:
     whole: Tensor
     dimension: int | None
     name: str = "decoder.layers.0.some.weight"
-    gated: bool = False
+    sections: tuple[int, ...] = (1,)
 
     def piece(self, num_shards: int, shard_rank: int) -> ParameterPiece:
         """One rank's, of memory that holds 7s."""
@@ -37,7 +38,21 @@ class Case:
         if cut is not None:
             shape[cut] //= num_shards
         shards = num_shards if cut is not None else 1
-        return ParameterPiece(self.name, torch.full(shape, 7.0), cut, shards, shard_rank, self.gated, False)
+        return ParameterPiece(self.name, torch.full(shape, 7.0), cut, shards, shard_rank, self.sections, False)
+
+
+@dataclass(frozen=True)
+class UnequalRows:
+    """Concatenate sections of these relative sizes."""
+
+    sizes: tuple[int, ...]
+
+    def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
+        return torch.cat(list(parts))
+
+    def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
+        unit = len(parameter) // sum(self.sizes)
+        return parameter.split([size * unit for size in self.sizes])
 
 
 def put_together(parts: list[SourcePart], case: Case, hf_config: Any) -> Tensor:
@@ -65,15 +80,15 @@ def cases(draw: st.DrawFn) -> tuple[Case, int, Any]:
     shards = draw(st.sampled_from([1, 2, 4]))
     rows, columns = shards * draw(st.integers(1, 3)), shards * draw(st.integers(1, 3))
     is_stacked, is_transposed = draw(st.booleans()), draw(st.booleans())
-    kind = draw(st.sampled_from(["one", "vector", "gated", "halves", "interleaved", "query groups", "vocabulary"]))
+    kind = draw(st.sampled_from(["one", "vector", "gated", "sections", "interleaved", "query groups", "vocabulary"]))
     hf_config = SimpleNamespace(vocab_size=1000, num_attention_heads=1, num_key_value_heads=1, head_dim=1)
 
     def in_file(tensor: Tensor) -> Tensor:
         tensor = tensor.t().contiguous() if is_transposed else tensor
         return stacked_of_experts(tensor) if is_stacked else tensor
 
-    def source(name: str, half: int | None = None) -> Source:
-        return Source(name, is_stacked=is_stacked, is_transposed=is_transposed, half=half)
+    def source(name: str) -> Source:
+        return Source(name, is_stacked=is_stacked, is_transposed=is_transposed)
 
     def with_expert(found: Rule) -> Rule:
         return Rule(found.sources, found.layout, found.alternatives, EXPERT)
@@ -90,16 +105,21 @@ def cases(draw: st.DrawFn) -> tuple[Case, int, Any]:
         gate, up = sampled(rows, columns), -sampled(rows, columns)
         found = with_expert(rule(source("gate"), source("up")))
         tensors = {"gate": in_file(gate), "up": in_file(up)}
-        case = Case(found, tensors, torch.cat([gate, up]), 0, gated=True)
-    elif kind == "halves":
-        whole = sampled(2 * rows, columns)
-        found = with_expert(rule(source("both", half=0), source("both", half=1)))
-        case = Case(found, {"both": in_file(whole)}, whole, 0, gated=True)
+        case = Case(found, tensors, torch.cat([gate, up]), 0, sections=(1, 1))
+    elif kind == "sections":
+        sizes = tuple(draw(st.lists(st.integers(1, 3), min_size=2, max_size=4)))
+        in_first = draw(st.integers(1, len(sizes)))
+        whole = sampled(rows * sum(sizes), columns)
+        cut = rows * sum(sizes[:in_first])
+        names = ["first"] * in_first + ["second"] * (len(sizes) - in_first)
+        tensors = {"first": in_file(whole[:cut])} | ({"second": in_file(whole[cut:])} if "second" in names else {})
+        found = with_expert(rule(*map(source, names), layout=UnequalRows(sizes)))
+        case = Case(found, tensors, whole, 0, sections=sizes)
     elif kind == "interleaved":
         mixed = sampled(2 * rows, columns)
         found = with_expert(rule(source("both"), layout=InterleavedRows()))
         whole = torch.cat([mixed[0::2], mixed[1::2]])
-        case = Case(found, {"both": in_file(mixed)}, whole, 0, gated=True)
+        case = Case(found, {"both": in_file(mixed)}, whole, 0, sections=(1, 1))
     elif kind == "query groups":
         per_group, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 2))
         hf_config.num_key_value_heads, hf_config.num_attention_heads = rows, rows * per_group
@@ -139,7 +159,7 @@ def test_slices_of_tensors_make_the_slice_of_the_parameter(sampled_case: tuple[C
 
 def test_part_of_a_parameter_s_memory_is_seen_as_it_lies_in_the_file() -> None:
     # The second rank of two holds rows 4 to 7 of a vocabulary of 6, and the file has two of them.
-    piece = ParameterPiece("output_layer.weight", sampled(4, 2), 0, 2, 1, False, False)
+    piece = ParameterPiece("output_layer.weight", sampled(4, 2), 0, 2, 1, (1,), False)
     found = rule("embed")
     (part,) = source_parts(piece, found, found.sources, SimpleNamespace(vocab_size=6), None)
     assert (part.shape, part.ranges, part.local_shape) == ((6, 2), ((4, 6), (0, 2)), (4, 2))
@@ -151,7 +171,7 @@ def test_part_of_a_parameter_s_memory_is_seen_as_it_lies_in_the_file() -> None:
 
 def test_expert_of_a_transposed_stack() -> None:
     # `[experts, inputs, outputs]`; the first of two ranks holds the first 2 of 4 outputs.
-    piece = ParameterPiece("x.mlp.experts.1.linear_fc1.weight", sampled(2, 3), 0, 2, 0, False, True)
+    piece = ParameterPiece("x.mlp.experts.1.linear_fc1.weight", sampled(2, 3), 0, 2, 0, (1,), True)
     source = Source("stack", is_stacked=True, is_transposed=True)
     found = Rule((source,), Rows(), (), EXPERT)
     (part,) = source_parts(piece, found, found.sources, SimpleNamespace(vocab_size=6), EXPERTS)

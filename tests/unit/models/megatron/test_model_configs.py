@@ -19,6 +19,9 @@ CARDS = {
     "Kimi-K2-Instruct": 1000,
     "DeepSeek-V3.2": 671,
     "GLM-5": 744,
+    "Qwen3-Next-80B-A3B-Instruct": 80,
+    "Qwen3.5-35B-A3B-text": 35,
+    "Qwen3.5-27B-text": 27,
 }
 """Billions of parameters, as the models' cards have them."""
 

@@ -360,6 +360,9 @@ def generate_and_train(
         pytest.param(2, layout(pp=2, vpp=2), ONE_SHARE, "glm4_moe_lite", marks=pytest.mark.slow),
         pytest.param(2, layout(pp=2), ONE_SHARE, "glm_moe_dsa", marks=pytest.mark.slow),
         pytest.param(1, {}, ONE_SHARE, "kimi_k2", marks=pytest.mark.slow),
+        # States of earlier tokens behind prompts of different lengths.
+        pytest.param(2, layout(ep=2), UNEVEN_SHARES, "qwen3_5_moe_text", marks=pytest.mark.full),
+        pytest.param(2, layout(tp=2), ONE_SHARE, "qwen3_next", marks=pytest.mark.slow),
     ],
 )
 def test_routes_of_generation_are_those_of_training(
@@ -432,6 +435,7 @@ def replay_own_routes(policy: PolicyConfig, model: dict[str, Any] | str) -> tupl
         pytest.param(2, layout(tp=2) | PACKED, "glm4_moe_lite", marks=pytest.mark.slow),
         pytest.param(2, layout(pp=2, vpp=2), "minimax_m2", marks=pytest.mark.slow),
         pytest.param(2, layout(ep=2) | WITHOUT_LOSS, "deepseek_v32", marks=pytest.mark.slow),
+        pytest.param(2, layout(tp=2) | PACKED, "qwen3_5_moe_text", marks=pytest.mark.slow),
     ],
 )
 def test_replay_of_the_own_routes_changes_no_bit(

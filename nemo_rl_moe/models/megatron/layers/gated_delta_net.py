@@ -1,0 +1,374 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Linear attention by gated delta nets (Qwen3-Next, Qwen3.5), under Megatron-Core's names of parameters.
+
+Megatron-Core's own layer needs flash-linear-attention, generates nothing, and up to 0.18 packs no sequences. Here the
+kernel of flash-linear-attention runs where it is installed and tensors are on a GPU; elsewhere torch does the same.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.layers.gated_delta_rule import (
+    causal_convolution,
+    chunked_gated_delta_rule,
+    l2_normalize,
+    recurrent_gated_delta_rule,
+    segments_of,
+)
+
+# isort: split
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+
+@dataclass(frozen=True)
+class DeltaNetSizes:
+    """Sizes of all gated delta nets of a model, on each tensor-parallel rank.
+
+    Attributes:
+        key_heads: Heads of queries and keys, each shared by `value_heads / key_heads` value heads.
+        taps: Tokens that the convolution sees, its own included.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @classmethod
+    def of(cls, config: TransformerConfig, tensor: int | None = None) -> "DeltaNetSizes":
+        """Return the sizes on each of `tensor` ranks; None: as many as the configuration says."""
+        tensor = config.tensor_model_parallel_size if tensor is None else tensor
+        return cls(
+            config.linear_num_key_heads // tensor,
+            config.linear_num_value_heads // tensor,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+            config.linear_conv_kernel_dim,
+        )
+
+    @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Return the channels of queries, keys and values."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.values
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def projected(self) -> tuple[int, int, int, int, int, int]:
+        """Return the rows of the input projection: queries, keys, values, output gates, rates and decays."""
+        return *self.convolved, self.values, self.value_heads, self.value_heads
+
+    def parameters(self, hidden_size: int) -> int:
+        """Return the number of weights of a layer, without its norm of the hidden states."""
+        matrices = hidden_size * (sum(self.projected) + self.values)
+        return matrices + sum(self.convolved) * self.taps + 2 * self.value_heads + self.value_dim
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a layer's state for one row: float32, and inputs of the convolution."""
+        memory = self.value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
+        return memory + sum(self.convolved) * (self.taps - 1) * itemsize
+
+
+@functools.cache
+def _kernel() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """Return flash-linear-attention's kernel of the rule; None where it is not installed."""
+    if importlib.util.find_spec("fla") is None:
+        return None
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    found: Callable[..., tuple[Tensor, Tensor | None]] = chunk_gated_delta_rule
+    return found
+
+
+@dataclass
+class DeltaNetState:
+    """What a layer keeps of the tokens so far of a batch of rows.
+
+    Attributes:
+        inputs: The last inputs of the convolution.
+        memory: State of the rule.
+    """
+
+    inputs: Float[Tensor, "rows taps_minus_1 channels"] | None = None
+    memory: Float[Tensor, "rows heads key_dim value_dim"] | None = None
+
+    def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
+        """Drop all other rows of the batch."""
+        if self.inputs is not None and self.memory is not None:
+            self.inputs, self.memory = self.inputs.index_select(0, rows), self.memory.index_select(0, rows)
+
+
+class _Weight(nn.Module):
+    """A parameter `weight`, of which tensor-parallel ranks hold rows of their own."""
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.weight = _cut_parameter(weight)
+
+
+def _cut_parameter(values: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(values)
+    set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+    return parameter
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of each head, whose output a gate scales.
+
+    Every tensor-parallel rank holds the weights whole and normalises heads of its own, so that their gradient is the
+    sum of all ranks'; Megatron-Core would not add it up.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, *, is_shared: bool):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.eps, self._is_shared = eps, is_shared
+
+    def forward(self, heads: Float[Tensor, "*batch dim"], gate: Float[Tensor, "*batch dim"]) -> Tensor:
+        weight = copy_to_tensor_model_parallel_region(self.weight) if self._is_shared else self.weight
+        values = heads.float()
+        normalized = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.eps)
+        return ((weight * normalized.to(heads.dtype)) * F.silu(gate.float())).to(heads.dtype)
+
+
+@dataclass
+class GatedDeltaNetSubmodules:
+    """Linear layers before and behind the rule; the first one with the norm of its inputs, or without."""
+
+    in_proj: ModuleSpec | type = IdentityOp
+    out_proj: ModuleSpec | type = IdentityOp
+
+
+class GatedDeltaNet(MegatronModule):
+    """Layer in the place of self-attention, causal by its nature."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int,
+        pg_collection: Any = None,
+        **_others: Any,
+    ):
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.sizes, whole = DeltaNetSizes.of(config), DeltaNetSizes.of(config, tensor=1)
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            sum(whole.projected),
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="fc1",
+            tp_group=pg_collection.tp,
+        )
+        place: dict[str, Any] = {
+            "dtype": config.params_dtype,
+            "device": "cpu" if config.use_cpu_initialization else torch.cuda.current_device(),
+        }
+        heads = self.sizes.value_heads
+        self.conv1d = _Weight(torch.zeros(sum(self.sizes.convolved), 1, self.sizes.taps, **place))
+        self.dt_bias, self.A_log = (_cut_parameter(torch.zeros(heads, **place)) for _ in range(2))
+        is_shared = config.tensor_model_parallel_size > 1
+        self.out_norm = GatedNorm(
+            torch.ones(self.sizes.value_dim, **place), config.layernorm_epsilon, is_shared=is_shared
+        )
+        self.out_proj = build_module(
+            submodules.out_proj,
+            whole.values,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="fc2",
+            tp_group=pg_collection.tp,
+        )
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "tokens rows hidden"],
+        attention_mask: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_others: Any,
+    ) -> tuple[Float[Tensor, "tokens rows hidden"], None]:
+        """Mix the tokens of each row, or of each packed sequence; there is no bias.
+
+        Args:
+            attention_mask: Not read: nothing looks ahead, and padding comes last.
+            inference_context: Keeps a `DeltaNetState` of this layer.
+        """
+        mixed, _ = self.in_proj(hidden_states)
+        boundaries = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
+        state = None
+        if inference_context is not None:
+            state = inference_context.key_value_memory_dict.setdefault(self.layer_number, DeltaNetState())
+        return self.out_proj(self.mix(mixed, boundaries=boundaries, state=state))[0], None
+
+    def mix(
+        self,
+        mixed: Float[Tensor, "tokens rows projected"],
+        *,
+        boundaries: Int[Tensor, " sequences_plus_1"] | None = None,
+        state: DeltaNetState | None = None,
+    ) -> Float[Tensor, "tokens rows values"]:
+        """Do what lies between the two projections.
+
+        Args:
+            boundaries: Of packed sequences.
+            state: Of the tokens before; moves on. Tokens of zeros leave an empty one empty.
+        """
+        sizes = self.sizes
+        convolved, gate, rate, decay = mixed.transpose(0, 1).split(
+            [sum(sizes.convolved), sizes.values, sizes.value_heads, sizes.value_heads], dim=-1
+        )
+        segments = None if boundaries is None else segments_of(boundaries, mixed.shape[0])
+        query, key, value = self._convolve(convolved, segments, state).split(sizes.convolved, dim=-1)
+        repeats = sizes.value_heads // sizes.key_heads
+        query, key = (
+            l2_normalize(each.unflatten(-1, (sizes.key_heads, sizes.key_dim)).float()).repeat_interleave(repeats, dim=2)
+            for each in (query, key)
+        )
+        value = value.unflatten(-1, (sizes.value_heads, sizes.value_dim))
+        log_decay = -self.A_log.float().exp() * F.softplus(decay.float() + self.dt_bias)
+        heads = self._rule((query, key, value, log_decay, rate.sigmoid()), boundaries, segments, state)
+        outputs = self.out_norm(heads, gate.unflatten(-1, (sizes.value_heads, sizes.value_dim)))
+        return outputs.flatten(2).transpose(0, 1).contiguous()
+
+    def _convolve(
+        self, inputs: Float[Tensor, "rows tokens channels"], segments: Tensor | None, state: DeltaNetState | None
+    ) -> Tensor:
+        before = None if state is None else state.inputs
+        outputs = causal_convolution(inputs, self.conv1d.weight.squeeze(1), segments=segments, before=before)
+        if state is not None:
+            kept = self.sizes.taps - 1
+            whole = F.pad(inputs, (0, 0, kept, 0)) if before is None else torch.cat([before, inputs], dim=1)
+            state.inputs = whole[:, whole.shape[1] - kept :].clone()
+        return F.silu(outputs)
+
+    def _rule(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        boundaries: Tensor | None,
+        segments: Tensor | None,
+        state: DeltaNetState | None,
+    ) -> Float[Tensor, "rows tokens heads value_dim"]:
+        query, key, value, log_decay, rate = tensors
+        memory = None if state is None else state.memory
+        if state is not None and query.shape[1] == 1:
+            heads, state.memory = recurrent_gated_delta_rule(*tensors, state=memory)
+            return heads.to(value.dtype)
+        kernel = _kernel() if value.is_cuda else None
+        if kernel is None:
+            heads, memory = chunked_gated_delta_rule(*tensors, segments=segments, state=memory)
+        else:
+            heads, memory = kernel(
+                query.to(value.dtype),
+                key.to(value.dtype),
+                value,
+                g=log_decay,
+                beta=rate,
+                initial_state=memory,
+                output_final_state=state is not None,
+                cu_seqlens=None if boundaries is None else boundaries.long(),
+            )
+        if state is not None:
+            state.memory = memory
+        return heads.to(value.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return this rank's pieces of the weights."""
+        own = {
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "conv1d.weight": self.conv1d.weight,
+            "out_norm.weight": self.out_norm.weight,
+        }
+        cut = dict.fromkeys(own.keys() - {"out_norm.weight"}, 0)
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets)
+        for name, linear in (("in_proj", self.in_proj), ("out_proj", self.out_proj)):
+            found |= linear.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+        for name, sizes in (("in_proj", self.sizes.projected), ("conv1d", self.sizes.convolved)):
+            found[f"{prefix}{name}.weight"] = _in_sections(found[f"{prefix}{name}.weight"], sizes)
+        return found
+
+
+def _in_sections(whole: ShardedTensor, sizes: Sequence[int]) -> ShardedTensorFactory:
+    """Return a rank's rows of a parameter as blocks of one tensor that holds whole sections, whatever the ranks."""
+    rows = whole.local_shape[0]
+    rank, ranks = whole.global_offset[0] // rows, whole.global_shape[0] // rows
+    starts = [0, *itertools.accumulate(size * ranks for size in sizes)]
+
+    def build(key: str, values: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+        assert flattened_range is None
+        return [
+            dataclasses.replace(
+                whole,
+                key=key,
+                data=part,
+                dtype=part.dtype,
+                local_shape=tuple(part.shape),
+                global_offset=(start + rank * size, *whole.global_offset[1:]),
+                # None: blocks of all sizes.
+                axis_fragmentations=None,
+                replica_id=replica_id,
+            )
+            for part, start, size in zip(values.split(list(sizes)), starts, sizes, strict=False)
+        ]
+
+    return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)
+
+
+def use_gated_delta_nets(block: TransformerBlockSubmodules, linear: Collection[int]) -> TransformerBlockSubmodules:
+    """Copy a block's layer specs with gated delta nets in place of attention in some layers.
+
+    Args:
+        linear: Places of these in the block.
+    """
+    layers = [_with_net(layer) if place in linear else layer for place, layer in enumerate(block.layer_specs)]
+    return dataclasses.replace(block, layer_specs=layers)
+
+
+def _with_net(layer_spec: ModuleSpec) -> ModuleSpec:
+    """Take the linear layers of attention: also one of Transformer Engine with the norm in front of it."""
+    layer = layer_spec.submodules
+    attention = layer.self_attention.submodules
+    net = ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(in_proj=attention.linear_qkv, out_proj=attention.linear_proj),
+    )
+    return dataclasses.replace(layer_spec, submodules=dataclasses.replace(layer, self_attention=net))

@@ -1,0 +1,256 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Models with gated delta nets beside transformers over several chunks, with gradients; generation; what is refused.
+
+transformers differs from itself with another chunk size: behind the rule stands a norm of numbers that can be near 0.
+That floor is measured in each run, and what is compared may differ by twice as much.
+"""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
+from nemo_rl_moe.models.hf_files import load_hf_config
+from nemo_rl_moe.models.megatron.cpu.cached_forward import has_cached_forward
+from nemo_rl_moe.models.megatron.cpu.functions import ZeroCenteredRMSNorm
+from nemo_rl_moe.models.megatron.generation import MegatronGenerator
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+from tests.support.family_models import FAMILY_MODELS
+from tests.support.family_outputs import trainer_of
+from tests.support.family_reference import other_chunks, read_model, save_model, tensors_in, write_reference
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import layout, parallel_job, sharing_sequences, tiny_policy
+
+MODELS = [name for name in FAMILY_MODELS if name.startswith(("qwen3_next", "qwen3_5"))]
+TOKENS = 150
+"""More than two chunks of 64."""
+LEAST = 1e-6
+
+
+def long_rows(vocabulary: int) -> Tensor:
+    return torch.randint(0, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(3))
+
+
+def mixture(logits: Tensor) -> Tensor:
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(9))
+    return (logits.log_softmax(-1) * weights).mean()
+
+
+def gradients_of_transformers(model: Any, ids: Tensor, folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return logits, and the gradient of each tensor of a file."""
+    logits = model(ids, use_cache=False).logits
+    model.zero_grad()
+    mixture(logits).backward()
+    kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    save_model(model, folder)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(kept[name])
+    return logits.detach(), tensors_in(folder)
+
+
+def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest difference of gradients, relative to the largest of each tensor."""
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - each).abs().max() / each.abs().max()) for name, each in expected.items())
+
+
+def compare_long_rows(name: str, root: str, policy: PolicyConfig) -> dict[str, float]:
+    """Run on one rank: differences of logits and gradients from transformers, and of transformers from itself."""
+    folder = Path(root, "model")
+    as_released = replace(FAMILY_MODELS[name], fields={**FAMILY_MODELS[name].fields, "rms_norm_eps": 1e-6})
+    with mock.patch.dict(FAMILY_MODELS, {name: as_released}):
+        write_reference(name, folder)
+    with parallel_job(policy):
+        trainer = trainer_of(folder, policy)
+        ids, (chunk,) = long_rows(trainer.hf_config.vocab_size), trainer.chunks
+        mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu_(1)[None, None]
+        is_local = policy.megatron_cfg.layer_spec == "local"
+        ours = chunk.train()(ids, torch.arange(TOKENS).expand_as(ids), mask if is_local else None)
+        mixture(ours).backward()
+        with torch.no_grad():
+            for parameter in chunk.parameters():
+                parameter.copy_(parameter.main_grad)
+        trainer.save_weights(Path(root, "ours"), {})
+    model = read_model(folder)
+    theirs, gradients = gradients_of_transformers(model, ids, Path(root, "theirs"))
+    with other_chunks(model):
+        others, other_gradients = gradients_of_transformers(model, ids, Path(root, "others"))
+    return {
+        "logits": float((ours - theirs).abs().max()),
+        "floor of logits": float((others - theirs).abs().max()),
+        "gradients": largest_difference(tensors_in(Path(root, "ours")), gradients),
+        "floor of gradients": largest_difference(other_gradients, gradients),
+    }
+
+
+@pytest.mark.parametrize("layer_spec", ["auto", pytest.param("local", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", [MODELS[0], *(pytest.param(name, marks=pytest.mark.full) for name in MODELS[1:])])
+def test_long_rows_are_those_of_transformers_within_its_own_rounding(
+    name: str, layer_spec: str, tmp_path: Path
+) -> None:
+    (found,) = run_ranks(
+        compare_long_rows, 1, name, str(tmp_path), tiny_policy(layer_spec=layer_spec, moe_aux_loss_coeff=0.0)
+    )
+    print(f"{name}, {layer_spec}: {found}")
+    assert 0 < found["floor of logits"] < 1e-2, "chunks of another size were computed"
+    for measure in ("logits", "gradients"):
+        assert found[measure] < 2 * max(found[f"floor of {measure}"], LEAST)
+
+
+PROMPTS = tuple(
+    tuple(torch.randint(1, 60, (length,), generator=torch.Generator().manual_seed(length)).tolist())
+    for length in (70, 2, 33, 70, 5)
+)
+
+
+def generated_and_full(name: str, policy: PolicyConfig) -> tuple[bool, float, list[int]]:
+    """Return whether the cached forward generates, the largest difference of a log-probability, and lengths."""
+    from tests.support.generation_run import build_trainer
+
+    with parallel_job(policy):
+        trainer = build_trainer(policy, name)
+        (chunk,) = trainer.chunks
+        generator = MegatronGenerator(trainer.chunks, trainer.config, None, trainer.device)
+        # Rows end at different lengths, and are dropped.
+        sampling = SamplingParameters(max_new_tokens=40, temperature=1.0, stop_token_ids=tuple(range(0, 60, 12)))
+        found = generator.generate(GenerationBatch(PROMPTS, tuple(range(len(PROMPTS))), sampling), weight_version=1)
+        differences = []
+        for prompt, sequence in zip(PROMPTS, found, strict=True):
+            ids = torch.tensor([[*prompt, *sequence.token_ids.tolist()]])
+            columns = ids.shape[1]
+            mask = torch.ones(columns, columns, dtype=torch.bool).triu_(1)[None, None]
+            with torch.no_grad():
+                is_local = policy.megatron_cfg.layer_spec == "local"
+                logits = chunk.eval()(ids, torch.arange(columns)[None], mask if is_local else None)
+            full = logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)[len(prompt) - 1 :]
+            differences.append(float((full - torch.as_tensor(sequence.logprobs)).abs().max()))
+        return has_cached_forward(chunk), max(differences), [len(sequence.token_ids) for sequence in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "layer_spec"),
+    [
+        ("qwen3_next", "auto"),
+        pytest.param("qwen3_next", "local", marks=pytest.mark.full),
+        pytest.param("qwen3_5_moe_text", "auto", marks=pytest.mark.full),
+        pytest.param("qwen3_5_text", "auto", marks=pytest.mark.full),
+        pytest.param("qwen3_5_text", "local", marks=pytest.mark.full),
+    ],
+)
+def test_state_of_earlier_tokens_gives_what_the_whole_sequence_gives(name: str, layer_spec: str) -> None:
+    policy = tiny_policy(layer_spec=layer_spec, max_total_sequence_length=128)
+    ((is_cached, difference, lengths),) = run_ranks(generated_and_full, 1, name, policy)
+    assert is_cached == (layer_spec == "auto")
+    assert len({*lengths}) > 2, lengths
+    assert difference < 1e-4, difference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zero_centred_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm
+
+    config = build_transformer_config(tiny_policy(), FAMILY_MODELS["qwen3_next"].hf_config())
+    config.params_dtype = dtype
+    generator = torch.Generator().manual_seed(0)
+    weight, values = torch.randn(32, generator=generator) / 3, torch.randn(50, 32, generator=generator)
+    ours, theirs = ZeroCenteredRMSNorm(config, 32, eps=1e-6), Qwen3_5MoeRMSNorm(32).to(dtype)
+    with torch.no_grad():
+        ours.weight.copy_(weight)
+        theirs.weight.copy_(weight)
+        found, expected = ours(values.to(dtype)), theirs(values.to(dtype))
+    assert found.dtype is dtype
+    # In bfloat16 1 + weight would lose half of the weight's digits.
+    torch.testing.assert_close(found, expected, rtol=1e-6 if dtype is torch.float32 else 8e-3, atol=1e-6)
+    assert float((found != expected).float().mean()) < (1 if dtype is torch.float32 else 0.02)
+
+
+KEY = "policy.model_name: config.json: "
+
+
+def read_config(folder: Path, name: str, **changes: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps({**FAMILY_MODELS[name].config_json(), **changes}))
+    return load_hf_config(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"layer_types": ["linear_attention", "sliding_attention"] * 2},
+            "layer_types: got ['linear_attention', 'sliding_attention', 'linear_attention', 'sliding_attention'], "
+            "expected 4 entries of 'linear_attention' or 'full_attention'",
+        ),
+        (
+            {"linear_num_value_heads": 3},
+            "linear_num_value_heads: got 3, expected a multiple of linear_num_key_heads 2",
+        ),
+        ({"linear_num_value_heads": 0}, "linear_num_value_heads: got 0, expected a multiple of"),
+        ({"linear_num_key_heads": 0}, "linear_num_key_heads: got 0, expected 1 or more"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: got 0, expected 1 or more"),
+    ],
+)
+def test_layers_that_cannot_be_built_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(KEY + message)):
+        build_transformer_config(tiny_policy(), read_config(tmp_path, "qwen3_next", **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate: got False, supported for Qwen3.5-MoE (text): True"),
+        (
+            {"mamba_ssm_dtype": "bfloat16"},
+            "mamba_ssm_dtype: got 'bfloat16', supported for Qwen3.5-MoE (text): 'float32'",
+        ),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers: got [0], supported for Qwen3.5-MoE (text): [] or None"),
+    ],
+)
+def test_what_the_family_does_not_read_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(KEY + message)):
+        read_config(tmp_path, "qwen3_5_moe_text", **changes)
+
+
+def test_positions_of_images_are_refused_where_the_family_has_none(tmp_path: Path) -> None:
+    rope = {**FAMILY_MODELS["qwen3_next"].fields["rope_parameters"], "mrope_section": [1, 1, 0]}
+    hf_config = read_config(tmp_path, "qwen3_next", rope_parameters=rope)
+    with pytest.raises(
+        ConfigurationError, match=r"rope_parameters\.mrope_section: got \[1, 1, 0\], a field that is not"
+    ):
+        build_transformer_config(tiny_policy(), hf_config)
+
+
+def test_context_parallelism_is_refused() -> None:
+    policy = sharing_sequences(tiny_policy(2), 2)
+    with pytest.raises(ConfigurationError) as caught:
+        build_transformer_config(policy, FAMILY_MODELS["qwen3_5_moe_text"].hf_config())
+    assert caught.value.problems == [
+        "policy.megatron_cfg.context_parallel_size: got 2, expected 1: ranks cannot share sequences of a model with"
+        " gated delta nets, whose state passes from token to token"
+    ]
+
+
+def test_heads_that_ranks_cannot_share_are_refused() -> None:
+    config = FAMILY_MODELS["qwen3_next"].hf_config()
+    config.linear_num_key_heads, config.linear_num_value_heads = 3, 6
+    with pytest.raises(ConfigurationError, match="got 2, which does not divide the model's 3 linear key heads"):
+        build_transformer_config(tiny_policy(2, **layout(tp=2)), config)
+
+
+def test_adapters_are_refused() -> None:
+    policy = tiny_policy(
+        lora="{rank: 4, alpha: 8.0, targets: [all-linear], dropout: 0.0, experts: none, init: kaiming, path: null}"
+    )
+    with pytest.raises(ConfigurationError, match=r"policy\.lora: got an adapter, expected null for Qwen3-Next"):
+        build_transformer_config(policy, FAMILY_MODELS["qwen3_next"].hf_config())
