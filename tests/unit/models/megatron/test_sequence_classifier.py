@@ -50,8 +50,8 @@ def write_classifier(name: str, folder: Path, num_labels: int = 1) -> Any:
 def scores_of_folders(policy: PolicyConfig, folders: Sequence[str]) -> list[dict[int, float]]:
     """Return the value behind the last token of each row, on ranks that report; every rank of a job calls it."""
     found = []
-    for folder in folders:
-        with parallel_job(policy):
+    with parallel_job(policy):
+        for folder in folders:
             hf_config = plain_config(load_hf_config(folder))
             model = MegatronModel(policy, hf_config, Path(folder), heads=(Head.VALUE,))
             batch = tiny_batch(3, hf_config.vocab_size, shortest=COLUMNS, longest=COLUMNS)
