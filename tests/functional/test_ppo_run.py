@@ -46,6 +46,7 @@ class Runs:
             ppo__gae_lambda_value=1.0,
             env__rollout="tests.functional.test_turn_credit_run:rewarded",
             policy__generation__max_new_tokens=6,
+            policy__megatron_cfg__moe_aux_loss_coeff=0.0,
             grpo__max_num_epochs=4,
             data__validation=None,
             checkpointing__save_period=SAVED_AT,
