@@ -136,7 +136,18 @@ def _shown(value: Any) -> str:
 def _place(section: Section) -> int:
     """Loops and losses first, then what all algorithms have."""
     top = section.path.partition(".")[0]
-    order = [*ALGORITHMS, "loss_fn", "env", "data", "policy", "checkpointing", "logger", "cluster"]
+    order = [
+        *ALGORITHMS,
+        "value",
+        "value_loss_fn",
+        "loss_fn",
+        "env",
+        "data",
+        "policy",
+        "checkpointing",
+        "logger",
+        "cluster",
+    ]
     return order.index(top)
 
 

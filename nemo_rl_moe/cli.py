@@ -60,6 +60,7 @@ examples:
   nemo-rl-moe sft --config sft_tiny_moe.yaml sft.max_num_steps=50 logger.wandb_enabled=false
   nemo-rl-moe grpo --config grpo_tiny_moe.yaml grpo.max_num_steps=5
   nemo-rl-moe dpo --config dpo_tiny_moe.yaml dpo.reference_logprobs=precompute
+  nemo-rl-moe ppo --config ppo_tiny_moe.yaml ppo.policy_training_start_step=3
   nemo-rl-moe distillation --config distillation_tiny_moe.yaml distillation.kl_type=forward
   nemo-rl-moe run --config my_run.yaml
   nemo-rl-moe config --config my_run.yaml cluster.gpus_per_node=4

@@ -140,6 +140,7 @@ LOADERS = {
     "sft": load_config,
     "dpo": load_dpo_config,
     "grpo": load_grpo_config,
+    "ppo": load_any_config,
     "distillation": load_any_config,
     "config": load_any_config,
     "data": load_any_config,

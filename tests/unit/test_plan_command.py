@@ -354,6 +354,8 @@ SHIPPED = {
     "sft.yaml": ("Qwen3-30B-A3B", "8xH200"),
     "dpo.yaml": ("Qwen3-30B-A3B", "8xH200"),
     "grpo_math_1B.yaml": ("Qwen3-1.7B", "8xH100"),
+    "ppo_math_1B.yaml": ("Qwen3-1.7B", "8xH100"),
+    "distillation_math.yaml": ("Qwen3-1.7B", "8xH100"),
     "grpo_dapo17k.yaml": ("Qwen3-30B-A3B", "8xH20"),
     "grpo_glm_4_5_air_lora.yaml": ("GLM-4.5-Air", "8xH100"),
     "grpo_glm_4_7_flash.yaml": ("GLM-4.7-Flash", "8xH100"),

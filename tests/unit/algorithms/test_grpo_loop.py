@@ -16,6 +16,7 @@ from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo, update_engine
 from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source, prev_is_current
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.algorithms.role_models import RoleModels
 from nemo_rl_moe.algorithms.run_observers import CheckedRefits, RoutingAnomalyWatch, RunObserver
 from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.checkpoints.state import LoopState
@@ -115,7 +116,7 @@ class Loop:
                 captures=self.recorded_captures,
             ),
             [*self.observers, *checked],
-            self.critic,
+            RoleModels(self.critic),
         )
 
     def _stop_reason(self) -> str | None:
