@@ -105,7 +105,7 @@ def test_agents_of_a_run_listen_on_loopback_alone_and_none_outlives_it(tmp_path:
         return f"step {NUM_STEPS}/" in run.printed
 
     with run_kills.running(grpo_runs.command(hanging), tmp_path / "work") as run:
-        run.wait_for(lambda: look(run), START_LIMIT_S)
+        run.wait_for(lambda: look(run), 2 * START_LIMIT_S)
         assert run.wait_for_end(START_LIMIT_S) == 0, run.errors
         run.wait_until_nothing_runs(END_LIMIT_S)
     assert len(agents) >= 3
