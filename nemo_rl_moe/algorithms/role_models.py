@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What models beside the policy add to a step of GRPO: a critic makes it PPO, teachers make it distillation."""
+"""Models beside the policy in a step of GRPO: a critic makes it PPO, teachers make it distillation."""
 
 from dataclasses import dataclass
 

@@ -361,7 +361,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     expert_tensor_parallel_size_is_possible,
 )
 TRAINING_RULES: tuple[Rule, ...] = (global_batch_divides, learning_rates_fall)
-"""Of the trained roles beside the policy; those of the policy are among the common ones."""
+"""Rules for trained roles beside the policy; the policy's own are among the common ones."""
 COMMON_RULES: tuple[Rule, ...] = (
     roles_are_placed,
     loop_lets_rollouts_run_ahead,

@@ -13,7 +13,7 @@ class PPOConfig(StrictModel):
     gae_lambda: WholeOrLess
     """Decay of later differences in an advantage; 1: the return less the value, 0: one step of difference."""
     gae_lambda_value: WholeOrLess | None
-    """The same in the returns that the critic learns, such as 1 for returns without its own values; null:
+    """`gae_lambda` in the returns that the critic learns, such as 1 for returns without its own values; null:
     `gae_lambda`."""
     gae_gamma: WholeOrLess
     """Discount of the reward for each trained token before it."""

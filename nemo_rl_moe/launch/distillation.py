@@ -2,35 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of distillation: rollouts as in GRPO, teachers in workers of their own, then GRPO's loop."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.algorithms.distillation import Teachers
-from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo
 from nemo_rl_moe.algorithms.grpo_batch import failure_rule
-from nemo_rl_moe.algorithms.grpo_metrics import Validator
-from nemo_rl_moe.algorithms.lag_metrics import LagMetrics
 from nemo_rl_moe.algorithms.role_models import RoleModels
 from nemo_rl_moe.algorithms.run_observers import RunObserver
-from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.algorithms.teacher_routes import RoutedModel, TeacherRoutes
 from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id, vocabulary_problem
+from nemo_rl_moe.data.tokenizer import load_tokenizer, vocabulary_problem
 from nemo_rl_moe.errors import ConfigurationError, DataError
-from nemo_rl_moe.launch.asynchronous import plan_rollouts
-from nemo_rl_moe.launch.grpo import (
-    PreparedRollouts,
-    make_run_observers,
-    prepare_rollouts,
-    start_rollouts,
-    start_source,
-)
+from nemo_rl_moe.launch.grpo import PreparedRoles, PreparedRollouts, run_grpo
 from nemo_rl_moe.launch.setup import PreparedModel
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.rollouts.given_responses import GivenResponses, check_given_responses
-from nemo_rl_moe.rollouts.source import RolloutSource
+from nemo_rl_moe.rollouts.source import PromptRounds, RolloutSource
+from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.routing.routers import moe_layer_indices
 
 if TYPE_CHECKING:
@@ -44,44 +35,47 @@ def run_distillation(config: DistillationMasterConfig, run: TrainingRun) -> None
         UserError: A model, a tokenizer, the environment or the prompts cannot be used.
         WorkerDiedError: A worker failed.
     """
-    plan = plan_rollouts(config)
-    prepared = prepare_rollouts(config, run)
-    teacher_models = prepare_teachers(config, run, prepared.model)
-    response_key = config.distillation.response_key
-    if response_key is not None:
-        check_given_responses(chain.from_iterable(prepared.training.values()), response_key)
-    by_sample = teachers_of_records(config, prepared)
-    loader = prepared.loader(config)
-    run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config))
-    if run.is_complete:
-        return
-    if plan is not None:
-        plan.check(config, loader, run.remaining_steps.start)
-    policy = run.start_policy()
-    models = {name: run.start_role(name, model) for name, model in teacher_models.items()}
-    run.restore()  # before engines share its GPUs
-    worker = start_rollouts(config, run, policy, prepared)
-    recorder = run.open()
-    held_out, failures = prepared.held_out, failure_rule(config)
-    source: RolloutSource
-    if response_key is None:
-        source = start_source(config, run, plan, worker, prepared, recorder)
-    else:
-        source = GivenResponses(config.grpo, worker, loader, prepared.sampling, failures, response_key)
-    validate = Validator(config.grpo, worker, held_out, prepared.sampling, failures) if held_out else None
-    rollouts = Rollouts(worker.engine, source, validate, pad_token_id(prepared.model.tokenizer))
-    teachers = Teachers(config, models, prepared.model.hf_config.vocab_size, by_sample)
-    shape = router_shape(prepared.model)
-    comparable = {name: models[name] for name, model in teacher_models.items() if router_shape(model) == shape}
-    observers = [
-        *make_run_observers(config, policy, worker.engine, prepared.model, run),
-        LagMetrics(recorder.record_artifact),
-        *make_teacher_routes(config, policy, teachers, comparable if shape is not None else {}),
-    ]
-    summary = train_grpo(config, policy, rollouts, recorder, observers, RoleModels(teachers=teachers))
-    run.end(summary)
-    if summary.stopped_for is None and summary.num_steps < run.num_steps:
-        run.console.warn(f"the prompts of all epochs were used up after {summary.num_steps} of {run.num_steps} steps")
+
+    def prepare_roles(prepared: PreparedRollouts) -> PreparedRoles:
+        models = prepare_teachers(config, run, prepared.model)
+        response_key = config.distillation.response_key
+        if response_key is not None:
+            check_given_responses(chain.from_iterable(prepared.training.values()), response_key)
+        return PreparedTeachers(config, run, prepared, models, teachers_of_records(config, prepared))
+
+    run_grpo(config, run, prepare_roles)
+
+
+@dataclass(frozen=True)
+class PreparedTeachers(PreparedRoles):
+    """Teachers of a run, checked before anything is started.
+
+    Attributes:
+        config: The whole configuration.
+        models: The teachers, by name.
+        by_sample: Name of the teacher of each sample that has one, where records say it.
+    """
+
+    config: DistillationMasterConfig
+    run: TrainingRun
+    prepared: PreparedRollouts
+    models: Mapping[str, PreparedModel]
+    by_sample: Mapping[str, str]
+
+    def start(self, policy: "MegatronPolicy") -> tuple[RoleModels, Sequence[RunObserver]]:
+        config, own = self.config, self.prepared.model
+        started = {name: self.run.start_role(name, model) for name, model in self.models.items()}
+        teachers = Teachers(config, started, own.hf_config.vocab_size, self.by_sample)
+        shape = router_shape(own)
+        comparable = {name: started[name] for name, model in self.models.items() if router_shape(model) == shape}
+        routes = make_teacher_routes(config, policy, teachers, comparable if shape is not None else {})
+        return RoleModels(teachers=teachers), routes
+
+    def own_source(self, worker: RolloutWorker, loader: PromptRounds) -> RolloutSource | None:
+        config, response_key = self.config, self.config.distillation.response_key
+        if response_key is None:
+            return None
+        return GivenResponses(config.grpo, worker, loader, self.prepared.sampling, failure_rule(config), response_key)
 
 
 def prepare_teachers(

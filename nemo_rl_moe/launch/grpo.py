@@ -10,14 +10,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.algorithms.capture_writer import CaptureWriter
-from nemo_rl_moe.algorithms.critic import Critic
 from nemo_rl_moe.algorithms.custom_estimator import check_estimator
 from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo
 from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.lag_metrics import LagMetrics
 from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
-from nemo_rl_moe.algorithms.role_models import RoleModels
+from nemo_rl_moe.algorithms.role_models import NO_ROLES, RoleModels
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
 from nemo_rl_moe.algorithms.run_observers import CaptureVolume, RoutingAnomalyWatch, RunObserver, checked_refits
 from nemo_rl_moe.algorithms.step_recorder import StepRecorder, num_training_steps
@@ -101,13 +100,32 @@ class PreparedRollouts:
         return {TRAINING_DATA: prompts, MODEL: model_fingerprint(config.policy.model_name)}
 
 
+class PreparedRoles:
+    """Models beside the policy, checked before anything is started; here none."""
+
+    def start(self, policy: "MegatronPolicy") -> tuple[RoleModels, Sequence[RunObserver]]:
+        """Start the models; return what they add to a step, and their observers."""
+        return NO_ROLES, ()
+
+    def own_source(self, worker: RolloutWorker, loader: PromptRounds) -> RolloutSource | None:
+        """Return the source of responses that the policy does not sample; None: it samples them."""
+        return None
+
+
+def no_roles(prepared: PreparedRollouts) -> PreparedRoles:
+    """Return no models beside the policy, as GRPO has none."""
+    return PreparedRoles()
+
+
 def run_grpo(
-    config: GRPOMasterConfig, run: TrainingRun, prepare_critic: Callable[[], Callable[[], Critic]] | None = None
+    config: GRPOMasterConfig,
+    run: TrainingRun,
+    prepare_roles: Callable[[PreparedRollouts], PreparedRoles] = no_roles,
 ) -> None:
     """Run GRPO from start to end.
 
     Args:
-        prepare_critic: Checks the critic's model before anything starts, and returns what starts it; None: no critic.
+        prepare_roles: Checks the models beside the policy, before anything starts.
 
     Raises:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
@@ -115,7 +133,7 @@ def run_grpo(
     """
     plan = plan_rollouts(config)  # first: what is wrong with a schedule is reported before models and data are read
     prepared = prepare_rollouts(config, run)
-    start_critic = None if prepare_critic is None else prepare_critic()
+    roles = prepare_roles(prepared)
     loader = prepared.loader(config)
     run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config))
     if run.is_complete:
@@ -123,20 +141,23 @@ def run_grpo(
     if plan is not None:
         plan.check(config, loader, run.remaining_steps.start)
     policy = run.start_policy()
-    critic = None if start_critic is None else start_critic()
+    models, observers_of_roles = roles.start(policy)
     run.restore()  # before engines share its GPUs
     worker = start_rollouts(config, run, policy, prepared)
     recorder = run.open()
     failures = failure_rule(config)
-    source = start_source(config, run, plan, worker, prepared, recorder)
+    source = roles.own_source(worker, loader)
+    if source is None:
+        source = start_source(config, run, plan, worker, prepared, recorder)
     held_out = prepared.held_out
     validate = Validator(config.grpo, worker, held_out, prepared.sampling, failures) if held_out else None
     rollouts = Rollouts(worker.engine, source, validate, pad_token_id(prepared.model.tokenizer))
     observers = [
         *make_run_observers(config, policy, worker.engine, prepared.model, run),
         LagMetrics(recorder.record_artifact),
+        *observers_of_roles,
     ]
-    summary = train_grpo(config, policy, rollouts, recorder, observers, RoleModels(critic))
+    summary = train_grpo(config, policy, rollouts, recorder, observers, models)
     run.end(summary)
     if summary.stopped_for is None and summary.num_steps < run.num_steps:
         run.console.warn(f"the prompts of all epochs were used up after {summary.num_steps} of {run.num_steps} steps")

@@ -2,14 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of PPO: that of GRPO, with a critic."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nemo_rl_moe.algorithms.critic import Critic
+from nemo_rl_moe.algorithms.role_models import RoleModels
+from nemo_rl_moe.algorithms.run_observers import RunObserver
 from nemo_rl_moe.config.schema_ppo import PPOMasterConfig
 from nemo_rl_moe.config.schema_run import CRITIC_ROLE
-from nemo_rl_moe.launch.grpo import run_grpo
+from nemo_rl_moe.launch.grpo import PreparedRoles, run_grpo
+from nemo_rl_moe.launch.setup import PreparedModel
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.models.interfaces import Head
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 
 def run_ppo(config: PPOMasterConfig, run: TrainingRun) -> None:
@@ -19,9 +27,21 @@ def run_ppo(config: PPOMasterConfig, run: TrainingRun) -> None:
         UserError: A model, the tokenizer, the environment or the prompts cannot be used.
         WorkerDiedError: A worker failed.
     """
+    run_grpo(config, run, lambda prepared: PreparedCritic(config, run, run.prepare_role(CRITIC_ROLE)))
 
-    def prepare_critic() -> Callable[[], Critic]:
-        model = run.prepare_role(CRITIC_ROLE)
-        return lambda: Critic(config, run.start_trainable_role(CRITIC_ROLE, model, heads=[Head.VALUE]))
 
-    run_grpo(config, run, prepare_critic)
+@dataclass(frozen=True)
+class PreparedCritic(PreparedRoles):
+    """Critic of a run, checked before anything is started.
+
+    Attributes:
+        config: The whole configuration.
+    """
+
+    config: PPOMasterConfig
+    run: TrainingRun
+    model: PreparedModel
+
+    def start(self, policy: "MegatronPolicy") -> tuple[RoleModels, Sequence[RunObserver]]:
+        started = self.run.start_trainable_role(CRITIC_ROLE, self.model, heads=[Head.VALUE])
+        return RoleModels(critic=Critic(self.config, started)), ()

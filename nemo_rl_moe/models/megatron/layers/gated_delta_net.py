@@ -107,7 +107,7 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
 
 @dataclass
 class DeltaNetState:
-    """What a layer keeps of the tokens so far of a batch of rows.
+    """State of a layer after the tokens so far of a batch of rows.
 
     Attributes:
         inputs: The last inputs of the convolution.

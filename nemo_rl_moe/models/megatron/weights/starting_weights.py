@@ -32,7 +32,7 @@ _RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", "self_attention.out_pr
 
 
 _DECAYS = (0.01, 16.0)
-"""Of a gated delta net's heads, as in transformers."""
+"""Range of the first decays of a gated delta net's heads, as in transformers."""
 
 
 def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, seed: int) -> None:
