@@ -18,8 +18,10 @@ import torch.distributed as dist
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_shard, with_empty_rows
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.model import releases as corrections
 from nemo_rl_moe.models.megatron.model import transformer_config
+from nemo_rl_moe.models.megatron.model.model_overrides import read_overrides
 from nemo_rl_moe.models.megatron.model.releases import (
     HAS_MOE_METRICS_TRACKER,
     MEGATRON_VERSION,
@@ -449,6 +451,24 @@ def test_auxiliary_gradients_do_not_grow_with_the_number_of_microbatches() -> No
     assert four_times == pytest.approx(once, rel=1e-6)
     unscaled = run_ranks(train_repeated, 1, policy, 4, False)[0]
     assert abs(unscaled / once - 1) > 0.05
+
+
+def train_in_microbatches_of(size: int, policy: PolicyConfig) -> float:
+    """Gradient norm of one sequence four times, in microbatches of `size`."""
+    with parallel_job(policy):
+        trainer = build_trainer(RunSettings(policy))
+        batch = tiny_batch(100).select([0] * 4)
+        microbatches = [list(range(first, first + size)) for first in range(0, 4, size)]
+        return trainer.train([make_shard(batch, microbatches, batch)], sft_loss).grad_norm
+
+
+def test_the_sequence_level_loss_weighs_the_same_in_microbatches_of_any_size() -> None:
+    kind = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1.0}
+    policy = tiny_policy(1, layer_spec="local", max_grad_norm=None, **kind)
+    single, whole = (run_ranks(train_in_microbatches_of, 1, size, policy)[0] for size in (1, 4))
+    assert whole == pytest.approx(single, rel=1e-6)
+    with pytest.raises(ConfigurationError, match="calculate_per_token_loss"):
+        read_overrides({"calculate_per_token_loss": True}, ())
 
 
 # Microbatches of padding alone
