@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs with a reward model: its scores are transformers', in GRPO, PPO and evaluations; what cannot be one is refused."""
+"""Runs with a reward model: its scores are those of transformers in GRPO, PPO and evaluations; others are refused."""
 
 import json
 import shutil
@@ -148,7 +148,7 @@ def test_an_evaluation_has_the_same_rewards(runs: Runs) -> None:
     (output,) = (runs.folder / "evaluated" / "logs").iterdir()
     samples = runs.check_scores(output)
     results = json.loads((output / "results.json").read_text())
-    assert results["reward"]["value"] == pytest.approx(np.mean([sample["reward"] for sample in samples]))
+    assert results["reward"]["mean"] == pytest.approx(np.mean([sample["reward"] for sample in samples]))
 
 
 def test_what_cannot_be_a_reward_model_is_refused_in_one_line_before_ray(runs: Runs) -> None:
