@@ -86,7 +86,9 @@ def role_lines(memories: dict[str, RoleMemory], target: Target | None) -> Iterat
     for label, row in zip(["", *(each.label for each in found)], [heads, *cells], strict=True):
         yield f"  {label:<{label_width}}  " + "  ".join(f"{cell:>{width}}" for cell in row)
     yield "  not counted: their activations"
-    for name, each in memories.items() if target is not None else ():
+    if target is None:
+        return
+    for name, each in memories.items():
         memory = target.card.memory_gb * UNITS["GB"]
         verdict = "fits" if each.total <= memory else "does not fit"
         yield f"  {target}: {name} {verdict}: {each.total / UNITS['GB']:.2f} of {target.card.memory_gb} GB"

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from tests.functional import grpo_runs, sft_runs, shared_ray
-from tests.support.logged_metrics import read_jsonl
 
 pytestmark = pytest.mark.shared_ray
 
@@ -77,8 +76,10 @@ class Runs:
         """Compare the scores of samples with transformers'; return the samples."""
         tokenizer = AutoTokenizer.from_pretrained(self.model)
         reference = AutoModelForSequenceClassification.from_pretrained(self.model, dtype=torch.float32).eval()
-        samples = read_jsonl(run_folder / "samples.jsonl")
-        found, expected = [], []
+        lines = (run_folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+        samples: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        found: list[float] = []
+        expected: list[float] = []
         for sample in samples:
             end = [] if sample["is_truncated"] else [tokenizer.eos_token_id]
             response = tokenizer.encode(sample["response"], add_special_tokens=False) + end
