@@ -9,7 +9,7 @@ from nemo_rl_moe.config.algorithm import roles_of
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_policy import RoleModelConfig, TrainedRoleConfig
 from nemo_rl_moe.distributed.accelerators import Target
-from nemo_rl_moe.errors import counted
+from nemo_rl_moe.errors import ConfigurationError, counted
 from nemo_rl_moe.launch.plan_gpus import UNITS
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import worker_memory
@@ -51,8 +51,11 @@ def role_memories(config: MasterConfig) -> dict[str, RoleMemory]:
 def _role_memory(config: MasterConfig, name: str, role: RoleModelConfig) -> RoleMemory:
     place = config.cluster.place_of(name)
     alone = config.model_copy(update={"policy": role.as_policy(config.policy), "cluster": place})
-    hf_config = load_hf_config(role.model_name)
-    transformer = build_transformer_config(alone.policy, hf_config)
+    try:
+        hf_config = load_hf_config(role.model_name)
+        transformer = build_transformer_config(alone.policy, hf_config)
+    except ConfigurationError as error:
+        raise ConfigurationError([f"role {name}: {problem}" for problem in error.problems]) from error
     stages = range(transformer.pipeline_model_parallel_size)
     workers = [worker_memory(alone, transformer, hf_config, stage) for stage in stages]
     trains = isinstance(role, TrainedRoleConfig)

@@ -43,6 +43,13 @@ def make_classifier(folder: Path, num_labels: int = 1) -> Path:
     return folder
 
 
+def make_policy(folder: Path) -> Path:
+    """Write a model of tokens with random weights."""
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sft_runs.MODEL)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(sft_runs.MODEL).save_pretrained(folder)
+    return folder
+
+
 class Runs:
     """Runs of one configuration below a folder."""
 
@@ -140,10 +147,7 @@ def test_ppo_has_it_too(runs: Runs) -> None:
 
 @pytest.mark.full
 def test_an_evaluation_has_the_same_rewards(runs: Runs) -> None:
-    policy = runs.folder / "policy"
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sft_runs.MODEL)).save_pretrained(policy)
-    AutoTokenizer.from_pretrained(sft_runs.MODEL).save_pretrained(policy)
-    changes = {"policy.model_name": policy, "policy.init": "pretrained"}
+    changes = {"policy.model_name": make_policy(runs.folder / "policy"), "policy.init": "pretrained"}
     done = runs.start("evaluated", changes, ("evaluate",))
     assert done.returncode == 0, done.stdout + done.stderr
     (output,) = (runs.folder / "evaluated" / "logs").iterdir()
@@ -162,7 +166,10 @@ def test_what_cannot_be_a_reward_model_is_refused_in_one_line_before_ray(runs: R
     path.write_text(json.dumps(content))
     key = "reward_model.model_name"
     for model, line in (
-        (sft_runs.MODEL, "Qwen3MoeForCausalLM, expected a ForSequenceClassification with one label"),
+        (
+            make_policy(runs.folder / "tokens"),
+            "Qwen3MoeForCausalLM, expected a ForSequenceClassification with one label",
+        ),
         (
             make_classifier(runs.folder / "three", 3),
             "with 3 labels, expected a ForSequenceClassification with one label",

@@ -420,7 +420,7 @@ def test_a_teacher_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str])
 def test_a_role_without_its_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, errors = plan(capsys, "ppo_math_1B.yaml", QWEN3_1_7B, "value.model_name=results/none")
     assert code == 2
-    assert errors.startswith("error: model_name of the role critic: ")
+    assert errors.startswith("error: role critic: policy.model_name: got 'results/none', ")
     assert len(errors.splitlines()) == 1
 
 
