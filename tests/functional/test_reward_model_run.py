@@ -164,15 +164,15 @@ def test_what_cannot_be_a_reward_model_is_refused_in_one_line_before_ray(runs: R
     first, second, *_ = vocabulary
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     path.write_text(json.dumps(content))
-    key = "reward_model.model_name"
+    key, expected = "reward_model.model_name", "expected a ForSequenceClassification with one label"
     for model, line in (
         (
             make_policy(runs.folder / "tokens"),
-            "Qwen3MoeForCausalLM, expected a ForSequenceClassification with one label",
+            f"Qwen3MoeForCausalLM, {expected}",
         ),
         (
             make_classifier(runs.folder / "three", 3),
-            "with 3 labels, expected a ForSequenceClassification with one label",
+            f"with 3 labels, {expected}",
         ),
         (runs.folder / "other", "which has another vocabulary than"),
     ):
