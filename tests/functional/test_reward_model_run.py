@@ -166,14 +166,8 @@ def test_what_cannot_be_a_reward_model_is_refused_in_one_line_before_ray(runs: R
     path.write_text(json.dumps(content))
     key, expected = "reward_model.model_name", "expected a ForSequenceClassification with one label"
     for model, line in (
-        (
-            make_policy(runs.folder / "tokens"),
-            f"Qwen3MoeForCausalLM, {expected}",
-        ),
-        (
-            make_classifier(runs.folder / "three", 3),
-            f"with 3 labels, {expected}",
-        ),
+        (make_policy(runs.folder / "tokens"), f"Qwen3MoeForCausalLM, {expected}"),
+        (make_classifier(runs.folder / "three", 3), f"with 3 labels, {expected}"),
         (runs.folder / "other", "which has another vocabulary than"),
     ):
         refused = runs.start(f"refused {Path(model).name}", {key: model})
