@@ -142,6 +142,7 @@ def _place(section: Section) -> int:
         "value_loss_fn",
         "loss_fn",
         "env",
+        "reward_model",
         "data",
         "policy",
         "checkpointing",

@@ -104,7 +104,7 @@ def _tried_inputs(config: GRPOMasterConfig) -> EstimatorInputs:
     shape = (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt)
     rewards = torch.zeros(shape, dtype=torch.float64)
     rewards[0], rewards[1:, 0] = 1.0, 1.0
-    weights = config.env.shared_reward_weights or {}
+    weights = config.named_reward_weights
     return EstimatorInputs(
         rewards=rewards,
         takes_part=torch.ones(shape, dtype=torch.bool),

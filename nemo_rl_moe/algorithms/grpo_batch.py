@@ -87,7 +87,7 @@ def estimator_inputs(
     """Collect what an estimator sees of trajectories, group after group, with these rewards."""
     size = config.grpo.num_generations_per_prompt
     failures = failure_rule(config)
-    weights = config.env.shared_reward_weights or {}
+    weights = config.named_reward_weights
     mask, turns = loss_masks(trajectories), turns_of_tokens(trajectories)
     return EstimatorInputs(
         rewards=failures.filled(rewards, trajectories),

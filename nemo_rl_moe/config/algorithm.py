@@ -18,7 +18,7 @@ from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_policy import RoleModelConfig
 from nemo_rl_moe.config.schema_ppo import PPOMasterConfig
-from nemo_rl_moe.config.schema_run import CRITIC_ROLE, GENERATION_ROLE
+from nemo_rl_moe.config.schema_run import CRITIC_ROLE, GENERATION_ROLE, REWARD_MODEL_ROLE
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.config.user_code import described, import_attribute, with_colon
 from nemo_rl_moe.errors import ConfigurationError
@@ -48,7 +48,8 @@ class Algorithm:
         sequences_per_sample: Sequences of one sample, in which batch sizes count.
         updates_per_step: Optimizer steps of one step.
         needs_reference: Whether workers keep the initial weights.
-        roles: Models beside the policy with workers of their own, by role; `cluster.roles` places them.
+        roles: Models beside the policy with workers of their own, by role; `cluster.roles` places them. Of rollouts the
+            reward model is one besides: `roles_of` has all of a run.
         optional_places: Roles without a model of their own that `cluster.roles` may place, with what they are;
             otherwise they share the policy's machines.
         responses_at_a_time: Most responses that are generated at a time; None: the algorithm generates nothing.
@@ -115,7 +116,8 @@ def grpo_responses_at_a_time(config: GRPOMasterConfig) -> int:
 
 def grpo_best_metric(config: GRPOMasterConfig) -> str:
     """Return accuracy where rewards are right or wrong, and the reward where they may be graded or are custom."""
-    return "val:accuracy" if all(map(_says_right_or_wrong, config.env.environments.values())) else "val:reward"
+    says_it = config.reward_model is None and all(map(_says_right_or_wrong, config.env.environments.values()))
+    return "val:accuracy" if says_it else "val:reward"
 
 
 def _says_right_or_wrong(env: EnvironmentConfig) -> bool:
@@ -156,6 +158,7 @@ ALGORITHMS: dict[str, Algorithm] = {
                 "grpo.num_prompts_per_step": POSITION_IN_THE_DATA,
                 "grpo.seed": ORDER_OF_THE_DATA,
                 "env.mixture.*.weight": ORDER_OF_THE_DATA,
+                "reward_model.model_name": "the rewards would be those of another model",
             },
             updates_per_step=lambda config: config.updates_per_step,
             needs_reference=lambda config: config.loss_fn.reference_policy_kl_penalty > 0,
@@ -198,6 +201,14 @@ def algorithm_of(config: MasterConfig) -> Algorithm:
             if algorithm.config_class is kind:
                 return algorithm
     raise LookupError(f"{type(config).__name__} is the configuration of no algorithm that is registered")
+
+
+def roles_of(config: MasterConfig) -> Mapping[str, RoleModelConfig]:
+    """Return the models beside the policy with workers of their own, by role."""
+    roles = dict(algorithm_of(config).roles(config))
+    if isinstance(config, GRPOMasterConfig) and config.reward_model is not None:
+        roles[REWARD_MODEL_ROLE] = config.reward_model
+    return roles
 
 
 def metric_in_force(config: MasterConfig) -> str | None:

@@ -9,7 +9,7 @@ that the user sees every problem at once.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from nemo_rl_moe.config.algorithm import algorithm_of
+from nemo_rl_moe.config.algorithm import algorithm_of, roles_of
 from nemo_rl_moe.config.checks_data import DATA_RULES
 from nemo_rl_moe.config.checks_lora import LORA_RULES
 from nemo_rl_moe.config.checks_optimizer import OPTIMIZER_RULES, learning_rates_fall
@@ -321,7 +321,7 @@ def _versions_rule(installed: str) -> Rule:
 def roles_are_placed(config: MasterConfig) -> Iterator[str]:
     """Check that the algorithm's roles have places, and layouts that fit them."""
     algorithm = algorithm_of(config)
-    roles = algorithm.roles(config)
+    roles = roles_of(config)
     known_names = [*roles, *algorithm.optional_places(config)]
     for name in sorted(config.cluster.roles.keys() - known_names):
         if name == GENERATION_ROLE and (generates := generating(config.policy)) is not None:

@@ -7,6 +7,7 @@ from math import gcd
 
 from nemo_rl_moe.config.checks_libraries import LIBRARY_RULES
 from nemo_rl_moe.config.checks_mixture import MIXTURE_RULES
+from nemo_rl_moe.config.checks_reward_model import REWARD_MODEL_RULES
 from nemo_rl_moe.config.checks_rollouts import ROLLOUT_RULES
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
@@ -320,6 +321,7 @@ GRPO_RULES = (
     greedy_validation_asks_once,
     dynamic_sampling_has_a_second_round,
     named_rewards_come_from_somewhere,
+    *REWARD_MODEL_RULES,
     advantage_bounds_leave_room,
     engine_has_what_it_needs,
     weights_can_travel,

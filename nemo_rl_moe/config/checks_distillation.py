@@ -5,7 +5,7 @@
 from collections.abc import Iterator
 
 from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
-from nemo_rl_moe.config.schema_run import GENERATION_ROLE, POLICY_ROLE
+from nemo_rl_moe.config.schema_run import GENERATION_ROLE, POLICY_ROLE, REWARD_MODEL_ROLE
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 
 _KEY = "distillation"
@@ -17,7 +17,7 @@ def responses_have_a_teacher(config: DistillationMasterConfig) -> Iterator[str]:
     if not teachers:
         yield f"{_KEY}.teachers: got none, expected one or more, each with model_name, logprob_batch_size, megatron_cfg"
     for name in teachers:
-        if name in (POLICY_ROLE, GENERATION_ROLE):
+        if name in (POLICY_ROLE, GENERATION_ROLE, REWARD_MODEL_ROLE):
             yield f"{_KEY}.teachers.{name}: expected another name, which cluster.roles does not use for something else"
     key = config.distillation.teacher_key
     if key is not None:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole configuration of each algorithm, and the section that only DPO has."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -22,7 +23,15 @@ from nemo_rl_moe.config.schema_grpo import (
 )
 from nemo_rl_moe.config.schema_mixture import MixedPromptDataConfig, MixtureConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.config.schema_run import GENERATION_ROLE, CheckpointingConfig, ClusterConfig, DataConfig, LoggerConfig
+from nemo_rl_moe.config.schema_reward_model import RewardModelConfig
+from nemo_rl_moe.config.schema_run import (
+    GENERATION_ROLE,
+    REWARD_MODEL_ROLE,
+    CheckpointingConfig,
+    ClusterConfig,
+    DataConfig,
+    LoggerConfig,
+)
 
 
 def _sigmoid_is_dpo(value: Any) -> Any:
@@ -116,6 +125,9 @@ class GRPOMasterConfig(MasterConfig):
     """The model, and how it generates."""
     env: MixtureConfig
     """Scoring of responses."""
+    reward_model: RewardModelConfig | None
+    """Model whose score is added to the reward, or is all of it (`env.name: reward_model`);
+    `cluster.roles.reward_model` places its workers. null: none."""
     data: MixedPromptDataConfig
     """The prompts."""
     logger: GenerationLoggerConfig
@@ -130,6 +142,15 @@ class GRPOMasterConfig(MasterConfig):
     def updates_per_step(self) -> int:
         """Optimizer steps of one step, each on its own part of the responses."""
         return self.responses_per_step // self.policy.train_global_batch_size
+
+    @property
+    def named_reward_weights(self) -> Mapping[str, float]:
+        """Weights of the rewards that an estimator may compare apart: those that `env.reward_weights` names, and the
+        reward model's beside them."""
+        weights = self.env.shared_reward_weights or {}
+        if not weights or self.reward_model is None:
+            return weights
+        return {**weights, REWARD_MODEL_ROLE: self.reward_model.weight}
 
 
 def engines_share_gpus(config: MasterConfig) -> bool:

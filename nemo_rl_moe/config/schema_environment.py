@@ -106,12 +106,12 @@ class AgentLimitsConfig(StrictModel):
 class EnvironmentConfig(StrictModel):
     """Scoring of responses."""
 
-    name: Literal["math", "exact", "reasoning_gym", "callable", "verifiers", "openenv"] | CustomCode
+    name: Literal["math", "exact", "reasoning_gym", "callable", "verifiers", "openenv", "reward_model"] | CustomCode
     """math: math-verify against the record's answer; exact: the same text as the record's answer; reasoning_gym: the
     task's verifier; callable: a function; verifiers: an environment of that library, with its own prompts, which drives
     trajectories and scores them; openenv: servers of an OpenEnv environment, which do the same for the data's prompts;
-    otherwise `package.module:name`, a class or function that makes an environment of your
-    own."""
+    reward_model: the model of that section alone; otherwise `package.module:name`, a class or function that makes an
+    environment of your own."""
     parameters: dict[str, Any]
     """Named arguments of an environment of your own; of verifiers `id`, the environment's name, and the arguments of
     its `load_environment`; {}: none."""
@@ -193,6 +193,16 @@ class EnvironmentConfig(StrictModel):
     def scores_trajectories(self) -> bool:
         """Return whether an environment of a library makes trajectories with their scores; no reward function does."""
         return self.name in ("verifiers", "openenv")
+
+    @property
+    def leaves_it_to_the_model(self) -> bool:
+        """Return whether the reward model alone scores responses."""
+        return self.name == "reward_model"
+
+    @property
+    def needs_answers(self) -> bool:
+        """Return whether a response is compared with the answer of its record."""
+        return not (self.is_custom or self.scores_trajectories or self.leaves_it_to_the_model)
 
     @property
     def has_own_prompts(self) -> bool:

@@ -186,6 +186,8 @@ POLICY_ROLE = "policy"
 """Role of the model that a run is about."""
 CRITIC_ROLE = "critic"
 """The model that learns the returns of PPO, in `cluster.roles`."""
+REWARD_MODEL_ROLE = "reward_model"
+"""The model that scores trajectories, in `cluster.roles`; also the name of its score among named rewards."""
 GENERATION_ROLE = "generation"
 """Role of generation engines that do not share the policy's machines."""
 

@@ -70,7 +70,7 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
         A function of a decoded record and its place, which raises `RecordError`.
     """
 
-    env_name = "callable" if env is None or env.is_custom or env.scores_trajectories else env.name
+    env_name = env.name if env is not None and env.needs_answers else "callable"
 
     def parse(record: object, sample_id: str) -> PromptRecord:
         if not isinstance(record, Mapping):
@@ -103,7 +103,7 @@ def prompt_columns(
 ) -> Callable[[str, Sequence[str]], Sequence[str]]:
     """Make the function that checks a table's columns, all of which are read."""
     keys = {"data.prompt_key": data.prompt_key}
-    if env is not None and not (env.is_custom or env.scores_trajectories):
+    if env is not None and env.needs_answers:
         keys["data.answer_key"] = data.answer_key
 
     def choose(path: str, names: Sequence[str]) -> Sequence[str]:

@@ -14,9 +14,9 @@ from nemo_rl_moe.algorithms.run_observers import RunObserver
 from nemo_rl_moe.algorithms.teacher_routes import RoutedModel, TeacherRoutes
 from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.data.tokenizer import load_tokenizer, vocabulary_problem
 from nemo_rl_moe.errors import ConfigurationError, DataError
 from nemo_rl_moe.launch.grpo import PreparedRoles, PreparedRollouts, run_grpo
+from nemo_rl_moe.launch.roles import tokenizer_of_role
 from nemo_rl_moe.launch.setup import PreparedModel
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.rollouts.given_responses import GivenResponses, check_given_responses
@@ -92,17 +92,7 @@ def prepare_teachers(
         raise ConfigurationError(f"distillation.topk_logits_k: got {k}, expected at most the policy's {size} tokens")
     models = {name: run.prepare_role(name) for name in config.distillation.teachers}
     for name, teacher in config.distillation.teachers.items():
-        key = f"distillation.teachers.{name}.model_name"
-        try:
-            tokenizer = load_tokenizer(teacher.model_name)
-        except ConfigurationError as error:
-            problems = [problem.removeprefix("policy.tokenizer.name: ") for problem in error.problems]
-            raise ConfigurationError([f"{key}: {problem}" for problem in problems]) from error
-        if problem := vocabulary_problem(policy.tokenizer, tokenizer):
-            raise ConfigurationError(
-                f"{key}: got {teacher.model_name}, which has another vocabulary than {config.policy.tokenizer.name}:"
-                f" {problem}; expected a model with the policy's tokenizer"
-            )
+        tokenizer_of_role(f"distillation.teachers.{name}.model_name", teacher.model_name, config, policy)
     return models
 
 

@@ -17,6 +17,7 @@ from nemo_rl_moe.launch.libraries import NoRewardFunction, check_library, librar
 from nemo_rl_moe.launch.setup import ModelRun
 from nemo_rl_moe.launch.tools import PreparedTools, continuation_of, prepare_tools, running_tool_workers
 from nemo_rl_moe.rewards.interface import BatchReward
+from nemo_rl_moe.rewards.model import LeftToTheModel
 from nemo_rl_moe.rewards.registry import make_reward_function
 from nemo_rl_moe.rewards.worker_pool import RewardWorkers
 from nemo_rl_moe.rollouts.environment import Environment
@@ -72,7 +73,7 @@ def check_environments(config: GRPOMasterConfig) -> dict[str, Environment]:
         with _problems_of(name):
             if env.scores_trajectories:
                 check_library(env)
-            else:
+            elif not env.leaves_it_to_the_model:
                 make_reward_function(env)
     for name, env in config.env.environments.items():
         with _problems_of(name):
@@ -116,7 +117,9 @@ def start_environment(
     """Start the workers of rewards, tools and agents of an environment, for the rest of the run."""
     env, warn = config.env.environments[name], _with_name(name, notices.warn)
     reward_function: BatchReward = NoRewardFunction()
-    if not env.scores_trajectories:
+    if env.leaves_it_to_the_model:
+        reward_function = LeftToTheModel()
+    elif not env.scores_trajectories:
         reward_function = run.use(running_reward_workers(env, run.console))
     environment = prepared.driver
     if env.scores_trajectories and not env.has_own_prompts:

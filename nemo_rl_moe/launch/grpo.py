@@ -42,6 +42,7 @@ from nemo_rl_moe.launch.environments import (
 )
 from nemo_rl_moe.launch.prompts import read_held_out_prompts, read_training_prompts
 from nemo_rl_moe.launch.refit import make_refit_check
+from nemo_rl_moe.launch.reward_model import prepare_reward_model, start_reward_model
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import PhaseClock
@@ -70,6 +71,7 @@ class PreparedRollouts:
         sampling: How training responses are sampled.
         training: The prompts to train on, of each environment.
         held_out: The prompts to validate with; empty: no validation.
+        reward_model: Scores trajectories beside the environment; None: nothing does.
     """
 
     model: PreparedModel
@@ -77,6 +79,7 @@ class PreparedRollouts:
     sampling: SamplingParameters
     training: Mapping[str, PromptDataset]
     held_out: Sequence[Prompt]
+    reward_model: PreparedModel | None = None
 
     def loader(self, config: GRPOMasterConfig) -> PromptRounds:
         """Return the prompts to train on in the order of the steps.
@@ -197,10 +200,11 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     engine.check_model(config, model.hf_config)
     sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
     environments = prepare_environments(config, drivers, model.tokenizer, sampling)
+    reward_model = prepare_reward_model(config, run, model)
     tokenizer, console, image_rule = model.tokenizer, run.console, model.image_rule
     training = read_training_prompts(config, tokenizer, console, image_rule=image_rule)
     held_out = read_held_out_prompts(config, tokenizer, console, training, image_rule=image_rule)
-    return PreparedRollouts(model, environments, sampling, training, held_out)
+    return PreparedRollouts(model, environments, sampling, training, held_out, reward_model)
 
 
 def start_engine(
@@ -268,13 +272,14 @@ def make_routing_measurements(
 def start_rollouts(
     config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", prepared: PreparedRollouts
 ) -> RolloutWorker:
-    """Start the workers of rewards and tools, and the generation engine, for the rest of the run."""
+    """Start the workers of rewards, tools and the reward model, and the generation engine, for the rest of the run."""
     tokenizer = prepared.model.tokenizer
     notices = Notices(run.console.message, run.console.warn)
     started = {
         name: start_environment(config, run, name, each, tokenizer, notices)
         for name, each in prepared.environments.items()
     }
+    reward_model = start_reward_model(config, run, prepared.reward_model)
     driven = [env.driven_by for env in config.env.environments.values() if env.driven_by is not None]
     only = started.get(THE_ONLY_ONE)
     return RolloutWorker(
@@ -296,6 +301,7 @@ def start_rollouts(
         num_attempts=only.settings.num_attempts if only else 1,
         continuation=only.settings.continuation if only else None,
         settings={} if only else {name: each.settings for name, each in started.items()},
+        add_rewards=None if reward_model is None else reward_model.add_rewards,
     )
 
 

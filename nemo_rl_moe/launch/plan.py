@@ -7,11 +7,12 @@ from contextlib import nullcontext
 from typing import Any
 
 from nemo_rl_moe.config.algorithm import algorithm_of
-from nemo_rl_moe.config.checks_run import model_folder_exists
+from nemo_rl_moe.config.checks_run import model_folder_exists, role_model_folders_exist
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.distributed.accelerators import Target
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.plan_gpus import UNITS, aligned, engine_lines, fit_line, has_engine_beside, moment_lines
+from nemo_rl_moe.launch.plan_roles import role_lines, role_memories
 from nemo_rl_moe.launch.setup import announce_moe, model_warnings
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import (
@@ -51,19 +52,20 @@ def print_plan(config: MasterConfig, target: Target | None = None) -> None:
     """Print the plan of a run.
 
     Args:
-        config: A checked configuration; of the files that it names, the model's `config.json` alone is read.
+        config: A checked configuration; of the files that it names, the models' `config.json` alone are read.
         target: Machines that it is for; None: such as this one.
 
     Raises:
         ConfigurationError: The model cannot be found or is not supported, or Megatron-Core refuses the combination.
     """
-    if problems := list(model_folder_exists(config)):
+    if problems := [*model_folder_exists(config), *role_model_folders_exist(config)]:
         raise ConfigurationError(problems)
     hf_config, config_json = load_hf_config(config.policy.model_name), load_config_json(config.policy.model_name)
     if problems := too_long_sequences(config.policy, config_json):
         raise ConfigurationError(problems)
     with planned_with_gpus() if target is not None else nullcontext():
         transformer = build_transformer_config(config.policy, hf_config)
+        roles = role_memories(config)
     console = ConsoleLogger(total_steps=0, live="never")
     for line in [*layout_lines(config, transformer), "", *parameter_lines(config, transformer, hf_config), ""]:
         console.message(line)
@@ -73,6 +75,8 @@ def print_plan(config: MasterConfig, target: Target | None = None) -> None:
         memory += ["", *moment_lines(config, transformer, hf_config, target)]
     if target is not None:
         memory.append(f"  {fit_line(config, transformer, hf_config, target)}")
+    if roles:
+        memory += ["", *role_lines(roles, target)]
     for line in [*memory, ""]:
         console.message(line)
     sources = setting_sources(config.policy, hf_config, config_json, transformer)

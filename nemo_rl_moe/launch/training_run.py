@@ -3,11 +3,11 @@
 """A training run around its loop: model, workers, resume point, run folder, loggers, checkpoints, final weights."""
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.algorithms.step_recorder import RecordSinks, RunSummary, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
@@ -19,7 +19,8 @@ from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationLoggerConfig
 from nemo_rl_moe.config.schema_run import POLICY_ROLE
 from nemo_rl_moe.distributed.run_process import StopSignals
-from nemo_rl_moe.errors import ConfigurationError, TrainingDivergedError, counted
+from nemo_rl_moe.errors import TrainingDivergedError
+from nemo_rl_moe.launch.roles import prepare_role, start_role
 from nemo_rl_moe.launch.saved_training import SavedTraining
 from nemo_rl_moe.launch.setup import (
     EFFECTIVE_MOE_FILE,
@@ -27,12 +28,9 @@ from nemo_rl_moe.launch.setup import (
     ModelRun,
     PreparedModel,
     announce_moe,
-    fetch_on_machines,
-    prepare_model,
     summarise,
 )
 from nemo_rl_moe.launch.start import RunLaunch
-from nemo_rl_moe.models.image_rules import image_problem
 from nemo_rl_moe.models.interfaces import Head
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.runs.folder.failures import FailureWriter
@@ -49,7 +47,6 @@ if TYPE_CHECKING:
     from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, TrainableModel
     from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 
-Workers = TypeVar("Workers", bound="ModelWorkers")
 DIVERGED_SAMPLES_FILE = "diverged_samples.json"
 _NOTHING_SAVED = -1
 """A step before the first one, for a restart of a run that has saved nothing."""
@@ -112,23 +109,7 @@ class TrainingRun(ModelRun):
                 some of its tokens.
         """
         assert self._model is not None
-        policy = self.algorithm.roles(self.config)[role].as_policy(self.config.policy)
-        try:
-            model = prepare_model(policy, self.console)
-        except ConfigurationError as error:
-            raise ConfigurationError([f"role {role}: {problem}" for problem in error.problems]) from error
-        if problem := image_problem(model.image_rule, self._model.image_rule):
-            raise ConfigurationError(
-                f"role {role}: model_name: got {policy.model_name}, which {problem}, expected a model that reads the"
-                f" batches of policy.model_name {self.config.policy.model_name} as they are"
-            )
-        known, needed = model.hf_config.vocab_size, self._model.hf_config.vocab_size
-        if known < needed:
-            raise ConfigurationError(
-                f"role {role}: {policy.model_name} has {known} tokens, expected at least the {needed} of"
-                f" {self.config.policy.model_name}, whose tokens it reads"
-            )
-        return model
+        return prepare_role(self.config, role, self._model, self.console)
 
     def start_role(self, role: str, model: PreparedModel) -> "ModelWorkers":
         """Start the workers of a role beside the policy, after those of the policy.
@@ -138,7 +119,7 @@ class TrainingRun(ModelRun):
         """
         from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # with Megatron-Core, which takes seconds
 
-        return self._start_role(role, model, ModelWorkers)
+        return start_role(self, role, model, ModelWorkers)
 
     def start_trainable_role(
         self, role: str, model: PreparedModel, heads: Collection[Head] = (Head.LOGPROBS,)
@@ -159,18 +140,9 @@ class TrainingRun(ModelRun):
             num_steps=self._num_updates,
             heads=heads,
         )
-        started = self._start_role(role, model, make)
+        started = start_role(self, role, model, make)
         self.saved.models[role] = started
         return started
-
-    def _start_role(self, role: str, model: PreparedModel, start: Callable[..., Workers]) -> Workers:
-        place = self.start_places(role)
-        if model.source.hub is not None and not place.is_local:
-            fetch_on_machines(place, model.source.hub)
-        with self.console.phase(f"starting {counted(place.config.world_size, 'worker')} of the {role}"):
-            workers = start(role, model.policy, place, source=model.source)
-        self._opened.callback(workers.shutdown)
-        return workers
 
     def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
         """Report where the run begins, and what its settings come to. Writes nothing of the run's own.

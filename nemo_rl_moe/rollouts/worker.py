@@ -43,6 +43,7 @@ class RolloutWorker:
         num_attempts: Most attempts at a trajectory whose environment fails.
         report_progress: Receives the number of sequences that a call has so far.
         continuation: Renders messages that an environment appends; None: there is no chat template.
+        add_rewards: Adds rewards to trajectories that have ended, such as a reward model's; None: there are none.
         settings: In place of `reward_weights`, `continuation`, `num_attempts` and the limit of a trajectory, those of
             each environment of several, by its name.
     """
@@ -60,6 +61,7 @@ class RolloutWorker:
     report_progress: Callable[[int], object] = lambda num_sequences: None
     continuation: Continuation | None = None
     settings: Mapping[str, SessionSettings] = field(default_factory=dict)
+    add_rewards: Callable[[Sequence[Trajectory]], list[Trajectory]] | None = None
 
     def settings_of(self, prompt: Prompt) -> SessionSettings:
         """Return what a session of a prompt is made with."""
@@ -83,7 +85,7 @@ class RolloutWorker:
             num_generations: Trajectories of each prompt.
             sampling: How tokens are sampled.
             seed_key: Whole numbers that name this call; the same ones give the same trajectories.
-            clock: Gets the phases `generation` and `rewards`.
+            clock: Gets the phases `generation` and `rewards`, and `reward_model` where there is one.
 
         Raises:
             RewardWorkersFailedError: The watch ends the run.
@@ -100,6 +102,9 @@ class RolloutWorker:
                 trajectories = loop.run_until_complete(self._run(pool, prompts, num_generations, seeds.tolist(), clock))
             finally:
                 loop.close()
+        if self.add_rewards is not None:
+            with clock.phase("reward_model"):
+                trajectories = self.add_rewards(trajectories)
         self.watch(trajectories)
         return trajectories
 

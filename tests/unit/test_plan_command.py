@@ -377,10 +377,59 @@ def test_every_recipe_for_gpus_has_a_target() -> None:
     assert {name for name in recipes if "tiny" not in name and name != "grpo_generate.yaml"} == SHIPPED.keys()
 
 
+TEACHER = f"distillation.teachers.teacher.model_name={MODEL_CONFIGS / 'Qwen3-30B-A3B'}"
+
+
+def role_rows(printed: str) -> dict[str, list[float]]:
+    """Weights, gradients, optimizer, process and sum of each role."""
+    lines = re.findall(r"^  (\w+): \S+, \d+ workers?  +(.*)$", printed, re.MULTILINE)
+    return {name: [float(cell) for cell in cells.split()] for name, cells in lines}
+
+
+def test_a_critic_and_a_reward_model_beside_the_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    section = (
+        f"reward_model={{model_name: {MODEL_CONFIGS / 'Qwen3-1.7B'}, logprob_batch_size: 1, weight: 1.0, megatron_cfg:"
+        " {tensor_model_parallel_size: 1, pipeline_model_parallel_size: 2, expert_model_parallel_size: 1,"
+        " expert_tensor_parallel_size: 1, sequence_parallel: false}}"
+    )
+    own = (section, "+cluster.roles.reward_model={num_nodes: 1, gpus_per_node: 2}")
+    code, printed, errors = plan(capsys, "ppo_math_1B.yaml", QWEN3_1_7B, *own)
+    assert (code, errors) == (0, "")
+    rows = role_rows(printed)
+    # As the policy, 1,720,574,976 parameters: 2 bytes, 2 bytes, 12 bytes over 8 ranks; and 1.5 GB of a process.
+    assert rows["critic"] == [3.44, 3.44, 2.58, 1.5, 10.96]
+    # Half of 28 layers of 50,336,000 parameters and one of two copies of the embeddings, with the norm.
+    assert rows["reward_model"] == [2.03, 0, 0, 1.5, 3.53]
+    assert "reward_model: " in printed
+    assert "Memory of each worker beside the policy" not in plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B)[1]
+
+
+def test_a_teacher_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    one_rank = "distillation.teachers.teacher.megatron_cfg.expert_model_parallel_size=1"
+    words = ["distillation_math.yaml", QWEN3_1_7B, TEACHER]
+    code, printed, errors = plan(capsys, *words, "--target", "8xH100")
+    assert (code, errors) == (0, "")
+    teacher = role_rows(printed)["teacher"]
+    assert f"  8xH100: teacher fits: {teacher[-1]:.2f} of 80 GB\n" in printed
+    printed = plan(capsys, *words, one_rank, "--target", "8xH100")[1]
+    assert "  8xH100: teacher fits: 62.56 of 80 GB\n" in printed, "61.06 GB and a process"
+    printed = plan(capsys, *words, one_rank, "--target", "8xA100-40GB")[1]
+    assert "  8xA100-40GB: teacher does not fit: 62.56 of 40 GB\n" in printed
+
+
+def test_a_role_without_its_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, errors = plan(capsys, "ppo_math_1B.yaml", QWEN3_1_7B, "value.model_name=results/none")
+    assert code == 2
+    assert errors.startswith("error: role critic: policy.model_name: got 'results/none', ")
+    assert len(errors.splitlines()) == 1
+
+
 @pytest.mark.parametrize("recipe", SHIPPED)
 def test_shipped_recipes_fit(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     model, target = SHIPPED[recipe]
-    code, printed, errors = plan(capsys, recipe, f"policy.model_name={MODEL_CONFIGS / model}", "--target", target)
+    teacher = (TEACHER,) if recipe.startswith("distillation") else ()
+    chosen = (f"policy.model_name={MODEL_CONFIGS / model}", *teacher)
+    code, printed, errors = plan(capsys, recipe, *chosen, "--target", target)
     assert (code, errors) == (0, "")
     verdict = re.search(rf"  {target}: fits, with (\d+)% of .* to spare: (\d+\.\d\d) GB ", printed)
     assert verdict is not None, printed

@@ -178,10 +178,23 @@ class ModelWorkers:
         Raises:
             ValueError: The model has no value head.
         """
+        return self._of_value_head(MegatronModel.values, batch)
+
+    def scores(self, batch: TokenBatch) -> Tensor:
+        """Compute the value behind the last token of each sequence, `[batch]`, by the model's value head.
+
+        Raises:
+            ValueError: The model has no value head.
+        """
+        return self._of_value_head(MegatronModel.scores, batch)[:, 0]
+
+    def _of_value_head(
+        self, measure: Callable[[MegatronModel, Sequence[TokenBatch]], list[Tensor]], batch: TokenBatch
+    ) -> Tensor:
         if Head.VALUE not in self._heads:
             raise ValueError(f"the model of role {self._role} has no value head")
         plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
-        by_rank = self._workers.start_each(MegatronModel.values, self._to_ranks(shares))()
+        by_rank = self._workers.start_each(measure, self._to_ranks(shares))()
         return in_rows(plan, self._reported(by_rank), batch, filled)
 
     def start_top_candidates(self, batch: TokenBatch, k: int, vocabulary_size: int) -> Callable[[], Candidates]:

@@ -92,7 +92,9 @@ class GroupMaker:
             while not self._have_ended(started):
                 await changed.wait()
                 changed.clear()
-            return [each.trajectory for each in started]
+            trajectories = [each.trajectory for each in started]
+            add_rewards = self._worker.add_rewards
+            return trajectories if add_rewards is None else await asyncio.to_thread(add_rewards, trajectories)
         finally:
             self._changes.remove(changed)
             self.activity.group_ended()

@@ -32,6 +32,13 @@ ON_GPUS = (
     *("policy.generation.backend=vllm", "cluster.num_nodes=2", "cluster.gpus_per_node=4"),
     "policy.train_micro_batch_size=16",
 )
+BY_MODEL = ("env.name=reward_model", "env.reasoning_gym=null")
+REWARD_MODEL = (
+    "reward_model={model_name: a, logprob_batch_size: 2, weight: 0.5, megatron_cfg: {tensor_model_parallel_size: 1,"
+    " pipeline_model_parallel_size: 1, expert_model_parallel_size: 1, expert_tensor_parallel_size: 1,"
+    " sequence_parallel: false}}",
+    "+cluster.roles.reward_model={cpu_workers_per_node: 1}",
+)
 VERIFIERS = (
     "env.name=verifiers",
     "env.parameters={id: sums}",
@@ -613,6 +620,23 @@ BROKEN = [
         " while generating, experts that are shared between ranks need false",
     ),
     (
+        (*BY_MODEL,),
+        "environment_has_its_reward_model",
+        "reward_model: got null, expected a section with model_name, logprob_batch_size, megatron_cfg and weight with"
+        " env.name reward_model",
+    ),
+    (
+        (*BY_MODEL, *REWARD_MODEL, "reward_model.weight=0.0"),
+        "environment_has_its_reward_model",
+        "reward_model.weight: got 0, expected another with env.name reward_model, where nothing else gives a reward",
+    ),
+    (
+        (*REWARD_MODEL, *CALLABLE, f"{WEIGHTS}={{accuracy: 1.0, reward_model: 0.5}}"),
+        "reward_model_has_its_name",
+        f"{WEIGHTS}.reward_model: expected another name: that of the reward model's score has its weight in"
+        " reward_model.weight",
+    ),
+    (
         ("data.prompt_template=Think.",),
         "template_has_a_place_for_the_prompt",
         "data.prompt_template: got 'Think.', expected a text with {prompt} in it, or null",
@@ -648,6 +672,8 @@ def test_every_rule_has_a_broken_example() -> None:
         ("loss_fn.token_level_loss=false", "loss_fn.length_normalizer=31"),
         ("loss_fn.objective=reinforce", "loss_fn.entropy_bonus=0.001"),
         NO_TASK,
+        (*BY_MODEL, *REWARD_MODEL),
+        (*REWARD_MODEL, "reward_model.weight=0.0"),
         VERIFIERS,
         ("env.name=openenv", openenv()),
         ("env.name=openenv", openenv(app="null", url="'http://127.0.0.1:8000'")),

@@ -125,8 +125,8 @@ Problems = Callable[..., list[str]]
         ),
         (
             "env.name=maths",
-            "env.name: got 'maths' (str), expected one of math, exact, reasoning_gym, callable, verifiers, openenv or"
-            " package.module:name; did you mean math?",
+            "env.name: got 'maths' (str), expected one of math, exact, reasoning_gym, callable, verifiers, openenv,"
+            " reward_model or package.module:name; did you mean math?",
         ),
         ("env.timeout_s=.inf", "env.timeout_s: got inf (float), expected a finite number above 0 and up to 100000000"),
         (

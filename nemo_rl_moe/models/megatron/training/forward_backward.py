@@ -120,6 +120,17 @@ class ForwardBackward:
 
         return self._run_forward(chunks, microbatches, collect, {Head.VALUE})
 
+    def scores(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
+        """Run forward passes only, of a model with a value head; its value behind each sequence's last token,
+        `[sequences, 1]`.
+        """
+
+        def collect(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> Tensor:
+            assert statistics.values is not None
+            return microbatch.at_last_tokens(statistics.values)[:, None]
+
+        return self._run_forward(chunks, microbatches, collect, {Head.VALUE})
+
     def candidate_logprobs(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
         """Run forward passes only; log-probabilities of the candidates of each token, `[sequences, longest, k]`."""
 

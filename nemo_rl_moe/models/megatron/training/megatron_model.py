@@ -154,6 +154,13 @@ class MegatronModel:
             found = self._forward_backward.values(self.modules, self._fetched(microbatches))
         return [values.cpu() for values in found] if self.coordinates.reports_loss else []
 
+    def scores(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+        """Return `ForwardBackward.scores` on the host."""
+        self._evaluation_mode()
+        with torch.no_grad():
+            found = self._forward_backward.scores(self.modules, self._fetched(microbatches))
+        return [scores.cpu() for scores in found] if self.coordinates.reports_loss else []
+
     def candidate_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
         """Return `ForwardBackward.candidate_logprobs` on the host."""
         self._evaluation_mode()

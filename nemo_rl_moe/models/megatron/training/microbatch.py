@@ -99,6 +99,13 @@ class ModelMicrobatch:
         index = (self.sequence_start[:, None] + offsets).clamp_(max=values.shape[0] * values.shape[1] - 1)
         return values.flatten(0, 1)[index]
 
+    def at_last_tokens(self, values: Tensor) -> Tensor:
+        """Return the value of each sequence's last token, `[batch]`, of values of flat positions; a collective of
+        `whole`.
+        """
+        values = self.whole(values)
+        return values.flatten(0, 1)[self.sequence_start + self.batch.lengths - 1]
+
 
 @dataclass(frozen=True)
 class MicrobatchShape:

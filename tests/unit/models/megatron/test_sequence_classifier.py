@@ -21,7 +21,7 @@ from nemo_rl_moe.models.megatron.training.trainer import MegatronModel
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_reference import save_model, token_ids
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_policy
+from tests.support.tiny_model import MICROBATCHES, layout, parallel_job, shard_of_rank, tiny_batch, tiny_policy
 
 FAMILIES = ("llama", "mixtral", "qwen2_moe", "qwen3_tied", "qwen3_moe", "deepseek_v3", "gpt_oss")
 """Of each kind of layers one, with untied and tied embeddings."""
@@ -95,6 +95,63 @@ def test_scores_are_those_of_transformers(
         rows = {row: score for rank in by_rank for row, score in rank[number].items()}
         found = [rows[row] for row in range(8)]
         np.testing.assert_allclose(found, classifiers[folder], rtol=2e-4, atol=2e-5, err_msg=folder)
+
+
+def scores_of_rows(policy: PolicyConfig, folders: Sequence[str]) -> list[dict[int, float]]:
+    """Return the score of each sequence, on ranks that report; every rank of a job calls it."""
+    found = []
+    with parallel_job(policy):
+        for folder in folders:
+            hf_config = plain_config(load_hf_config(folder))
+            model = MegatronModel(policy, hf_config, Path(folder), heads=(Head.VALUE,))
+            place = model.coordinates
+            shard = shard_of_rank(
+                tiny_batch(4, hf_config.vocab_size), place.data_parallel_rank, place.data_parallel_size
+            )
+            count = len(MICROBATCHES) // place.data_parallel_size
+            mine = MICROBATCHES[place.data_parallel_rank * count :][:count]
+            scores = model.scores(shard.microbatches)
+            found.append(
+                {
+                    row: float(score)
+                    for rows, of_rows in zip(mine, scores, strict=False)
+                    for row, (score,) in zip(rows, of_rows, strict=True)
+                }
+            )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (1, {}),
+        (1, {"sequence_packing__enabled": True}),
+        (2, layout(tp=2)),
+        pytest.param(2, {**layout(tp=2), "sequence_packing__enabled": True}, marks=pytest.mark.full),
+        pytest.param(2, layout(pp=2), marks=pytest.mark.full),
+        pytest.param(2, {}, marks=pytest.mark.full),
+    ],
+)
+def test_scores_of_sequences_of_different_lengths(
+    world_size: int, changes: dict[str, Any], classifiers: dict[str, np.ndarray]
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    folders = list(classifiers)
+    by_rank = run_ranks(scores_of_rows, world_size, tiny_policy(world_size, **changes), folders)
+    for number, folder in enumerate(folders):
+        rows = {row: score for rank in by_rank for row, score in rank[number].items()}
+        reference = AutoModelForSequenceClassification.from_pretrained(
+            folder, num_labels=1, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        batch = tiny_batch(4, reference.config.vocab_size)
+        assert len(set(batch.lengths.tolist())) > 3
+        with torch.no_grad():
+            expected = [
+                reference(batch.input_ids[row : row + 1, :length]).logits.item()
+                for row, length in enumerate(batch.lengths.tolist())
+            ]
+        np.testing.assert_allclose([rows[row] for row in range(8)], expected, rtol=1e-5, atol=1e-5, err_msg=folder)
 
 
 def problem_of(policy: PolicyConfig, folder: str, heads: Sequence[Head]) -> str:

@@ -5,8 +5,9 @@
 import asyncio
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,25 @@ def test_a_failed_trajectory_is_tried_again_as_in_a_synchronous_run(make_engine:
     with source_of(worker(), tmp_path, "grpo.rollouts.max_staleness=0") as source:
         assert_same(source.next(0, PhaseClock()), expected)
     assert sum(trajectory.num_retries for trajectory in expected.trained) > 0
+
+
+@pytest.mark.parametrize("make_engine", [FakeEngine, ScriptedEngine])
+def test_rewards_are_added_to_groups_as_in_a_synchronous_run(make_engine: EngineOf, tmp_path: Any) -> None:
+    sizes: list[int] = []
+
+    def add_rewards(found: Sequence[Trajectory]) -> list[Trajectory]:
+        sizes.append(len(found))
+        return [replace(each, reward=each.reward + each.num_tokens, rewards={"reward_model": 1.0}) for each in found]
+
+    def worker() -> RolloutWorker:
+        return worker_of(make_engine(), SingleTurn(), add_rewards=add_rewards)
+
+    expected = make_source(small_config("grpo.max_num_epochs=2"), worker(), loader(), SAMPLING).next(0, PhaseClock())
+    assert sizes == [6], "a whole round"
+    with source_of(worker(), tmp_path, "grpo.rollouts.max_staleness=0") as source:
+        assert_same(source.next(0, PhaseClock()), expected)
+    assert set(sizes[1:]) == {3}, "each group as it ends"
+    assert all(each.rewards for each in expected.trained)
 
 
 def test_a_trajectory_that_takes_too_long_fails_and_its_group_is_whole(tmp_path: Any) -> None:

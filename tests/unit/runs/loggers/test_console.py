@@ -57,6 +57,16 @@ def test_a_step_reports_of_its_refit() -> None:
     assert train_line(1, 2, metrics, None) == expected
 
 
+def test_a_step_reports_of_its_critic_and_its_teacher() -> None:
+    critic = {"train/critic/value_loss": 0.125, "train/critic/explained_variance": -0.25, "train/critic/grad_norm": 2.0}
+    metrics = {"train/loss": 0.5, "train/grad_norm": 3.0, **critic}
+    expected = "step 1/2  loss 0.5000  value_loss 0.1250  explained_variance -0.250  grad_norm 3"
+    assert train_line(1, 2, metrics, None) == expected
+    alone = "step 1/2  value_loss 0.1250  explained_variance -0.250"
+    assert train_line(1, 2, critic, None) == alone, "of a step in which the policy does not train"
+    assert train_line(1, 2, {"train/teacher_kl": 0.75}, None) == "step 1/2  teacher_kl 0.7500"
+
+
 def test_a_step_of_an_asynchronous_run_reports_its_staleness_and_who_waited() -> None:
     idle = {"train/rollouts/idle_share/trainer": 0.0037, "train/rollouts/idle_share/engines": 0.4666}
     metrics = {"train/loss": 0.5, "train/staleness/mean": 1.25, "train/staleness/max": 2.0, **idle}

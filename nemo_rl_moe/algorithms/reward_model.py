@@ -1,0 +1,94 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A reward model: a sequence classifier whose score of a whole trajectory is added to its reward."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from nemo_rl_moe.config.schema_run import REWARD_MODEL_ROLE
+from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.rewards.interface import Fault, Score, checked_score
+from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
+
+
+class ScoringModel(Protocol):
+    """A model with a value head, by forward passes alone."""
+
+    def scores(self, batch: TokenBatch) -> Float[Tensor, " batch"]:
+        """Return the value behind the last token of each sequence."""
+        ...
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """Reward model of a run.
+
+    Attributes:
+        model: Its model.
+        weight: Weight of its score.
+        pad_token_id: Stands behind the end of a sequence; transformers' classifiers, and so their training, take the
+            score at the last token that is another one. None: at the last one.
+    """
+
+    model: ScoringModel
+    weight: float
+    pad_token_id: int | None
+    _one_at_a_time: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def add_rewards(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return trajectories with the weighted score of each in its reward, and the score as reward `reward_model`.
+
+        It is that of the last sequence. A trajectory that its environment failed to score stays as it is; a score that
+        is no number or too large is a fault. May be called from several threads.
+        """
+        scored = [trajectory for trajectory in trajectories if trajectory.fault is None]
+        if not scored:
+            return list(trajectories)
+        with self._one_at_a_time:  # ranks talk to each other, so that all get their calls in the same order
+            scores = self.model.scores(self.batch_of(scored)).double().tolist()
+        found = iter(scores)
+        return [
+            trajectory if trajectory.fault is not None else self._with_score(trajectory, next(found))
+            for trajectory in trajectories
+        ]
+
+    def batch_of(self, trajectories: Sequence[Trajectory]) -> TokenBatch:
+        """Return the last sequences of trajectories, each up to the token at which its score is taken."""
+        sequences = [trajectory.sequences[-1] for trajectory in trajectories]
+        shape = (len(sequences), max(map(len, sequences)))
+        input_ids = torch.zeros(shape, dtype=torch.long)
+        for row, sequence in enumerate(sequences):
+            input_ids[row, : len(sequence)] = torch.as_tensor(sequence.token_ids)
+        return TokenBatch(
+            input_ids=input_ids,
+            lengths=torch.tensor([self._length_of(sequence) for sequence in sequences]),
+            token_mask=torch.zeros(shape, dtype=torch.bool),
+            sample_ids=tuple(trajectory.sample_id for trajectory in trajectories),
+        ).with_inputs([sequence.model_inputs for sequence in sequences])
+
+    def _length_of(self, sequence: TokenSequence) -> int:
+        if self.pad_token_id is None:
+            return len(sequence)
+        places = np.flatnonzero(sequence.token_ids != self.pad_token_id)
+        return int(places[-1]) + 1 if len(places) else 1  # of padding alone transformers takes the first
+
+    def _with_score(self, trajectory: Trajectory, score: float) -> Trajectory:
+        checked = checked_score(Score(trajectory.reward + self.weight * score, trajectory.is_correct))
+        if checked.fault is not None:
+            return replace(
+                trajectory,
+                reward=0.0,
+                is_correct=False,
+                fault=Fault.ERROR,
+                fault_message=f"{REWARD_MODEL_ROLE}: {checked.message}",
+                rewards={},
+                turn_rewards=(),
+            )
+        return replace(trajectory, reward=checked.reward, rewards={**trajectory.rewards, REWARD_MODEL_ROLE: score})

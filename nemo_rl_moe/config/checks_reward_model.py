@@ -1,0 +1,39 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rules between the reward model and the rewards beside it; see `checks.py`."""
+
+from collections.abc import Iterator
+
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.config.schema_mixture import environment_key
+from nemo_rl_moe.config.schema_run import REWARD_MODEL_ROLE
+
+
+def environment_has_its_reward_model(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that something scores where an environment leaves it to the reward model."""
+    by_model = [environment_key(name) for name, env in config.env.environments.items() if env.leaves_it_to_the_model]
+    if not by_model:
+        return
+    with_it = f"with {by_model[0]}.name {REWARD_MODEL_ROLE}"
+    if config.reward_model is None:
+        yield (
+            "reward_model: got null, expected a section with model_name, logprob_batch_size, megatron_cfg and weight"
+            f" {with_it}"
+        )
+    elif config.reward_model.weight == 0:
+        yield f"reward_model.weight: got 0, expected another {with_it}, where nothing else gives a reward"
+
+
+def reward_model_has_its_name(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that no named reward has the name of the reward model's score."""
+    if config.reward_model is None:
+        return
+    for name, env in config.env.environments.items():
+        if REWARD_MODEL_ROLE in (env.reward_weights or {}):
+            yield (
+                f"{environment_key(name)}.reward_weights.{REWARD_MODEL_ROLE}: expected another name: that of the reward"
+                " model's score has its weight in reward_model.weight"
+            )
+
+
+REWARD_MODEL_RULES = (environment_has_its_reward_model, reward_model_has_its_name)

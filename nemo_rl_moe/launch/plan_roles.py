@@ -1,0 +1,97 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Lines of a plan on the models beside the policy, each in workers of its own."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nemo_rl_moe.config.algorithm import roles_of
+from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema_policy import RoleModelConfig, TrainedRoleConfig
+from nemo_rl_moe.distributed.accelerators import Target
+from nemo_rl_moe.errors import ConfigurationError, counted
+from nemo_rl_moe.launch.plan_gpus import UNITS
+from nemo_rl_moe.models.hf_files import load_hf_config
+from nemo_rl_moe.models.megatron.model.memory_estimate import worker_memory
+from nemo_rl_moe.models.megatron.model.memory_moments import PROCESS_BYTES
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Bytes that each worker of a role holds all the time, by arithmetic, on the fullest pipeline stage.
+
+    Attributes:
+        label: Role, model and workers.
+        gradients: 0 of a role that does not train, as `optimizer`.
+        process: An estimate for CUDA's context and NCCL; 0 on CPUs.
+    """
+
+    label: str
+    weights: int
+    gradients: int
+    optimizer: int
+    process: int
+
+    @property
+    def total(self) -> int:
+        """Return all of them together."""
+        return self.weights + self.gradients + self.optimizer + self.process
+
+
+def role_memories(config: MasterConfig) -> dict[str, RoleMemory]:
+    """Return the memory of each role.
+
+    Raises:
+        ConfigurationError: A model cannot be found or is not supported.
+    """
+    return {name: _role_memory(config, name, role) for name, role in roles_of(config).items()}
+
+
+def _role_memory(config: MasterConfig, name: str, role: RoleModelConfig) -> RoleMemory:
+    place = config.cluster.place_of(name)
+    alone = config.model_copy(update={"policy": role.as_policy(config.policy), "cluster": place})
+    try:
+        hf_config = load_hf_config(role.model_name)
+        transformer = build_transformer_config(alone.policy, hf_config)
+    except ConfigurationError as error:
+        raise ConfigurationError([f"role {name}: {problem}" for problem in error.problems]) from error
+    stages = range(transformer.pipeline_model_parallel_size)
+    workers = [worker_memory(alone, transformer, hf_config, stage) for stage in stages]
+    trains = isinstance(role, TrainedRoleConfig)
+    held = max(workers, key=lambda worker: worker.always if trains else worker.weights)
+    return RoleMemory(
+        f"{name}: {role.model_name}, {counted(place.world_size, 'worker')}",
+        held.weights,
+        held.gradients if trains else 0,
+        held.optimizer.state if trains else 0,
+        PROCESS_BYTES if place.gpus_per_node else 0,
+    )
+
+
+def role_lines(memories: dict[str, RoleMemory], target: Target | None) -> Iterator[str]:
+    """Yield a table of the roles, and whether each fits the target's cards; nothing without a role."""
+    if not memories:
+        return
+    found = memories.values()
+    unit = "GB" if max(each.total for each in found) >= 10**8 else "MB"
+    heads = ["weights", "gradients", "optimizer", "process", "sum"]
+    cells = [
+        [
+            f"{value / UNITS[unit]:.2f}"
+            for value in (each.weights, each.gradients, each.optimizer, each.process, each.total)
+        ]
+        for each in found
+    ]
+    label_width = max(len(each.label) for each in found)
+    width = max(len(cell) for row in [heads, *cells] for cell in row)
+    yield f"Memory of each worker beside the policy, held all the time, in {unit} of {UNITS[unit]:,} bytes:"
+    for label, row in zip(["", *(each.label for each in found)], [heads, *cells], strict=True):
+        yield f"  {label:<{label_width}}  " + "  ".join(f"{cell:>{width}}" for cell in row)
+    yield "  not counted: their activations"
+    if target is None:
+        return
+    for name, each in memories.items():
+        memory = target.card.memory_gb * UNITS["GB"]
+        verdict = "fits" if each.total <= memory else "does not fit"
+        yield f"  {target}: {name} {verdict}: {each.total / UNITS['GB']:.2f} of {target.card.memory_gb} GB"

@@ -1,0 +1,60 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The reward model of a run: checked before anything starts, then started in workers of its own."""
+
+from functools import partial
+
+from nemo_rl_moe.algorithms.reward_model import RewardModel
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.config.schema_run import REWARD_MODEL_ROLE
+from nemo_rl_moe.data.tokenizer import load_tokenizer
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.launch.roles import prepare_role, start_role, tokenizer_of_role
+from nemo_rl_moe.launch.setup import ModelRun, PreparedModel
+from nemo_rl_moe.models.hf_files import load_config_json
+from nemo_rl_moe.models.interfaces import Head
+
+_KEY = "reward_model.model_name"
+_CLASSIFIER = "ForSequenceClassification"
+
+
+def prepare_reward_model(config: GRPOMasterConfig, run: ModelRun, policy: PreparedModel) -> PreparedModel | None:
+    """Fetch and check the reward model, and warn of a chat template of its own; None: the run has none.
+
+    Raises:
+        ConfigurationError: It cannot be used, is no sequence classifier with one label, or has another vocabulary than
+            the policy.
+    """
+    if config.reward_model is None:
+        return None
+    name = config.reward_model.model_name
+    model = prepare_role(config, REWARD_MODEL_ROLE, policy, run.console)
+    architectures = load_config_json(str(model.source.folder())).get("architectures") or ["a model without a name"]
+    num_labels = model.hf_config.num_labels
+    is_classifier = architectures[0].endswith(_CLASSIFIER)
+    if not is_classifier or num_labels != 1:
+        found = f"{architectures[0]} with {num_labels} labels" if is_classifier else architectures[0]
+        raise ConfigurationError(f"{_KEY}: got {name}, {found}, expected a {_CLASSIFIER} with one label")
+    theirs = tokenizer_of_role(_KEY, name, config, policy).chat_template
+    settings = config.policy.tokenizer
+    ours = load_tokenizer(settings.name, settings.chat_template).chat_template  # without corrections of ours
+    if ours is not None and theirs is not None and ours != theirs:
+        run.console.warn(
+            f"{_KEY}: {name} has a chat template of its own: it scores conversations as that of {settings.name} renders"
+            " them; to take another: policy.tokenizer.chat_template"
+        )
+    return model
+
+
+def start_reward_model(config: GRPOMasterConfig, run: ModelRun, model: PreparedModel | None) -> RewardModel | None:
+    """Start the workers of the reward model, until the run ends.
+
+    Raises:
+        ConfigurationError: There is no room for them, or its weights cannot be used.
+    """
+    if config.reward_model is None or model is None:
+        return None
+    from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # with Megatron-Core, which takes seconds
+
+    workers = start_role(run, REWARD_MODEL_ROLE, model, partial(ModelWorkers, heads=(Head.VALUE,)))
+    return RewardModel(workers, config.reward_model.weight, model.hf_config.pad_token_id)

@@ -1,0 +1,100 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Models beside the policy: checked before anything starts, then started, each in workers of its own."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from nemo_rl_moe.config.algorithm import roles_of
+from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.data.tokenizer import load_tokenizer, vocabulary_problem
+from nemo_rl_moe.errors import ConfigurationError, counted
+from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, fetch_on_machines, prepare_model
+from nemo_rl_moe.models.image_rules import image_problem
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from nemo_rl_moe.models.policy.model_workers import ModelWorkers
+
+Workers = TypeVar("Workers", bound="ModelWorkers")
+
+
+def prepare_role(config: MasterConfig, role: str, beside: PreparedModel, console: ConsoleLogger) -> PreparedModel:
+    """Fetch and check the model of a role.
+
+    Args:
+        beside: The policy.
+
+    Raises:
+        ConfigurationError: It cannot be had or used, does not take the policy's images, or has no embedding for
+            some of its tokens.
+    """
+    policy = roles_of(config)[role].as_policy(config.policy)
+    try:
+        model = prepare_model(policy, console)
+    except ConfigurationError as error:
+        raise ConfigurationError([f"role {role}: {problem}" for problem in error.problems]) from error
+    if problem := image_problem(model.image_rule, beside.image_rule):
+        raise ConfigurationError(
+            f"role {role}: model_name: got {policy.model_name}, which {problem}, expected a model that reads the"
+            f" batches of policy.model_name {config.policy.model_name} as they are"
+        )
+    known, needed = model.hf_config.vocab_size, beside.hf_config.vocab_size
+    if known < needed:
+        raise ConfigurationError(
+            f"role {role}: {policy.model_name} has {known} tokens, expected at least the {needed} of"
+            f" {config.policy.model_name}, whose tokens it reads"
+        )
+    return model
+
+
+def tokenizer_of_role(
+    key: str, model_name: str, config: MasterConfig, beside: PreparedModel
+) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a role's model, which gives the policy's tokens the same ids.
+
+    Args:
+        key: Of the model's name.
+
+    Raises:
+        ConfigurationError: It cannot be loaded, or a token has another id.
+    """
+    try:
+        tokenizer = load_tokenizer(model_name)
+    except ConfigurationError as error:
+        problems = [problem.removeprefix("policy.tokenizer.name: ") for problem in error.problems]
+        raise ConfigurationError([f"{key}: {problem}" for problem in problems]) from error
+    if problem := vocabulary_problem(beside.tokenizer, tokenizer):
+        raise ConfigurationError(
+            f"{key}: got {model_name}, which has another vocabulary than {config.policy.tokenizer.name}:"
+            f" {problem}; expected a model with the policy's tokenizer"
+        )
+    return tokenizer
+
+
+def start_role(run: ModelRun, role: str, model: PreparedModel, start: Callable[..., Workers]) -> Workers:
+    """Start the workers of a role after those of the policy, until the run ends.
+
+    Args:
+        start: Class of the workers, or makes them by the same arguments.
+
+    Raises:
+        ConfigurationError: There is no room for them, or the model's weights cannot be used.
+    """
+    place = run.start_places(role)
+    if model.source.hub is not None and not place.is_local:
+        fetch_on_machines(place, model.source.hub)
+
+    @contextmanager
+    def running() -> Iterator[Workers]:
+        with run.console.phase(f"starting {counted(place.config.world_size, 'worker')} of the {role}"):
+            workers = start(role, model.policy, place, source=model.source)
+        try:
+            yield workers
+        finally:
+            workers.shutdown()
+
+    return run.use(running())
