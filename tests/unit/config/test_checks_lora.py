@@ -84,7 +84,7 @@ def test_an_unknown_target_is_named(problems_of: Problems, targets: str, meant: 
     assert problem.endswith(f", router; did you mean {meant}?")
 
 
-@pytest.mark.parametrize("name", ["r", "use_dora", "target_modules"])
+@pytest.mark.parametrize("name", ["r", "use_dora"])
 def test_names_of_peft_get_the_keys_that_there_are(problems_of: Problems, name: str) -> None:
     assert problems_of(lora(), f"+policy.lora.{name}=8") == [
         f"policy.lora.{name}: unknown key; allowed here: rank, alpha, targets, dropout, experts, init, path"
