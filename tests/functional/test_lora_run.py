@@ -220,7 +220,11 @@ def test_evaluate_with_an_adapter_is_evaluate_with_merged_weights(trained: Train
         assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
         (output,) = (folder / "logs").iterdir()
         samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
-        return json.loads((output / "results.json").read_text())["reward"], [each["response"] for each in samples]
+        results = json.loads((output / "results.json").read_text())
+        adapter = results["adapter"]
+        assert adapter == changes.get("policy__lora", {}).get("path")
+        assert f"\n{model}{f' with the adapter {adapter}' if adapter else ''}: 8 prompts, " in done.stdout
+        return results["reward"], [each["response"] for each in samples]
 
     merged = evaluated("merged", trained.final)
     assert evaluated("adapter", trained.base, policy__lora=LORA | {"path": str(trained.checkpoint)}) == merged
