@@ -121,7 +121,7 @@ def test_merged_weights_are_base_and_adapter(trained: Trained, named: Path) -> N
     assert changed == len(adapter) // 2
 
 
-def test_a_checkpoint_is_merged_by_convert(trained: Trained, tmp_path: Path) -> None:
+def test_a_checkpoint_is_merged_by_convert(trained: Trained, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     words = [
         "convert",
         "--from",
@@ -135,6 +135,7 @@ def test_a_checkpoint_is_merged_by_convert(trained: Trained, tmp_path: Path) -> 
     ]
     done = shared_ray.called_here([*words, "--output", str(tmp_path / "merged")])
     assert done.returncode == 0, done.stderr
+    assert not [str(each.message) for each in recwarn if issubclass(each.category, FutureWarning)]
     found, expected = tensors(tmp_path / "merged"), tensors(trained.final)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -152,6 +153,8 @@ def test_convert_writes_each_form_of_experts(trained: Trained, named: Path, tmp_
     found, expected = tensors(tmp_path / "fused"), tensors(trained.final / "adapter")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    num_parameters = sum(tensor.numel() for tensor in tensors(named).values())
+    assert f"{tmp_path / 'fused'}: {num_parameters:,} parameters in float32\n" in done.stdout
     ids = torch.arange(2, 22).view(2, 10)
     merged = AutoModelForCausalLM.from_pretrained(trained.final, dtype=torch.float32).eval()
     base = AutoModelForCausalLM.from_pretrained(trained.base, dtype=torch.float32)
