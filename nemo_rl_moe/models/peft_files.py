@@ -181,7 +181,7 @@ def adapter_problems(lora: LoraConfig, base: Path | None) -> list[str]:
     if lora.path is None:
         return []
     folder = folder_of_peft(Path(lora.path))
-    own = {"rank": lora.rank, "alpha": lora.alpha}
+    own: dict[str, float | str] = {"rank": lora.rank, "alpha": lora.alpha}
     if holds_megatron_weights(folder):
         described = _section_of_checkpoint(folder)
         own |= {"experts": lora.experts}

@@ -3,6 +3,7 @@
 """peft reads the adapters that are written here, in both forms of experts; what peft writes is read here."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,12 @@ Q_PROJ = "model.layers.1.self_attn.q_proj"
 OF_PEFT = "base_model.model."
 
 
-def _problems_of(folder: Path, *, experts: str = "none", **shapes: tuple[int, int]) -> list[str]:
+def _problems_of(folder: Path, shapes: Mapping[str, tuple[int, int]] = {}, experts: str = "none") -> list[str]:
     """Return what is said about the adapter of one layer beside a base of one layer, both of 6 outputs and 5 inputs."""
     base, adapter = folder / "base", folder / "adapter"
     adapter.mkdir()
     base.mkdir()
-    found = {"lora_A": (4, 5), "lora_B": (6, 4), "layer": (6, 5)} | shapes
+    found = {"lora_A": (4, 5), "lora_B": (6, 4), "layer": (6, 5), **shapes}
     factors = {f"{OF_PEFT}{Q_PROJ}.{name}.weight": np.zeros(found[name], np.float32) for name in ("lora_A", "lora_B")}
     _folder(adapter)
     save_file(factors, adapter / "adapter_model.safetensors")
@@ -138,7 +139,7 @@ FILE = "policy.lora.path: adapter: {} factors in adapter_model.safetensors"
 def test_factors_are_compared_with_rank_and_base_before_workers_start(
     shapes: dict[str, tuple[int, int]], said: list[str], tmp_path: Path
 ) -> None:
-    assert _problems_of(tmp_path, **shapes) == said
+    assert _problems_of(tmp_path, shapes) == said
 
 
 def test_an_adapter_of_more_layers_is_of_another_base(tmp_path: Path) -> None:
