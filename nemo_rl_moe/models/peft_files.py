@@ -160,6 +160,11 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         for name, values in _FIXED.items()
         if content.get(name, values[0]) not in values
     ]
+    problems += [
+        f"policy.lora.path: {path}: {name}: got {shown(content.get(name))}, expected a number"
+        for name in ("r", "lora_alpha")
+        if type(content.get(name)) not in (int, float)
+    ]
     init = content.get("init_lora_weights")
     if isinstance(init, str) and _CHANGED_BASE.match(init):
         problems.append(
@@ -188,7 +193,7 @@ def adapter_problems(lora: LoraConfig, base: Path | None) -> list[str]:
         expected = {name: described.get(name) for name in own}
     else:
         content = read_adapter_config(folder)
-        expected = {"rank": content.get("r"), "alpha": content.get("lora_alpha")}
+        expected = {"rank": content["r"], "alpha": content["lora_alpha"]}
         if not (folder / WEIGHTS_FILE).is_file():
             return [f"policy.lora.path: {folder}: there is no {WEIGHTS_FILE}"]
     if problems := [
@@ -274,8 +279,8 @@ def lora_of_folder(folder: Path) -> LoraConfig:
     content = read_adapter_config(folder)
     names = _shapes(folder)
     section = {
-        "rank": content.get("r"),
-        "alpha": float(content.get("lora_alpha") or 0),
+        "rank": content["r"],
+        "alpha": float(content["lora_alpha"]),
         "targets": sorted(_targets(names, content.get("target_parameters") or ())),
         "dropout": 0.0,
         "experts": "per_expert" if any(".experts." in name for name in names) else "none",

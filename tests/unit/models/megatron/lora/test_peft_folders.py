@@ -75,6 +75,8 @@ def _folder(tmp_path: Path, **changes: Any) -> Path:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "whose base is not the model in its folder"),
         ({"r": 8}, "policy.lora.rank: got 4, expected 8"),
+        ({"r": None}, "adapter_config.json: r: got None, expected a number"),
+        ({"lora_alpha": "6"}, "adapter_config.json: lora_alpha: got 6, expected a number"),
         ({"lora_alpha": 6}, "policy.lora.alpha: got 5.0, expected 6"),
     ],
     ids=str,
