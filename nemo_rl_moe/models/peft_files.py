@@ -216,7 +216,7 @@ def _problems_of_factors(lora: LoraConfig, folder: Path, base: Path | None) -> l
         ]
     # Of a model in Megatron-Core's format, workers compare.
     layers = {} if base is None or holds_megatron_weights(base) else SafetensorsFolder(base).tensors
-    ranks, others = list[str](), list[str]()
+    ranks, others, attention = list[str](), list[str](), set[str]()
     for name, shape in shapes.items():
         module, _, factor = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         if module.rpartition(".")[2] in _FUSED_MODULES or len(shape) != 2 or factor not in ("lora_A", "lora_B"):
@@ -225,15 +225,23 @@ def _problems_of_factors(lora: LoraConfig, folder: Path, base: Path | None) -> l
         if rank != lora.rank:
             ranks.append(f"{name} {rank}")
         layer = layers.get(f"{module}.weight")
+        attention |= {module} if ".self_attn." in module else set()
         if layer is not None and layer.shape[factor == "lora_A"] != size:
             others.append(f"{name} is {list(shape)} beside {list(layer.shape)}")
         elif layer is None and layers and ".self_attn." in module:
             others.append(f"{name} is beside no layer")
+    kinds = {module.rpartition(".")[2] for module in attention}
+    lacking = sorted(
+        module
+        for module in (name.removesuffix(".weight") for name in layers if ".self_attn." in name)
+        if module.rpartition(".")[2] in kinds and module not in attention
+    )
     return [
-        f"policy.lora.path: {folder}: {len(found)} factors in {WEIGHTS_FILE} {what}: {found[0]}"
+        f"policy.lora.path: {folder}: {len(found)} {what}: {found[0]}"
         for what, found in (
-            (f"have another rank than r {lora.rank} of {CONFIG_FILE}", ranks),
-            (f"are of another base than {base}", others),
+            (f"factors in {WEIGHTS_FILE} have another rank than r {lora.rank} of {CONFIG_FILE}", ranks),
+            (f"factors in {WEIGHTS_FILE} are of another base than {base}", others),
+            (f"layers of {base} have no factors in {WEIGHTS_FILE}", lacking),
         )
         if found
     ]

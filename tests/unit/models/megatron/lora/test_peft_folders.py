@@ -153,6 +153,19 @@ def test_an_adapter_of_more_layers_is_of_another_base(tmp_path: Path) -> None:
     assert line.endswith(f"{OF_PEFT}{Q_PROJ}.lora_A.weight is beside no layer")
 
 
+def test_an_adapter_of_fewer_layers_is_of_another_base(tmp_path: Path) -> None:
+    _problems_of(tmp_path)
+    names = (Q_PROJ, Q_PROJ.replace("1", "0"), Q_PROJ.replace("q_proj", "k_proj"))
+    layers = {f"{name}.weight": np.zeros((6, 5), np.float32) for name in names}
+    save_file(layers, tmp_path / "base" / "model.safetensors")
+    section = tiny_policy(1, **lora("none", path=str(tmp_path / "adapter"))).lora
+    assert section is not None
+    (line,) = adapter_problems(section, tmp_path / "base")
+    assert line.endswith(
+        "1 layers of {} have no factors in adapter_model.safetensors: {}".format(tmp_path / "base", names[1])
+    )
+
+
 def test_an_adapter_without_experts_is_refused_where_they_are_asked_for(tmp_path: Path) -> None:
     assert _problems_of(tmp_path, experts="per_expert") == [
         "policy.lora.experts: got per_expert, and policy.lora.path adapter has no adapters of routed experts"
