@@ -155,6 +155,13 @@ def chat_template_exists(config: MasterConfig) -> Iterator[str]:
         yield f"policy.tokenizer.chat_template: {_not_found(Path(template))}"
 
 
+def adapter_folder_exists(config: MasterConfig) -> Iterator[str]:
+    """Check that the adapter to begin with is a folder."""
+    lora = config.policy.lora
+    if lora is not None and lora.path is not None and not Path(lora.path).is_dir():
+        yield f"policy.lora.path: {_not_found(Path(lora.path))}; expected a folder of peft's, `final` or a checkpoint"
+
+
 def training_data_exists(config: SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig) -> Iterator[str]:
     """Check that a `.jsonl` file of training data exists."""
     for key, data in _sections_of(config):
@@ -227,6 +234,7 @@ PATH_RULES = (
     role_model_folders_exist,
     tokenizer_folder_exists,
     chat_template_exists,
+    adapter_folder_exists,
     training_data_exists,
     validation_data_exists,
     checkpoint_dir_can_be_made,

@@ -2,14 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The section `grpo.rollouts`: rollouts that take turns with training, or run ahead of it."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from nemo_rl_moe.config.schema_base import CustomCode, NonNegativeInt, PositiveInt, Seconds, StrictModel, Text
+from pydantic import Field
+
+from nemo_rl_moe.config.schema_base import CustomCode, PositiveInt, Seconds, StrictModel, Text
 
 OnStale = Literal["wait", "drop"]
 """Treatment of groups that get too old, as `grpo.rollouts.on_stale` names it."""
 Partial = Literal["continue", "restart", "discard"]
 """Treatment of groups that run when weights change, as `grpo.rollouts.partial` names it."""
+Lag = Annotated[int, Field(ge=0, le=1000)]
+"""Optimizer steps; rollouts lead by some, and each one takes memory for a step's groups."""
 
 
 class RolloutsConfig(StrictModel):
@@ -22,10 +26,10 @@ class RolloutsConfig(StrictModel):
     """Groups that a step trains on. in_order: in the order of the prompts, whatever the time that each takes; windowed:
     finished groups, the oldest weights first; ready_first: finished groups, the first finished first; otherwise
     `package.module:function`, which takes a `QueueView` and returns positions."""
-    max_staleness: NonNegativeInt
+    max_staleness: Lag
     """Most optimizer steps between the weights that a group was begun with and those that it trains, its time in the
     queue included; 0: none, which is the synchronous run, to the bit on the trainer's engine."""
-    target_lag: NonNegativeInt | None
+    target_lag: Lag | None
     """Optimizer steps that generation runs ahead, where no group waits for a straggler; null: `max_staleness`."""
     on_stale: OnStale
     """Groups that get too old. wait: training waits for them, and none is lost; drop: they are cancelled, and their

@@ -42,6 +42,8 @@ def nearest_key(wrong: str, known: Sequence[str]) -> str | None:
     sibling = nearest(name, siblings)
     if sibling is not None:
         return siblings[sibling]
+    if siblings:  # the section is right: what lies in it, or above it, is alike by its section alone
+        known = [key for key in known if key not in siblings.values() and not f"{section}.".startswith(f"{key}.")]
 
     def likeness(key: str) -> tuple[float, float]:
         return (

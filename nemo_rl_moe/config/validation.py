@@ -245,7 +245,9 @@ def _suggestion(field: FieldInfo, value: Any) -> str | None:
     texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
     if "package.module:" in expected(field) and (own := [name for text in texts if (name := with_colon(text))]):
         return own[0]
-    return nearest(value, choices(field)) if isinstance(value, str) else None
+    names = choices(field)
+    found = next((nearest(text, names) for text in texts if isinstance(value, str) or text not in names), None)
+    return f"[{found}]" if found and isinstance(value, str) and get_origin(field.annotation) is list else found
 
 
 def _entry_types(annotation: Any) -> tuple[Any, Any] | None:

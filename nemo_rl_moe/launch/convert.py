@@ -181,6 +181,7 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
                 model = _with_adapter(model, conversion.adapter, is_merged=conversion.target_format != "adapter")
             exported = exported_config(policy, hf_config, config_json, config)
             files = copied_model_files(source, exported.content, hf_config)
+        num_parameters = sum(parameter.numel() for chunk in model.chunks for parameter in chunk.parameters())
         with (
             _reported_of("--output", target, "; nothing is left"),
             console.phase(f"writing {target}") as progress,
@@ -188,7 +189,7 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
         ):
             left_out: Sequence[str] = ()
             if model.lora is not None and conversion.target_format == "adapter":
-                _write_adapter(model, model.lora, staging, source, conversion.experts or "fused")
+                num_parameters = _write_adapter(model, model.lora, staging, source, conversion.experts or "fused")
             else:
                 write = {"hf": _write_hugging_face, "megatron": _write_megatron}[conversion.target_format]
                 left_out = write(model, staging, files, progress)
@@ -199,7 +200,6 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
             f"the tokenizer needs code of its own ({', '.join(code)}), which is not copied: AutoTokenizer cannot load "
             "the output until you have put that beside it, where you trust it"
         )
-    num_parameters = sum(parameter.numel() for chunk in model.chunks for parameter in chunk.parameters())
     console.message(f"{target}: {num_parameters:,} parameters in {policy.precision}")
     has_vision = vision_family_of(config_json) is not None
     if conversion.target_format != "adapter":
@@ -223,11 +223,13 @@ def _with_adapter(model: _Model, folder: Path, *, is_merged: bool) -> _Model:
     return replace(model, lora=lora)
 
 
-def _write_adapter(model: _Model, lora: LoraConfig, staging: Path, base: Path, form: ExpertForm) -> None:
+def _write_adapter(model: _Model, lora: LoraConfig, staging: Path, base: Path, form: ExpertForm) -> int:
+    """Write the adapter alone; return the number of its parameters."""
     from nemo_rl_moe.models.megatron.lora.peft_folder import factors_on_first_rank, write_adapter
 
     factors = factors_on_first_rank(model.chunks)
     write_adapter(staging, factors, lora, model.hf_config, str(base), form)
+    return sum(factor.numel() for factor in factors.values())
 
 
 def _check_size(held: SafetensorsFolder, num_parameters: int) -> None:

@@ -100,7 +100,7 @@ def result_lines(config: GRPOMasterConfig, evaluation: Evaluation, threshold: fl
     rows += [(f"pass@{k}", value) for k, value in summary.pass_at_k.items() if samples > 1]
     lines = [
         "",
-        f"{config.policy.model_name}: {counted(num_prompts, 'prompt')}, {counted(samples, 'response')} each;"
+        f"{_model_of(config)}: {counted(num_prompts, 'prompt')}, {counted(samples, 'response')} each;"
         f" {pass_rule(threshold)}",
         *(f"  {name:<10}{value}" for name, value in rows),
         "  ± standard error over prompts",
@@ -108,6 +108,15 @@ def result_lines(config: GRPOMasterConfig, evaluation: Evaluation, threshold: fl
     faults = {name: count for name, count in evaluation.metrics.items() if name.startswith("val/env/num_") and count}
     lines += [f"warning: {name.removeprefix('val/')}: {count:.0f} responses" for name, count in faults.items()]
     return lines
+
+
+def _model_of(config: GRPOMasterConfig) -> str:
+    adapter = _adapter_of(config)
+    return config.policy.model_name if adapter is None else f"{config.policy.model_name} with the adapter {adapter}"
+
+
+def _adapter_of(config: GRPOMasterConfig) -> str | None:
+    return None if config.policy.lora is None else config.policy.lora.path
 
 
 def pass_rule(threshold: float | None) -> str:
@@ -140,6 +149,7 @@ def results_of(config: GRPOMasterConfig, evaluation: Evaluation, threshold: floa
     summary = evaluation.summary
     return {
         "model": config.policy.model_name,
+        "adapter": _adapter_of(config),
         "backend": config.policy.generation.backend,
         "prompts_from": source.path or "sampled",
         "num_prompts": len(evaluation.trajectories) // loop.val_num_generations,

@@ -86,10 +86,11 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel
         hf_config, config_json = load_hf_config(str(folder)), load_config_json(str(folder))
         if problems := too_long_sequences(policy, config_json):
             raise ConfigurationError(problems)
-        if policy.lora is not None and (problems := adapter_problems(policy.lora)):
-            raise ConfigurationError(problems)
         image_rule = load_image_rule(str(folder), hf_config)
         check_weights(policy, folder)
+        base = None if policy.init == "random" else folder
+        if policy.lora is not None and (problems := adapter_problems(policy.lora, base)):
+            raise ConfigurationError(problems)
         # Imported here: Megatron-Core takes seconds to import, which the phase reports.
         from nemo_rl_moe.models.megatron.model.router_settings import exported_config
         from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config

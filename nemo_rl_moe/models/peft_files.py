@@ -22,7 +22,7 @@ from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.hf_files import holds_megatron_weights
-from nemo_rl_moe.models.safetensors_folder import shown
+from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, one_line, shown
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FOLDER = "adapter"
@@ -57,6 +57,8 @@ _NAMES = {
     "gate_up_proj": {"gate_proj", "up_proj"},
 }
 """Last part of a module's name to targets, where they differ."""
+_FUSED_MODULES = ("experts", "base_layer")
+"""Last part of the names of modules that hold the factors of fused experts."""
 _FIRST_HALVES, _SECOND_HALVES = ("gate_proj", "w1"), ("up_proj", "w3")
 
 
@@ -158,6 +160,11 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         for name, values in _FIXED.items()
         if content.get(name, values[0]) not in values
     ]
+    problems += [
+        f"policy.lora.path: {path}: {name}: got {shown(content.get(name))}, expected a number"
+        for name in ("r", "lora_alpha")
+        if type(content.get(name)) not in (int, float)
+    ]
     init = content.get("init_lora_weights")
     if isinstance(init, str) and _CHANGED_BASE.match(init):
         problems.append(
@@ -169,25 +176,86 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def adapter_problems(lora: LoraConfig) -> list[str]:
-    """Return a line for each setting of `policy.lora` that is not that of the adapter that training begins with."""
+def adapter_problems(lora: LoraConfig, base: Path | None) -> list[str]:
+    """Return a line for all that is wrong with the adapter that training begins with, as far as settings and the header
+    of its file tell.
+
+    Args:
+        base: Folder of the model; None: its weights are random ones.
+    """
     if lora.path is None:
         return []
     folder = folder_of_peft(Path(lora.path))
+    own: dict[str, float | str] = {"rank": lora.rank, "alpha": lora.alpha}
     if holds_megatron_weights(folder):
         described = _section_of_checkpoint(folder)
-        expected = {"rank": described.get("rank"), "alpha": described.get("alpha")}
+        own |= {"experts": lora.experts}
+        expected = {name: described.get(name) for name in own}
     else:
         content = read_adapter_config(folder)
-        expected = {"rank": content.get("r"), "alpha": content.get("lora_alpha")}
+        expected = {"rank": content["r"], "alpha": content["lora_alpha"]}
         if not (folder / WEIGHTS_FILE).is_file():
             return [f"policy.lora.path: {folder}: there is no {WEIGHTS_FILE}"]
-    own = {"rank": lora.rank, "alpha": lora.alpha}
-    return [
+    if problems := [
         f"policy.lora.{name}: got {own[name]}, expected {shown(value)}, as in policy.lora.path {lora.path}"
         for name, value in expected.items()
         if value != own[name]
+    ]:
+        return problems
+    return [] if holds_megatron_weights(folder) else _problems_of_factors(lora, folder, base)
+
+
+def _problems_of_factors(lora: LoraConfig, folder: Path, base: Path | None) -> list[str]:
+    """Return a line for factors of another rank, of another base, or of experts where none or all have one."""
+    shapes = _shapes(folder)
+    has_experts = any(".experts." in name for name in shapes)
+    if has_experts != (lora.experts != "none"):
+        what = "adapters" if has_experts else "no adapters"
+        return [
+            f"policy.lora.experts: got {lora.experts}, and policy.lora.path {lora.path} has {what} of routed experts"
+        ]
+    # Of a model in Megatron-Core's format, workers compare.
+    layers = {} if base is None or holds_megatron_weights(base) else SafetensorsFolder(base).tensors
+    ranks, others, attention = list[str](), list[str](), set[str]()
+    for name, shape in shapes.items():
+        module, _, factor = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        if module.rpartition(".")[2] in _FUSED_MODULES or len(shape) != 2 or factor not in ("lora_A", "lora_B"):
+            continue
+        size, rank = shape if factor == "lora_B" else shape[::-1]
+        if rank != lora.rank:
+            ranks.append(f"{name} {rank}")
+        layer = layers.get(f"{module}.weight")
+        attention |= {module} if ".self_attn." in module else set()
+        if layer is not None and layer.shape[factor == "lora_A"] != size:
+            others.append(f"{name} is {list(shape)} beside {list(layer.shape)}")
+        elif layer is None and layers and ".self_attn." in module:
+            others.append(f"{name} is beside no layer")
+    kinds = {module.rpartition(".")[2] for module in attention}
+    lacking = sorted(
+        module
+        for module in (name.removesuffix(".weight") for name in layers if ".self_attn." in name)
+        if module.rpartition(".")[2] in kinds and module not in attention
+    )
+    return [
+        f"policy.lora.path: {folder}: {len(found)} {what}: {found[0]}"
+        for what, found in (
+            (f"factors in {WEIGHTS_FILE} have another rank than r {lora.rank} of {CONFIG_FILE}", ranks),
+            (f"factors in {WEIGHTS_FILE} are of another base than {base}", others),
+            (f"layers of {base} have no factors in {WEIGHTS_FILE}", lacking),
+        )
+        if found
     ]
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each factor in a folder of peft's, by its name."""
+    try:
+        with safe_open(folder / WEIGHTS_FILE, "np") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no dict)
+    except (OSError, SafetensorError) as error:
+        raise ConfigurationError(
+            f"policy.lora.path: {folder}: {WEIGHTS_FILE} cannot be read: {one_line(error)}"
+        ) from None
 
 
 def folder_of_peft(folder: Path) -> Path:
@@ -217,14 +285,10 @@ def lora_of_folder(folder: Path) -> LoraConfig:
     if holds_megatron_weights(folder):
         return _checked({**_section_of_checkpoint(folder), "path": None}, folder)
     content = read_adapter_config(folder)
-    try:
-        with safe_open(folder / WEIGHTS_FILE, "np") as file:
-            names = list(file.keys())
-    except (OSError, SafetensorError) as error:
-        raise ConfigurationError(f"policy.lora.path: {folder}: {WEIGHTS_FILE} cannot be read: {error}") from None
+    names = _shapes(folder)
     section = {
-        "rank": content.get("r"),
-        "alpha": float(content.get("lora_alpha") or 0),
+        "rank": content["r"],
+        "alpha": float(content["lora_alpha"]),
         "targets": sorted(_targets(names, content.get("target_parameters") or ())),
         "dropout": 0.0,
         "experts": "per_expert" if any(".experts." in name for name in names) else "none",
@@ -249,7 +313,7 @@ def _targets(names: Iterable[str], parameters: Iterable[str]) -> set[str]:
     for name in names:
         module = name.removesuffix(".weight").rpartition(".")[0]
         leaf = module.rpartition(".")[2]
-        if leaf not in ("experts", "base_layer"):
+        if leaf not in _FUSED_MODULES:
             found |= _NAMES.get(leaf, {leaf})
     return found
 

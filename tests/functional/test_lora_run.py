@@ -121,7 +121,7 @@ def test_merged_weights_are_base_and_adapter(trained: Trained, named: Path) -> N
     assert changed == len(adapter) // 2
 
 
-def test_a_checkpoint_is_merged_by_convert(trained: Trained, tmp_path: Path) -> None:
+def test_a_checkpoint_is_merged_by_convert(trained: Trained, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     words = [
         "convert",
         "--from",
@@ -135,6 +135,7 @@ def test_a_checkpoint_is_merged_by_convert(trained: Trained, tmp_path: Path) -> 
     ]
     done = shared_ray.called_here([*words, "--output", str(tmp_path / "merged")])
     assert done.returncode == 0, done.stderr
+    assert not [str(each.message) for each in recwarn if issubclass(each.category, FutureWarning)]
     found, expected = tensors(tmp_path / "merged"), tensors(trained.final)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -152,6 +153,8 @@ def test_convert_writes_each_form_of_experts(trained: Trained, named: Path, tmp_
     found, expected = tensors(tmp_path / "fused"), tensors(trained.final / "adapter")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    num_parameters = sum(tensor.numel() for tensor in tensors(named).values())
+    assert f"{tmp_path / 'fused'}: {num_parameters:,} parameters in float32\n" in done.stdout
     ids = torch.arange(2, 22).view(2, 10)
     merged = AutoModelForCausalLM.from_pretrained(trained.final, dtype=torch.float32).eval()
     base = AutoModelForCausalLM.from_pretrained(trained.base, dtype=torch.float32)
@@ -220,7 +223,11 @@ def test_evaluate_with_an_adapter_is_evaluate_with_merged_weights(trained: Train
         assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
         (output,) = (folder / "logs").iterdir()
         samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
-        return json.loads((output / "results.json").read_text())["reward"], [each["response"] for each in samples]
+        results = json.loads((output / "results.json").read_text())
+        adapter = results["adapter"]
+        assert adapter == changes.get("policy__lora", {}).get("path")
+        assert f"{model}{f' with the adapter {adapter}' if adapter else ''}: " in done.stdout
+        return results["reward"], [each["response"] for each in samples]
 
     merged = evaluated("merged", trained.final)
     assert evaluated("adapter", trained.base, policy__lora=LORA | {"path": str(trained.checkpoint)}) == merged

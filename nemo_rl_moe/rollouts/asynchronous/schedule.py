@@ -88,7 +88,7 @@ def read_schedule(path: Path) -> list[ScheduledStep]:
         DataError: A line is not a step, or there is none.
     """
     steps: list[ScheduledStep] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), start=1):
         try:
             step = _STEP.validate_json(line, strict=True)
         except ValidationError:

@@ -243,6 +243,15 @@ def test_files_that_are_not_there(demo_folder: Path, problems_of: Problems) -> N
     ]
 
 
+def test_an_adapter_that_is_not_there(demo_folder: Path, problems_of: Problems) -> None:
+    (demo_folder / "run/step_20").mkdir(parents=True)
+    fields = "rank: 8, alpha: 16.0, targets: [all-linear], dropout: 0.0, experts: per_expert, init: kaiming"
+    assert problems_of(f"policy.lora={{{fields}, path: run/step_30}}", check_paths=True) == [
+        f"policy.lora.path: run/step_30 not found in the working folder {demo_folder}; did you mean run/step_20?;"
+        " expected a folder of peft's, `final` or a checkpoint"
+    ]
+
+
 def test_a_pipe_is_no_data_file(demo_folder: Path, problems_of: Problems) -> None:
     os.mkfifo(demo_folder / "pipe.jsonl")  # it can be read once, or hangs
     assert problems_of("data.train.path=pipe.jsonl", check_paths=True) == [

@@ -77,10 +77,18 @@ def test_rollouts_know_the_adapters(grpo_problems_of: Problems) -> None:
     ]
 
 
-def test_an_unknown_target_is_named(problems_of: Problems) -> None:
-    (problem,) = problems_of(lora(targets="[q_porj]"))
-    assert problem.startswith("policy.lora.targets")
-    assert "q_proj" in problem
+@pytest.mark.parametrize(("targets", "meant"), [("[k_proj, q_porj]", "q_proj"), ("q_proj", "[q_proj]")])
+def test_an_unknown_target_is_named(problems_of: Problems, targets: str, meant: str) -> None:
+    (problem,) = problems_of(lora(targets=targets))
+    assert problem.startswith("policy.lora.targets: got ")
+    assert problem.endswith(f", router; did you mean {meant}?")
+
+
+@pytest.mark.parametrize("name", ["r", "use_dora"])
+def test_names_of_peft_get_the_keys_that_there_are(problems_of: Problems, name: str) -> None:
+    assert problems_of(lora(), f"+policy.lora.{name}=8") == [
+        f"policy.lora.{name}: unknown key; allowed here: rank, alpha, targets, dropout, experts, init, path"
+    ]
 
 
 @pytest.mark.parametrize(

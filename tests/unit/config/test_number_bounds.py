@@ -47,6 +47,8 @@ ANY_SIZE = {
         ("policy.generation.temperature", "1e30", "a number from 0.01 to 100"),
         ("grpo.val_temperature", "1e30", "a number from 0 to 100"),
         ("grpo.seed", "18446744073709551616", "a whole number from 0 to 4294967295"),
+        ("grpo.rollouts.max_staleness", "1000000000000", "a whole number from 0 to 1000"),
+        ("grpo.rollouts.target_lag", "1000000000000", "a whole number from 0 to 1000 or null"),
         ("loss_fn.reference_policy_kl_penalty", "1e30", "a number from 0 to 1000"),
         ("loss_fn.entropy_bonus", "1e30", "a number from 0 to 1000"),
         ("loss_fn.ratio_clip_max", "1e30", "a number from 0 to 1000000000"),

@@ -4,6 +4,7 @@
 
 import pickle
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,9 @@ def _load(wanted: dict[str, Any], directory: Path, index: Metadata) -> dict[str,
     loaded: dict[str, Any] = {}
     problem: CheckpointError | None = None
     try:
-        with data_only(index, parts):
+        with data_only(index, parts), warnings.catch_warnings():
+            # Megatron-Core's own call of torch.
+            warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
             loaded = dist_checkpointing.load(wanted, str(directory))
     except CheckpointError as error:
         problem = error

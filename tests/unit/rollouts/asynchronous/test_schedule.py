@@ -113,6 +113,12 @@ def test_a_file_keeps_a_schedule(tmp_path: Path) -> None:
     assert read_schedule(path) == steps
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.jsonl"
+    path.write_text(f"{line_of(ScheduledStep(0, ()), 1)}\n", encoding="utf-8-sig")
+    assert read_schedule(path) == [ScheduledStep(0, ())]
+
+
 @pytest.mark.parametrize("line", ["{", "{}", '{"version": 0, "groups": [{"position": 1}]}', "[]"])
 def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "schedule.jsonl"

@@ -3,11 +3,13 @@
 """peft reads the adapters that are written here, in both forms of experts; what peft writes is read here."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.peft_files import adapter_problems, lora_of_folder
@@ -73,6 +75,8 @@ def _folder(tmp_path: Path, **changes: Any) -> Path:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "whose base is not the model in its folder"),
         ({"r": 8}, "policy.lora.rank: got 4, expected 8"),
+        ({"r": None}, "adapter_config.json: r: got None, expected a number"),
+        ({"lora_alpha": "6"}, "adapter_config.json: lora_alpha: got 6, expected a number"),
         ({"lora_alpha": 6}, "policy.lora.alpha: got 5.0, expected 6"),
     ],
     ids=str,
@@ -81,7 +85,98 @@ def test_other_adapters_are_refused(changes: dict[str, Any], said: str, tmp_path
     section = tiny_policy(1, **lora("none", path=str(_folder(tmp_path, **changes)))).lora
     assert section is not None
     try:
-        lines = adapter_problems(section)
+        lines = adapter_problems(section, None)
     except ConfigurationError as error:
         lines = error.problems
     assert any(said in line for line in lines), lines
+
+
+Q_PROJ = "model.layers.1.self_attn.q_proj"
+OF_PEFT = "base_model.model."
+
+
+def _problems_of(folder: Path, shapes: Mapping[str, tuple[int, int]] = {}, experts: str = "none") -> list[str]:
+    """Return what is said about the adapter of one layer beside a base of one layer, both of 6 outputs and 5 inputs."""
+    base, adapter = folder / "base", folder / "adapter"
+    adapter.mkdir()
+    base.mkdir()
+    found = {"lora_A": (4, 5), "lora_B": (6, 4), "layer": (6, 5), **shapes}
+    factors = {f"{OF_PEFT}{Q_PROJ}.{name}.weight": np.zeros(found[name], np.float32) for name in ("lora_A", "lora_B")}
+    _folder(adapter)
+    save_file(factors, adapter / "adapter_model.safetensors")
+    save_file({f"{Q_PROJ}.weight": np.zeros(found["layer"], np.float32)}, base / "model.safetensors")
+    section = tiny_policy(1, **lora(experts, path=str(adapter))).lora
+    assert section is not None
+    return [line.replace(f"{folder}/", "") for line in adapter_problems(section, base)]
+
+
+FILE = "policy.lora.path: adapter: {} factors in adapter_model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        ({}, []),
+        (
+            {"lora_A": (8, 5), "lora_B": (6, 8)},
+            [f"{FILE.format(2)} have another rank than r 4 of adapter_config.json: {OF_PEFT}{Q_PROJ}.lora_A.weight 8"],
+        ),
+        (
+            {"layer": (6, 7)},
+            [
+                f"{FILE.format(1)} are of another base than base: {OF_PEFT}{Q_PROJ}.lora_A.weight is [4, 5] beside"
+                " [6, 7]"
+            ],
+        ),
+        (
+            {"layer": (9, 5)},
+            [
+                f"{FILE.format(1)} are of another base than base: {OF_PEFT}{Q_PROJ}.lora_B.weight is [6, 4] beside"
+                " [9, 5]"
+            ],
+        ),
+    ],
+    ids=["fits", "rank", "inputs", "outputs"],
+)
+def test_factors_are_compared_with_rank_and_base_before_workers_start(
+    shapes: dict[str, tuple[int, int]], said: list[str], tmp_path: Path
+) -> None:
+    assert _problems_of(tmp_path, shapes) == said
+
+
+def test_an_adapter_of_more_layers_is_of_another_base(tmp_path: Path) -> None:
+    _problems_of(tmp_path)
+    save_file({"lm_head.weight": np.zeros((6, 5), np.float32)}, tmp_path / "base" / "model.safetensors")
+    section = tiny_policy(1, **lora("none", path=str(tmp_path / "adapter"))).lora
+    assert section is not None
+    (line,) = adapter_problems(section, tmp_path / "base")
+    assert line.endswith(f"{OF_PEFT}{Q_PROJ}.lora_A.weight is beside no layer")
+
+
+def test_an_adapter_of_fewer_layers_is_of_another_base(tmp_path: Path) -> None:
+    _problems_of(tmp_path)
+    names = (Q_PROJ, Q_PROJ.replace("1", "0"), Q_PROJ.replace("q_proj", "k_proj"))
+    layers = {f"{name}.weight": np.zeros((6, 5), np.float32) for name in names}
+    save_file(layers, tmp_path / "base" / "model.safetensors")
+    section = tiny_policy(1, **lora("none", path=str(tmp_path / "adapter"))).lora
+    assert section is not None
+    (line,) = adapter_problems(section, tmp_path / "base")
+    assert line.endswith(
+        "1 layers of {} have no factors in adapter_model.safetensors: {}".format(tmp_path / "base", names[1])
+    )
+
+
+def test_an_adapter_without_experts_is_refused_where_they_are_asked_for(tmp_path: Path) -> None:
+    assert _problems_of(tmp_path, experts="per_expert") == [
+        "policy.lora.experts: got per_expert, and policy.lora.path adapter has no adapters of routed experts"
+    ]
+
+
+def test_a_truncated_file_is_reported_before_workers_start(tmp_path: Path) -> None:
+    _problems_of(tmp_path)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    section = tiny_policy(1, **lora("none", path=str(tmp_path / "adapter"))).lora
+    assert section is not None
+    with pytest.raises(ConfigurationError, match=r"adapter: adapter_model.safetensors cannot be read: "):
+        adapter_problems(section, tmp_path / "base")
