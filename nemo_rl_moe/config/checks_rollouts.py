@@ -104,8 +104,8 @@ def replayed_mask_is_bounded_and_returned(config: GRPOMasterConfig) -> Iterator[
         )
     elif generation.top_k is None:
         yield (
-            "policy.generation.top_k: got null, expected the most tokens to keep, such as 128, with"
-            f" {key} replay: top_p alone may keep the whole vocabulary, whose ids would travel with each token"
+            f"{key}: got replay, expected none with policy.generation.top_k null, or such a number of tokens to keep at"
+            " most as 128: top_p alone may keep the whole vocabulary, whose ids would travel with each token"
         )
 
 
