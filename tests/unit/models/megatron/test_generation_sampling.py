@@ -102,7 +102,7 @@ def test_a_row_does_not_see_the_others() -> None:
 
 def test_huge_logits() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0], [-1e30, 88.0, -1e30]])
-    token_ids, logprobs, _ = sample(logits, torch.tensor([0.999, 0.0], dtype=torch.float64), SamplingParameters(1))
+    token_ids, logprobs, *_ = sample(logits, torch.tensor([0.999, 0.0], dtype=torch.float64), SamplingParameters(1))
     assert token_ids.tolist() == [0, 1]
     assert logprobs.tolist() == [0.0, 0.0]
 

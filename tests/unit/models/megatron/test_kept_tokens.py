@@ -44,7 +44,7 @@ from tests.unit.models.megatron.test_chunked_head import (
 
 K = 9
 GROUPS = ((0, 1), (2, 3), (4, 5))
-KEPT_SAMPLING = replace(SAMPLING, temperature=1.0, top_k=K, top_p=0.9, returns_kept_tokens=True)
+KEPT_SAMPLING = replace(SAMPLING, temperature=1.0, top_k=K, top_p=0.6, returns_kept_tokens=True)
 # Not a multiple of 2: with tensor parallelism a row of the vocabulary is padding.
 MODEL = {"vocab_size": 65}
 PACKED = {"sequence_packing__enabled": True}
@@ -139,8 +139,8 @@ def test_the_engine_returns_what_it_drew_from(sequences: list[GeneratedSequence]
         assert (piece.start, piece.num_rows, piece.source.shape[1]) == (len(prompt), len(sequence.token_ids), K)
         assert (piece.source == sequence.token_ids[:, None]).any(1).all()
     counts = np.concatenate([(each.kept_tokens.pieces[0].source >= 0).sum(1) for each in sequences])
-    assert (counts >= 1).all()
-    assert len(set(counts.tolist())) > 1
+    assert counts.min() >= 1
+    assert counts.max() < K  # the model is close to even: top-p cuts further
 
 
 @pytest.mark.full
