@@ -74,7 +74,8 @@ def test_log_probabilities_are_over_the_kept_tokens_where_these_are_returned(top
     probabilities = exact_probabilities(parameters)
     assert found.kept_tokens is not None
     assert found.kept_tokens.shape == (100, top_k)
-    for token, logprob, ids in zip(*(values.tolist() for values in (found[0], found[1], found[3])), strict=True):
+    columns = (found.token_ids, found.logprobs, found.kept_tokens)
+    for token, logprob, ids in zip(*(values.tolist() for values in columns), strict=True):
         assert logprob == pytest.approx(np.log(probabilities[token]), abs=1e-6)
         assert sorted(kept for kept in ids if kept >= 0) == np.flatnonzero(probabilities).tolist()
 

@@ -132,13 +132,20 @@ def sequences() -> list[GeneratedSequence]:
     return run_ranks(sampled, 1, tiny_policy(1))[0]
 
 
+def ids_of(sequence: GeneratedSequence) -> np.ndarray:
+    assert sequence.kept_tokens is not None
+    (piece,) = sequence.kept_tokens.pieces
+    ids: np.ndarray = piece.source
+    return ids
+
+
 def test_the_engine_returns_what_it_drew_from(sequences: list[GeneratedSequence]) -> None:
     for prompt, sequence in zip(prompts(), sequences, strict=True):
         assert sequence.kept_tokens is not None
         (piece,) = sequence.kept_tokens.pieces
         assert (piece.start, piece.num_rows, piece.source.shape[1]) == (len(prompt), len(sequence.token_ids), K)
         assert (piece.source == sequence.token_ids[:, None]).any(1).all()
-    counts = np.concatenate([(each.kept_tokens.pieces[0].source >= 0).sum(1) for each in sequences])
+    counts = np.concatenate([(ids_of(each) >= 0).sum(1) for each in sequences])
     assert counts.min() >= 1
     assert counts.max() < K  # the model is close to even: top-p cuts further
 
@@ -148,7 +155,7 @@ def test_ranks_that_share_the_vocabulary_return_the_same(sequences: list[Generat
     found = run_ranks(sampled, 2, tiny_policy(2, **layout(tp=2)))
     (ours,) = [each for each in found if each]
     for one, other in zip(ours, sequences, strict=True):
-        np.testing.assert_array_equal(one.kept_tokens.pieces[0].source, other.kept_tokens.pieces[0].source)
+        np.testing.assert_array_equal(ids_of(one), ids_of(other))
 
 
 @dataclass(frozen=True)
