@@ -120,7 +120,13 @@ def test_fixtures_come_with_the_plug_in(tmp_path: Path) -> None:
         text=True,
         check=False,
         cwd=tmp_path,
-        env={**os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": str(REPOSITORY_ROOT)},
+        # An installed package loads the plug-in by its entry point, too: a second registration is an error of pytest.
+        env={
+            **os.environ,
+            "PYTEST_ADDOPTS": "",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTHONPATH": str(REPOSITORY_ROOT),
+        },
     )
     assert "2 failed, 2 passed" in done.stdout, done.stdout
     assert "layer 0 carries layer 1's routes" in done.stdout
