@@ -18,6 +18,7 @@ from nemo_rl_moe.config.schema_ppo import PPOMasterConfig
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.metrics import PhaseClock, with_prefix
 from nemo_rl_moe.models.interfaces import LossFunction, TrainResult
+from nemo_rl_moe.models.kept_tokens import KEPT_TOKENS
 from nemo_rl_moe.rl.gae import explained_variance, generalized_advantages, token_rewards, whitened
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.training_batch import advantage_column, tokens_of_trajectories
@@ -67,7 +68,7 @@ class Critic:
         """
         config, trajectories = self.config, groups.trained
         with clock.phase("values"):
-            values = self.model.values(batch.without_stored(ROUTED_EXPERTS))
+            values = self.model.values(_of_critic(batch))
         inputs = estimator_inputs(config, trajectories, shaped_rewards(config, groups))
         values = tokens_of_trajectories(values, trajectories).double()
         mask = tokens_of_trajectories(batch.token_mask, trajectories)
@@ -100,7 +101,7 @@ class Critic:
         """
         with clock.phase("critic"):
             loss = ValueLoss(self.config.value_loss_fn.cliprange)
-            result = self.model.train(batch.without_stored(ROUTED_EXPERTS), loss)
+            result = self.model.train(_of_critic(batch), loss)
         metrics = {
             "value_loss": result.global_loss,
             "grad_norm": result.grad_norm,
@@ -119,6 +120,11 @@ class Critic:
         logprobs, reference = (batch.columns[name].values.double() for name in ("prev_logprobs", "reference_logprobs"))
         estimate = kl_estimate(logprobs, reference, loss.reference_policy_kl_type)
         return loss.reference_policy_kl_penalty * clamped_estimate(estimate, loss)
+
+
+def _of_critic(batch: TokenBatch) -> TokenBatch:
+    """Return the batch without what belongs to the policy alone: its experts, and what it drew tokens from."""
+    return batch.without_stored(ROUTED_EXPERTS).without_stored(KEPT_TOKENS)
 
 
 def _metrics_of(values: Float[Tensor, " tokens"], returns: Float[Tensor, " tokens"]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch, per_token
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import PolicyInterface
+from nemo_rl_moe.models.kept_tokens import KEPT_TOKENS
 from nemo_rl_moe.rl.estimators.interface import EstimatorInputs
 from nemo_rl_moe.rollouts.failed_responses import FailureRule
 from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups, SynchronousSource
@@ -146,6 +147,8 @@ def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: in
         leave_out_truncated=config.grpo.overlong_filtering,
         takes_part=failure_rule(config).taking_part(groups.trained, groups.num_generations),
     )
+    if config.loss_fn.sampling_mask == "replay" and KEPT_TOKENS not in batch.stored:
+        raise RuntimeError("loss_fn.sampling_mask: replay: the engine has returned no kept tokens")
     lags = token_lags(groups.trained, weight_version)
     return batch.with_columns(**{TOKEN_LAG: per_token(lags, fill=NO_LAG)}) if bool((lags > 0).any()) else batch
 

@@ -120,7 +120,7 @@ class Validator:
         self._seed_key = (config.seed, VALIDATION_SEEDS)
         self._worker = worker
         self._prompts = [prompts[index] for index in range(min(len(prompts), config.max_val_samples or len(prompts)))]
-        self._sampling = replace(sampling, temperature=config.val_temperature)
+        self._sampling = replace(sampling, temperature=config.val_temperature, returns_kept_tokens=False)
         self.trajectories: list[Trajectory] = []
 
     def __call__(self) -> dict[str, float]:

@@ -91,7 +91,26 @@ def schedule_is_read(config: GRPOMasterConfig) -> Iterator[str]:
         yield f"{KEY}.replay_schedule: got {rollouts.replay_schedule}, expected null with {KEY}.mode synchronous"
 
 
+def replayed_mask_is_bounded_and_returned(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that an engine returns the kept tokens that `loss_fn.sampling_mask` replays, and that top-k bounds them."""
+    if config.loss_fn.sampling_mask == "none":
+        return
+    key, generation = "loss_fn.sampling_mask", config.policy.generation
+    if not generation.engine.returns_kept_tokens:
+        yield (
+            f"{key}: got replay, expected none with policy.generation.backend {generation.backend}, which does not"
+            " return the tokens that top_p and top_k kept; backend megatron or megatron_separate does, and top_p 1 with"
+            " top_k null needs no mask"
+        )
+    elif generation.top_k is None:
+        yield (
+            f"{key}: got replay, expected none with policy.generation.top_k null, or such a number of tokens to keep at"
+            " most as 128: top_p alone may keep the whole vocabulary, whose ids would travel with each token"
+        )
+
+
 ROLLOUT_RULES = (
+    replayed_mask_is_bounded_and_returned,
     engine_runs_beside_training,
     lag_is_a_number_of_steps,
     old_tokens_are_corrected,

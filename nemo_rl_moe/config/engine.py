@@ -60,6 +60,7 @@ class Engine:
         check_model: Raises `ConfigurationError` where it cannot run a model, given by its Hugging Face configuration.
         number_format: Number format in which it computes, by the section `policy`; None: unknown.
         captures_routes: True where its sequences carry routed experts.
+        returns_kept_tokens: It returns what top-k and top-p left to draw each token from (`loss_fn.sampling_mask`).
         takes_adapters: It puts the policy's adapters beside a base of its own (`policy.generation.lora_refit`).
     """
 
@@ -74,6 +75,7 @@ class Engine:
     check_model: Callable[["GRPOMasterConfig", Any], None] = lambda config, hf_config: None
     number_format: Callable[["GeneratingPolicyConfig"], str | None] = lambda policy: None
     captures_routes: Callable[["GRPOMasterConfig"], bool] = lambda config: False
+    returns_kept_tokens: bool = False
     takes_adapters: bool = False
 
     def factory(self) -> Callable[[Any], Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from nemo_rl_moe.config.algorithm import algorithm_of, metric_in_force
 from nemo_rl_moe.config.checks_run import LoopMasterConfig, loop_section
-from nemo_rl_moe.config.schema import DPOMasterConfig
+from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
 
 
@@ -101,7 +101,7 @@ def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> It
 def rollouts_draw_from_a_part(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
     """Warn of top-p and top-k in training, which the ratio between rollout and training ignores."""
     policy = generating(config.policy)
-    if policy is None:
+    if policy is None or (isinstance(config, GRPOMasterConfig) and config.loss_fn.sampling_mask == "replay"):
         return
     generation, key = policy.generation, "policy.generation"
     chosen = [f"{key}.top_p: {generation.top_p:g}"] if generation.top_p < 1 else []
@@ -111,7 +111,8 @@ def rollouts_draw_from_a_part(config: LoopMasterConfig, num_steps: int) -> Itera
             f"{' and '.join(chosen)}: responses are sampled from the tokens that are kept, while log-probabilities, of"
             " rollout and training alike, are those of the whole vocabulary: each token was sampled more often than the"
             " loss takes it for, by 1 / train/sampling_kept_mass, which no ratio, mismatch metric or importance weight"
-            " sees; top_p 1 and top_k null sample the policy that is trained"
+            " sees; top_p 1 and top_k null sample the policy that is trained, and loss_fn.sampling_mask replay trains"
+            " the one that is sampled"
         )
 
 

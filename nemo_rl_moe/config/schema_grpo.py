@@ -158,6 +158,10 @@ class PolicyGradientLossConfig(StrictModel):
     """Lower bound; null: none with truncated, 0.5 with icepop."""
     importance_sampling_ratio_max: PositiveRatio
     """Upper bound."""
+    sampling_mask: Literal["none", "replay"]
+    """Log-probabilities of tokens that top-p or top-k chose among few. none: over the whole vocabulary; replay: of
+    rollout, training, and reference model over the tokens that the engine drew each one from, of which it returns at
+    most `policy.generation.top_k` for each token."""
 
     @property
     def importance_sampling_lower_bound(self) -> float:

@@ -77,6 +77,10 @@ class StoredRows:
         """Bytes of the rows as a reader gets them."""
         return sum(piece.num_rows for piece in self.pieces) * prod(self.row_shape) * np.dtype(self.dtype).itemsize
 
+    def moved(self, by: int) -> "StoredRows":
+        """Return the rows for tokens so many places later in the sequence."""
+        return replace(self, pieces=tuple(piece._replace(start=piece.start + by) for piece in self.pieces))
+
     def before(self, end: int) -> "StoredRows":
         """Keep the rows of tokens before a position."""
         kept = (piece._replace(num_rows=min(piece.num_rows, end - piece.start)) for piece in self.pieces)

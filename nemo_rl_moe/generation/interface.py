@@ -26,6 +26,8 @@ class SamplingParameters:
         temperature: Divides the logits; 0 takes the token ranked first (greedy).
         stop_token_ids: A response ends with the first of these, which belongs to it.
         stop_strings: A response ends with the token that completes one of these, which belongs to it.
+        returns_kept_tokens: With the tokens return what top-k and top-p had left to draw each from, and
+            log-probabilities over these; with top-k alone, which bounds their number.
     """
 
     max_new_tokens: int
@@ -34,6 +36,7 @@ class SamplingParameters:
     top_p: float = 1.0
     stop_token_ids: TokenIds = ()
     stop_strings: tuple[str, ...] = ()
+    returns_kept_tokens: bool = False
 
     @property
     def draws_from_a_part(self) -> bool:
@@ -120,13 +123,15 @@ class GeneratedSequence:
     Attributes:
         logprobs: Log-probability of each sampled token, in nats, of the softmax of all logits divided by the
             temperature (1 when greedy): what a training forward with the same temperature computes. Top-k and top-p
-            choose among tokens, and change nothing here.
+            choose among tokens, and change nothing here, except where the kept tokens are returned: over these then.
         weight_version: Optimizer steps of the weights that sampled the tokens; an array where weights arrived
             meanwhile.
         routed_experts: Experts of the whole sequence's tokens in each MoE layer, `[moe_layers, topk]` int16 a token, -1
             where unknown; None where the engine reports none. The last token was never fed to the model, and has none.
         kept_mass: Probability of the tokens together that top-k and top-p left to draw each token from; None where they
             leave out none, or the engine does not report it.
+        kept_tokens: Those tokens, `[top_k]` int32 for each sampled token at its place in the whole sequence, -1 behind
+            the last; None where nobody asked for them.
         num_cached_tokens: Tokens before these whose keys and values came from a prefix cache; None of an engine without
             one.
         is_partial: The engine was paused before its end: `followed_by` takes what comes under other weights.
@@ -139,6 +144,7 @@ class GeneratedSequence:
     weight_version: int | Int[np.ndarray, " tokens"]
     routed_experts: StoredRows | None = None
     kept_mass: Float[np.ndarray, " tokens"] | None = None
+    kept_tokens: StoredRows | None = None
     num_cached_tokens: int | None = None
     is_partial: bool = False
     waited_s: float = field(default=0.0, compare=False)
@@ -154,6 +160,9 @@ class GeneratedSequence:
         routes, kept = self.routed_experts, [part.kept_mass for part in parts if part.kept_mass is not None]
         if routes is not None and later.routed_experts is not None:
             routes = routes.followed_by(later.routed_experts)
+        kept_tokens = self.kept_tokens
+        if kept_tokens is not None and later.kept_tokens is not None:
+            kept_tokens = kept_tokens.followed_by(later.kept_tokens)
         cached = [part.num_cached_tokens for part in parts if part.num_cached_tokens is not None]
         versions = [np.broadcast_to(np.asarray(part.weight_version), len(part.token_ids)) for part in parts]
         return replace(
@@ -163,6 +172,7 @@ class GeneratedSequence:
             weight_version=np.concatenate(versions),
             routed_experts=routes if later.routed_experts is not None else None,
             kept_mass=np.concatenate(kept) if len(kept) == len(parts) else None,
+            kept_tokens=kept_tokens if later.kept_tokens is not None else None,
             num_cached_tokens=sum(cached) if cached else None,
             waited_s=self.waited_s + later.waited_s,
         )
@@ -182,6 +192,18 @@ def store_routes(sequences: Sequence[GeneratedSequence], store: RowStore) -> lis
         return list(sequences)
     pairs = zip(sequences, store.keep(at_hand), strict=True)
     return [replace(sequence, routed_experts=rows) for sequence, rows in pairs]
+
+
+def store_kept_tokens(sequences: Sequence[GeneratedSequence], store: RowStore) -> list[GeneratedSequence]:
+    """Return the sequences whose kept tokens lie in a store, as `store_routes` does with routed experts."""
+    at_hand = [sequence.kept_tokens.pieces[0] for sequence in sequences if sequence.kept_tokens is not None]
+    if len(at_hand) < len(sequences):
+        return list(sequences)
+    stored = store.keep([piece.source for piece in at_hand])
+    return [
+        replace(sequence, kept_tokens=rows.moved(piece.start))
+        for sequence, piece, rows in zip(sequences, at_hand, stored, strict=True)
+    ]
 
 
 @runtime_checkable

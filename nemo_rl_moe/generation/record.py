@@ -28,4 +28,5 @@ ENGINE = Engine(
     shares_weights=True,
     number_format=lambda policy: policy.precision,
     captures_routes=lambda config: True,
+    returns_kept_tokens=True,
 )

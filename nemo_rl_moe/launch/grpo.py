@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -198,7 +198,10 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     engine.check_installation(config)
     model = run.prepare_model()
     engine.check_model(config, model.hf_config)
-    sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
+    sampling = replace(
+        sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size),
+        returns_kept_tokens=config.loss_fn.sampling_mask == "replay",
+    )
     environments = prepare_environments(config, drivers, model.tokenizer, sampling)
     reward_model = prepare_reward_model(config, run, model)
     tokenizer, console, image_rule = model.tokenizer, run.console, model.image_rule

@@ -31,6 +31,7 @@ class GrowingSequence:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self.routed_experts: StoredRows | None = None
+        self._kept_tokens: StoredRows | None = None
         self.num_first = len(token_ids)
         self.add_given(token_ids)
 
@@ -63,6 +64,10 @@ class GrowingSequence:
             # Of earlier tokens the routes stay with which they were sampled.
             self.routed_experts = routes if self.routed_experts is None else self.routed_experts.followed_by(routes)
 
+        if found.kept_tokens is not None:
+            before = self._kept_tokens
+            self._kept_tokens = found.kept_tokens if before is None else before.followed_by(found.kept_tokens)
+
     def remove_given(self, size: int) -> None:
         """Remove the last tokens, which `add_given` has added."""
         for values in (self.token_ids, self._loss_mask, self._logprobs, self._versions):
@@ -77,6 +82,7 @@ class GrowingSequence:
             weight_versions=np.array(self._versions, dtype=np.int64),
             routed_experts=self.routed_experts,
             model_inputs=dict(model_inputs),
+            kept_tokens=self._kept_tokens,
         )
 
 

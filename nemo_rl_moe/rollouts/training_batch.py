@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nemo_rl_moe.distributed.batch import Column, TokenBatch, per_sequence, per_token, stored_per_token
+from nemo_rl_moe.models.kept_tokens import KEPT_TOKENS, kept_tokens_column
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, sequences_of, trajectory_of_each_sequence
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 from nemo_rl_moe.token_lag import NO_LAG
@@ -91,7 +92,7 @@ def training_batch(
 
     Returns:
         A batch with the columns `advantages`, `generation_logprobs`, the model's inputs, `token_writers` where an
-        environment wrote tokens, and, stored, `routed_experts` where an engine reports them.
+        environment wrote tokens, and, stored, `routed_experts` and `kept_tokens` where an engine reports them.
     """
     sequences, owners = sequences_of(trajectories), trajectory_of_each_sequence(trajectories)
     lengths = [len(sequence) for sequence in sequences]
@@ -110,13 +111,16 @@ def training_batch(
     if any((of_sequence == RESULT).any() for of_sequence in writers):
         columns[TOKEN_WRITERS] = _writer_column(writers)
     capture = stored_per_token([sequence.routed_experts for sequence in sequences], fill=UNKNOWN)
+    stored = {} if capture is None else {ROUTED_EXPERTS: capture}
+    if (kept := kept_tokens_column([sequence.kept_tokens for sequence in sequences])) is not None:
+        stored[KEPT_TOKENS] = kept
     return TokenBatch(
         input_ids=input_ids,
         lengths=torch.tensor(lengths),
         token_mask=token_mask,
         sample_ids=tuple(trajectories[owner].sample_id for owner in owners),
         columns=columns,
-        stored={} if capture is None else {ROUTED_EXPERTS: capture},
+        stored=stored,
         sample_sizes=tuple(trajectory.num_sequences for trajectory in trajectories),
     ).with_inputs([sequence.model_inputs for sequence in sequences])
 

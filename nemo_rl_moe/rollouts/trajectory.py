@@ -48,6 +48,8 @@ class TokenSequence:
         routed_experts: Experts of each token in each MoE layer, `[moe_layers, topk]` int16 a token, as the pass chose
             them that first saw it; None where no engine reports them.
         model_inputs: Further inputs of the model, such as images.
+        kept_tokens: Tokens that top-k and top-p had left to draw each sampled one from, over which `logprobs` are then;
+            None where the engine was not asked for them.
     """
 
     token_ids: Int[np.ndarray, " tokens"]
@@ -56,6 +58,7 @@ class TokenSequence:
     weight_versions: Int[np.ndarray, " tokens"]
     routed_experts: StoredRows | None = None
     model_inputs: Mapping[str, ModelInput] = field(default_factory=dict)
+    kept_tokens: StoredRows | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

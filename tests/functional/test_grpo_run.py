@@ -321,6 +321,27 @@ def test_everything_at_once(tmp_path: Path, data: Path) -> None:
     assert all(sample["response"].endswith("7") and not sample["is_truncated"] for sample in ended)
 
 
+@pytest.mark.full
+def test_the_sampling_mask_is_replayed(tmp_path: Path, data: Path) -> None:
+    """With top-p, rollout and training differ by as little as without, in passes before and in each of two updates."""
+    settings: dict[str, Any] = {
+        **sft_runs.only_jsonl(),
+        "policy__train_global_batch_size": 8,
+        "policy__sequence_packing": {"enabled": True, "train_mb_tokens": 64, "train_mb_patches": None},
+        "loss_fn__reference_policy_kl_penalty": 0.01,
+    }
+    cut = {"policy__generation__top_p": 0.8, "policy__generation__top_k": 64, "loss_fn__sampling_mask": "replay"}
+    whole = finished_run(tmp_path / "whole", data, **settings)
+    replayed = finished_run(tmp_path / "replayed", data, **settings, **cut)
+    assert all(0 < mass < 0.95 for mass in replayed.values("train/sampling_kept_mass"))
+    for run in (whole, replayed):
+        assert max(run.values("train/token_mult_prob_error")) < 1 + 1e-6
+        assert min(run.values("train/probs_ratio_max")) > 1.0
+        # The reference model's log-probabilities are over the same tokens: before the first update nothing differs.
+        assert run.values("train/kl_penalty")[0] < run.values("train/kl_penalty")[-1]
+    assert replayed.values("train/kl_penalty")[0] < 5 * whole.values("train/kl_penalty")[0]
+
+
 @pytest.mark.slow
 def test_the_divergence_in_the_reward(tmp_path: Path, data: Path) -> None:
     """The first step is the reference model's own; from the second on rewards pay for what has moved."""

@@ -63,5 +63,6 @@ ENGINE = Engine(
     check_model=check_model,
     number_format=lambda policy: policy.precision,
     captures_routes=lambda config: True,
+    returns_kept_tokens=True,
     takes_adapters=True,
 )

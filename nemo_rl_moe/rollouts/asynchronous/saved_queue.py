@@ -214,7 +214,7 @@ def _fetched_routes(group: Sequence[Trajectory], fetch: Fetch) -> list[Shaped[np
     found: list[Shaped[np.ndarray, "rows ..."] | None] = []
     for sequence in sequences_of(group):
         stored = sequence.routed_experts
-        if sequence.model_inputs:
+        if sequence.model_inputs or sequence.kept_tokens is not None:
             return None
         if stored is None:
             found.append(None)

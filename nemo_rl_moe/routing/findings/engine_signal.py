@@ -29,10 +29,13 @@ METRICS = (
 """Keys that `EngineSignal` reads."""
 _STANDS, _RUNS_AHEAD, _DISAGREES = 0.25, 1.5, 0.3
 """Rows that the engine changed, over those that training did: at most, and at least with so many that differ now."""
-_LEAST_STEPS, _LEAST_CYCLE, _LEAST_GROWTH, _LEAST_ORDER, _MOST_AFTER_RESET = 8, 6, 3.0, 0.9, 0.5
+_LEAST_STEPS, _LEAST_CYCLE, _LEAST_GROWTH, _LEAST_ORDER, _MOST_AFTER_RESET = 10, 6, 3.0, 0.9, 0.5
 _WINDOW, _VERSION_STEPS = 32, 4
 _LEAST_GAP = 1e-3
 """Gap in nats, at its highest, below which nothing depends on it."""
+_Tooth = tuple[tuple[int, float], tuple[int, float]]
+"""Step and gap of the first and the last step of a rise before a fall. Two in a row are a saw-tooth: by chance alone,
+one of six steps that rise is 1 in 720, whatever their spread."""
 
 
 class EngineSignal:
@@ -42,6 +45,7 @@ class EngineSignal:
         self._num_steps = num_steps
         self._since: dict[EngineKind, tuple[int, int]] = {}
         self._gaps: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._tooth: _Tooth | None = None
         self._version: tuple[float, int, int] | None = None
         self._has_advanced = False
 
@@ -96,16 +100,18 @@ class EngineSignal:
         if gap is None or not np.isfinite(gap):
             return {}
         if self._gaps and gap <= _MOST_AFTER_RESET * self._gaps[-1][1]:
-            cycle = list(self._gaps)
+            cycle, before = list(self._gaps), self._tooth
             self._gaps.clear()
             self._gaps.append((step, gap))
-            if len(cycle) < _LEAST_CYCLE or not _rises([value for _, value in cycle]):
+            is_tooth = len(cycle) >= _LEAST_CYCLE and _rises([value for _, value in cycle])
+            self._tooth = (cycle[0], cycle[-1]) if is_tooth else None
+            if before is None or self._tooth is None:
                 return {}
-            (start, low), (last, high) = cycle[0], cycle[-1]
+            ((start, low), (last, high)), ((again, _), _) = self._tooth, before
             text = (
                 f"the log-prob gap rose from {low:.2g} to {high:.2g} over the steps {start} to {last}, and was"
-                f" {gap:.2g} again at step {{}}: what a restart of the engine resets, such as a prefix cache or a"
-                " recurrent state of older weights"
+                f" {gap:.2g} again at step {{}}, as after the steps {again} to {start - 1}: what a restart of the"
+                " engine resets, such as a prefix cache or a recurrent state of older weights"
             )
             return {"resetting_gap": (text, True)}
         self._gaps.append((step, gap))

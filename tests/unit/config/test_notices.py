@@ -131,4 +131,5 @@ def test_sampling_from_a_part_of_the_vocabulary_is_reported(overrides: tuple[str
     (line,) = lines("grpo", *overrides)
     assert line.startswith(f"{reported}responses are sampled from the tokens that are kept")
     assert "by 1 / train/sampling_kept_mass, which no ratio, mismatch metric or importance weight sees" in line
+    assert lines("grpo", "policy.generation.top_k=20", "loss_fn.sampling_mask=replay") == []
     assert lines("grpo") == lines("sft") == []

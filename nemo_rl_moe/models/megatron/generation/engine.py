@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from nemo_rl_moe.distributed.stored_rows import StoredRows
@@ -53,6 +53,8 @@ def _check_sampling(sampling: SamplingParameters) -> None:
         raise ValueError(f"temperature: got {sampling.temperature}, expected 0 (greedy) or more")
     if sampling.top_k is not None and sampling.top_k < 1:
         raise ValueError(f"top_k: got {sampling.top_k}, expected at least 1, or None for all tokens")
+    if sampling.returns_kept_tokens and sampling.top_k is None:
+        raise ValueError("top_k: got None, expected a number with returns_kept_tokens: it bounds the kept tokens")
     if not 0 < sampling.top_p <= 1:
         raise ValueError(f"top_p: got {sampling.top_p}, expected above 0 and at most 1")
 
@@ -181,7 +183,8 @@ class MegatronGenerator:
                 for batch in _batches(request, max_batch_size):
                     responses, routes = self._run(request, batch, stop)
                     routed_experts = None if routes is None else self._routed_experts(request, batch, responses, routes)
-                    found = responses.sequences(weight_version, routed_experts)
+                    prompt_lengths = [len(request.prompts[index]) for index in batch]
+                    found = responses.sequences(weight_version, prompt_lengths, routed_experts)
                     sequences |= zip(batch, found, strict=True)
             # Nobody takes what routers choose meanwhile.
             self._passes.wait_for_peers()
@@ -215,9 +218,12 @@ class MegatronGenerator:
             slot = cached.num_filled
             if routes is not None:
                 routes.add(slot - first_slot, rows)
-            chosen = self._choose(logits, plan.uniforms[slot], parameters)
+            chosen, kept_tokens = self._choose(logits, plan.uniforms[slot], parameters)
             token_ids, logprobs, kept_mass = chosen.cpu().numpy()
-            ended = responses.append(rows, token_ids.astype(np.int64), logprobs, slot >= first_sampled, kept_mass)
+            kept_ids = None if kept_tokens is None else kept_tokens.cpu().numpy()
+            ended = responses.append(
+                rows, token_ids.astype(np.int64), logprobs, slot >= first_sampled, kept_mass, kept_ids
+            )
             inputs = chosen[0].long()
             if slot < last_prompt:
                 inputs = torch.where(plan.first_sampled > slot, plan.prompt_tokens[slot], inputs)
@@ -243,19 +249,23 @@ class MegatronGenerator:
 
     def _choose(
         self, logits: Float[Tensor, "rows vocabulary"] | None, uniforms: Float[Tensor, " rows"], how: SamplingParameters
-    ) -> Float[Tensor, "3 rows"]:
+    ) -> tuple[Float[Tensor, "3 rows"], Int[Tensor, "rows k"] | None]:
         """Sample on one rank, for all that hold a part of the model: token ids, log-probabilities and kept mass.
 
-        Rounding can differ between ranks that compute the same, so that separate samples could diverge.
+        Rounding can differ between ranks that compute the same, so that separate samples could diverge. Kept tokens
+        stay on that rank, which returns the sequences.
         """
         if logits is not None and self._coordinates.reports_loss:
             # In one tensor, so that one copy to the host and one message will do; float64 holds all exactly.
-            chosen = torch.stack([values.double() for values in sample(logits, uniforms, how)])
+            found = sample(logits, uniforms, how)
+            kept_tokens = found.kept_tokens
+            chosen = torch.stack([each.double() for each in (found.token_ids, found.logprobs, found.kept_mass)])
         else:
+            kept_tokens = None
             chosen = torch.empty(3, len(uniforms), dtype=torch.float64, device=self._device)
         if self._model_parallel is not None:
             dist.broadcast(chosen, src=self._sampling_rank, group=self._model_parallel)
-        return chosen
+        return chosen, kept_tokens
 
 
 def _batches(request: GenerationBatch, max_batch_size: int | None) -> list[list[int]]:

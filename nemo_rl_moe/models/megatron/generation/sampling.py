@@ -13,14 +13,19 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.generation.interface import GeneratedSequence, SamplingParameters, TokenIds
+from nemo_rl_moe.models.kept_tokens import NONE_KEPT
 
 
 class SampledTokens(NamedTuple):
-    """One token for each row, its log-probability in nats before top-k and top-p, and the mass that they keep."""
+    """One token for each row, its log-probability in nats before top-k and top-p, and the mass that they keep.
+
+    Where the kept tokens are asked for, `[rows, top_k]` with -1 behind the last, the log-probability is over these.
+    """
 
     token_ids: Int[Tensor, " rows"]
     logprobs: Float[Tensor, " rows"]
     kept_mass: Float[Tensor, " rows"]
+    kept_tokens: Int[Tensor, "rows k"] | None = None
 
 
 def uniform_numbers(seed: int, count: int) -> Float[np.ndarray, " count"]:
@@ -67,7 +72,18 @@ def sample(
     token_ids = logits.argmax(-1) if greedy else draw(weights, uniforms)
     kept_mass = probs.new_ones(len(probs)) if weights is probs else weights.sum(-1)
     # A token that is sampled has a probability above zero: nothing is lost by taking the logarithm last.
-    return SampledTokens(token_ids, probs.gather(-1, token_ids[:, None])[:, 0].log(), kept_mass)
+    logprobs = probs.gather(-1, token_ids[:, None])[:, 0].log()
+    if not parameters.returns_kept_tokens:
+        return SampledTokens(token_ids, logprobs, kept_mass)
+    assert parameters.top_k is not None  # checked
+    return SampledTokens(token_ids, logprobs - kept_mass.log(), kept_mass, kept_tokens(weights, parameters.top_k))
+
+
+def kept_tokens(weights: Float[Tensor, "rows vocabulary"], top_k: int) -> Int[Tensor, "rows k"]:
+    """Return the ids of weight above zero, at most `top_k`, and -1 behind them."""
+    largest, ids = weights.topk(min(top_k, weights.shape[-1]))
+    ids = ids.where(largest > 0, NONE_KEPT).int()
+    return torch.nn.functional.pad(ids, (0, top_k - ids.shape[-1]), value=NONE_KEPT)
 
 
 @dataclass(frozen=True)
@@ -167,6 +183,7 @@ class Responses:
     ):
         self._kept_mass = np.ones((num_responses, max_new_tokens), dtype=np.float32) if reports_kept_mass else None
         self._token_ids = np.zeros((num_responses, max_new_tokens), dtype=np.int64)
+        self._kept_tokens: list[list[Int[np.ndarray, " k"]]] = [[] for _ in range(num_responses)]
         self._logprobs = np.zeros((num_responses, max_new_tokens), dtype=np.float32)
         self._lengths = np.zeros(num_responses, dtype=np.int64)
         self._stopped = np.zeros(num_responses, dtype=np.bool_)
@@ -180,6 +197,7 @@ class Responses:
         logprobs: Float[np.ndarray, " rows"],
         sampled: Bool[np.ndarray, " rows"],
         kept_mass: Float[np.ndarray, " rows"] | None = None,
+        kept_tokens: Int[np.ndarray, "rows k"] | None = None,
     ) -> Bool[np.ndarray, " rows"]:
         """Add a token to each response that has not ended."""
         open_rows = sampled & ~self._ended(responses)
@@ -189,6 +207,9 @@ class Responses:
         self._logprobs[growing, column] = logprobs[open_rows]
         if self._kept_mass is not None and kept_mass is not None:
             self._kept_mass[growing, column] = kept_mass[open_rows]
+        if kept_tokens is not None:
+            for response, ids in zip(growing.tolist(), kept_tokens[open_rows], strict=True):
+                self._kept_tokens[response].append(ids)
         self._lengths[growing] = column + 1
         self._stopped[growing] = self._stop.ended(self._token_ids[growing], column + 1)
         return self._ended(responses)
@@ -198,9 +219,15 @@ class Responses:
         return ended
 
     def sequences(
-        self, weight_version: int, routed_experts: Sequence[StoredRows] | None = None
+        self,
+        weight_version: int,
+        prompt_lengths: Sequence[int] = (),
+        routed_experts: Sequence[StoredRows] | None = None,
     ) -> list[GeneratedSequence]:
         """Return the finished responses in order.
+
+        Args:
+            prompt_lengths: Where each response begins; for kept tokens alone.
 
         Raises:
             RuntimeError: A log-probability is not finite: the weights are not, or the forward pass failed.
@@ -219,8 +246,9 @@ class Responses:
                 weight_version=weight_version,
                 routed_experts=None if routed_experts is None else routed_experts[index],
                 kept_mass=None if self._kept_mass is None else self._kept_mass[index, :length].copy(),
+                kept_tokens=StoredRows.of(np.stack(kept)).moved(prompt_lengths[index]) if kept else None,
             )
-            for index, length in enumerate(self._lengths)
+            for index, (length, kept) in enumerate(zip(self._lengths, self._kept_tokens, strict=True))
         ]
 
     @property

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.candidates import CANDIDATE_IDS
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.decoder import inverse_frequencies
 from nemo_rl_moe.models.interfaces import Head
@@ -66,7 +65,9 @@ class _PolicyOutput:
     Attributes:
         returns_hidden_states: End with the final norm's output, [sequence, batch, hidden].
         entropy: Last result, [batch, sequence], with its graph; cleared by its reader.
-        candidates: Likewise the log-probabilities of the candidates in the batch's column, [batch, sequence, k].
+        candidate_column: Column of ids whose log-probabilities the training pass computes beside the targets'; None: of
+            none.
+        candidates: Likewise the log-probabilities of the ids in `candidate_column`, [batch, sequence, k].
         model_columns: Columns of the microbatch in its forward pass, by name: `[rows, columns, ...]` on the token axis,
             whole also under sequence parallelism. Empty afterwards, and so in activation recomputation: read them
             before the layers, or pass them to the layers.
@@ -78,7 +79,7 @@ class _PolicyOutput:
     returns_hidden_states: bool = False
     needs_entropy: bool = False
     entropy: Tensor | None = None
-    needs_candidates: bool = False
+    candidate_column: str | None = None
     candidates: Tensor | None = None
     has_value_head: bool = False
     value_head: ValueHead
@@ -123,14 +124,14 @@ class _PolicyOutput:
             labels,
             self.temperature,
             with_entropy=self.needs_entropy,
-            candidate_ids=self.model_columns[CANDIDATE_IDS] if self.needs_candidates else None,
+            candidate_ids=None if self.candidate_column is None else self.model_columns[self.candidate_column],
         )
         self.entropy, self.candidates = found.entropy, found.candidates
         return -found.logprobs
 
     def _computes_in_chunks(self, labels: Tensor) -> bool:
         most = self.logprob_chunk_size
-        return self.needs_candidates or (most is not None and labels.numel() > most)
+        return self.candidate_column is not None or (most is not None and labels.numel() > most)
 
     def mask_logits(self, logits: Tensor) -> Tensor:
         """Set the logits of padded rows to the lowest number of their type; [..., local vocabulary]."""

@@ -66,12 +66,11 @@ def statistics_of_heads(
     """Compute the heads that are asked for from the final norm's output.
 
     Args:
-        candidate_ids: For `Head.CANDIDATES`: those of the token that is predicted at each place.
+        candidate_ids: Those of the token that is predicted at each place; -1: none, with a log-probability of any size.
     """
     values = model.value_head(hidden_states) if Head.VALUE in heads else None
     if values is not None and Head.LOGPROBS not in heads:
         return TokenStatistics.of_values(values)
-    candidate_ids = candidate_ids if Head.CANDIDATES in heads else None
     found = chunked_token_statistics(
         model, hidden_states, labels, temperature, with_entropy=Head.ENTROPY in heads, candidate_ids=candidate_ids
     )

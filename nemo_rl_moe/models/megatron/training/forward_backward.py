@@ -16,6 +16,7 @@ from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.candidates import CANDIDATE_IDS
 from nemo_rl_moe.models.checked_loss import outputs_of
 from nemo_rl_moe.models.interfaces import Head, LossFunction, LossInputs, needs_of
+from nemo_rl_moe.models.kept_tokens import KEPT_TOKENS
 from nemo_rl_moe.models.megatron.model.releases import needs_padding_mask, padding_mask_for_stage
 from nemo_rl_moe.models.megatron.training.chunked_head import (
     chunked_top_candidates,
@@ -220,7 +221,7 @@ class ForwardBackward:
         chunk = get_attr_wrapped_model(model, "vp_stage") or 0
         bare = unwrap_model(model)
         needs = needs_of(loss_function)
-        bare.needs_entropy, bare.needs_candidates = Head.ENTROPY in needs, Head.CANDIDATES in needs
+        bare.needs_entropy, bare.candidate_column = Head.ENTROPY in needs, _candidate_column(microbatch, needs)
         forward = TrainingForward(chunk, number, microbatch)
         with ExitStack() as stack:
             for observer in self.observers:
@@ -247,10 +248,13 @@ class ForwardBackward:
         number, microbatch = next(data_iterator)
 
         def finish(hidden_states: Tensor) -> tuple[Tensor, Result]:
-            candidate_ids = microbatch.model_columns.get(CANDIDATE_IDS)
+            column = _candidate_column(microbatch, heads)
+            candidate_ids = None if column is None else microbatch.model_columns[column]
             statistics = statistics_of_heads(
                 unwrap_model(model), hidden_states, microbatch.labels, self.temperature, heads, candidate_ids
             )
+            if column == KEPT_TOKENS:
+                statistics = statistics.over_kept(microbatch.model_columns[KEPT_TOKENS])
             # The schedule divides the loss that it is given in place, and does nothing else with this one.
             return hidden_states.new_zeros(()), measure(microbatch, statistics)
 
@@ -298,6 +302,13 @@ class ForwardBackward:
         return torch.ones(length, length, dtype=torch.bool, device=self.device).triu_(1)[None, None]
 
 
+def _candidate_column(microbatch: ModelMicrobatch, heads: Collection[Head]) -> str | None:
+    """Return the column of ids whose log-probabilities are needed: kept tokens, or candidates that a loss asks for."""
+    if Head.LOGPROBS in heads and KEPT_TOKENS in microbatch.model_columns:
+        return KEPT_TOKENS
+    return CANDIDATE_IDS if Head.CANDIDATES in heads else None
+
+
 def _of_tokens(values: Tensor) -> Tensor:
     """Return `[sequences, targets, k]` with a first token, which nothing predicts."""
     return torch.nn.functional.pad(values, (0, 0, 1, 0))
@@ -312,7 +323,10 @@ def _training_loss(
     candidates: Tensor | None,
     output: Tensor,
 ) -> tuple[Tensor, MicrobatchMetrics]:
-    return _scaled_loss(shard, loss_function, microbatch, TokenStatistics(-output, None, entropy, values, candidates))
+    statistics = TokenStatistics(-output, None, entropy, values, candidates)
+    if KEPT_TOKENS in microbatch.model_columns:
+        statistics = statistics.over_kept(microbatch.model_columns[KEPT_TOKENS])
+    return _scaled_loss(shard, loss_function, microbatch, statistics)
 
 
 def _value_loss(

@@ -16,10 +16,11 @@ from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
 from nemo_rl_moe.distributed.stored_rows import IN_PLACE, RowStore, StoredRows
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, store_routes
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, store_kept_tokens, store_routes
 from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.flops import forward_flops
 from nemo_rl_moe.models.interfaces import Head, LossFunction
+from nemo_rl_moe.models.kept_tokens import check_kept_tokens
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.lora.attach import add_adapters
 from nemo_rl_moe.models.megatron.lora.changes import changed_by_adapters
@@ -208,7 +209,7 @@ class MegatronModel:
             request = request.fetched(self._store.fetch)
         self._evaluation_mode()
         found = self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)
-        return store_routes(found, self._store)
+        return store_kept_tokens(store_routes(found, self._store), self._store)
 
     def send_weights(self, transfer: TransportSpec, altered: bool = False) -> int:
         """Send this rank's part of the weights to the workers of a generation engine. Every rank calls it.
@@ -310,7 +311,10 @@ class MegatronModel:
 
     def _fetched(self, microbatches: Sequence[TokenBatch]) -> tuple[TokenBatch, ...]:
         """Fetch the microbatches' stored columns, and images where they are read."""
-        return tuple(batch.fetched(self._store.fetch, with_shared=self.has_tower) for batch in microbatches)
+        found = tuple(batch.fetched(self._store.fetch, with_shared=self.has_tower) for batch in microbatches)
+        for batch in found:
+            check_kept_tokens(batch)
+        return found
 
     def _evaluation_mode(self) -> None:
         for chunk in self.modules:

@@ -34,6 +34,18 @@ class TokenStatistics(NamedTuple):
         """Return the statistics of a pass that computes values alone: its log-probabilities are zeros."""
         return TokenStatistics(torch.zeros_like(values), None, None, values)
 
+    def over_kept(self, kept_tokens: Int[Tensor, "*tokens k"]) -> "TokenStatistics":
+        """Return log-probabilities over the kept tokens, which are the candidates here.
+
+        `log p(y) - log sum_{v in K} p(v)`, which is the log-softmax with all logits outside of `K` masked ("keep
+        sampling mask", DeepSeek-V3.2, arXiv:2512.02556, section 3.1). Where none is kept, nothing changes. The entropy
+        stays that of the whole vocabulary.
+        """
+        assert self.candidates is not None
+        is_kept, is_cut = kept_tokens >= 0, kept_tokens[..., 0] >= 0
+        log_mass = self.candidates.masked_fill(~is_kept & is_cut[..., None], -torch.inf).logsumexp(-1)
+        return self._replace(logprobs=self.logprobs - log_mass.where(is_cut, 0.0), candidates=None)
+
 
 class VocabularySums(NamedTuple):
     """Sums over the columns of the vocabulary that a rank holds, or over all of them, for each token."""

@@ -68,7 +68,9 @@ def masked(rank: int, world_size: int) -> Any:
     return mask_logits
 
 
-def head_of_rank(rank: int, world_size: int, given: Numbers, *, sequence_parallel: bool) -> tuple[Any, Tensor, Tensor]:
+def head_of_rank(
+    rank: int, world_size: int, given: Numbers, *, sequence_parallel: bool, candidate_ids: Tensor | None = None
+) -> tuple[Any, Tensor, Tensor]:
     """Return what `chunked_token_statistics` finds, with gradients for this rank's hidden states and weight."""
     hidden = given.hidden.chunk(world_size)[rank] if sequence_parallel else given.hidden
     hidden = hidden.clone().requires_grad_()
@@ -80,7 +82,10 @@ def head_of_rank(rank: int, world_size: int, given: Numbers, *, sequence_paralle
         mask_logits=masked(rank, world_size),
         logprob_chunk_size=CHUNK,
     )
-    return chunked_token_statistics(model, hidden, given.labels, TEMPERATURE, with_entropy=True), hidden, weight
+    found = chunked_token_statistics(
+        model, hidden, given.labels, TEMPERATURE, with_entropy=True, candidate_ids=candidate_ids
+    )
+    return found, hidden, weight
 
 
 def in_chunks(world_size: int, dtype: torch.dtype, sequence_parallel: bool) -> tuple[Any, ...]:

@@ -51,7 +51,7 @@ def exact_probabilities(parameters: SamplingParameters) -> np.ndarray:
 )
 def test_frequencies_are_the_probabilities(parameters: SamplingParameters) -> None:
     uniforms = torch.from_numpy(uniform_numbers(7, DRAWS))
-    token_ids, logprobs, kept_mass = sample(LOGITS.expand(DRAWS, -1), uniforms, parameters)
+    token_ids, logprobs, kept_mass, _ = sample(LOGITS.expand(DRAWS, -1), uniforms, parameters)
     expected = exact_probabilities(parameters) * DRAWS
     found = np.bincount(token_ids.numpy(), minlength=len(expected))
     possible = expected > 0
@@ -66,10 +66,27 @@ def test_frequencies_are_the_probabilities(parameters: SamplingParameters) -> No
     assert kept_mass.tolist() == pytest.approx([mass] * DRAWS, abs=1e-6)
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (6, 0.7), (50, 0.8)])
+def test_log_probabilities_are_over_the_kept_tokens_where_these_are_returned(top_k: int, top_p: float) -> None:
+    parameters = SamplingParameters(1, temperature=1.5, top_k=top_k, top_p=top_p, returns_kept_tokens=True)
+    uniforms = torch.from_numpy(uniform_numbers(7, 100))
+    found = sample(LOGITS.expand(100, -1), uniforms, parameters)
+    probabilities = exact_probabilities(parameters)
+    assert found.kept_tokens is not None
+    assert found.kept_tokens.shape == (100, top_k)
+    columns = (found.token_ids, found.logprobs, found.kept_tokens)
+    for token, logprob, ids in zip(*(values.tolist() for values in columns), strict=True):
+        assert logprob == pytest.approx(np.log(probabilities[token]), abs=1e-6)
+        assert sorted(kept for kept in ids if kept >= 0) == np.flatnonzero(probabilities).tolist()
+
+
 def test_greedy_takes_the_first_and_its_logprob_without_temperature() -> None:
-    token_ids, logprobs, kept_mass = sample(LOGITS, torch.zeros(1), SamplingParameters(1, temperature=0.0, top_k=1))
+    token_ids, logprobs, kept_mass, kept_tokens = sample(
+        LOGITS, torch.zeros(1), SamplingParameters(1, temperature=0.0, top_k=1)
+    )
     assert token_ids.tolist() == [2]
     assert kept_mass.tolist() == [1.0]
+    assert kept_tokens is None
     assert logprobs.item() == pytest.approx(LOGITS.log_softmax(-1)[0, 2].item(), abs=1e-6)
 
 
@@ -86,7 +103,7 @@ def test_a_row_does_not_see_the_others() -> None:
 
 def test_huge_logits() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0], [-1e30, 88.0, -1e30]])
-    token_ids, logprobs, _ = sample(logits, torch.tensor([0.999, 0.0], dtype=torch.float64), SamplingParameters(1))
+    token_ids, logprobs, *_ = sample(logits, torch.tensor([0.999, 0.0], dtype=torch.float64), SamplingParameters(1))
     assert token_ids.tolist() == [0, 1]
     assert logprobs.tolist() == [0.0, 0.0]
 
