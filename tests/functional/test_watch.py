@@ -23,6 +23,7 @@ import pytest
 
 from nemo_rl_moe.routing.metrics.load_arrays import utilization
 from nemo_rl_moe.runs.folder.expert_load import read_expert_load
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from tests.functional import sft_runs
 from tests.support.made_runs import make_run, random_counts
@@ -231,14 +232,17 @@ def test_a_real_run_is_watched_from_its_first_step_to_its_last(tmp_path: Path) -
         )
         try:
             until = time.monotonic() + 200
-            while not list(tmp_path.glob("logs/exp_001/run.json")):
+            run = tmp_path / "logs/exp_001"
+            metrics = run / METRICS_FILE_NAME
+            while not metrics.exists() or not metrics.stat().st_size:
                 assert training.poll() is None, (tmp_path / "log").read_text()
                 assert time.monotonic() < until
-                time.sleep(0.1)
-            run = tmp_path / "logs/exp_001"
+                time.sleep(0.02)
+            training.send_signal(signal.SIGSTOP)  # the run would be over before a busy machine has started the watch
             with watching(run) as terminal:
-                early = terminal.wait_for(lambda lines: bool(re.search(r"step \d/12", "\n".join(lines))))
+                early = terminal.wait_for(lambda lines: bool(re.search(r"step \d+/12", "\n".join(lines))))
                 assert not has("all steps done")(early)
+                training.send_signal(signal.SIGCONT)
                 screen = terminal.wait_for(lambda lines: has("all steps done")(lines) and has("step 12:")(lines))
                 assert terminal.end(signal.SIGINT) == 0
             assert training.wait(timeout=280) == 0
