@@ -32,6 +32,7 @@ PLAIN = {
     "importance_sampling_level": "token",
     "importance_sampling_ratio_min": None,
     "importance_sampling_ratio_max": 2.0,
+    "sampling_mask": "none",
 }
 
 
