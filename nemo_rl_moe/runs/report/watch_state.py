@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of a run in the terminal view, updated from the run's folder while the run goes on."""
 
+import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, AnomaliesTail
 from nemo_rl_moe.runs.folder.run_data import RunData, describe_run
 from nemo_rl_moe.runs.folder.sample_text import ShownSample
 from nemo_rl_moe.runs.folder.saved_samples import NewestConversation
+from nemo_rl_moe.runs.folder.step_tables import MAX_DELAY_S
 from nemo_rl_moe.runs.report.run_findings import Episodes, episodes_of, findings_of, thresholds_of
 
 SHOWN_METRICS = {
@@ -101,13 +103,11 @@ class RunWatcher:
         self._num_damaged.update(damaged_lines)
         for step, failures in by_step(failed.records).items():
             self._waiting.setdefault(step, []).extend(failures)
-        if new.records:
-            self._update(new.records)
+        self._update(new.records)
         # A run writes samples behind the metrics of their step.
         self.run.conversation = self._conversation.read()
         self._update_capture(new.records, by_step(wrong.records))
-        if new.records or wrong.records:
-            self.run.episodes = episodes_of([*self._standing, *self._tracker.findings])
+        self.run.episodes = episodes_of([*self._standing, *self._tracker.findings])
         damaged = [f"{name}: lines that are no records: {number}" for name, number in (+self._num_damaged).items()]
         self.run.notes = [*self.run.described.notes, *damaged, *self._load.problems]
         return self.run
@@ -116,7 +116,7 @@ class RunWatcher:
         self._metrics = MetricsTail(self._folder / METRICS_FILE_NAME)
         self._anomalies, self._last_capture_step = AnomaliesTail(self._folder), -1
         self._failures, self._waiting = FailuresTail(self._folder), dict[int, list[FailedResponses]]()
-        self._load = ExpertLoadTail(self._folder)
+        self._load, self._unobserved = ExpertLoadTail(self._folder), deque[StepRecord]()
         self._conversation = NewestConversation(self._folder)
         self._series: MetricHistory = {}
         self._num_damaged: Counter[str] = Counter()
@@ -128,16 +128,25 @@ class RunWatcher:
         self._standing = findings_of(described)
 
     def _update(self, records: Sequence[StepRecord]) -> None:
-        load = self._load.read(max(record.step for record in records))
-        counts, layers = ({}, []) if load is None else (load.by_step(), load.layers.tolist())
         for record in records:
             self._add(record)
-            failed = self._waiting.pop(record.step, ())
-            if failed or any(key.startswith("train/") for key in record.metrics):
-                self._tracker.observe(record.step, record.metrics, layers, counts.get(record.step), failed)
+        self._unobserved.extend(records)
+        load = None if self.run.step is None else self._load.read(self.run.step)
+        counts, layers = ({}, []) if load is None else (load.by_step(), load.layers.tolist())
         if load is not None:
             # A copy: the counts of all earlier steps need not stay in memory.
             self.run.load = ExpertLoadHistory(load.steps[-1:], load.layers, load.counts[-1:].copy())
+        while self._unobserved and not self._awaits_load(self._unobserved[0]):
+            record = self._unobserved.popleft()
+            failed = self._waiting.pop(record.step, ())
+            if failed or any(key.startswith("train/") for key in record.metrics):
+                self._tracker.observe(record.step, record.metrics, layers, counts.get(record.step), failed)
+
+    def _awaits_load(self, record: StepRecord) -> bool:
+        """Return whether the loads of a step may still come: short steps' are written together, after their metrics."""
+        if self.run.load is None or record.step <= self.run.load.steps[-1]:
+            return False
+        return time.time() - record.time < 2 * MAX_DELAY_S
 
     def _update_capture(self, records: Sequence[StepRecord], wrong: Mapping[int, Sequence[RoutingAnomaly]]) -> None:
         """Take the captures of new steps. A run may end by a capture, and leave no record of its step."""

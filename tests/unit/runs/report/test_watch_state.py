@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,26 @@ def test_findings_are_those_of_the_report_however_the_run_is_read(tmp_path: Path
     expected = findings_of(read_run(folder))
     assert len(expected) == 2
     assert list(run.episodes) == episodes_of(expected)
+
+
+def test_loads_that_come_behind_the_metrics_of_their_steps_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 100.0)  # steps of this minute: more may come
+    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+    watcher, writer = RunWatcher(folder), ExpertLoadWriter(folder, print, max_delay_s=1e9)
+    for step, counts in enumerate(sick_counts(), start=1):
+        writer.write(step, ExpertLoad((0, 1), torch.from_numpy(counts.copy())))
+        write_step(folder, step, metrics_of(step))
+        if step in (1, 4, 12):  # the first step's are written at once
+            run = watcher.look()
+            assert run.load is not None
+            assert run.load.steps.tolist() == [1]
+    writer.close()
+    run = watcher.look()
+    assert run.load is not None
+    assert run.load.steps.tolist() == [20]
+    assert list(run.episodes) == episodes_of(findings_of(read_run(folder)))
 
 
 def test_what_is_shown_is_what_the_run_wrote(tmp_path: Path) -> None:
