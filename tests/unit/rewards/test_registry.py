@@ -19,7 +19,8 @@ SIGNATURE = f"env.name: {NAME}:Digits(least: int, step: float = 0.25) -> None"
 def test_every_name_of_the_schema_is_registered():
     names, _ = get_args(EnvironmentConfig.model_fields["name"].annotation)
     drive_trajectories = {"verifiers", "openenv"}
-    assert {*REWARD_FUNCTIONS, *drive_trajectories} == set(get_args(names))
+    scores_on_ranks = {"reward_model"}
+    assert {*REWARD_FUNCTIONS, *drive_trajectories, *scores_on_ranks} == set(get_args(names))
 
 
 def test_one_of_ones_own_is_made_of_its_parameters(env_config, item_of):

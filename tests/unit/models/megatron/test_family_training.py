@@ -27,8 +27,10 @@ MODELS = [
 ]
 # Relative. Largest seen: 1e-6, 3.5e-5 and 2.7e-5, all of DeepSeek-V3, whose rounding grows with each step.
 LOSS, GRAD_NORM, CHANGE = 1e-5, 1e-4, 1e-4
+ROUNDINGS = 8
+"""Of gated delta nets transformers differs from itself with another chunk size; so many times that is let pass. One such
+difference is a sample of what grows from step to step: 4 times was seen on another processor."""
 QUICK = {("glm4_moe", "one_rank", "packed")}
-# Of gated delta nets transformers is as far from itself, with another chunk size: three times as much is let pass.
 # One job trains all models of a layout.
 FULL = {
     (name, "tp2_ep2_pp2", "packed")
@@ -113,7 +115,7 @@ def test_training_is_that_of_transformers(name: str, where: str, how: str, jobs:
     changed = difference_of_changes(jobs.exported(name, where, how), jobs.folder(name))
     print(f"{name}, {where}, {how}: largest difference of two changes {changed:.1e}; {found}, {expected}")
     floor = expected.rounding
-    assert found.losses == pytest.approx(expected.losses, rel=max(LOSS, 3 * floor.loss))
-    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=max(GRAD_NORM, 3 * floor.grad_norm))
-    assert changed < max(CHANGE, 3 * floor.change)
+    assert found.losses == pytest.approx(expected.losses, rel=max(LOSS, ROUNDINGS * floor.loss))
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=max(GRAD_NORM, ROUNDINGS * floor.grad_norm))
+    assert changed < max(CHANGE, ROUNDINGS * floor.change)
     assert expected.losses[-1] < 0.9 * expected.losses[0], "the steps are large enough to show differences"
