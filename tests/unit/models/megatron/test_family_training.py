@@ -28,8 +28,8 @@ MODELS = [
 # Relative. Largest seen: 1e-6, 3.5e-5 and 2.7e-5, all of DeepSeek-V3, whose rounding grows with each step.
 LOSS, GRAD_NORM, CHANGE = 1e-5, 1e-4, 1e-4
 ROUNDINGS = 8
-"""Of gated delta nets transformers differs from itself with another chunk size; so many times that is let pass. One such
-difference is a sample of what grows from step to step: 4 times was seen on another processor."""
+"""With another chunk size transformers differs from itself, for gated delta nets: so many times that is let pass. One
+such difference is a sample of what grows from step to step: 4 times was seen on another processor."""
 QUICK = {("glm4_moe", "one_rank", "packed")}
 # One job trains all models of a layout.
 FULL = {
