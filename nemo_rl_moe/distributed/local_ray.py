@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -44,6 +45,7 @@ _STARTING_AGAIN = (
     "warning: Ray's agents did not start within its 15 s, as happens on a busy machine: starting Ray again"
 )
 MOST_STARTS = 3
+MOST_REMOVALS = 20
 UNWINDING_S = 6.0
 """Time for the program to end in order once the servers have died: calls to Ray that wait for them may never return."""
 
@@ -201,7 +203,11 @@ class LocalRay:
     def _start(self, num_cpus: int) -> None:
         # Ray makes its folders for everybody to write to, whatever they were: so they lie in one of the user's own. One
         # that is there is of an earlier process of this number, or of somebody who waits for us to use it.
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for _ in range(MOST_REMOVALS):
+            if not self._folder.exists():
+                break
+            time.sleep(POLL_S)  # a server of a failed start may have written into it meanwhile
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700)
         ray.init(
             address="local",

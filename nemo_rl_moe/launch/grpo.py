@@ -163,7 +163,8 @@ def run_grpo(
     summary = train_grpo(config, policy, rollouts, recorder, observers, models)
     run.end(summary)
     if summary.stopped_for is None and summary.num_steps < run.num_steps:
-        run.console.warn(f"the prompts of all epochs were used up after {summary.num_steps} of {run.num_steps} steps")
+        what = "prompts of all epochs" if plan is None or plan.schedule is None else "steps of the schedule"
+        run.console.warn(f"the {what} were used up after {summary.num_steps} of {run.num_steps} steps")
 
 
 def start_source(

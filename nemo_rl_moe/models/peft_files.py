@@ -151,8 +151,14 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     try:
         content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"policy.lora.path: {folder} holds no adapter: there is no {CONFIG_FILE}; expected a folder of "
+            "peft's, a run's `final`, or a checkpoint of a run with policy.lora"
+        ) from None
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"policy.lora.path: {folder}: {CONFIG_FILE} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else one_line(error)
+        raise ConfigurationError(f"policy.lora.path: {folder}: {CONFIG_FILE} cannot be read: {reason}") from None
     if not isinstance(content, dict):
         raise ConfigurationError(f"policy.lora.path: {path}: got {shown(content)}, expected an object")
     problems = [
@@ -186,11 +192,13 @@ def adapter_problems(lora: LoraConfig, base: Path | None) -> list[str]:
     if lora.path is None:
         return []
     folder = folder_of_peft(Path(lora.path))
-    own: dict[str, float | str] = {"rank": lora.rank, "alpha": lora.alpha}
+    own: dict[str, float | str | list[str]] = {"rank": lora.rank, "alpha": lora.alpha}
     if holds_megatron_weights(folder):
         described = _section_of_checkpoint(folder)
-        own |= {"experts": lora.experts}
-        expected = {name: described.get(name) for name in own}
+        own |= {"experts": lora.experts, "targets": sorted(lora.targets)}
+        expected = {name: described.get(name) for name in own} | {"targets": sorted(described.get("targets", ()))}
+        if lora.targets != expected["targets"] and "all-linear" in [*lora.targets, *expected["targets"]]:
+            del expected["targets"]  # the names may be those of all layers: workers compare
     else:
         content = read_adapter_config(folder)
         expected = {"rank": content["r"], "alpha": content["lora_alpha"]}

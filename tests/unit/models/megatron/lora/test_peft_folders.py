@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER
 from nemo_rl_moe.models.peft_files import adapter_problems, lora_of_folder
 from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_folders import logits_in_layout, peft_writes_and_we_read, we_write_and_peft_reads
@@ -180,3 +181,27 @@ def test_a_truncated_file_is_reported_before_workers_start(tmp_path: Path) -> No
     assert section is not None
     with pytest.raises(ConfigurationError, match=r"adapter: adapter_model.safetensors cannot be read: "):
         adapter_problems(section, tmp_path / "base")
+
+
+def test_a_checkpoint_with_other_targets_is_refused_before_workers_start(tmp_path: Path) -> None:
+    section = tiny_policy(1, **lora("none", path=str(tmp_path))).lora
+    assert section is not None
+    section = section.model_copy(update={"targets": ["q_proj", "v_proj"]})
+    (tmp_path / MEGATRON_WEIGHTS_FOLDER).mkdir()
+
+    def problems(*targets: str) -> list[str]:
+        saved = {**section.model_dump(), "targets": targets}
+        (tmp_path / "state.json").write_text(json.dumps({"config": {"policy": {"lora": saved}}}))
+        return adapter_problems(section, None)
+
+    assert problems("v_proj", "q_proj") == []
+    assert problems("all-linear") == []  # may name the same layers: workers compare
+    (line,) = problems("q_proj", "k_proj")
+    assert line.startswith("policy.lora.targets: got ['q_proj', 'v_proj'], expected ['k_proj', 'q_proj'], as in ")
+
+
+def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
+    section = tiny_policy(1, **lora("none", path=str(tmp_path))).lora
+    assert section is not None
+    with pytest.raises(ConfigurationError, match=r"holds no adapter: there is no adapter_config.json; expected "):
+        adapter_problems(section, None)
