@@ -7,7 +7,9 @@ Qwen3-MoE of transformers 5.19: verl 0.9.1 (`DataProto.save_to_disk`), slime 0.3
 `_build_dump_payload` for training), miles of August 2026 (`save_debug_rollout_data`, `save_debug_train_data_for_rank`),
 SkyRL of August 2026 (`convert_prompts_responses_to_batch_tensors`, `TrainingInputBatch.save`), prime-rl 0.8.1
 (`prepare_batch`, `FileSystemMicroBatchSender`), NeMo-RL of August 2026 (`BatchedDataDict` with `torch.save`, and
-`Logger.log_batched_dict_as_jsonl`). Those of vLLM and SGLang follow their documentation alone.
+`Logger.log_batched_dict_as_jsonl`), verl of August 2026 (`list_of_dict_to_tensordict`, and `torch.save` as in
+`RolloutTqSkip.prepare_data`), AReaL with its pull requests 1496 and 1407 (`RLVRWorkflow.arun_episode`,
+`_save_trajectory`). Those of vLLM and SGLang follow their documentation alone.
 """
 
 import base64
@@ -37,6 +39,8 @@ DOCS = REPOSITORY_ROOT / "docs"
 MODEL, TRAINING = EXAMPLES / "model", EXAMPLES / "transformers"
 FOLDERS = {
     "verl": "verl",
+    "verl_queue": "verl",
+    "areal": "areal",
     "slime": "slime",
     "miles": "slime",
     "skyrl": "skyrl",
@@ -272,6 +276,28 @@ def test_vllms_other_forms(tmp_path: Path) -> None:
         if form is not apart:
             assert sequence.columns["rollout_logprobs"][3:].tolist() == [-0.5, -1.0, -2.0, -3.0]
             assert np.isnan(sequence.columns["rollout_logprobs"][:3]).all()
+
+
+@pytest.mark.parametrize("folder", ["verl_queue", "areal"])
+def test_versions_of_the_weights_come_along(folder: str) -> None:
+    for sequence in sequences_of(EXAMPLES / folder / "healthy").values():
+        assert set(sequence.columns["weight_versions"][sequence.columns["loss_mask"]]) == {2}
+
+
+def test_vllms_routes_may_begin_later(tmp_path: Path) -> None:
+    """`routed_experts_prompt_start` of a request leaves out the rows before it."""
+    (line, *_) = (EXAMPLES / "vllm" / "healthy" / "3.jsonl").read_text(encoding="utf-8").splitlines()
+    response = json.loads(line)
+    (choice,) = response["choices"]
+    rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+    buffer = io.BytesIO()
+    np.save(buffer, rows[5:])
+    choice["routed_experts"] = base64.b64encode(buffer.getvalue()).decode()
+    (tmp_path / "3.jsonl").write_text(json.dumps(response), encoding="utf-8")
+    (found,) = sequences_of(tmp_path, model=False).values()
+    routes = found.columns["rollout_experts"]
+    assert (routes[[0, 1, 2, 3, 4, -1]] == -1).all()
+    np.testing.assert_array_equal(routes[5:-1], rows[5:])
 
 
 def test_sglangs_routes_may_begin_later(tmp_path: Path) -> None:
