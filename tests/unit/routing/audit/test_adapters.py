@@ -522,6 +522,24 @@ def test_every_format_is_named_on_the_page_and_by_the_command(capsys: pytest.Cap
         assert f"`{name}`" in page
 
 
+def test_the_layout_of_the_json_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Version 1: scripts of others read these keys, and the page names each one."""
+    main(["audit", str(EXAMPLES / "faults" / "pinned_engine"), "--json", "-"])
+    (found,) = json.loads(capsys.readouterr().out)
+    of_run = ["format", "version", "capture", "problems", "layers", "num_experts", "topk"]
+    of_steps = ["step", "num_sequences", "num_tokens", "columns", "metrics", "findings"]
+    of_findings = ["side", "kind", "layer", "first_step", "last_step", "is_over", "text"]
+    assert (found["format"], found["version"]) == ("routing-audit", 1)
+    assert list(found) == [*of_run, "notices", "findings", "steps"]
+    assert list(found["steps"][0]) == of_steps
+    assert list(found["findings"][0]) == of_findings
+    page = (DOCS / "audit.md").read_text(encoding="utf-8")
+    _, _, layout = page.partition("### The JSON")
+    layout, _, _ = layout.partition("### ")
+    for key in (*found, *of_steps, *of_findings):
+        assert f"`{key}`" in layout, key
+
+
 PAGES = [DOCS / "audit-frameworks.md"]
 SHOWN = {
     path: page
