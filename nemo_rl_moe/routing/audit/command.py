@@ -182,8 +182,8 @@ def _audited(path: Path, source: "Source", capture: Path | None, *, quiet: bool)
         audited += [of_step] if of_step.num_sequences or not source.unread else []
     if not quiet:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
-    if not audited:
-        raise DataError(list(source.unread.values()))
+    if not any(step.num_sequences for step in audited):
+        raise DataError([*source.unread.values()] or f"{path}: holds no sequence")
     notices = [*source.notices, *(f"not read: {text}" for text in source.unread.values())]
     return AuditedRun(path, source.description, audited, notices, source.writers)
 

@@ -15,8 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl_moe.errors import DataError, one_line
-from nemo_rl_moe.routing.audit.adapters.registry import ADAPTERS, Adapter, files_by_step, load, recognised
+from nemo_rl_moe.errors import DataError, counted, one_line
+from nemo_rl_moe.routing.audit.adapters.registry import (
+    ADAPTERS,
+    Adapter,
+    JsonLines,
+    files_by_step,
+    load,
+    recognised,
+)
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.runs.folder.capture_folder import (
     DESCRIPTION_FILE,
@@ -90,14 +97,14 @@ def open_source(
     description = converted.description()
     if all(file in files.unread for of_step in files.steps.values() for file in of_step):
         raise DataError(list(files.unread.values()))
-    of_training = converted.training.unread if isinstance(converted.training, _Files) else {}
+    parts = [files, *([converted.training] if isinstance(converted.training, _Files) else [])]
     return Source(
         description,
         {step: partial(_rows, description, step, partial(converted.sequences, step)) for step in files.steps},
         {step: partial(converted.sequences, step) for step in files.steps},
         converted.notices,
         [_file_name(number) for number in range(max(map(len, files.steps.values())))],
-        ChainMap(files.unread, of_training),
+        ChainMap(*(unread for part in parts for unread in (part.unread, part.partly))),
     )
 
 
@@ -164,6 +171,8 @@ class _Files:
         self.path, self.model = path, model
         self.unread: dict[Path, str] = {}
         """Files of a folder that cannot be read, with the reason: others may be."""
+        self.partly: dict[Path, str] = {}
+        """Files of JSON lines, some of which cannot be read."""
         steps = files_by_step(path)
         if path.is_dir():
             if not steps:
@@ -208,14 +217,26 @@ class _Files:
 
     def _sequences(self, file: Path) -> list[CapturedSequence]:
         content: Any = load(file)
+        if isinstance(content, JsonLines) and content.unread:
+            self.partly[file] = (
+                f"{file}: {counted(len(content.unread), 'line')}, the last of them {content.unread[-1]}: no JSON"
+            )
         if not self.adapter.claims(content):
             raise DataError(f"{file}: is no file of {self.adapter.made_by}; --format takes {', '.join(FORMATS)}")
         try:
-            return list(self.adapter.read(content, str(file), self.model))
+            return [self._fitted(sequence, file) for sequence in self.adapter.read(content, str(file), self.model)]
         except DataError:
             raise
         except Exception as error:  # fields may hold anything
             raise DataError(f"{file}: no file of {self.adapter.made_by}: {one_line(error)}") from error
+
+    def _fitted(self, sequence: CapturedSequence, path: Path) -> CapturedSequence:
+        """Return the sequence with rows of the layers with experts alone."""
+        columns = dict(sequence.columns)
+        for name in (*EXPERTS, "margins"):
+            if name in columns and self.model is not None:
+                columns[name] = _of_moe_layers(columns[name], self.model, f"{path}: sequence {sequence.name}: {name}")
+        return replace(sequence, columns=columns)
 
 
 class _CapturedRoutes:
@@ -305,20 +326,11 @@ class _Converted:
         return 0, 0
 
     def sequences(self, step: int) -> Iterator[list[CapturedSequence]]:
-        partners = None if self.training is None else _Partners(self.training, step, self._fitted)
+        partners = None if self.training is None else _Partners(self.training, step)
         for part in self._files.read(step):
-            kept = [self._fitted(sequence, self._files.path) for sequence in part]
-            yield kept if partners is None else [partners.joined(sequence) for sequence in kept]
+            yield part if partners is None else [partners.joined(sequence) for sequence in part]
         if partners is not None and (text := partners.reported(step)):
             self.notices.append(text)
-
-    def _fitted(self, sequence: CapturedSequence, path: Path) -> CapturedSequence:
-        """Return the sequence with rows of the layers with experts alone."""
-        columns = dict(sequence.columns)
-        for name in (*EXPERTS, "margins"):
-            if name in columns and self._model is not None:
-                columns[name] = _of_moe_layers(columns[name], self._model, f"{path}: sequence {sequence.name}: {name}")
-        return replace(sequence, columns=columns)
 
 
 def _experts(parts: Iterator[list[CapturedSequence]]) -> Iterator[np.ndarray]:
@@ -344,15 +356,13 @@ def _of_moe_layers(values: np.ndarray, model: RouterShape, where: str) -> np.nda
 class _Partners:
     """Training's side of a step's sequences, by their token ids."""
 
-    def __init__(
-        self, files: _Files | _CapturedRoutes, step: int, fitted: Callable[[CapturedSequence, Path], CapturedSequence]
-    ):
+    def __init__(self, files: _Files | _CapturedRoutes, step: int):
         self._path, self._missing, self._joined = files.path, 0, 0
         steps: Sequence[int] = (step,) if step in files.steps else list(files.steps) if len(files.steps) == 1 else ()
         self._columns: dict[bytes, list[Mapping[str, np.ndarray]]] = {}
         for number in steps:
             for part in files.read(number):
-                for sequence in (fitted(found, files.path) for found in part):
+                for sequence in part:
                     if "token_ids" in sequence.columns:
                         self._columns.setdefault(_key(sequence), []).append(_as_training(sequence))
 

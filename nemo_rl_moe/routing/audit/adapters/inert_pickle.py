@@ -12,6 +12,7 @@ import io
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -153,6 +154,21 @@ def _tensor_of_bytes(
     return _tensor(storage.view(dtype), offset, size, stride)
 
 
+def _of_type(function: Any, _: Any, args: tuple[Any, ...], *__: Any) -> Any:
+    """Make a tensor with attributes, which are left out."""
+    if not isinstance(function, _Call):
+        raise RefusedError("it makes a tensor by a class")
+    return function(*args)
+
+
+def _jagged(parts: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors of a nested one, which lie one behind the other."""
+    values, offsets = parts["values"], parts["offsets"].tolist()
+    if parts["_ragged_idx"] != 1 or parts["lengths"] is not None:
+        raise RefusedError("it holds a nested tensor that is ragged in another than its first dimension")
+    return [values[first:end] for first, end in pairwise(offsets)]
+
+
 def _items(*items: Any) -> list[Any]:
     return list(*items)
 
@@ -175,11 +191,19 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_bytes,
     "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    "torch._tensor._rebuild_from_type_v2": _of_type,
+    "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
     **{f"numpy.{core}.multiarray._reconstruct": _array for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
     **{f"numpy.{core}.numeric._frombuffer": _array_of_buffer for core in ("core", "_core")},
 }
-_KINDS: Mapping[str, Any] = {"numpy.ndarray": PickledArray, "numpy.dtype": _PickledDtype}
+_KINDS: Mapping[str, Any] = {
+    "numpy.ndarray": PickledArray,
+    "numpy.dtype": _PickledDtype,
+    "torch.Tensor": Inert,
+    "torch.nested._internal.nested_tensor.NestedTensor": Inert,
+    "torch._dynamo.decorators._DimRange": Inert,
+}
 
 
 class _InertUnpickler(pickle.Unpickler):

@@ -14,6 +14,7 @@ from nemo_rl_moe.routing.audit.adapters import areal, nemo_rl, prime_rl, router_
 from nemo_rl_moe.routing.audit.adapters.inert_pickle import read_pickle
 from nemo_rl_moe.routing.audit.adapters.miles_parquet import MAGIC, load_parquet
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
+from nemo_rl_moe.routing.audit.adapters.verl_queue import FILE_NAME as QUEUE_FILE
 from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
 _Read = Callable[[Any, str, RouterShape | None], Iterator[CapturedSequence]]
@@ -40,6 +41,16 @@ ADAPTERS: Mapping[str, Adapter] = {
     "vllm": Adapter("vLLM", vllm.claims, vllm.read),
 }
 """By the name that `--format` takes, in the order in which they are asked. miles writes slime's format."""
+
+
+class JsonLines(list[Any]):
+    """Values of a file's lines.
+
+    Attributes:
+        unread: Numbers of the lines that are no JSON, such as a last one that was being written.
+    """
+
+    unread: tuple[int, ...] = ()
 
 
 def load(path: Path) -> Any:
@@ -77,13 +88,22 @@ def load(path: Path) -> Any:
 
 
 def _json(path: Path) -> Any:
-    """Return a JSON value, or a list of those of each line."""
+    """Return a JSON value, or those of each line that is whole."""
     text = path.read_text(encoding="utf-8")
     try:
         found = json.loads(text)
         return [found] if path.suffix == ".jsonl" and isinstance(found, dict) else found
-    except json.JSONDecodeError:
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except json.JSONDecodeError as error:
+        found, unread = JsonLines(), []
+        for number, line in enumerate(text.split("\n"), start=1):
+            try:
+                found += [json.loads(line)] if line.strip() else []
+            except json.JSONDecodeError:
+                unread.append(number)
+        if not any(isinstance(value, dict) for value in found):
+            raise error
+        found.unread = tuple(unread)
+        return found
 
 
 def recognised(content: Any) -> str | None:
@@ -116,6 +136,8 @@ def files_by_step(path: Path) -> dict[int, list[Path]]:
 
 
 def _step_of(path: Path) -> int:
+    if path.name == QUEUE_FILE:  # {step}/{part of the step}/tq_batch.pt
+        path = path.parent.parent
     for pattern in (r"step[_-]?(\d+)", r"(\d+)"):
         for text in (path.stem, path.parent.name):
             if (match := re.search(pattern, text)) is not None:

@@ -6,7 +6,7 @@ Layout of release 0.9.1, and the same in 0.7: `verl/protocol.py` (`DataProto.sav
 consolidated `TensorDict`, or around arrays by `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy`),
 `verl/experimental/agent_loop/agent_loop.py` (prompts padded on the left, responses on the right, `routed_experts` of
 all places, 0 where the engine gave none), `verl/trainer/ppo/ray_trainer.py` (columns that follow). What
-`trainer.rollout_data_dir` writes holds texts alone.
+`trainer.rollout_data_dir` writes holds texts alone. The trainer with a TransferQueue: `verl_queue.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +19,7 @@ from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.routing.audit.adapters.inert_pickle import Inert, read_pickle
 from nemo_rl_moe.routing.audit.adapters.layout import padded_column, padded_sequences, real_tokens
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
+from nemo_rl_moe.routing.audit.adapters.verl_queue import claims_queue, read_queue
 from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
 _COLUMNS = {
@@ -32,19 +33,24 @@ _REWARDS = ("token_level_scores", "token_level_rewards", "rm_scores")
 
 
 def claims(content: Any) -> bool:
-    """Return True for a `DataProto`, its tensors as a dictionary, or the texts of `rollout_data_dir`."""
+    """Return True for a `DataProto`, its tensors as a dictionary, a queue's, or the texts of `rollout_data_dir`."""
     if isinstance(content, Inert):
         return content.path == "verl.protocol.DataProto"
     if isinstance(content, list):
         return (
             bool(content) and isinstance(content[0], dict) and {"input", "output", "gts", "score"} <= content[0].keys()
         )
-    return isinstance(content, dict) and {"responses", "attention_mask", "input_ids"} <= content.keys()
+    return claims_queue(content) or (
+        isinstance(content, dict) and {"responses", "attention_mask", "input_ids"} <= content.keys()
+    )
 
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
     if isinstance(content, list):
         raise DataError(f"{where}: holds texts alone, no routes; expected what batch.save_to_disk(FILE) writes")
+    if claims_queue(content):
+        yield from read_queue(content, where)
+        return
     batch, names = (_batch_of_proto(content, where)) if isinstance(content, Inert) else (content, None)
     real = real_tokens(batch.get("attention_mask", ()), f"{where}: attention_mask")
     tokens = padded_column(batch, "input_ids", real.shape, where)

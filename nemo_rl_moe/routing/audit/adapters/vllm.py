@@ -5,7 +5,9 @@
 Layouts by vLLM's documentation and pull requests: to 0.20 `routed_experts` of a completion for the whole sequence,
 dense layers as slots; 0.21 (`training/routed_experts_replay`) `prompt_routed_experts` of the response and
 `routed_experts` of each completion; later (`training/routed_experts`) again the whole sequence, base64 of a `.npy`
-file. Token ids are in a response with `return_token_ids`. Either a response a file, or one a line.
+file. From the code of 0.32 (`vllm/entrypoints/openai/completion/serving.py`, `vllm/v1/engine/output_processor.py`): a
+row for each token but the last, less the first ones that `routed_experts_prompt_start` of the request leaves out. Token
+ids are in a response with `return_token_ids`. Either a response a file, or one a line.
 """
 
 import base64
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.routing.audit.adapters.layout import array, sequence
+from nemo_rl_moe.routing.audit.adapters.layout import array, expert_rows, sequence
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
@@ -50,10 +52,13 @@ def _completion(response: Mapping[str, Any], choice: Mapping[str, Any], name: st
         if len(of_prompt) != len(prompt):
             raise DataError(f"{place}: prompt_routed_experts: got {len(of_prompt)} rows, expected {len(prompt)}")
         routes = np.concatenate([of_prompt, routes])
+    length = len(prompt) + len(tokens)
+    if routes is not None and routes.ndim == 3:  # rows end with the last token that the engine was given
+        routes = expert_rows(routes, length, f"{place}: routed_experts", first=max(length - 1 - len(routes), 0))
     return sequence(
         name,
         place,
-        len(prompt) + len(tokens),
+        length,
         len(prompt),
         token_ids=[*prompt, *tokens],
         rollout_experts=routes,

@@ -7,7 +7,9 @@ Qwen3-MoE of transformers 5.19: verl 0.9.1 (`DataProto.save_to_disk`), slime 0.3
 `_build_dump_payload` for training), miles of August 2026 (`save_debug_rollout_data`, `save_debug_train_data_for_rank`),
 SkyRL of August 2026 (`convert_prompts_responses_to_batch_tensors`, `TrainingInputBatch.save`), prime-rl 0.8.1
 (`prepare_batch`, `FileSystemMicroBatchSender`), NeMo-RL of August 2026 (`BatchedDataDict` with `torch.save`, and
-`Logger.log_batched_dict_as_jsonl`). Those of vLLM and SGLang follow their documentation alone.
+`Logger.log_batched_dict_as_jsonl`), verl of August 2026 (`list_of_dict_to_tensordict`, and `torch.save` as in
+`RolloutTqSkip.prepare_data`), AReaL with its pull requests 1496 and 1407 (`RLVRWorkflow.arun_episode`,
+`_save_trajectory`). Those of vLLM and SGLang follow their documentation alone.
 """
 
 import base64
@@ -37,6 +39,8 @@ DOCS = REPOSITORY_ROOT / "docs"
 MODEL, TRAINING = EXAMPLES / "model", EXAMPLES / "transformers"
 FOLDERS = {
     "verl": "verl",
+    "verl_queue": "verl",
+    "areal": "areal",
     "slime": "slime",
     "miles": "slime",
     "skyrl": "skyrl",
@@ -274,6 +278,28 @@ def test_vllms_other_forms(tmp_path: Path) -> None:
             assert np.isnan(sequence.columns["rollout_logprobs"][:3]).all()
 
 
+@pytest.mark.parametrize("folder", ["verl_queue", "areal"])
+def test_versions_of_the_weights_come_along(folder: str) -> None:
+    for sequence in sequences_of(EXAMPLES / folder / "healthy").values():
+        assert set(sequence.columns["weight_versions"][sequence.columns["loss_mask"]]) == {2}
+
+
+def test_vllms_routes_may_begin_later(tmp_path: Path) -> None:
+    """`routed_experts_prompt_start` of a request leaves out the rows before it."""
+    (line, *_) = (EXAMPLES / "vllm" / "healthy" / "3.jsonl").read_text(encoding="utf-8").splitlines()
+    response = json.loads(line)
+    (choice,) = response["choices"]
+    rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+    buffer = io.BytesIO()
+    np.save(buffer, rows[5:])
+    choice["routed_experts"] = base64.b64encode(buffer.getvalue()).decode()
+    (tmp_path / "3.jsonl").write_text(json.dumps(response), encoding="utf-8")
+    (found,) = sequences_of(tmp_path, model=False).values()
+    routes = found.columns["rollout_experts"]
+    assert (routes[[0, 1, 2, 3, 4, -1]] == -1).all()
+    np.testing.assert_array_equal(routes[5:-1], rows[5:])
+
+
 def test_sglangs_routes_may_begin_later(tmp_path: Path) -> None:
     """By its documentation: `routed_experts_start_len` rows were not asked for."""
     line = json.loads((EXAMPLES / "sglang" / "healthy" / "3.jsonl").read_text().splitlines()[0])
@@ -494,6 +520,24 @@ def test_every_format_is_named_on_the_page_and_by_the_command(capsys: pytest.Cap
     for name in ADAPTERS:
         assert name in shown
         assert f"`{name}`" in page
+
+
+def test_the_layout_of_the_json_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Version 1: scripts of others read these keys, and the page names each one."""
+    main(["audit", str(EXAMPLES / "faults" / "pinned_engine"), "--json", "-"])
+    (found,) = json.loads(capsys.readouterr().out)
+    of_run = ["format", "version", "capture", "problems", "layers", "num_experts", "topk"]
+    of_steps = ["step", "num_sequences", "num_tokens", "columns", "metrics", "findings"]
+    of_findings = ["side", "kind", "layer", "first_step", "last_step", "is_over", "text"]
+    assert (found["format"], found["version"]) == ("routing-audit", 1)
+    assert list(found) == [*of_run, "notices", "findings", "steps"]
+    assert list(found["steps"][0]) == of_steps
+    assert list(found["findings"][0]) == of_findings
+    page = (DOCS / "audit.md").read_text(encoding="utf-8")
+    _, _, layout = page.partition("### The JSON")
+    layout, _, _ = layout.partition("### ")
+    for key in (*found, *of_steps, *of_findings):
+        assert f"`{key}`" in layout, key
 
 
 PAGES = [DOCS / "audit-frameworks.md"]

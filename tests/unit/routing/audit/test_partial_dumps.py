@@ -79,6 +79,51 @@ def test_a_damaged_file_of_a_capture_is_left_out(tmp_path: Path, capsys: pytest.
     assert f"note: not read: {path}" in capsys.readouterr().out
 
 
+def test_lines_of_json_that_are_whole_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (EXAMPLES / "vllm" / "healthy" / "3.jsonl").read_text(encoding="utf-8")
+    file = tmp_path / "3.jsonl"
+    file.write_text(text.rstrip()[:-200], encoding="utf-8")  # the last line is being written
+    assert main(["audit", str(tmp_path), "--model", str(MODEL), "--json", "-"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["steps"][0]["num_sequences"] == len(text.splitlines()) - 1
+    assert f"not read: {file}: 1 line, the last of them {len(text.splitlines())}: no JSON" in found["notices"]
+    file.write_text(text.splitlines()[0][:-200], encoding="utf-8")
+    assert main(["audit", str(tmp_path), "--model", str(MODEL)]) == 2
+
+
+def test_a_file_of_another_shape_than_the_model_is_left_out(
+    tmp_path: Path, samples: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file,) = (EXAMPLES / "miles" / "healthy").rglob("*.pt")
+    shutil.copy(file, tmp_path / "3.pt")
+    for sample in samples:
+        sample["rollout_routed_experts"] = np.repeat(sample["rollout_routed_experts"], 2, 1)
+    torch.save({"rollout_id": 4, "samples": samples}, tmp_path / "4.pt")
+    assert main(["audit", str(tmp_path), "--model", str(MODEL)]) == 0
+    assert f"note: not read: {tmp_path / '4.pt'}: sequence 0: rollout_experts: got 8 layers" in capsys.readouterr().out
+    (tmp_path / "3.pt").unlink()
+    assert main(["audit", str(tmp_path), "--model", str(MODEL)]) == 2
+
+
+def test_a_dump_without_a_sequence_is_no_healthy_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"rollout_id": 3, "samples": []}, tmp_path / "3.pt")
+    assert main(["audit", str(tmp_path)]) == 2
+    assert f"{tmp_path}: holds no sequence" in capsys.readouterr().err
+
+
+def test_links_in_a_circle_and_names_that_are_no_text_end_no_audit(tmp_path: Path) -> None:
+    (file,) = (EXAMPLES / "miles" / "healthy").rglob("*.pt")
+    shutil.copy(file, tmp_path / "3.pt")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "4.pt").symlink_to("5.pt")
+    (tmp_path / "5.pt").symlink_to("4.pt")
+    (tmp_path / "6.pt").mkdir()
+    Path(f"{tmp_path}/7_\udcff.pt").write_bytes(b"PK")
+    report = tmp_path / "found.html"
+    assert main(["audit", str(tmp_path), "--model", str(MODEL), "--html", str(report)]) == 0
+    assert "7_" in report.read_text(encoding="utf-8")
+
+
 def test_miles_parquet_reads_as_its_torch_dump(tmp_path: Path, samples: list[dict[str, Any]]) -> None:
     (file,) = (EXAMPLES / "miles" / "healthy").rglob("*.pt")
     rows = [
