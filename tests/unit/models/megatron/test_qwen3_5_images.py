@@ -38,8 +38,8 @@ from tests.support.vision_models import (
 MODEL = "qwen3_5_moe"
 MICROBATCHES = ((0, 2), (3, 6), (7, 4), (1, 5))
 PACKED = {"sequence_packing__enabled": True}
-LEAST = 2e-5
-"""Relative, of losses and gradient norms; the rounding of the rule may be more, and twice as much is allowed."""
+LEAST = 1e-5
+"""Of losses and gradient norms, relative, and of log-probabilities; twice the rounding of the rule is allowed, too."""
 
 
 def model_of(folder: Path) -> Any:
@@ -57,9 +57,9 @@ def logprobs_of(model: Any) -> torch.Tensor:
 
 
 def steps_of_transformers(model: Any) -> TrainingRun:
-    adam = torch.optim.AdamW(
-        model.parameters(), lr=SETTINGS["optimizer__lr"], eps=SETTINGS["optimizer__adam_eps"], weight_decay=0.0
-    )
+    chosen = tiny_policy(1, **SETTINGS).megatron_cfg.optimizer
+    betas = (chosen.adam_beta1, chosen.adam_beta2)
+    adam = torch.optim.AdamW(model.parameters(), chosen.lr, betas, chosen.adam_eps, weight_decay=0.0)
     mask, losses, norms = mixed_batch(MODEL).token_mask[:, 1:], [], []
     for _ in range(NUM_STEPS):
         adam.zero_grad()
@@ -207,5 +207,7 @@ def test_vllm_and_adapters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="gated delta nets have not been tried in vLLM"):
         check_model(hf_config, "my/model")
     adapter = "{rank: 4, alpha: 8.0, targets: [all-linear], dropout: 0.0, experts: none, init: kaiming, path: null}"
-    with pytest.raises(ConfigurationError, match=r"policy\.lora: got an adapter, expected null for Qwen3.5-MoE"):
+    with pytest.raises(
+        ConfigurationError, match=r"policy\.lora: got an adapter, expected null for a vision-language model"
+    ):
         build_transformer_config(tiny_policy(lora=adapter), hf_config)
