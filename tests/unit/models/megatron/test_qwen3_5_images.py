@@ -16,6 +16,7 @@ import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.vllm.releases import check_model
 from nemo_rl_moe.models.hf_files import load_hf_config
@@ -30,8 +31,10 @@ from tests.support.tiny_model import layout, logprobs_by_sequence, parallel_job,
 from tests.support.vision_models import (
     PATCH,
     mixed_batch,
+    random_image,
     tiny_vision_config,
     transformers_inputs,
+    vision_batch,
     write_vision_model,
 )
 
@@ -48,9 +51,9 @@ def model_of(folder: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
-def logprobs_of(model: Any) -> torch.Tensor:
+def logprobs_of(model: Any, batch: TokenBatch | None = None) -> torch.Tensor:
     """Return transformers' log-probabilities of every token but the first."""
-    batch = mixed_batch(MODEL)
+    batch = mixed_batch(MODEL) if batch is None else batch
     logits = model(**transformers_inputs(MODEL, batch), use_cache=False).logits[:, :-1].log_softmax(-1)
     found: torch.Tensor = logits.gather(-1, batch.input_ids[:, 1:, None])[..., 0]
     return found
@@ -123,6 +126,31 @@ def test_steps_are_those_of_transformers(world_size: int, changes: dict[str, Any
         print(f"{changes}: {name} {difference:.1e}, transformers from itself {floor:.1e}")
         assert difference < max(LEAST, 2 * floor), name
     assert expected.losses[-1] < 0.9 * expected.losses[0], "the steps are large enough to show differences"
+
+
+def compare_long_rows(folder: Path) -> tuple[float, float]:
+    """Run on one rank: differences from transformers over several chunks, and of transformers from itself."""
+    write_vision_model(MODEL, folder, rms_norm_eps=1e-6)
+    batch = vision_batch([[50, random_image(3, 2, 1), 80, random_image(1, 4, 2), 5], [70, random_image(4, 4, 3), 60]])
+    policy, model = tiny_policy(1, max_total_sequence_length=192), model_of(folder)
+    with parallel_job(policy):
+        shard = shard_of_rank(batch, microbatches=((0, 1),))
+        ours = logprobs_by_sequence(trainer_of(folder, policy), shard, batch, ((0, 1),))
+    with torch.no_grad():
+        theirs = logprobs_of(model, batch).numpy()
+        with other_chunks(model):
+            others = logprobs_of(model, batch).numpy()
+    rows = [(row[1:], theirs[at, : len(row) - 1], others[at, : len(row) - 1]) for at, row in ours.items()]
+    differences = [(np.abs(mine - right).max(), np.abs(other - right).max()) for mine, right, other in rows]
+    return float(max(each[0] for each in differences)), float(max(each[1] for each in differences))
+
+
+def test_long_rows_with_images_are_those_of_transformers_within_its_own_rounding(tmp_path: Path) -> None:
+    ((difference, floor),) = run_ranks(compare_long_rows, 1, tmp_path / "model")
+    print(f"{difference:.1e}, transformers from itself {floor:.1e}")
+    assert 0 < floor < 1e-2
+    # As test_gated_delta_net.py allows it: processors differ.
+    assert difference < 6 * max(floor, 1e-6)
 
 
 def positions_of_text(is_image: torch.Tensor, grids: Any) -> torch.Tensor:
