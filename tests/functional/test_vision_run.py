@@ -3,11 +3,13 @@
 """Whole runs with images: what they log, that they resume to the last bit, and that transformers loads the result."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.runs.folder.expert_load import read_expert_load
 from nemo_rl_moe.runs.folder.metrics import read_metrics
 from nemo_rl_moe.runs.folder.saved_samples import named_thumbnails
@@ -22,8 +24,11 @@ from tests.functional.test_resume import (
     untimed,
     weights_of,
 )
+from tests.support.tiny_model import layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+MODELS = sft_runs.REPOSITORY_ROOT / "examples/assets"
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +87,64 @@ def _answers_as_the_run_did(final: Path, run_folder: Path) -> None:
     found = model.generate(input_ids=ids, pixel_values=pixels, max_new_tokens=3, do_sample=False)
     assert found.shape[1] > ids.shape[1]
     assert (run_folder / "samples.jsonl").stat().st_size > 0
+
+
+def with_delta_nets(folder: Path) -> Path:
+    """Write the tiny model of Qwen3-VL as one of Qwen3.5: gated delta nets, and half of each head rotated."""
+    shutil.copytree(MODELS / "tiny_qwen3_vl_moe", folder)
+    config = json.loads((folder / "config.json").read_text())
+    text, vision = config["text_config"], config["vision_config"]
+    for name in ("decoder_sparse_step", "intermediate_size", "mlp_only_layers"):
+        del text[name]
+    del vision["deepstack_visual_indexes"]
+    text |= {
+        "model_type": "qwen3_5_moe_text",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "shared_expert_intermediate_size": 64,
+    }
+    text["rope_parameters"] |= {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5}
+    vision["model_type"] = "qwen3_5_moe_vision"
+    config |= {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(("sizes", "backend"), [({"ep": 2}, "megatron"), ({"tp": 2}, "megatron_separate")])
+def test_gated_delta_nets_with_images_take_ten_steps_with_the_rollouts_routes(
+    sizes: dict[str, int], backend: str, shapes: Path, tmp_path: Path
+) -> None:
+    changes = vision_runs.grpo_changes(shapes) | {
+        "policy__model_name": with_delta_nets(tmp_path / "model"),
+        "policy__generation__backend": backend,
+        "policy__train_global_batch_size": 8,
+        "cluster__cpu_workers_per_node": 2,
+        **{f"policy__megatron_cfg__{key}": value for key, value in layout(**sizes).items()},
+    }
+    settings = grpo_runs.settings(
+        tmp_path,
+        shapes,
+        grpo__max_num_steps=10,
+        policy__megatron_cfg__routing_replay="rollout",
+        **changes,
+        **sft_runs.only_jsonl(),
+    )
+    if backend != "megatron":
+        settings.append(f"+cluster.roles.{GENERATION_ROLE}={{cpu_workers_per_node: 1}}")
+    assert "10 steps done" in run_to_its_end(Algorithm("grpo", vision_runs.GRPO_EXEMPLAR, settings), tmp_path)
+    records = [record.metrics for record in read_metrics(tmp_path / "logs" / "exp_001" / "metrics.jsonl")]
+    steps = [metrics for metrics in records if "train/loss" in metrics]
+    assert len(steps) == 10
+    for metrics in steps:
+        assert metrics["train/moe/routing/rows_usable_share"] == 1.0
+        assert metrics["train/moe/routing/anomalies"] == 0
+        assert metrics["train/token_mult_prob_error"] < 1 + 1e-4
+        assert 0.5 < metrics["train/moe/image/token_share"] < 0.8
+    assert len({metrics["train/moe/shared_expert_gate/mean"] for metrics in steps}) == 10
 
 
 def test_preferences_and_demonstrations_with_images_train(shapes: Path, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def read_model(folder: Path, dtype: torch.dtype | str = torch.float32) -> Any:
 
 def has_delta_nets(model: Any) -> bool:
     """Return whether a model of transformers mixes tokens by the gated delta rule."""
-    return any(hasattr(layer, "linear_attn") for layer in model.model.layers)
+    return any(hasattr(module, "linear_attn") for module in model.modules())
 
 
 @contextmanager

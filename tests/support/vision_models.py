@@ -65,6 +65,36 @@ _QWEN3: Mapping[str, Any] = {
     },
     "vision_config": {**_QWEN_TOWER, "depth": 3, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
 }
+
+
+def _without(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name}
+
+
+_QWEN3_5: Mapping[str, Any] = {
+    **_TOKENS,
+    "tie_word_embeddings": False,
+    "text_config": {
+        **_TEXT,
+        # Half of each head is rotated, so that each axis has angles of its own.
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+            "partial_rotary_factor": 0.5,
+        },
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "rms_norm_eps": 1e-3,
+    },
+    "vision_config": {**_QWEN_TOWER, "num_position_embeddings": 16},
+}
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_5_vl": {
         **_TOKENS,
@@ -88,6 +118,18 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
         },
     },
     "qwen3_vl": _QWEN3,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": {
+        **_QWEN3_5,
+        "text_config": {
+            **_without(_QWEN3_5["text_config"], "intermediate_size"),
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+            "router_aux_loss_coef": 0.01,
+        },
+    },
     # Tiles of four by four image tokens.
     "internvl": {
         "image_token_id": IMAGE,
@@ -117,7 +159,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """By `model_type`."""
-MODELS = ("qwen2_5_vl", "qwen3_vl_moe", "internvl")
+MODELS = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5_moe", "internvl")
 
 
 def tiny_vision_config(model_type: str, **text: Any) -> Any:

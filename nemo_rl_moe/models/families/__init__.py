@@ -15,6 +15,7 @@ from nemo_rl_moe.models.families import (
     gpt_oss,
     internvl,
     minimax,
+    qwen3_5_vision,
     qwen_next,
     qwen_vl,
     softmax_moe,
@@ -51,6 +52,8 @@ FAMILIES: Mapping[str, ModelFamily] = {
 VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "internvl": internvl.INTERNVL,
     "qwen2_5_vl": qwen_vl.QWEN2_5_VL,
+    "qwen3_5": qwen3_5_vision.QWEN3_5,
+    "qwen3_5_moe": qwen3_5_vision.QWEN3_5_MOE,
     "qwen3_vl": qwen_vl.QWEN3_VL,
     "qwen3_vl_moe": qwen_vl.QWEN3_VL_MOE,
 }

@@ -46,11 +46,16 @@ WITHOUT_EFFECT = field_names("mtp_num_hidden_layers mtp_use_dedicated_embeddings
 _KINDS = ("linear_attention", "full_attention")
 
 
+def further_tokens(hf_config: Any) -> Mapping[str, str]:
+    """Return the tensors of a layer that is left out."""
+    del hf_config
+    return {r"mtp\..*": "a layer that predicts tokens further ahead, which neither training nor the model's logits use"}
+
+
 def unused_tensors(hf_config: Any) -> Mapping[str, str]:
     """Return the tensors of a checkpoint that the model has no use for."""
-    del hf_config
     return {
-        r"mtp\..*": "a layer that predicts tokens further ahead, which neither training nor the model's logits use",
+        **further_tokens(hf_config),
         r"model\.visual\..*": "the vision tower, which a model of text has not",
     }
 
@@ -178,6 +183,9 @@ def _also_as_part(rules: Mapping[str, Rule]) -> RuleTable:
     return RuleTable({name: both(found) for name, found in rules.items()})
 
 
+QWEN3_5_MOE_RULES = {**_ATTENTION, **QWEN3_5_DELTA_NET, **decoder.ROUTER, **decoder.EXPERTS, **_SHARED_EXPERT}
+QWEN3_5_RULES = {**_ATTENTION, **QWEN3_5_DELTA_NET, **decoder.DENSE_MLP}
+
 QWEN3_NEXT = ModelFamily(
     name="Qwen3-Next",
     transformer_fields=qwen3_next_fields,
@@ -201,15 +209,7 @@ QWEN3_5_MOE_TEXT = ModelFamily(
     transformer_fields=qwen3_5_moe_fields,
     rotary_base=decoder.rotary_base,
     rotary_percent=decoder.rotary_percent,
-    rules=_also_as_part(
-        {
-            **_ATTENTION,
-            **QWEN3_5_DELTA_NET,
-            **decoder.ROUTER,
-            **decoder.EXPERTS,
-            **_SHARED_EXPERT,
-        }
-    ),
+    rules=_also_as_part(QWEN3_5_MOE_RULES),
     config_fields=ConfigFields(
         (READ_FIELDS - {"intermediate_size"})
         | field_names(
@@ -228,7 +228,7 @@ QWEN3_5_TEXT = ModelFamily(
     transformer_fields=qwen3_5_fields,
     rotary_base=decoder.rotary_base,
     rotary_percent=decoder.rotary_percent,
-    rules=_also_as_part({**_ATTENTION, **QWEN3_5_DELTA_NET, **decoder.DENSE_MLP}),
+    rules=_also_as_part(QWEN3_5_RULES),
     config_fields=ConfigFields(READ_FIELDS, _OF_QWEN3_5, WITHOUT_EFFECT),
     unused_tensors=unused_tensors,
 )

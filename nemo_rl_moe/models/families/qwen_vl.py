@@ -44,7 +44,7 @@ def pixels_per_token(hf_config: Any) -> int:
     return int(hf_config.vision_config.patch_size * hf_config.vision_config.spatial_merge_size)
 
 
-def _shape(hf_config: Any, *, is_gated: bool, num_mergers: int = 1) -> TowerShape:
+def tower_shape(hf_config: Any, *, is_gated: bool, num_mergers: int = 1) -> TowerShape:
     """Return sizes of a tower whose mergers, all alike, are two matrices: one of merged patches, one to the decoder."""
     vision = hf_config.vision_config
     merged = vision.hidden_size * vision.spatial_merge_size**2
@@ -64,7 +64,7 @@ def _qwen2_5_shape(hf_config: Any) -> TowerShape:
     # Windows hold whole image tokens.
     tokens = vision.window_size // (vision.spatial_merge_size * vision.patch_size)
     return replace(
-        _shape(hf_config, is_gated=True),
+        tower_shape(hf_config, is_gated=True),
         window=tokens * vision.spatial_merge_size,
         num_window_blocks=vision.depth - len(set(vision.fullatt_block_indexes)),
     )
@@ -119,22 +119,22 @@ def size_problems(flat: Any) -> list[str]:
     return problems
 
 
-_OUTER_FIELDS = field_names(
+OUTER_FIELDS = field_names(
     "text_config vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id"
 )
-_TOWER_FIELDS = field_names(
+TOWER_FIELDS = field_names(
     "depth hidden_act hidden_size in_channels initializer_range intermediate_size num_heads out_hidden_size patch_size "
     "rope_parameters spatial_merge_size temporal_patch_size"
 )
-_TOWER_FIXED = {"in_channels": (3,), "in_chans": (3,), "temporal_patch_size": (_FRAMES,)}
+TOWER_FIXED = {"in_channels": (3,), "in_chans": (3,), "temporal_patch_size": (_FRAMES,)}
 
 QWEN2_5_VL = VisionFamily(
     name="Qwen2.5-VL",
     decoder=dense.QWEN2,
-    config_fields=ConfigFields(_OUTER_FIELDS, without_effect=field_names("vision_token_id")),
+    config_fields=ConfigFields(OUTER_FIELDS, without_effect=field_names("vision_token_id")),
     tower_fields=ConfigFields(
-        _TOWER_FIELDS | field_names("fullatt_block_indexes window_size"),
-        _TOWER_FIXED,
+        TOWER_FIELDS | field_names("fullatt_block_indexes window_size"),
+        TOWER_FIXED,
         # Of films alone; and a second name of the patch size.
         field_names("tokens_per_second spatial_patch_size"),
     ),
@@ -167,7 +167,7 @@ def _num_deep_layers(hf_config: Any) -> int:
 
 
 def _qwen3_shape(hf_config: Any) -> TowerShape:
-    return _shape(hf_config, is_gated=False, num_mergers=1 + _num_deep_layers(hf_config))
+    return tower_shape(hf_config, is_gated=False, num_mergers=1 + _num_deep_layers(hf_config))
 
 
 def _qwen3_problems(flat: Any) -> list[str]:
@@ -185,12 +185,16 @@ def _qwen3_problems(flat: Any) -> list[str]:
             f"vision_config.deepstack_visual_indexes: got {len(blocks)} blocks, expected at most "
             f"{flat.num_hidden_layers}, one for each layer of the decoder"
         )
-    if type(entries) is not int or entries < 1 or math.isqrt(entries) ** 2 != entries:
-        problems.append(
-            f"vision_config.num_position_embeddings: got {shortened(repr(entries))}, expected the square of a whole "
-            "number"
-        )
-    return problems
+    return [*problems, *position_table_problems(entries)]
+
+
+def position_table_problems(entries: object) -> list[str]:
+    """Return a line where a tower's table of positions is no square."""
+    if type(entries) is int and entries >= 1 and math.isqrt(entries) ** 2 == entries:
+        return []
+    return [
+        f"vision_config.num_position_embeddings: got {shortened(repr(entries))}, expected the square of a whole number"
+    ]
 
 
 def _qwen3_moe_fields(hf_config: Any) -> dict[str, Any]:
@@ -227,9 +231,9 @@ _QWEN3_MOE_DECODER = replace(
 QWEN3_VL = VisionFamily(
     name="Qwen3-VL",
     decoder=dense.QWEN3,
-    config_fields=ConfigFields(_OUTER_FIELDS),
+    config_fields=ConfigFields(OUTER_FIELDS),
     tower_fields=ConfigFields(
-        _TOWER_FIELDS | field_names("deepstack_visual_indexes num_position_embeddings"), _TOWER_FIXED
+        TOWER_FIELDS | field_names("deepstack_visual_indexes num_position_embeddings"), TOWER_FIXED
     ),
     decoder_name=lambda name: name.replace("model.", "model.language_model.", 1),
     prefixes={"vision.": "model.visual."},

@@ -33,7 +33,6 @@ _GRANITE = RefusedFamily(
 _LLAMA4 = RefusedFamily(
     "Llama 4", "attention in chunks, layers without rotation, and scores that scale an expert's input", "qwen3_moe"
 )
-_QWEN3_5_IMAGES = "positions of images beside gated delta nets; a text model's files may have their names of tensors"
 REFUSED: Mapping[str, RefusedFamily] = {
     "ernie4_5_moe": _ERNIE,
     "ernie4_5_vl_moe": _ERNIE,
@@ -54,8 +53,6 @@ REFUSED: Mapping[str, RefusedFamily] = {
         "Mamba-2 layers, for which there is no module without mamba_ssm, and experts without a gate",
         "glm4_moe",
     ),
-    "qwen3_5": RefusedFamily("Qwen3.5 with images", _QWEN3_5_IMAGES, "qwen3_5_text"),
-    "qwen3_5_moe": RefusedFamily("Qwen3.5-MoE with images", _QWEN3_5_IMAGES, "qwen3_5_moe_text"),
     "phimoe": RefusedFamily("Phi-3.5-MoE", "a router with a gradient of its own (SparseMixer)", "mixtral"),
 }
 """By `model_type`."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nemo_rl_moe.config.suggestions import shortened
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily
+from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily, heads_of
 from nemo_rl_moe.models.families.tower_shape import TowerShape
 
 _KEY = "policy.model_name: config.json: "
@@ -176,14 +176,14 @@ def _common_problems(flat: Any, family: VisionFamily) -> list[str]:
             f"image_token_id: got {shortened(repr(token))}, expected a token of the vocabulary of {flat.vocab_size}"
         )
     if family.has_mrope:
-        heads = flat.num_attention_heads
-        half = (getattr(flat, "head_dim", None) or flat.hidden_size // heads) // 2
+        _, head_dim = heads_of(flat)
+        half = int(head_dim * flat.rope_parameters.get("partial_rotary_factor", 1.0)) // 2
         section = flat.mrope_section
         numbers = isinstance(section, list | tuple) and all(type(part) is int and part >= 0 for part in section)
         if not numbers or len(section) != 3 or sum(section) != half:
             problems.append(
                 f"rope_parameters.mrope_section: got {shortened(repr(section))}, expected three whole numbers that add "
-                f"up to {half}, half the size of a head"
+                f"up to {half}, half of a head's rotated entries"
             )
         if flat.mrope_interleaved is not family.interleaves_mrope:
             problems.append(

@@ -22,6 +22,7 @@ SIZES = {
     # Windows of two image tokens: whole ones, and some that are cut by the image's edge.
     "qwen2_5_vl": ([(4, 4)], [(3, 5), (2, 2), (1, 4)]),
     "qwen3_vl_moe": ([(4, 4)], [(3, 5), (2, 2), (1, 4)]),
+    "qwen3_5_moe": ([(4, 4)], [(3, 5), (2, 2), (1, 4)]),
     "internvl": ([(4, 4)], [(4, 4)] * 3),
 }
 """Rows and columns of image tokens of images that run together."""

@@ -30,14 +30,18 @@ PREFIX = "vision."
 
 
 class MultimodalRotary(torch.nn.Module):
-    """Angles of positions in time, height and width, in place of Megatron-Core's, which cannot interleave."""
+    """Angles of positions in time, height and width, in place of Megatron-Core's, which cannot interleave.
 
-    def __init__(self, head_dim: int, base: float, section: Sequence[int], *, interleaved: bool):
+    Args:
+        rotated: Entries of a head that are rotated, its first ones.
+    """
+
+    def __init__(self, rotated: int, base: float, section: Sequence[int], *, interleaved: bool):
         super().__init__()
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
         axis = torch.repeat_interleave(torch.arange(3), torch.tensor(list(section)))
         if interleaved:
-            axis = torch.zeros(head_dim // 2, dtype=torch.long)
+            axis = torch.zeros(rotated // 2, dtype=torch.long)
             for number in (1, 2):
                 axis[number : 3 * section[number] : 3] = number
         # No buffers: half precision would round the frequencies.
@@ -45,7 +49,7 @@ class MultimodalRotary(torch.nn.Module):
 
     def forward(
         self, position_ids: Int[Tensor, "3 rows columns"], mrope_section: Any = None, **others: Any
-    ) -> Float[Tensor, "columns rows 1 head"]:
+    ) -> Float[Tensor, "columns rows 1 rotated"]:
         """Return the angles, as Megatron-Core's attention takes them."""
         del mrope_section, others
         if self.inv_freq.device != position_ids.device:
@@ -182,9 +186,12 @@ def add_vision(chunk: GPTModel, hf_config: Any, init_seed: int) -> None:
     assert family is not None
     chunk.hf_config = hf_config
     if family.has_mrope:
-        base = family_of(hf_config).rotary_base(hf_config)
+        whole = family_of(hf_config)
         chunk.rotary_pos_emb = MultimodalRotary(
-            chunk.config.kv_channels, base, hf_config.mrope_section, interleaved=hf_config.mrope_interleaved
+            int(chunk.config.kv_channels * whole.rotary_percent(hf_config)),
+            whole.rotary_base(hf_config),
+            hf_config.mrope_section,
+            interleaved=hf_config.mrope_interleaved,
         )
     if chunk.pre_process:
         # What is sampled here must not move the run's own random numbers.

@@ -193,6 +193,9 @@ def sampled_in_layout(policy: PolicyConfig, model_type: str, folder: Path) -> Ma
     [
         pytest.param("qwen2_5_vl", "tp2", marks=pytest.mark.full),
         pytest.param("internvl", "ep2", marks=pytest.mark.full),
+        # A state of earlier tokens, on each rank of its heads.
+        ("qwen3_5_moe", "tp2"),
+        *(pytest.param("qwen3_5_moe", name, marks=pytest.mark.slow) for name in ("pp2", "ep2")),
         # Features that go to the first layers, where the second stage has none.
         ("qwen3_vl_moe", "pp2"),
         *(pytest.param(model_type, "pp2", marks=pytest.mark.slow) for model_type in ("qwen2_5_vl", "internvl")),

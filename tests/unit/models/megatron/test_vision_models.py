@@ -134,6 +134,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]
             for model_type in MODELS
         ),
         pytest.param("qwen3_vl", marks=pytest.mark.slow),
+        pytest.param("qwen3_5", marks=pytest.mark.slow),
     ]
 )
 def reference(request: pytest.FixtureRequest, references: Callable[[str], Any]) -> Any:
@@ -165,6 +166,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ON_EACH_CHANGE = {
     "qwen2_5_vl": [PACKED | layout(tp=2)],
     "qwen3_vl_moe": [layout(pp=2)],
+    "qwen3_5_moe": [PACKED | layout(tp=2)],
     "internvl": [PACKED, {}],
 }
 
@@ -433,6 +435,7 @@ def test_frozen_parts_stay_as_they_are_and_all_others_train(reference: Any, part
     projector = {
         "qwen2_5_vl": "vision.merger.",
         "qwen3_vl_moe": ("vision.merger.", "vision.deepstack_merger_list."),
+        "qwen3_5_moe": "vision.merger.",
         "internvl": "vision.multi_modal_projector.",
     }[model_type]
 
