@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study of distillation: does a teacher that knows addition teach the demo's model faster than rewards do?
 
+python -m examples.distillation_study run --tune
 python -m examples.distillation_study run
 python -m examples.distillation_study tables
 """
@@ -11,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.distillation_study.grid import METHODS, SECONDS_PER_RUN, Run, comparison
+from examples.distillation_study.grid import METHODS, SECONDS_PER_RUN, Run, comparison, tuning
 from examples.studies.command import exit_code_of, run_missing, show_tables, some_of, study_parser
 
 OUTPUT = Path("results/distillation_study")
-MOST_SEEDS = 12
+MOST_SEEDS = 32
 _DESCRIPTION = """\
 Runs of the demo's tiny Mixture-of-Experts model on CPU cores: by rewards (GRPO), by a teacher's probabilities alone
 (distillation), and by those of a teacher whose tokens are shuffled. Stopped, the same command goes on with the runs
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser, run = study_parser("python -m examples.distillation_study", _DESCRIPTION, OUTPUT, seeds=3)
     run.add_argument("--methods", type=some_of(METHODS), default=list(METHODS), help=f"of {','.join(METHODS)}")
+    run.add_argument("--tune", action="store_true", help="try the learning rates, with seeds of their own")
     options = parser.parse_args(words)
     return exit_code_of(lambda: _tables(options.output) if options.command == "tables" else _run(options, words))
 
@@ -58,6 +60,8 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _chosen(options: argparse.Namespace) -> list[Run]:
+    if options.tune:
+        return tuning()
     return comparison(options.methods, range(options.first_seed, options.first_seed + options.seeds))
 
 
@@ -65,7 +69,7 @@ def _tables(output: Path) -> int:
     from examples.distillation_study.measures import MEASURES
     from examples.distillation_study.tables import draw, tables
 
-    everything = comparison(list(METHODS), range(MOST_SEEDS))
+    everything = [*tuning(), *comparison(list(METHODS), range(MOST_SEEDS))]
     return show_tables(output, everything, MEASURES, tables=tables, draw=draw)
 
 

@@ -27,7 +27,7 @@ def study_of(
 
     def config(run: Run) -> GRPOMasterConfig:
         method = METHODS[run.method]
-        settings = [*settings_of_run(output, run.name, model_name, data), f"grpo.seed={run.seed}"]
+        settings = [*settings_of_run(output, run.name, model_name, data), *run.overrides()]
         if method.teacher is not None:
             settings.append(f"distillation.teachers.teacher.model_name={teachers[method.teacher]}")
         found = load_any_config(method.config, [*settings, *overrides])

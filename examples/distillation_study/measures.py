@@ -2,21 +2,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures of a run of the study of distillation, from the metrics that it has logged."""
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from examples.distillation_study.grid import Run
 from examples.studies.results import Measures, Result
 
 VALIDATED_AFTER = (0, 5, 10, 20, 30)
+LEVEL = 0.80
+"""Accuracy that methods are timed to; chosen before any run of the comparison."""
 _PERIOD = 5
+MEAN_ACCURACY = "mean accuracy over the run"
+"""What a learning rate is chosen by."""
+STEPS_TO_LEVEL = f"steps to {LEVEL:.2f}"
 
 
 def _after(step: int) -> Callable[[Sequence[float]], float]:
     return lambda values: values[min(step // _PERIOD, len(values) - 1)]
 
 
+def _mean_of_trained(values: Sequence[float]) -> float:
+    """Return the mean over the validations after a step."""
+    return math.fsum(values[1:]) / len(values[1:])
+
+
+def steps_to_level(values: Sequence[float]) -> float:
+    """Return the steps after which the level is first reached, by a line between validations; all where it is not."""
+    for index, (before, after) in enumerate(pairwise(values)):
+        if before < LEVEL <= after:
+            return _PERIOD * (index + (LEVEL - before) / (after - before))
+    return float(_PERIOD * (len(values) - 1))
+
+
 MEASURES: Measures = {
     "accuracy": ("val/accuracy", lambda values: values[-1]),
+    MEAN_ACCURACY: ("val/accuracy", _mean_of_trained),
+    STEPS_TO_LEVEL: ("val/accuracy", steps_to_level),
     **{f"accuracy after {step} steps": ("val/accuracy", _after(step)) for step in VALIDATED_AFTER},
     "divergence, first step": ("train/teacher_kl", lambda values: values[0]),
     "divergence, last step": ("train/teacher_kl", lambda values: values[-1]),
@@ -30,5 +52,7 @@ MEASURES: Measures = {
     ),
 }
 """Name to the metric, and to what is taken of its values over the steps."""
+COMPARED = (*(f"accuracy after {step} steps" for step in VALIDATED_AFTER), STEPS_TO_LEVEL)
+"""Measures that methods are compared by, each with the baseline's run of the same seed."""
 
 Results = dict[Run, Result]

@@ -7,17 +7,21 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from examples.distillation_study.grid import BASELINE, METHODS
-from examples.distillation_study.measures import MEASURES, VALIDATED_AFTER, Results
+from examples.distillation_study.grid import BASELINE, LEARNING_RATES, METHODS, TUNED, TUNING_SEEDS
+from examples.distillation_study.measures import COMPARED, MEAN_ACCURACY, MEASURES, VALIDATED_AFTER, Results
 from examples.studies.intervals import Interval, interval, paired_differences, shown
 
 
-def by_seed(results: Results, method: str, measure: str) -> dict[int, float]:
-    """Return a measure of each run of a method that has it and did not diverge."""
+def by_seed(results: Results, method: str, measure: str, rate: str | None = None) -> dict[int, float]:
+    """Return a measure of each run of a method that has it and did not diverge.
+
+    Args:
+        rate: Learning rate that was tried; None: the method's own.
+    """
     return {
         run.seed: result.measures[measure]
         for run, result in results.items()
-        if run.method == method and measure in result.measures
+        if run.method == method and run.learning_rate == rate and measure in result.measures
     }
 
 
@@ -35,7 +39,16 @@ def tables(results: Results) -> str:
     ]
     if diverged := sorted(run.name for run, result in results.items() if result.diverged is not None):
         lines.append(f"Diverged, and in no mean: {', '.join(diverged)}.")
-    return "\n".join([*lines, "", *_means(results), "", *_differences(results)])
+    return "\n".join([*lines, "", *_tuning(results), "", *_means(results), "", *_differences(results)])
+
+
+def _tuning(results: Results) -> Iterator[str]:
+    yield f"| {MEAN_ACCURACY}, seeds {TUNING_SEEDS}, by learning rate | " + " | ".join(LEARNING_RATES) + " |"
+    yield "|---|" + "---|" * len(LEARNING_RATES)
+    for method in TUNED:
+        of_rates = [by_seed(results, method, MEAN_ACCURACY, rate).values() for rate in LEARNING_RATES]
+        cells = [" ".join(f"{value:.3f}" for value in found) or "-" for found in of_rates]
+        yield f"| `{method}` | " + " | ".join(cells) + " |"
 
 
 def _means(results: Results) -> Iterator[str]:
@@ -48,14 +61,13 @@ def _means(results: Results) -> Iterator[str]:
 
 def _differences(results: Results) -> Iterator[str]:
     others = [method for method in METHODS if method != BASELINE]
-    yield f"| accuracy, less that of `{BASELINE}` of the same seed | " + " | ".join(others) + " |"
+    yield f"| less that of `{BASELINE}` of the same seed | " + " | ".join(others) + " |"
     yield "|---|" + "---|" * len(others)
-    for step in VALIDATED_AFTER:
-        measure = f"accuracy after {step} steps"
+    for measure in COMPARED:
         baseline = by_seed(results, BASELINE, measure)
         differences = [paired_differences(by_seed(results, method, measure), baseline) for method in others]
         cells = [shown(interval(found), "+.3f") for found in differences]
-        yield f"| after {step} steps | " + " | ".join(cells) + " |"
+        yield f"| {measure} | " + " | ".join(cells) + " |"
 
 
 def draw(results: Results, path: Path) -> None:

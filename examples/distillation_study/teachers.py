@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Teachers of the study of distillation: what GRPO leaves of the model that all runs begin with, and a control."""
+"""Teachers of the study of distillation: the model that all runs begin with after more fine-tuning, and a control."""
 
 import shutil
 from pathlib import Path
@@ -9,10 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.distillation_study.grid import SHUFFLED, TEACHER
-from examples.studies.preparation import call_python
-from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER
+from examples.studies.preparation import fine_tuned
+from nemo_rl_moe.atomic_writes import write_whole
 
-NUM_STEPS = 60
+EMPTY = "<think></think>"
+_OVERRIDES = (
+    "policy.init=pretrained",
+    "policy.megatron_cfg.optimizer.lr=1.0e-3",
+    "sft.max_num_steps=300",
+    "sft.max_num_epochs=10",
+)
 _OUTPUT_LAYER = "lm_head.weight"
 
 
@@ -23,25 +29,21 @@ def make_teachers(output: Path, data: Path, model: str) -> dict[str, Path]:
         WorkerDiedError: The training failed.
     """
     place = output / "models" / "teacher"
-    weights = place / "checkpoints" / FINAL_WEIGHTS_FOLDER
-    if not (weights / "config.json").is_file():
-        call_python(
-            [
-                *("-m", "nemo_rl_moe.cli", "grpo", "--config", "grpo_tiny_moe.yaml"),
-                f"policy.model_name={model}",
-                f"data.train.path={data / 'grpo.jsonl'}",
-                f"data.validation.path={data / 'validation_prompts.jsonl'}",
-                f"grpo.max_num_steps={NUM_STEPS}",
-                "grpo.max_num_epochs=10",
-                f"checkpointing.checkpoint_dir={weights.parent}",
-                f"logger.log_dir={place / 'logs'}",
-                *(f"logger.{name}_enabled=false" for name in ("tensorboard", "wandb", "mlflow")),
-            ]
-        )
+    samples = _with_working(data / "train.jsonl", place / "train.jsonl")
+    settings = (f"data.train.path={samples}", *_OVERRIDES)
+    weights = fine_tuned(place, data, "sft_tiny_moe.yaml", Path(model), settings)
     shuffled = output / "models" / SHUFFLED
     if not (shuffled / "config.json").is_file():
         shuffle_tokens(weights, shuffled)
     return {TEACHER: weights, SHUFFLED: shuffled}
+
+
+def _with_working(samples: Path, path: Path) -> Path:
+    """Write those samples whose completion shows its working; return the file."""
+    lines = samples.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "".join(line for line in lines if EMPTY not in line))
+    return path
 
 
 def shuffle_tokens(teacher: Path, folder: Path, seed: int = 0) -> None:

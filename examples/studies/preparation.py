@@ -39,7 +39,7 @@ def make_model(model: str, output: Path, data: Path) -> Path:
         WorkerDiedError: The training failed.
     """
     place = output / "models" / model
-    return _fine_tuned(place, data, "sft_tiny_moe.yaml", _config_folder(model, place), SFT_OVERRIDES[model])
+    return fine_tuned(place, data, "sft_tiny_moe.yaml", _config_folder(model, place), SFT_OVERRIDES[model])
 
 
 def calculator_data(output: Path) -> Path:
@@ -56,11 +56,22 @@ def calculator_model(output: Path, data: Path) -> Path:
     Raises:
         WorkerDiedError: The training failed.
     """
-    return _fine_tuned(output / "models" / "calculator", data, "sft_tiny_moe_tools.yaml", CALCULATOR_MODEL)
+    return fine_tuned(output / "models" / "calculator", data, "sft_tiny_moe_tools.yaml", CALCULATOR_MODEL)
 
 
-def _fine_tuned(place: Path, data: Path, config: str, model: Path, overrides: Sequence[str] = ()) -> Path:
-    """Fine-tune a model, or go on with it; return the folder of its last weights."""
+def fine_tuned(place: Path, data: Path, config: str, model: Path, overrides: Sequence[str] = ()) -> Path:
+    """Fine-tune a model, or go on with it; return the folder of its last weights.
+
+    Args:
+        place: Folder of its checkpoints and logs.
+        data: Folder of the samples, for training and for validation.
+        config: Recipe of supervised fine-tuning.
+        model: Folder of the model that it begins with.
+        overrides: Further settings, over everything else.
+
+    Raises:
+        WorkerDiedError: The training failed.
+    """
     weights = place / "checkpoints" / FINAL_WEIGHTS_FOLDER
     if (weights / "config.json").is_file():
         return weights

@@ -15,6 +15,7 @@ from nemo_rl_moe.config.checks_lora import LORA_RULES
 from nemo_rl_moe.config.checks_optimizer import OPTIMIZER_RULES, learning_rates_fall
 from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, PATH_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
+from nemo_rl_moe.config.role_keys import role_problems
 from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import TrainedRoleConfig, sequence_multiple
@@ -340,7 +341,7 @@ def roles_are_placed(config: MasterConfig) -> Iterator[str]:
         update = {"policy": model.as_policy(config.policy), "cluster": config.cluster.place_of(name)}
         rules = (*LAYOUT_RULES, *TRAINING_RULES) if isinstance(model, TrainedRoleConfig) else LAYOUT_RULES
         for rule in rules:
-            yield from (f"role {name}: {line}" for line in rule(config.model_copy(update=update)))
+            yield from role_problems(config, name, rule(config.model_copy(update=update)))
 
 
 def loop_lets_rollouts_run_ahead(config: MasterConfig) -> Iterator[str]:

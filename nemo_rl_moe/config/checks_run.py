@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl_moe.config.algorithm import AUTO_METRIC, algorithm_of, metric_in_force, roles_of
+from nemo_rl_moe.config.role_keys import key_of_role
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_base import SupervisedLoopConfig
 from nemo_rl_moe.config.schema_grpo import GRPOConfig, PromptDataConfig, PromptSourceConfig
@@ -139,7 +140,7 @@ def model_folder_exists(config: MasterConfig) -> Iterator[str]:
 def role_model_folders_exist(config: MasterConfig) -> Iterator[str]:
     """Check that local models beside the policy are folders with a `config.json`."""
     for role, model in roles_of(config).items():
-        yield from _folder_problem(f"model_name of the role {role}", model.model_name, needs="config.json")
+        yield from _folder_problem(f"{key_of_role(config, role)}.model_name", model.model_name, needs="config.json")
 
 
 def tokenizer_folder_exists(config: MasterConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nemo_rl_moe.config.algorithm import roles_of
+from nemo_rl_moe.config.role_keys import role_problems
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_policy import RoleModelConfig, TrainedRoleConfig
 from nemo_rl_moe.distributed.accelerators import Target
@@ -55,7 +56,7 @@ def _role_memory(config: MasterConfig, name: str, role: RoleModelConfig) -> Role
         hf_config = load_hf_config(role.model_name)
         transformer = build_transformer_config(alone.policy, hf_config)
     except ConfigurationError as error:
-        raise ConfigurationError([f"role {name}: {problem}" for problem in error.problems]) from error
+        raise ConfigurationError(role_problems(config, name, error.problems)) from error
     stages = range(transformer.pipeline_model_parallel_size)
     workers = [worker_memory(alone, transformer, hf_config, stage) for stage in stages]
     trains = isinstance(role, TrainedRoleConfig)

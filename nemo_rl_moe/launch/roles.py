@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from nemo_rl_moe.config.algorithm import roles_of
+from nemo_rl_moe.config.role_keys import key_of_role, role_problems
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.data.tokenizer import load_tokenizer, vocabulary_problem
 from nemo_rl_moe.errors import ConfigurationError, counted
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, fetch_on_machines, prepare_model
+from nemo_rl_moe.models.hf_files import RANDOM_HINT
 from nemo_rl_moe.models.image_rules import image_problem
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
@@ -36,16 +38,19 @@ def prepare_role(config: MasterConfig, role: str, beside: PreparedModel, console
     try:
         model = prepare_model(policy, console)
     except ConfigurationError as error:
-        raise ConfigurationError([f"role {role}: {problem}" for problem in error.problems]) from error
+        # Its weights are never drawn at random.
+        problems = [problem.removesuffix(f"; {RANDOM_HINT}") for problem in error.problems]
+        raise ConfigurationError(role_problems(config, role, problems)) from error
+    key = f"{key_of_role(config, role)}.model_name"
     if problem := image_problem(model.image_rule, beside.image_rule):
         raise ConfigurationError(
-            f"role {role}: model_name: got {policy.model_name}, which {problem}, expected a model that reads the"
+            f"{key}: got {policy.model_name}, which {problem}, expected a model that reads the"
             f" batches of policy.model_name {config.policy.model_name} as they are"
         )
     known, needed = model.hf_config.vocab_size, beside.hf_config.vocab_size
     if known < needed:
         raise ConfigurationError(
-            f"role {role}: {policy.model_name} has {known} tokens, expected at least the {needed} of"
+            f"{key}: {policy.model_name} has {known} tokens, expected at least the {needed} of"
             f" {config.policy.model_name}, whose tokens it reads"
         )
     return model
@@ -91,7 +96,10 @@ def start_role(run: ModelRun, role: str, model: PreparedModel, start: Callable[.
     @contextmanager
     def running() -> Iterator[Workers]:
         with run.console.phase(f"starting {counted(place.config.world_size, 'worker')} of the {role}"):
-            workers = start(role, model.policy, place, source=model.source)
+            try:
+                workers = start(role, model.policy, place, source=model.source)
+            except ConfigurationError as error:
+                raise ConfigurationError(role_problems(run.config, role, error.problems)) from error
         try:
             yield workers
         finally:

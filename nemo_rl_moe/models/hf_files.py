@@ -24,6 +24,9 @@ from nemo_rl_moe.models.safetensors_folder import (
     read_index,
 )
 
+RANDOM_HINT = "policy.init: random starts without one"
+"""How a run starts with a model that has no weights."""
+
 
 @dataclass(frozen=True)
 class HubModel:
@@ -310,5 +313,4 @@ def check_weights(policy: PolicyConfig, folder: Path) -> None:
     try:
         SafetensorsFolder(folder)
     except NoWeightsError as error:
-        hint = "policy.init: random starts without one"
-        raise ConfigurationError([f"{problem}; {hint}" for problem in error.problems]) from error
+        raise ConfigurationError([f"{problem}; {RANDOM_HINT}" for problem in error.problems]) from error

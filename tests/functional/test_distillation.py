@@ -131,7 +131,7 @@ def test_it_goes_on_from_its_checkpoint(finished: Path) -> None:
     assert state["algorithm"] == "opd"
     refused = command(finished, "run", "opd.teacher.model_name=data", "grpo.seed=5")
     assert refused.returncode == 2
-    assert refused.stderr == "error: model_name of the role teacher: the folder data holds no config.json\n"
+    assert refused.stderr == "error: opd.teacher.model_name: the folder data holds no config.json\n"
     refused = command(finished, "run", "grpo.seed=5", f"grpo.max_num_steps={NUM_STEPS + NUM_FURTHER_STEPS}")
     assert refused.returncode == 2
     assert "error: grpo.seed: got 5, but " in refused.stderr
@@ -150,7 +150,7 @@ def test_a_teacher_of_text_cannot_read_the_batches_of_a_policy_that_sees(folder:
     refused = command(folder, "run", f"policy.model_name={sees}", *changes)
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1] == (
-        "error: role teacher: model_name: got ./teacher, which takes text alone, expected a model that reads the "
+        "error: opd.teacher.model_name: got ./teacher, which takes text alone, expected a model that reads the "
         f"batches of policy.model_name {sees} as they are"
     )
     assert "starting Ray" not in refused.stdout

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from examples.distillation_study.__main__ import main
+from examples.distillation_study.__main__ import MOST_SEEDS, main
 from examples.distillation_study.configuration import study_of
-from examples.distillation_study.grid import METHODS, SHUFFLED, TEACHER, Run, comparison
-from examples.distillation_study.measures import MEASURES, Results
+from examples.distillation_study.grid import METHODS, SHUFFLED, TEACHER, Run, comparison, tuning
+from examples.distillation_study.measures import MEAN_ACCURACY, MEASURES, Results, steps_to_level
 from examples.distillation_study.tables import draw, tables
 from examples.distillation_study.teachers import shuffle_tokens
 from examples.studies.results import Result, measures_of
@@ -42,7 +42,15 @@ def test_methods_differ_in_what_they_learn_from(tmp_path: Path) -> None:
     for config in configs.values():
         assert (config.grpo, config.data) == (baseline.grpo, baseline.data)
         assert config.grpo.seed == 7
-        assert config.policy.megatron_cfg.optimizer == baseline.policy.megatron_cfg.optimizer
+        own_rate = {"lr": baseline.policy.megatron_cfg.optimizer.lr}
+        assert (
+            config.policy.megatron_cfg.optimizer.model_copy(update=own_rate) == baseline.policy.megatron_cfg.optimizer
+        )
+    for run in tuning():
+        assert run.learning_rate is not None
+        config = study.config(run)
+        assert config.policy.megatron_cfg.optimizer.lr == float(run.learning_rate)
+        assert config.grpo.seed == run.seed
 
 
 def test_a_shuffled_teacher_has_the_same_probabilities_of_other_tokens(tmp_path: Path) -> None:
@@ -59,17 +67,42 @@ def test_a_shuffled_teacher_has_the_same_probabilities_of_other_tokens(tmp_path:
 
 def test_measures_of_a_run() -> None:
     history = {
-        "val/accuracy": [(step, step / 100) for step in range(0, 31, 5)],
+        "val/accuracy": [(step, step / 100) for step in range(0, 31, 5)],  # the level is never reached
         "train/teacher_kl": [(1, 0.9), (2, 0.5), (3, 0.1)],
     }
     assert measures_of(history, MEASURES) == pytest.approx(
         {
             "accuracy": 0.3,
+            "mean accuracy over the run": (0.05 + 0.1 + 0.15 + 0.2 + 0.25 + 0.3) / 6,
+            "steps to 0.80": 30.0,
             **{f"accuracy after {step} steps": step / 100 for step in (0, 5, 10, 20, 30)},
             "divergence, first step": 0.9,
             "divergence, last step": 0.1,
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "steps"),
+    [
+        ([0.5, 0.7, 0.9, 0.9], 7.5),
+        ([0.5, 0.8, 0.7, 0.9], 5.0),
+        ([0.5, 0.85, 0.7, 0.9], 5 * 0.3 / 0.35),
+        ([0.5, 0.6, 0.7, 0.79], 15.0),
+    ],
+)
+def test_steps_to_the_level_are_between_validations(values: list[float], steps: float) -> None:
+    assert steps_to_level(values) == pytest.approx(steps)
+
+
+def test_learning_rates_stand_apart_from_the_comparison() -> None:
+    assert not {run.seed for run in tuning()} & {run.seed for run in comparison(list(METHODS), range(MOST_SEEDS))}
+    results: Results = {
+        run: Result(10.0, {MEAN_ACCURACY: 0.9 if run.learning_rate == "1.0e-4" else 0.1}) for run in tuning()
+    }
+    text = tables(results)
+    assert "| `grpo` | 0.100 0.100 | 0.900 0.900 | 0.100 0.100 | 0.100 0.100 | 0.100 0.100 |" in text
+    assert f"| {MEAN_ACCURACY} | - | - | - |" in text
 
 
 def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
@@ -80,7 +113,7 @@ def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
             results[Run(method, seed)] = Result(10.0, accuracy)
     results[Run("shuffled", 3)] = Result(5.0, {}, diverged="not a number")
     text = tables(results)
-    assert "| after 10 steps | +0.200 (+0.200 to +0.200), n 3 | -0.100 (-0.100 to -0.100), n 3 |" in text
+    assert "| accuracy after 10 steps | +0.200 (+0.200 to +0.200), n 3 | -0.100 (-0.100 to -0.100), n 3 |" in text
     assert "Diverged, and in no mean: shuffled-s03." in text
     draw(results, tmp_path / "study.png")
     assert (tmp_path / "study.png").stat().st_size > 5_000

@@ -420,7 +420,7 @@ def test_a_teacher_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str])
 def test_a_role_without_its_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, errors = plan(capsys, "ppo_math_1B.yaml", QWEN3_1_7B, "value.model_name=no_such_owner/none")
     assert code == 2
-    assert errors.startswith("error: role critic: policy.model_name: got 'no_such_owner/none', ")
+    assert errors.startswith("error: value.model_name: got 'no_such_owner/none', ")
     assert len(errors.splitlines()) == 1
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig, sequence_multiple
-from nemo_rl_moe.config.schema_run import POLICY_ROLE
 from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, make_shards
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import (
@@ -25,7 +24,6 @@ from nemo_rl_moe.distributed.microbatches import (
 )
 from nemo_rl_moe.distributed.shared_arrays import ArrayStore
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
-from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.metrics import MetricSeries, concatenate
 from nemo_rl_moe.models.candidates import Candidates
 from nemo_rl_moe.models.families import num_patches_of
@@ -107,18 +105,13 @@ class ModelWorkers:
             decodes_text=generates is not None and bool(generates.generation.stop_strings),
             heads=self._heads,
         )
-        try:
-            started = WorkerGroup(
-                cluster,
-                make_rank,
-                start_timeout_s=cluster.config.worker_start_timeout_s,
-                call_timeout_s=cluster.config.worker_call_timeout_s,
-                environment=_environment(policy, on_gpus=cluster.config.gpus_per_node > 0),
-            )
-        except ConfigurationError as error:
-            if role == POLICY_ROLE:
-                raise
-            raise ConfigurationError([f"role {role}: {problem}" for problem in error.problems]) from error
+        started = WorkerGroup(
+            cluster,
+            make_rank,
+            start_timeout_s=cluster.config.worker_start_timeout_s,
+            call_timeout_s=cluster.config.worker_call_timeout_s,
+            environment=_environment(policy, on_gpus=cluster.config.gpus_per_node > 0),
+        )
         # Without optimizer steps ranks are no trainers, and are called by methods of `MegatronModel` alone.
         self._workers = cast("WorkerGroup[MegatronTrainer]", started)
         descriptions = self._workers.call_all(MegatronModel.describe, load_config_json(str(source.folder())))

@@ -233,7 +233,7 @@ def test_roles_are_placed_and_their_layouts_fit(monkeypatch: pytest.MonkeyPatch,
         for override, line in (
             (
                 "opd.teacher.megatron_cfg.pipeline_model_parallel_size=2",
-                "role teacher: cluster: 1 workers (num_nodes 1 x cpu_workers_per_node 1) cannot be divided by 2",
+                "cluster.roles.teacher: 1 workers (num_nodes 1 x cpu_workers_per_node 1) cannot be divided by 2",
             ),
             ("~cluster.roles.teacher", "cluster.roles.teacher: missing; expected"),
             ("+cluster.roles.critic={}", "cluster.roles.critic: no role of the algorithm opd; its roles: teacher"),
@@ -243,7 +243,7 @@ def test_roles_are_placed_and_their_layouts_fit(monkeypatch: pytest.MonkeyPatch,
             assert [problem for problem in caught.value.problems if problem.startswith(line)], caught.value.problems
         with pytest.raises(ConfigurationError) as caught:
             load_any_config(path)
-        assert any(line.startswith("model_name of the role teacher: teacher not ") for line in caught.value.problems)
+        assert any(line.startswith("opd.teacher.model_name: teacher not ") for line in caught.value.problems)
     finally:
         ALGORITHMS.pop("opd", None)
         sys.modules.pop("on_policy_distillation", None)

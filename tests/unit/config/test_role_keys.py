@@ -1,0 +1,63 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Errors about models beside the policy name the settings that the user writes for them."""
+
+import pytest
+
+from nemo_rl_moe.config.loading import load_any_config
+from nemo_rl_moe.config.role_keys import key_of_role, role_problems
+
+SECOND = ("+distillation.teachers.writer=${distillation.teachers.teacher}", "+cluster.roles.writer={}")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "role", "key"),
+    [
+        ("ppo_tiny_moe.yaml", (), "critic", "value"),
+        ("distillation_tiny_moe.yaml", (), "teacher", "distillation.teachers.teacher"),
+        ("distillation_tiny_moe.yaml", SECOND, "writer", "distillation.teachers.writer"),
+        ("grpo_tiny_moe_reward_model.yaml", (), "reward_model", "reward_model"),
+    ],
+)
+def test_a_folder_without_a_model_is_reported_at_its_key(
+    recipe: str, overrides: tuple[str, ...], role: str, key: str
+) -> None:
+    settings = [*overrides]
+    if role == "writer":
+        settings.append("distillation.teacher_key=by")
+    config = load_any_config(recipe, settings, check_paths=False)
+    assert key_of_role(config, role) == key
+    assert role_problems(config, role, ["policy.model_name: the folder x holds no config.json"]) == [
+        f"{key}.model_name: the folder x holds no config.json"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("of_policy", "of_critic"),
+    [
+        (
+            "policy.megatron_cfg.tensor_model_parallel_size: got 3",
+            "value.megatron_cfg.tensor_model_parallel_size: got 3",
+        ),
+        (
+            "cluster: 1 workers cannot be divided by 2 (policy.megatron_cfg: expert_model_parallel_size 2)",
+            "cluster.roles.critic: 1 workers cannot be divided by 2 (value.megatron_cfg: expert_model_parallel_size 2)",
+        ),
+        ("policy.train_micro_batch_size: got 3", "value.logprob_batch_size: got 3"),
+        ("policy.megatron_cfg.optimizer.lr: got 1", "value.lr: got 1"),
+        # A setting that the critic does not have is the policy's, for both.
+        (
+            "policy.max_total_sequence_length: got 99, expected 64",
+            "role critic: policy.max_total_sequence_length: got 99, expected 64",
+        ),
+    ],
+)
+def test_other_settings_have_the_names_of_the_critic(of_policy: str, of_critic: str) -> None:
+    config = load_any_config("ppo_tiny_moe.yaml", [], check_paths=False)
+    assert role_problems(config, "critic", [of_policy]) == [of_critic]
+
+
+def test_a_frozen_model_has_no_learning_rate() -> None:
+    config = load_any_config("distillation_tiny_moe.yaml", [], check_paths=False)
+    line = "policy.megatron_cfg.optimizer.lr: got 1"
+    assert role_problems(config, "teacher", [line]) == [f"role teacher: {line}"]
