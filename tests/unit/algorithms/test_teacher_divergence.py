@@ -85,6 +85,7 @@ def test_equal_distributions_have_no_divergence_and_no_gradient(kind: KlType) ->
 
 
 def test_one_candidate_counts_with_its_tail_where_renormalised_it_would_be_nothing() -> None:
+    """O2."""
     policy, teacher = logits(1).requires_grad_(), logits(2)
     ids = policy.argmax(-1, keepdim=True)
     ours, theirs = (each.log_softmax(-1).gather(-1, ids) for each in (policy, teacher))
@@ -107,6 +108,7 @@ def test_a_token_that_the_teacher_rules_out_gives_a_finite_divergence() -> None:
 
 
 def test_nothing_goes_back_to_the_teacher_or_to_who_sampled() -> None:
+    """O3."""
     policy, teacher, sampler = (logits(seed).requires_grad_() for seed in (1, 2, 3))
     for kind in KINDS:
         candidate_divergence(policy.log_softmax(-1)[:, :3], teacher.log_softmax(-1)[:, :3], kind).sum().backward()
@@ -139,6 +141,7 @@ def test_the_estimate_from_a_sampled_token_has_the_divergence_and_its_gradient_i
 
 
 def test_in_the_advantage_the_divergence_of_a_position_would_teach_nothing() -> None:
+    """O1: in the advantage its expected gradient is 0; as a term of the loss it has one."""
     policy, teacher = logits(1)[0].requires_grad_(), logits(2)[0]
     log_p = policy.log_softmax(-1)
     ids = log_p.topk(4).indices

@@ -116,6 +116,26 @@ def test_each_teacher_scores_its_environments_and_the_others_have_none() -> None
     assert {name.split("/")[1] for name in clock.metrics()} == {"candidates", "teachers"}
 
 
+def test_environments_with_the_same_teacher_ask_it_once() -> None:
+    """O5: each response gets its own scores, the first token's included (O4)."""
+    settings = config(
+        "+env.mixture.sums={weight: 1.0}",
+        "+env.mixture.words={weight: 1.0}",
+        "distillation.teacher_by_environment={sums: teacher, words: teacher}",
+    )
+    policy, teacher = model(0), model(1)
+    trajectories = responses(8, ("sums", "words"))
+    batch = batch_of(trajectories)
+    teachers = Teachers(settings, {"teacher": teacher}, VOCABULARY)
+    scored, metrics = teachers.with_scores(policy, batch, trajectories, PhaseClock())
+    assert len(teacher.asked) == 1
+    assert metrics["distillation/share_with_teacher"] == 1
+    ids, found = scored.columns[CANDIDATE_IDS].values.long(), scored.columns[TEACHER_LOGPROBS].values
+    expected = teacher.logits[batch.input_ids[:, :-1]].log_softmax(-1).gather(-1, ids[:, :-1])
+    of_response = torch.arange(1, batch.input_ids.shape[1]) < batch.lengths[:, None]
+    torch.testing.assert_close(found[:, 1:][of_response], expected[of_response])
+
+
 @pytest.mark.parametrize(
     "changes", [(), ("distillation.topk_ids=teacher",), ("distillation.topk_logits_k=null",)], ids=str
 )
@@ -301,6 +321,7 @@ def sampled(policy: BigramModel, count: int, generator: torch.Generator) -> list
 
 
 def test_candidates_stand_where_they_are_predicted() -> None:
+    """O4."""
     ids = torch.arange(2 * 3 * 2).view(2, 3, 2)
     column = candidate_column(ids)
     assert column.goes_to is Destination.MODEL
