@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.routing.agreement.row_kinds import Row
 from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, read_routing
 from tests.functional import grpo_runs, sft_runs
@@ -340,6 +341,23 @@ def test_the_sampling_mask_is_replayed(tmp_path: Path, data: Path) -> None:
         # The reference model's log-probabilities are over the same tokens: before the first update nothing differs.
         assert run.values("train/kl_penalty")[0] < run.values("train/kl_penalty")[-1]
     assert replayed.values("train/kl_penalty")[0] < 5 * whole.values("train/kl_penalty")[0]
+
+
+@pytest.mark.full
+def test_an_engine_of_its_own_sends_the_sampling_mask(tmp_path: Path, data: Path) -> None:
+    """Kept tokens of another worker's sequences; rounding of its weights is the same."""
+    run = finished_run(
+        tmp_path,
+        data,
+        **sft_runs.only_jsonl(),
+        policy__generation__backend="megatron_separate",
+        policy__generation__top_p=0.8,
+        policy__generation__top_k=64,
+        loss_fn__sampling_mask="replay",
+        **{f"+cluster__roles__{GENERATION_ROLE}": "{cpu_workers_per_node: 1}"},
+    )
+    assert all(0 < mass < 0.95 for mass in run.values("train/sampling_kept_mass"))
+    assert max(run.values("train/token_mult_prob_error")) < 1 + 1e-5
 
 
 @pytest.mark.slow

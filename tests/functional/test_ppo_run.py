@@ -110,6 +110,16 @@ def test_the_critic_learns_and_the_policy_after_it(runs: Runs) -> None:
 
 
 @pytest.mark.full
+def test_the_policy_replays_the_sampling_mask_and_the_critic_has_no_part_in_it(runs: Runs) -> None:
+    cut = {"policy.generation.top_p": 0.8, "policy.generation.top_k": 64, "loss_fn.sampling_mask": "replay"}
+    runs("cut", CRITIC_ALONE + 1, cut)
+    steps = runs.steps("cut")
+    assert all(0 < metrics["train/sampling_kept_mass"] < 0.95 for metrics in steps)
+    assert steps[-1]["train/token_mult_prob_error"] < 1 + 1e-5
+    assert all(math.isfinite(metrics["train/critic/value_loss"]) for metrics in steps)
+
+
+@pytest.mark.full
 def test_both_models_go_on_to_the_last_bit(runs: Runs) -> None:
     runs("stopped", SAVED_AT)
     assert f"step_{SAVED_AT}: {SAVED_AT} of {NUM_STEPS} steps are done" in runs("stopped")
