@@ -31,6 +31,7 @@ AnomalyKind = Literal[
     "turn_end",
     "exact",
     "indexer",
+    "logprobs",
 ]
 SHIFTS = (-1, 0, 1)
 _LEAST_LEAD, _SIGMAS = 0.1, 6.0

@@ -5,7 +5,7 @@
 Rows are taken a few sequences at a time, so that a step may be larger than memory.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from nemo_rl_moe.metrics import with_prefix
 from nemo_rl_moe.routing.agreement.rank_rows import SLOTS, rows_by_rank
 from nemo_rl_moe.routing.agreement.repeated_rows import RepeatedRows
 from nemo_rl_moe.routing.agreement.report import CheckTotals, routing_report
-from nemo_rl_moe.routing.agreement.route_identity import RouteSample, layer_overlap
+from nemo_rl_moe.routing.agreement.route_identity import RouteSample, RoutingAnomaly, layer_overlap
 from nemo_rl_moe.routing.agreement.statistics import AgreementStatistics, RoutingReport, Row, row_anomalies
 from nemo_rl_moe.routing.audit.exactness import ExactCounts
 from nemo_rl_moe.routing.audit.history import RunHistory
@@ -157,7 +157,7 @@ class _StepAudit:
         if not is_compared:
             totals, by_slot, more = alone, self._alone_by_slot, []
         self._add_lost_rows(totals.rows, by_slot)
-        more = [*more, *self._turns.anomalies(), *self._indexer.anomalies()]
+        more = [*more, *self._turns.anomalies(), *self._indexer.anomalies(), *self._impossible_logprobs()]
         more += self._exact.anomalies() if self._description.is_bitwise else ()
         metrics: dict[str, float] = {}
         report = overlap = None
@@ -333,11 +333,23 @@ class _StepAudit:
         if generation is None or training is None:
             return {}
         replayed = self._of_all("replayed_logprobs")
+        possible = np.isfinite(generation) & np.isfinite(training)
+        possible &= True if replayed is None else np.isfinite(replayed)
+        if not possible.any():
+            return {}
+        generation, training = generation[possible], training[possible]
         if replayed is None:
             parts = {"total": training.astype(np.float64) - generation}
         else:
-            parts = split_gap(generation, replayed, training)
+            parts = split_gap(generation, replayed[possible], training)
         return with_prefix("routing_split", split_metrics(parts) | {"tokens": float(len(training))})
+
+    def _impossible_logprobs(self) -> Iterator[RoutingAnomaly]:
+        """Yield what says of log-probabilities of trained tokens that they are no numbers, or infinite."""
+        for name in ("rollout_logprobs", "training_logprobs"):
+            if (values := self._of_all(name)) is not None and (wrong := int((~np.isfinite(values)).sum())):
+                text = f"{wrong:,} of {len(values):,} {name} of trained tokens are no numbers or infinite"
+                yield RoutingAnomaly("logprobs", text)
 
     def _of_rollout(self) -> Float[np.ndarray, " tokens"] | None:
         """Return the rollout's log-probabilities over the whole vocabulary, where the mass that it kept is known."""

@@ -101,6 +101,7 @@ WrongRoutesKind = Literal[
     "filler_routes",
     "unequal_logprobs",
     "wrong_indexer_positions",
+    "impossible_logprobs",
 ]
 WRONG_ROUTES: dict[AnomalyKind, WrongRoutesKind] = {
     "rows": "malformed_routes",
@@ -115,6 +116,7 @@ WRONG_ROUTES: dict[AnomalyKind, WrongRoutesKind] = {
     "turn_end": "filler_routes",
     "exact": "unequal_logprobs",
     "indexer": "wrong_indexer_positions",
+    "logprobs": "impossible_logprobs",
 }
 ANOMALIES_METRIC = "train/moe/routing/anomalies"
 """Key of the number of anomalies: every step with a capture has it."""

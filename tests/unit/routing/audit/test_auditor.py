@@ -150,6 +150,23 @@ def test_a_planted_fault_is_named(tmp_path: Path, fault: Callable[[dict[str, np.
     assert any(text in anomaly.text for anomaly in report.anomalies)
 
 
+@pytest.mark.parametrize(("name", "value"), [("rollout_logprobs", np.nan), ("training_logprobs", -np.inf)])
+def test_logprobs_that_are_no_numbers_are_named_and_in_no_gap(tmp_path: Path, name: str, value: float) -> None:
+    sequences = healthy()
+    whole = audited(tmp_path / "whole", sequences).report
+    last = len(sequences[0][name]) - 1
+    for columns in sequences[:2]:
+        columns[name][1:last] = value
+    report = audited(tmp_path / "wrong", sequences).report
+    assert whole is not None
+    assert report is not None
+    (anomaly,) = (each for each in report.anomalies if each.kind == "logprobs")
+    assert f" {name} of trained tokens are no numbers or infinite" in anomaly.text
+    gaps = {key: value for key, value in report.metrics.items() if "routing_split" in key}
+    assert gaps
+    assert all(np.isfinite(value) for value in gaps.values())
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_healthy_captures_have_no_finding(tmp_path: Path, seed: int) -> None:
     report = audited(tmp_path, healthy(8, seed, flips=0.2)).report
