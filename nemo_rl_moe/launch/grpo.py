@@ -16,9 +16,9 @@ from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.lag_metrics import LagMetrics
 from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
+from nemo_rl_moe.algorithms.position_metrics import PositionMetrics
 from nemo_rl_moe.algorithms.role_models import NO_ROLES, RoleModels
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
-from nemo_rl_moe.algorithms.position_metrics import PositionMetrics
 from nemo_rl_moe.algorithms.run_observers import CaptureVolume, RoutingAnomalyWatch, RunObserver, checked_refits
 from nemo_rl_moe.algorithms.step_recorder import StepRecorder, num_training_steps
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint

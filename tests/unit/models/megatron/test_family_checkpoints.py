@@ -75,6 +75,7 @@ def test_another_layout_has_the_same_bits(
     changes = {}
     if "moe_router_enable_expert_bias" in FAMILY_MODELS[model].router_fields:
         changes["moe_router_bias_update_rate"] = 0.02
+    (tmp_path / "checkpoint").mkdir()
     for work, sizes, exported in ((save_and_export, writer, "written"), (load_and_export, reader, "read")):
         settings = RunSettings(tiny_policy(2, **layout(**sizes), **changes), model=model)
         run_ranks(work, 2, settings, str(tmp_path / "checkpoint"), str(tmp_path / exported))

@@ -94,7 +94,7 @@ def test_a_rounded_state_is_seen_to_grow_and_a_whole_one_is_level() -> None:
         [found[how][f"by_position/{quarter}/sampling_logp_difference"] for quarter in QUARTERS]
         for how in ("whole", "rounded")
     )
-    # Seen: 1.0 and 1.1 of the first quarter; 2.8, 3.1 and 3.3.
+    # Seen: at most 1.05 of the first quarter; 3.1, 3.5 and 3.8.
     assert all(each < 1.5 * whole[0] for each in whole)
     assert all(each > 2 * rounded[0] for each in rounded[1:])
     assert rounded[0] > 100 * whole[0]
