@@ -3,6 +3,7 @@
 """Modules that few families have go through a checkpoint, and into another layout."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,12 @@ from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import RunSettings
 
 SAVE_AFTER, NUM_STEPS = 1, 3
+
+
+def settings_of(model: str, world_size: int, **changes: Any) -> RunSettings:
+    """Return a run on tokens that the model has."""
+    vocabulary_size = FAMILY_MODELS[model].hf_config().vocab_size
+    return RunSettings(tiny_policy(world_size, **changes), model=model, batch={"vocabulary_size": vocabulary_size})
 
 
 @pytest.mark.full
@@ -38,9 +45,9 @@ SAVE_AFTER, NUM_STEPS = 1, 3
     ],
 )
 def test_one_rank_goes_on_where_two_stopped(model: str, sizes: dict[str, int], tmp_path: Path) -> None:
-    writer = RunSettings(tiny_policy(2, **layout(**sizes)), model=model)
+    writer = settings_of(model, 2, **layout(**sizes))
     written = run_ranks(train_and_save, 2, writer, str(tmp_path), SAVE_AFTER, NUM_STEPS)[0]
-    reader = RunSettings(tiny_policy(1), model=model)
+    reader = settings_of(model, 1)
     (found,) = run_ranks(load_and_train, 1, reader, str(tmp_path), SAVE_AFTER, NUM_STEPS)
     for step, expected in zip(found, written[SAVE_AFTER:], strict=True):
         assert step["loss"] == pytest.approx(expected["loss"], rel=5e-6)
@@ -66,6 +73,7 @@ def test_one_rank_goes_on_where_two_stopped(model: str, sizes: dict[str, int], t
         pytest.param("kimi_k2", {"pp": 2}, {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("qwen3_next", {"tp": 2}, {"pp": 2}, marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe_text", {"tp": 2}, {"ep": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", {"pp": 2}, {"tp": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_another_layout_has_the_same_bits(
@@ -76,7 +84,7 @@ def test_another_layout_has_the_same_bits(
         changes["moe_router_bias_update_rate"] = 0.02
     (tmp_path / "checkpoint").mkdir()
     for work, sizes, exported in ((save_and_export, writer, "written"), (load_and_export, reader, "read")):
-        settings = RunSettings(tiny_policy(2, **layout(**sizes), **changes), model=model)
+        settings = settings_of(model, 2, **layout(**sizes), **changes)
         run_ranks(work, 2, settings, str(tmp_path / "checkpoint"), str(tmp_path / exported))
     assert_same_tensors(tmp_path / "read", tmp_path / "written")
     biases = [each for name, each in tensors_in(tmp_path / "read").items() if name.endswith("e_score_correction_bias")]
