@@ -5,9 +5,13 @@
 Weights are rounded to bfloat16 in both, so that engine and transformers differ by the engine's activations alone.
 """
 
+import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +21,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from nemo_rl_moe.algorithms.losses.position_sums import QUARTERS
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.releases import installed_release
+from nemo_rl_moe.runs.folder.metrics import read_metrics
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck
+from tests.functional import grpo_runs, sft_runs
 from tests.support.vllm_engines import FREE, Trainer, check_of, generated, requests, start_engine
 
 pytestmark = [
@@ -61,6 +68,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**_FIELDS, **_EXPERTS, "rope_parameters": _OF_IMAGES},
     "qwen3_5_text": {**_FIELDS, "intermediate_size": 48, "rope_parameters": _OF_IMAGES},
 }
+# As the tiny tokenizer has them.
+OF_THE_TOKENIZER = {"vocab_size": 45, "eos_token_id": 1, "pad_token_id": 0}
 
 
 class RoundedTrainer(Trainer):
@@ -178,3 +187,33 @@ def test_a_convolution_that_stays_packed_is_found(engine: VllmEngine, trainer: R
     with pytest.raises(WeightSyncError, match=r"in copy 0 3 of \d+ tensors differ: .*linear_attn\.conv1d\.weight"):
         of_run.after_refit(engine)
     assert torch.isfinite(torch.tensor(generated(engine, requests(1))[0].logprobs)).all()
+
+
+@pytest.mark.slow
+def test_a_run_with_the_rollouts_routes_checks_every_refit(tmp_path: Path) -> None:
+    data = grpo_runs.make_prompts(tmp_path / "data", 40)
+    model = tmp_path / "model"
+    shutil.copytree(sft_runs.MODEL, model)
+    config = AutoConfig.for_model("qwen3_next", **{**MODELS["qwen3_next"], **OF_THE_TOKENIZER})
+    fields = config.to_dict() | {"architectures": ["Qwen3NextForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(fields))
+    settings = grpo_runs.settings(
+        tmp_path,
+        data,
+        policy__model_name=model,
+        policy__generation__vllm__dtype="bfloat16",
+        policy__megatron_cfg__routing_replay="rollout",
+        grpo__max_num_steps=3,
+        **sft_runs.only_jsonl(),
+    )
+    command = grpo_runs.command(settings, grpo_runs.EXEMPLAR.with_name("grpo_tiny_moe_vllm.yaml"))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [each.metrics for each in read_metrics(sft_runs.only_run_folder(tmp_path) / "metrics.jsonl")][1:]
+    assert len(steps) == 3
+    for metrics in steps:
+        assert metrics["train/refit/weights_compared"] == 1
+        assert metrics["train/refit/checks_failed"] == 0
+        assert metrics["train/moe/routing/rows_usable_share"] == 1
+        assert metrics["train/token_mult_prob_error"] < 1.05
+        assert all(f"train/by_position/{quarter}/sampling_logp_difference" in metrics for quarter in QUARTERS)
