@@ -16,6 +16,7 @@ from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.lag_metrics import LagMetrics
 from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
+from nemo_rl_moe.algorithms.position_metrics import PositionMetrics
 from nemo_rl_moe.algorithms.role_models import NO_ROLES, RoleModels
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
 from nemo_rl_moe.algorithms.run_observers import CaptureVolume, RoutingAnomalyWatch, RunObserver, checked_refits
@@ -158,6 +159,7 @@ def run_grpo(
     observers = [
         *make_run_observers(config, policy, worker.engine, prepared.model, run),
         LagMetrics(recorder.record_artifact),
+        PositionMetrics(),
         *observers_of_roles,
     ]
     summary = train_grpo(config, policy, rollouts, recorder, observers, models)

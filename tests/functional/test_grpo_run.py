@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_rl_moe.algorithms.losses.position_sums import QUARTERS
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.routing.agreement.row_kinds import Row
 from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, read_routing
@@ -30,6 +31,7 @@ LENGTH_KEYS = {"mean_gen_tokens_per_sample", "max_gen_tokens_per_sample", "trunc
 ADVANTAGE_KEYS = {f"advantages/{kind}" for kind in ("mean", "min", "max")}
 FAULT_KEYS = {"env/failed_share", *(f"env/num_{kind}" for kind in ("errors", "timeouts", "died"))}
 LOSS_KEYS = {
+    *(f"by_position/{quarter}/sampling_logp_difference" for quarter in QUARTERS),
     "approx_entropy",
     "clip_fraction_high",
     "clip_fraction_low",

@@ -96,6 +96,26 @@ def save_once(settings: RunSettings, folder: str, with_optimizer: bool = True) -
         return trainer.finish_checkpoint()
 
 
+def save_and_export(settings: RunSettings, folder: str, exported: str) -> None:
+    """Train two steps, then write a checkpoint and Hugging Face's files of the same weights."""
+    with parallel_job(settings.policy):
+        trainer = build_trainer(settings)
+        for step in range(2):
+            _train(trainer, settings, step)
+        trainer.start_checkpoint(Path(folder), with_optimizer=True)
+        assert trainer.finish_checkpoint() is None
+        trainer.save_weights(Path(exported), {})
+
+
+def load_and_export(settings: RunSettings, folder: str, exported: str) -> None:
+    """Load a checkpoint over other weights, and write Hugging Face's files."""
+    with parallel_job(settings.policy):
+        trainer = build_trainer(settings)
+        _train(trainer, settings, 99)
+        trainer.load_checkpoint(Path(folder), with_optimizer=True)
+        trainer.save_weights(Path(exported), {})
+
+
 def problems_of_saving(settings: RunSettings, folders: list[list[str]], file_limit: int | None = None) -> list[str]:
     """Train a step and saves into each folder in turn, this rank into its own of each list.
 

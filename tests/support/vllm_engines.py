@@ -23,7 +23,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from nemo_rl_moe.distributed.cluster import RayCluster
@@ -89,11 +88,13 @@ class Trainer:
     Args:
         folder: Gets a tiny Qwen3-MoE with random weights, large enough for its experts to matter.
         expert_size: Width of an expert; vLLM pads one that is no multiple of 32.
+        config: Of a model in its place.
+        scale: Factor of all matrices.
     """
 
-    def __init__(self, folder: Path, expert_size: int = 24):
+    def __init__(self, folder: Path, expert_size: int = 24, config: Any = None, scale: float = 6.0):
         self.folder = folder
-        config = Qwen3MoeConfig(
+        config = config or Qwen3MoeConfig(
             vocab_size=VOCABULARY_SIZE,
             hidden_size=32,
             intermediate_size=48,
@@ -109,10 +110,10 @@ class Trainer:
             tie_word_embeddings=False,
         )
         torch.manual_seed(5)
-        Qwen3MoeForCausalLM(config).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
         self.tensors: dict[str, Tensor] = {}
         for name, tensor in load_file(folder / "model.safetensors").items():
-            self.tensors[name] = tensor if tensor.dim() == 1 else 6.0 * tensor
+            self.tensors[name] = tensor if tensor.dim() == 1 else scale * tensor
         self.version = 0
         self._save()
 
@@ -136,6 +137,12 @@ class Trainer:
             logprobs = (self._model(ids).logits / temperature).log_softmax(-1)
         found = logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
         return [row.numpy().astype(np.float64) for row in found]
+
+    def routes(self, sequence: Sequence[int]) -> Any:
+        """Return the experts of each token in each layer, `[tokens, layers, topk]`; of softmax routers."""
+        with torch.no_grad():
+            logits = self._model(torch.tensor([sequence]), output_router_logits=True).router_logits
+        return torch.stack(logits, dim=1).topk(self._model.config.num_experts_per_tok).indices.numpy()
 
     def start_scores(self, sequences: Sequence[Sequence[int]]) -> Callable[[], list[Any]]:
         """Compute `scores` at once."""

@@ -10,6 +10,7 @@ import torch
 
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.algorithms.position_metrics import PositionMetrics
 from nemo_rl_moe.algorithms.step_metrics import performance_metrics, training_metrics
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
 from nemo_rl_moe.models.interfaces import GpuUse, TrainResult
@@ -39,11 +40,12 @@ def training_keys() -> set[str]:
         config = config_of(
             importance_sampling_correction=correction, reference_policy_kl_penalty=penalty, entropy_bonus=penalty
         )
-        inputs = random_inputs(seed=0)
+        inputs = random_inputs(seed=0, targets=9)
         inputs = replace(inputs, entropy=torch.ones_like(inputs.logprobs))
         of_loss = PolicyGradientLoss(config, prev_is_current=False)(inputs).metrics
         series = {name: MetricSeries((float(value),), reduction) for name, (value, reduction) in of_loss.items()}
-        keys |= training_metrics(TrainResult(0.0, 0.0, 0.0, 1, 1, series, {}), step_metrics()).keys()
+        result = TrainResult(0.0, 0.0, 0.0, 1, 1, series, {})
+        keys |= training_metrics(result, step_metrics() | PositionMetrics().after_update(result, PhaseClock())).keys()
     return keys
 
 

@@ -11,6 +11,7 @@ from nemo_rl_moe.algorithms.losses.custom_objective import find_objective
 from nemo_rl_moe.algorithms.losses.divergence import reference_divergence
 from nemo_rl_moe.algorithms.losses.lag_sums import lag_sums
 from nemo_rl_moe.algorithms.losses.policy_metrics import Metrics, correction_metrics, mismatch_metrics, ratio_metrics
+from nemo_rl_moe.algorithms.losses.position_sums import position_sums
 from nemo_rl_moe.algorithms.losses.ratios import importance_ratios, probability_ratio
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.metrics import Reduction
@@ -49,7 +50,7 @@ class PolicyGradientLoss:
     - `prev_logprobs`: of the policy before the step as training computes them; not read with `prev_is_current`
     - `reference_logprobs`: of the reference model; only with a penalty above 0 that is not in the reward
 
-    Metrics: those of `policy_metrics.py`; `kl_penalty`, the mean that the loss adds, before
+    Metrics: those of `policy_metrics.py` and of `position_sums`; `kl_penalty`, the mean that the loss adds, before
     `reference_policy_kl_penalty`, where it adds one; `entropy`, the mean that the bonus is of, where there is one, in
     nats; `num_valid_tokens`; and, of a batch with the column `token_lag`, those of `lag_sums`.
 
@@ -124,6 +125,7 @@ class PolicyGradientLoss:
         clips_old_tokens = self.ratio_to_generation and objective.bounds is not no_bounds
         is_bounded = clips_old_tokens or bounds_old_tokens(config)
         metrics |= lag_sums(prev, generation, is_clipped, inputs, is_bounded=is_bounded)
+        metrics |= position_sums(prev, generation, mask)
         return LossOutputs(loss=loss, metrics=metrics)
 
 

@@ -55,6 +55,8 @@ def check_model(config: "GRPOMasterConfig", hf_config: Any) -> None:
         config.policy.model_name,
         on_gpus=config.cluster.gpus_per_node > 0,
         tensor_parallel_size=section_of(config).tensor_parallel_size,
+        dtype=number_format(config.policy),
+        prefix_caching=section_of(config).prefix_caching,
     )
 
 

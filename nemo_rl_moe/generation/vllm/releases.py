@@ -6,10 +6,11 @@ The one place that knows vLLM's inner names. On a CPU it is the community build 
 both are imported as `vllm`.
 """
 
+import importlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -18,7 +19,8 @@ import torch
 from torch import nn
 
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.generation.vllm.images import MODULES
+from nemo_rl_moe.generation.vllm.config import PrefixCaching
+from nemo_rl_moe.generation.vllm.images import MODULES, stand_in_for_torchvision
 from nemo_rl_moe.models.families import family_of
 
 KEY = "policy.generation.backend"
@@ -28,6 +30,14 @@ SUPPORTED = {CPU_PACKAGE: ("0.32.",), GPU_PACKAGE: ("0.32.", "0.33.")}
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of heads for which `cpu_attn` has a kernel; others fail at the first request."""
+
+CPU_DELTA_NET_SIZES = (64, 128)
+"""Sizes of keys, and as large values, for which `chunk_gated_delta_rule_cpu` has a kernel; others fail at the first
+request."""
+CPU_DELTA_NET_TAPS = 4
+"""Taps of a convolution that is packed as it is loaded; the kernel would take another one for packed, too."""
+TEXT_MODULES = {"Qwen3_5ForCausalLM": "qwen3_5", "Qwen3_5MoeForCausalLM": "qwen3_5"}
+"""Modules of text models that import those of images, which need torchvision."""
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.")
 _OF_EXPERTS = re.compile(r"(.+\.experts)\.")
@@ -78,7 +88,15 @@ def check_installation(*, on_gpus: bool) -> None:
         raise ConfigurationError(f"{KEY}: vllm on {where} needs the package {wanted}, found {package}: {how}")
 
 
-def check_model(hf_config: Any, model_name: str, *, on_gpus: bool = True, tensor_parallel_size: int = 1) -> None:
+def check_model(
+    hf_config: Any,
+    model_name: str,
+    *,
+    on_gpus: bool = True,
+    tensor_parallel_size: int = 1,
+    dtype: str = "bfloat16",
+    prefix_caching: PrefixCaching = "none",
+) -> None:
     """Check that a model's folder names the class that vLLM is to build, and that it builds that here.
 
     vLLM knows a model by that name alone; without it, it builds an encoder, which then fails at its first request.
@@ -93,11 +111,13 @@ def check_model(hf_config: Any, model_name: str, *, on_gpus: bool = True, tensor
     )
 
     if "linear_attention" in (getattr(hf_config, "layer_types", None) or ()):
-        # On CPUs it packs weights of convolutions as it loads them; no refit of such a model has been tried.
-        raise ConfigurationError(
-            f"{KEY}: got 'vllm', expected 'megatron' or 'megatron_separate' with {model_name}: refits of models with"
-            " gated delta nets have not been tried in vLLM"
-        )
+        if on_gpus:
+            raise ConfigurationError(
+                f"{KEY}: got 'vllm', expected 'megatron' or 'megatron_separate' with {model_name}: refits of models"
+                " with gated delta nets have been tried in vLLM on CPUs alone"
+            )
+        if problems := [*_delta_net_problems(hf_config, model_name, dtype, prefix_caching)]:
+            raise ConfigurationError(problems)
     if getattr(hf_config, "vision_config", None) is None:
         known_type = family_of(hf_config).transformers_type or hf_config.model_type
         expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[known_type]
@@ -124,6 +144,32 @@ def check_model(hf_config: Any, model_name: str, *, on_gpus: bool = True, tensor
         )
 
 
+def _delta_net_problems(hf_config: Any, model_name: str, dtype: str, prefix_caching: PrefixCaching) -> Iterator[str]:
+    """Yield what gated delta nets on CPUs cannot be served with, each in a line."""
+    if dtype != "bfloat16":
+        yield (
+            f"policy.generation.vllm.dtype: got {dtype!r}, expected 'bfloat16' with {model_name}: vLLM computes gated"
+            " delta nets on CPUs in bfloat16 alone"
+        )
+    if prefix_caching != "none":
+        yield (
+            f"policy.generation.vllm.prefix_caching: got {prefix_caching!r}, expected 'none' with {model_name}: the"
+            " states of gated delta nets behind equal beginnings have not been tried"
+        )
+    where = f"policy.model_name: {model_name}: config.json:"
+    sizes = hf_config.linear_key_head_dim, hf_config.linear_value_head_dim
+    if sizes[0] != sizes[1] or sizes[0] not in CPU_DELTA_NET_SIZES:
+        yield (
+            f"{where} linear_key_head_dim, linear_value_head_dim: got {sizes[0]} and {sizes[1]}, expected both"
+            f" {' or both '.join(map(str, CPU_DELTA_NET_SIZES))}, which vLLM takes on CPUs ({KEY}: vllm)"
+        )
+    if (taps := hf_config.linear_conv_kernel_dim) != CPU_DELTA_NET_TAPS:
+        yield (
+            f"{where} linear_conv_kernel_dim: got {taps}, expected {CPU_DELTA_NET_TAPS}, which vLLM takes on CPUs"
+            f" ({KEY}: vllm)"
+        )
+
+
 def _head_problem(hf_config: Any, *, on_gpus: bool) -> str | None:
     """Return the heads of a size that attention on CPUs has no kernel for, in words; None: there is one."""
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
@@ -136,6 +182,17 @@ def set_environment(*, on_gpus: bool) -> None:
     """Set what vLLM reads when it is imported; what a user has set stays."""
     for name, value in (ENVIRONMENT if on_gpus else ENVIRONMENT | CPU_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
+
+
+def register_text_models(architectures: Sequence[str]) -> None:  # pragma: no cover  (runs in the engine's process)
+    """Have vLLM know those of these classes whose modules import torchvision, which the build for CPUs lacks."""
+    for name in architectures:
+        if name in TEXT_MODULES:
+            with stand_in_for_torchvision():
+                model_class = getattr(importlib.import_module(f"vllm.model_executor.models.{TEXT_MODULES[name]}"), name)
+            from vllm import ModelRegistry
+
+            ModelRegistry.register_model(name, model_class)
 
 
 def make_engine(arguments: Mapping[str, Any]) -> Any:

@@ -18,6 +18,10 @@ PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON", "CPU")
 WIDEST_READ_OUT = 512
 """Inputs of a packed layer up to which its weights are read out: the products grow with their square."""
 
+_DELTA_NETS_INPUTS = "in_proj_qkvz"
+"""Joined projection of a gated delta net: queries, keys and values are one tensor in files, the output gates another,
+or all of them one."""
+
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and values of each tensor whose layout is known; those of experts, one at a time."""
@@ -32,9 +36,13 @@ def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 continue
             if (rows := getattr(module, "org_vocab_size", None)) is not None:
                 values = values[:rows]  # vLLM pads the vocabulary
+            if hasattr(module, "_cpu_unpacked_conv_weight"):
+                values = _convolution(values)
             parent, _, own = prefix.rpartition(".")
             parts = joined.get(own, (own,))
             sizes = getattr(module, "output_sizes", None) or [len(values)]
+            if own == _DELTA_NETS_INPUTS and len(parts) == 2 and len(sizes) == 4:
+                sizes = [sum(sizes[:3]), sizes[3]]
             if len(parts) != len(sizes) or sum(sizes) != len(values):
                 continue
             for part, of_part in zip(parts, values.split(list(sizes)), strict=True):
@@ -52,6 +60,17 @@ def _linear_weight(module: Any) -> Tensor | None:
     if kernel is None or width is None or width > WIDEST_READ_OUT:
         return None
     return kernel(torch.eye(width, dtype=module.weight.dtype), None, None).t()
+
+
+def _convolution(packed: Tensor) -> Tensor:
+    """Return the weights `[channels, 1, taps]` of a gated delta net's convolution that is packed in its kernel.
+
+    vLLM keeps a copy of them as they were; what is compared is what it computes with.
+    """
+    from vllm._custom_ops import causal_conv1d_weight_pack
+
+    unpack = unpacking(packed[None], "", pack=lambda values, isa: causal_conv1d_weight_pack(values[0]))
+    return unpack(packed).unsqueeze(1)
 
 
 def _experts(prefix: str, module: Any) -> Iterator[tuple[str, Tensor]]:

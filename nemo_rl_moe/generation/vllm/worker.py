@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Ray actor of one vLLM engine: requests in, sequences out as they finish, weights in place."""
 
+import json
 import os
 import shutil
 import sys
@@ -124,6 +125,8 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 more["worker_extension_cls"] = "nemo_rl_moe.generation.vllm.worker_extension.WorkerExtension"
         if settings.image_settings is not None:
             more |= register(settings.image_settings)
+        else:
+            releases.register_text_models(json.loads(settings.model_files["config.json"]).get("architectures") or [])
         self._engine = releases.make_engine(
             {
                 "model": str(model),

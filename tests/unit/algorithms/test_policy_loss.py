@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.algorithms.losses.position_sums import QUARTERS, PositionSum, sum_key
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.distributed.batch import per_token
 from nemo_rl_moe.models.interfaces import Head, LossInputs
@@ -213,6 +214,7 @@ def test_metrics_carry_no_gradient_and_their_names_follow_from_the_configuration
         "js_divergence_error",
         *(f"sampling_importance_ratio{which}" for which in ("", "_min", "_max")),
         *(f"sampling_logp_difference{which}" for which in ("", "_max")),
+        *(sum_key(quarter, each) for quarter in QUARTERS for each in PositionSum),
     }
     of_correction = {
         "none": set[str](),

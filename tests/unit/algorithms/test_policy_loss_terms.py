@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.algorithms.losses.position_sums import QUARTERS, PositionSum, sum_key
 from nemo_rl_moe.distributed.batch import per_token
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
@@ -322,4 +323,5 @@ def test_each_metric_says_how_it_is_reduced() -> None:
     extremes = ("probs_ratio", "sampling_importance_ratio")
     others = {f"{name}_min": Reduction.MIN for name in extremes} | {f"{name}_max": Reduction.MAX for name in extremes}
     others |= {"sampling_logp_difference_max": Reduction.MAX, "num_valid_tokens": Reduction.SUM}
+    others |= {sum_key(quarter, each): Reduction.PART for quarter in QUARTERS for each in PositionSum}
     assert {name: how for name, (_, how) in outputs.metrics.items() if how is not Reduction.SHARE} == others

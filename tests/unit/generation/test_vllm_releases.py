@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import zipfile
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,14 +90,61 @@ def test_a_right_installation_is_found_without_importing_it(
 WITH_DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 
 
+def with_delta_nets(family: str, **changes: int) -> Any:
+    """Return a configuration with sizes that vLLM takes on CPUs, but for changes."""
+    model = FAMILY_MODELS[family]
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 32}
+    config = replace(model, fields={**model.fields, **sizes, **changes}).hf_config()
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+    return config
+
+
 @pytest.mark.parametrize("family", WITH_DELTA_NETS)
-def test_a_model_that_was_never_refit_is_one_line(family: str) -> None:
+def test_a_model_that_was_never_refit_on_gpus_is_one_line(family: str) -> None:
     with pytest.raises(ConfigurationError) as error:
-        check_model(FAMILY_MODELS[family].hf_config(), "my/model")
+        check_model(with_delta_nets(family), "my/model")
     assert str(error.value) == (
         f"{KEY}: got 'vllm', expected 'megatron' or 'megatron_separate' with my/model: refits of models with gated"
-        " delta nets have not been tried in vLLM"
+        " delta nets have been tried in vLLM on CPUs alone"
     )
+    check_model(with_delta_nets(family), "my/model", on_gpus=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes", "problem"),
+    [
+        (
+            {"dtype": "float32"},
+            {},
+            "policy.generation.vllm.dtype: got 'float32', expected 'bfloat16' with my/model: vLLM computes gated delta"
+            " nets on CPUs in bfloat16 alone",
+        ),
+        (
+            {"prefix_caching": "reset"},
+            {},
+            "policy.generation.vllm.prefix_caching: got 'reset', expected 'none' with my/model: the states of gated"
+            " delta nets behind equal beginnings have not been tried",
+        ),
+        (
+            {},
+            {"linear_key_head_dim": 32},
+            "policy.model_name: my/model: config.json: linear_key_head_dim, linear_value_head_dim: got 32 and 64,"
+            f" expected both 64 or both 128, which vLLM takes on CPUs ({KEY}: vllm)",
+        ),
+        (
+            {},
+            {"linear_conv_kernel_dim": 2},
+            "policy.model_name: my/model: config.json: linear_conv_kernel_dim: got 2, expected 4, which vLLM takes on"
+            f" CPUs ({KEY}: vllm)",
+        ),
+    ],
+)
+def test_what_gated_delta_nets_cannot_be_served_with_is_one_line(
+    settings: dict[str, Any], sizes: dict[str, int], problem: str
+) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        check_model(with_delta_nets("qwen3_next", **sizes), "my/model", on_gpus=False, **settings)
+    assert error.value.problems == [problem]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - set(WITH_DELTA_NETS)))

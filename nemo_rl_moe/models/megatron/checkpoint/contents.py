@@ -246,7 +246,7 @@ def restore_contents(objects: TrainingObjects, loaded: dict[str, Any]) -> Traine
         masters_from_weights(objects.optimizer)
         return None
     num_updates, num_calls, scheduler_ticks = loaded["counters"].tolist()
-    put_back(objects.optimizer, [state for _, state in sorted(loaded.get("optimizer", {}).items())])
+    put_back(objects.optimizer, loaded.get("optimizer", {}))
     set_num_updates(objects.optimizer, num_updates)
     objects.scheduler.num_steps = scheduler_ticks
     objects.scheduler.step(0)  # sets the learning rate and the weight decay of every group

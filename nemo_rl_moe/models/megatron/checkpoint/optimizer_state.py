@@ -7,7 +7,7 @@ the configuration and the schedule; the caller keeps the number of updates, whic
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -83,15 +83,20 @@ def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: Mapping[s
     ]
 
 
-def put_back(optimizer: MegatronOptimizer, loaded: Sequence[dict[str, Any]]) -> None:
-    """Fill the optimizer with tensors that were read under the names of `sharded_optimizer_state`."""
-    for part, state in zip(optimizer_parts(optimizer), loaded, strict=True):
+def put_back(optimizer: MegatronOptimizer, loaded: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Fill the optimizer with tensors that were read under the names of `sharded_optimizer_state`.
+
+    Args:
+        loaded: By the number of the part; one without parameters, such as that of experts in a pipeline stage of dense
+            layers, is not read.
+    """
+    for number, part in enumerate(optimizer_parts(optimizer)):
+        state = loaded.get(number, {})
         if isinstance(part, DistributedOptimizer):
             _put_back_distributed(part, state)
         else:
-            live = {name: tensor for name, _, _, tensor in _tensors_of_plain(part)}
-            for name, tensor in state.items():
-                live[name].data.copy_(tensor)
+            for name, _, _, tensor in _tensors_of_plain(part):
+                tensor.data.copy_(state[name])
 
 
 def _sharded_of_distributed(part: Any, model_state: Mapping[str, Sharded]) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every family against transformers: the same logits and experts, and the same tensors after a round trip."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -13,10 +11,10 @@ import pytest
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.families import FAMILIES, decoder, glm
-from nemo_rl_moe.models.families.rules import RuleTable, rule
+from nemo_rl_moe.models.families import FAMILIES
+from nemo_rl_moe.models.families.rules import ModelFamily, Rule, RuleTable
 from tests.support.family_layouts import LAYOUTS
-from tests.support.family_models import FAMILY_MODELS
+from tests.support.family_models import FAMILY_MODELS, FamilyModel
 from tests.support.family_outputs import outputs_of_trainer, trainer_of
 from tests.support.family_parity import ParityJobs
 from tests.support.family_reference import (
@@ -163,48 +161,65 @@ def test_odd_vocabulary_is_padded_without_changing_a_measure(layer_spec: str, tm
         assert evaluated_by_rank in ([], pytest.approx(evaluated, rel=1e-6))
 
 
-def _with_softmax(fields: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    softmax = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
-    return lambda hf_config: fields(hf_config) | softmax
+class UpBeforeGate(RuleTable):
+    """A family's rules with gate and up exchanged wherever files have one tensor for each."""
+
+    def __init__(self, rules: RuleTable):
+        self._others = rules
+
+    def find(self, name: str) -> Rule | None:
+        found = self._others.find(name)
+        if found is None or "linear_fc1." not in name or len(found.sources) != 2:
+            return found
+        return replace(found, sources=found.sources[::-1])
 
 
-_SHARED_UP_BEFORE_GATE = {
-    f"{decoder.LAYER}mlp.shared_experts.linear_fc1.weight": rule(
-        f"{decoder.HF_LAYER}mlp.shared_experts.up_proj.weight",
-        f"{decoder.HF_LAYER}mlp.shared_experts.gate_proj.weight",
-    )
-}
-GLM = FAMILIES["glm4_moe"]
-FAULTS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "whole heads are rotated": {"rotary_percent": lambda hf_config: 1.0},
-    "gate and up are exchanged": {"rules": RuleTable({**glm.GLM4_MOE_RULES, **_SHARED_UP_BEFORE_GATE})},
-    "softmax in place of sigmoid": {
-        "transformer_fields": _with_softmax(GLM.transformer_fields),
-        "unused_tensors": lambda hf_config: {r".*\.e_score_correction_bias": "the control has no bias"},
-    },
-}
-"""Changes to a family's record, each of which is a mistake that loads without an error."""
+def faults_of(family: ModelFamily, model: FamilyModel) -> dict[str, ModelFamily]:
+    """Return a family with mistakes that load without an error, as far as it can have them."""
+    found = {"none": family, "gate and up are exchanged": replace(family, rules=UpBeforeGate(family.rules))}
+    if family.rotary_percent(model.hf_config()) < 1:
+        found["whole heads are rotated"] = replace(family, rotary_percent=lambda hf_config: 1.0)
+    if "moe_router_enable_expert_bias" in family.router_fields:
+        softmax = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
+        found["softmax in place of sigmoid"] = replace(
+            family,
+            transformer_fields=lambda hf_config: family.transformer_fields(hf_config) | softmax,
+            unused_tensors=lambda hf_config: {r".*\.e_score_correction_bias": "the control has no bias"},
+        )
+    return found
 
 
-def differences_with_faults(root: str, policy: PolicyConfig) -> dict[str, float]:
-    """Run on one rank: the largest difference of a logit from transformers' for each of `FAULTS`."""
-    folder, found = Path(root), {}
-    write_reference("glm4_moe", folder)
+def differences_with_faults(name: str, root: str, policy: PolicyConfig) -> dict[str, float]:
+    """Run on one rank: the largest difference of a logit from transformers' for each fault."""
+    folder, found, model = Path(root), {}, FAMILY_MODELS[name]
+    write_reference(name, folder)
     reference = reference_outputs(folder)
     with parallel_job(policy):
-        for fault, changes in FAULTS.items():
-            with mock.patch.dict(FAMILIES, {"glm4_moe": replace(GLM, **changes)}):
+        for fault, family in faults_of(FAMILIES[model.model_type], model).items():
+            with mock.patch.dict(FAMILIES, {model.model_type: family}):
                 outputs = outputs_of_trainer(trainer_of(folder, policy))
             assert outputs is not None
             found[fault] = logit_difference(outputs, reference)
     return found
 
 
-@pytest.mark.full
-def test_mistakes_that_load_are_seen_in_the_logits(tmp_path: Path) -> None:
-    (found,) = run_ranks(differences_with_faults, 1, str(tmp_path), tiny_policy())
+@pytest.mark.parametrize(
+    ("name", "num_faults"),
+    [
+        pytest.param("glm4_moe", 3, marks=pytest.mark.full),
+        # With latents a part of each head has positions by its shape.
+        *(
+            pytest.param(name, 2, marks=pytest.mark.slow)
+            for name in ("glm4_moe_lite", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "qwen3_next", "qwen3_5_moe_text")
+        ),
+        pytest.param("minimax_m2", 3, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_mistakes_that_load_are_seen_in_the_logits(name: str, num_faults: int, tmp_path: Path) -> None:
+    (found,) = run_ranks(differences_with_faults, 1, name, str(tmp_path), tiny_policy())
     assert found.pop("none") < LOGITS_TOLERANCE
+    assert len(found) == num_faults
     assert all(difference > 100 * LOGITS_TOLERANCE for difference in found.values()), found
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from nemo_rl_moe.algorithms.lag_metrics import LagSums, lag_table
 from nemo_rl_moe.algorithms.losses.lag_sums import LagSum
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.algorithms.losses.position_sums import QUARTERS, PositionSum, quarters_of, sum_key
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema_grpo import GeneratingPolicyConfig
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
@@ -135,21 +136,38 @@ def found() -> list[Version]:
     return run_ranks(versions, 1, tiny_grpo_policy(1, **SETTINGS), 3)[0]
 
 
-def run(found: list[Version], world_size: int = 1, **changes: Any) -> tuple[LagSums, dict[str, float]]:
+@dataclass(frozen=True)
+class Reported:
+    """What the last update reports.
+
+    Attributes:
+        agreement: Of the routers with the rollouts, by lag.
+        by_position: Sums of the quarters of sequences.
+    """
+
+    sums: LagSums
+    agreement: dict[str, float]
+    by_position: dict[str, float]
+
+
+def run(found: list[Version], world_size: int = 1, **changes: Any) -> Reported:
     ranks = run_ranks(last_update, world_size, tiny_grpo_policy(world_size, **{**SETTINGS, **changes}), found)
-    sums = LagSums.from_series(join_metrics([series for series, _ in ranks]))
+    series = join_metrics([series for series, _ in ranks])
+    sums = LagSums.from_series(series)
     assert sums is not None
-    return sums, {name: value for name, value in ranks[0][1].items() if "_lag_" in name}
+    return Reported(
+        sums,
+        {name: value for name, value in ranks[0][1].items() if "_lag_" in name},
+        {name: of.reduce() for name, of in series.items() if name.startswith("by_position/")},
+    )
 
 
 @pytest.fixture(scope="module")
-def expected(found: list[Version]) -> tuple[LagSums, dict[str, float]]:
+def expected(found: list[Version]) -> Reported:
     return run(found)
 
 
-def test_agreement_is_that_of_the_rows_that_led_to_each_class(
-    found: list[Version], expected: tuple[LagSums, dict[str, float]]
-) -> None:
+def test_agreement_is_that_of_the_rows_that_led_to_each_class(found: list[Version], expected: Reported) -> None:
     batch = plain_batch()
     lags = lags_of_batch(batch, 3).numpy()
     last = found[-1].routes
@@ -159,21 +177,21 @@ def test_agreement_is_that_of_the_rows_that_led_to_each_class(
     for lag in range(3):
         rows = same[:, :-1][lags[:, 1:] == lag]
         metrics[live_agreement_key(LAG_CLASSES[lag])] = pytest.approx(float(rows.mean()), abs=1e-9)
-    assert expected[1] == metrics
-    assert expected[1][live_agreement_key("0")] == 1
-    assert expected[1][live_agreement_key("2")] < expected[1][live_agreement_key("1")] < 1
+    assert expected.agreement == metrics
+    assert expected.agreement[live_agreement_key("0")] == 1
+    assert expected.agreement[live_agreement_key("2")] < expected.agreement[live_agreement_key("1")] < 1
 
 
-def test_sums_are_those_of_the_versions(found: list[Version], expected: tuple[LagSums, dict[str, float]]) -> None:
+def test_sums_are_those_of_the_versions(found: list[Version], expected: Reported) -> None:
     lags = lags_of_batch(plain_batch(), 3).numpy()
-    table = lag_table(expected[0], 0.0, NO_AGREEMENT).of
+    table = lag_table(expected.sums, 0.0, NO_AGREEMENT).of
     for lag in range(3):
         moved = (found[-1].logprobs.astype(np.float64) - found[-1 - lag].logprobs)[lags == lag]
         assert table["num_valid_tokens"][lag] == len(moved)
         assert table["gen_kl_error"][lag] == pytest.approx(gap_metrics(moved)["kl"], rel=1e-4)
         assert table["effective_samples"][lag] == pytest.approx(gap_metrics(moved)["effective_samples"], rel=1e-6)
     assert 0 == table["gen_kl_error"][0] < table["gen_kl_error"][1] < table["gen_kl_error"][2]
-    assert not expected[0].of[LagSum.TOKENS][3:].any()
+    assert not expected.sums.of[LagSum.TOKENS][3:].any()
 
 
 @pytest.mark.parametrize(
@@ -187,12 +205,27 @@ def test_sums_are_those_of_the_versions(found: list[Version], expected: tuple[La
     ],
 )
 def test_every_layout_says_the_same(
-    found: list[Version], expected: tuple[LagSums, dict[str, float]], world_size: int, changes: dict[str, Any]
+    found: list[Version], expected: Reported, world_size: int, changes: dict[str, Any]
 ) -> None:
-    sums, agreement = run(found, world_size, **changes)
-    for quantity, values in sums.of.items():
-        np.testing.assert_allclose(values, expected[0].of[quantity], rtol=1e-5, atol=1e-6, err_msg=quantity)
-    assert agreement == expected[1]
+    reported = run(found, world_size, **changes)
+    for quantity, values in reported.sums.of.items():
+        np.testing.assert_allclose(values, expected.sums.of[quantity], rtol=1e-5, atol=1e-6, err_msg=quantity)
+    assert reported.agreement == expected.agreement
+    assert reported.by_position == pytest.approx(expected.by_position, rel=1e-5)
+
+
+def test_quarters_are_those_of_whole_sequences(found: list[Version], expected: Reported) -> None:
+    mask = plain_batch().token_mask[:, 1:]
+    lags, quarters = lags_of_batch(plain_batch(), 3)[:, 1:].numpy(), quarters_of(mask).numpy()
+    for number, name in enumerate(QUARTERS):
+        of_quarter = quarters == number
+        gaps = [
+            np.abs(found[-1].logprobs.astype(np.float64) - found[-1 - lag].logprobs)[:, 1:][of_quarter & (lags == lag)]
+            for lag in range(3)
+        ]
+        assert expected.by_position[sum_key(name, PositionSum.TOKENS)] == of_quarter.sum() > 0
+        difference = expected.by_position[sum_key(name, PositionSum.DIFFERENCE)]
+        assert difference == pytest.approx(sum(each.sum() for each in gaps), rel=1e-4)
 
 
 @pytest.mark.parametrize("make", [pad_microbatch, pack_microbatch])

@@ -1,0 +1,114 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Mismatch by position against values worked out by hand, over microbatches, and beside that of the whole loss."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.algorithms.losses.position_sums import QUARTERS, PositionSum, quarters_of, sum_key
+from nemo_rl_moe.algorithms.position_metrics import PositionMetrics
+from nemo_rl_moe.algorithms.step_metrics import training_metrics
+from nemo_rl_moe.metrics import MetricSeries, PhaseClock
+from nemo_rl_moe.models.interfaces import LossInputs, TrainResult
+from tests.support.quick_list import examples
+from tests.unit.algorithms.policy_loss_reference import config_of, inputs_of, random_inputs
+
+
+def result_of(*parts: LossInputs) -> TrainResult:
+    """What ranks report of microbatches."""
+    loss = PolicyGradientLoss(config_of(), prev_is_current=False)
+    of_parts = [loss(part).metrics for part in parts]
+    series = {
+        name: MetricSeries(tuple(float(of[name][0]) for of in of_parts), reduction)
+        for name, (_, reduction) in of_parts[0].items()
+    }
+    return TrainResult(0.0, 0.0, 0.0, 1, 1, series, {})
+
+
+def by_quarter(*parts: LossInputs) -> dict[str, float]:
+    found = PositionMetrics().after_update(result_of(*parts), PhaseClock())
+    prefix, suffix = "by_position/", "/sampling_logp_difference"
+    assert all(key.startswith(prefix) and key.endswith(suffix) for key in found)
+    return {key.removeprefix(prefix).removesuffix(suffix): value for key, value in found.items()}
+
+
+def with_gaps(gaps: Tensor, mask: Tensor) -> LossInputs:
+    """Targets whose log-probability in training is that of generation and a gap; masked ones hold NaN."""
+    generation = torch.full_like(gaps, -1.0).where(mask, torch.nan)
+    prev = generation + gaps
+    columns = {"prev_logprobs": prev, "generation_logprobs": generation, "advantages": torch.zeros(len(gaps))}
+    return inputs_of(prev, mask, **columns)
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        ("1111", "0123"),
+        ("11111111", "00112233"),
+        # Prompts and turns of others lie in between.
+        ("0011011101", "..00.122.3"),
+        ("111", "012"),
+        ("1", "0"),
+        ("0000", "...."),
+    ],
+)
+def test_quarters_are_those_of_a_sequences_own_trained_tokens(mask: str, expected: str) -> None:
+    found = quarters_of(torch.tensor([[each == "1" for each in mask]]))
+    assert "".join("." if each < 0 else str(each) for each in found[0].tolist()) == expected
+
+
+def test_means_over_two_sequences_by_hand() -> None:
+    mask = torch.tensor([[0, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
+    gaps = torch.tensor(
+        [[9.0, 0.1, -0.2, 0.3, 0.4, 9.0, 9.0, 9.0], [0.0, 0.2, 0.2, -0.5, 0.3, 0.3, 1.0, -1.3]], dtype=torch.float64
+    )
+    # (0.1 + 0 + 0.2) / 3, (0.2 + 0.2 + 0.5) / 3, (0.3 + 0.3 + 0.3) / 3, (0.4 + 1 + 1.3) / 3
+    expected = {"first_quarter": 0.1, "second_quarter": 0.3, "third_quarter": 0.3, "last_quarter": 0.9}
+    whole = with_gaps(gaps, mask)
+    assert by_quarter(whole) == pytest.approx(expected)
+    halves = [with_gaps(gaps[row : row + 1], mask[row : row + 1]) for row in range(2)]  # of two microbatches
+    assert by_quarter(*halves) == pytest.approx(expected)
+
+
+def test_a_quarter_without_tokens_has_no_metric() -> None:
+    mask = torch.tensor([[False, True, True]])
+    assert by_quarter(with_gaps(torch.tensor([[0.0, 0.5, 0.25]]), mask)) == {
+        "first_quarter": pytest.approx(0.5),
+        "third_quarter": pytest.approx(0.25),
+    }
+    assert by_quarter(with_gaps(torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.bool))) == {}
+
+
+def test_another_loss_has_none() -> None:
+    assert PositionMetrics().after_update(TrainResult(0.0, 0.0, 0.0, 1, 1, {}, {}), PhaseClock()) == {}
+
+
+def test_sums_are_not_logged() -> None:
+    logged = training_metrics(result_of(random_inputs(0)))
+    assert not [name for name in logged if "by_position" in name]
+
+
+@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 20))
+@settings(max_examples=examples(40), deadline=None)
+def test_the_mean_over_quarters_weighted_by_tokens_is_that_of_the_loss(seed: int, cut: int, targets: int) -> None:
+    inputs = random_inputs(seed, targets=targets)
+    inputs = replace(inputs, global_valid_tokens=int(inputs.token_mask.sum()))
+    halves = [
+        replace(
+            inputs,
+            logprobs=inputs.logprobs[rows],
+            token_mask=inputs.token_mask[rows],
+            columns={name: replace(column, values=column.values[rows]) for name, column in inputs.columns.items()},
+        )
+        for rows in (slice(cut), slice(cut, None))
+    ]
+    series = result_of(*halves).microbatch_metrics
+    tokens, sums = (sum(series[sum_key(name, each)].reduce() for name in QUARTERS) for each in PositionSum)
+    assert tokens == inputs.global_valid_tokens
+    assert sums / tokens == pytest.approx(series["sampling_logp_difference"].reduce(), rel=1e-9)
