@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
@@ -22,6 +22,7 @@ CARDS = {
     "Qwen3-Next-80B-A3B-Instruct": 80,
     "Qwen3.5-35B-A3B-text": 35,
     "Qwen3.5-27B-text": 27,
+    "Qwen3.5-35B-A3B": 35,
 }
 """Billions of parameters, as the models' cards have them."""
 
@@ -33,7 +34,8 @@ def test_parameters_are_those_of_transformers_and_of_the_card(name: str) -> None
     known_type = family_of(hf_config).transformers_type or hf_config.model_type
     with torch.device("meta"):
         fields = {key: value for key, value in fields.items() if key != "model_type"}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(known_type, **fields))
+        kind = AutoModelForImageTextToText if "vision_config" in fields else AutoModelForCausalLM
+        model = kind.from_config(AutoConfig.for_model(known_type, **fields))
     counted = whole_model_parameters(build_transformer_config(tiny_policy(), hf_config), hf_config)
     assert counted == sum(parameter.numel() for parameter in model.parameters())
     assert counted / 1e9 == pytest.approx(CARDS[name], rel=0.03)
