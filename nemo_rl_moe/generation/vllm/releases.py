@@ -110,14 +110,6 @@ def check_model(
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
-    if "linear_attention" in (getattr(hf_config, "layer_types", None) or ()):
-        if on_gpus:
-            raise ConfigurationError(
-                f"{KEY}: got 'vllm', expected 'megatron' or 'megatron_separate' with {model_name}: refits of models"
-                " with gated delta nets have been tried in vLLM on CPUs alone"
-            )
-        if problems := [*_delta_net_problems(hf_config, model_name, dtype, prefix_caching)]:
-            raise ConfigurationError(problems)
     if getattr(hf_config, "vision_config", None) is None:
         known_type = family_of(hf_config).transformers_type or hf_config.model_type
         expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[known_type]
@@ -133,6 +125,14 @@ def check_model(
                 f" {model_name}, a model of images and text"
             )
         expected = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[hf_config.model_type]
+    if "linear_attention" in (getattr(hf_config, "layer_types", None) or ()):
+        if on_gpus:
+            raise ConfigurationError(
+                f"{KEY}: got 'vllm', expected 'megatron' or 'megatron_separate' with {model_name}: refits of models"
+                " with gated delta nets have been tried in vLLM on CPUs alone"
+            )
+        if problems := [*_delta_net_problems(hf_config, model_name, dtype, prefix_caching)]:
+            raise ConfigurationError(problems)
     if (problem := _head_problem(hf_config, on_gpus=on_gpus)) is not None:
         raise ConfigurationError(f"policy.model_name: {model_name}: config.json: {problem} ({KEY}: vllm)")
     found = hf_config.architectures

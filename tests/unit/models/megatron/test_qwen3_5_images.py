@@ -232,8 +232,9 @@ def test_what_the_model_cannot_do_is_reported(
 
 def test_vllm_and_adapters_are_refused(tmp_path: Path) -> None:
     hf_config = read(tmp_path, "", {})
-    with pytest.raises(ConfigurationError, match="gated delta nets have not been tried in vLLM"):
-        check_model(hf_config, "my/model")
+    for on_gpus in (True, False):
+        with pytest.raises(ConfigurationError, match=r"backend: got 'vllm', .*, this one is qwen3_5_moe"):
+            check_model(hf_config, "my/model", on_gpus=on_gpus)
     adapter = "{rank: 4, alpha: 8.0, targets: [all-linear], dropout: 0.0, experts: none, init: kaiming, path: null}"
     with pytest.raises(
         ConfigurationError, match=r"policy\.lora: got an adapter, expected null for a vision-language model"

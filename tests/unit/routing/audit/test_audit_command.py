@@ -67,7 +67,8 @@ def test_numbers_without_an_end_end_no_audit(tmp_path: Path) -> None:
         1, [CapturedSequence("a", 60, logprobs | {"token_ids": np.arange(60)})]
     )
     assert main(["audit", str(capture), "--json", str(output), "--against", str(capture)]) == 0
-    assert "moe/routing_split/mean_abs_total" not in json.loads(output.read_text())[0]["steps"][0]["metrics"]
+    metrics = json.loads(output.read_text())[0]["steps"][0]["metrics"]
+    assert (metrics["moe/routing_split/mean_abs_total"], metrics["moe/routing_split/tokens"]) == (0, 58)
 
 
 def test_columns_that_a_file_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
