@@ -126,7 +126,8 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         if settings.image_settings is not None:
             more |= register(settings.image_settings)
         else:
-            releases.register_text_models(json.loads(settings.model_files["config.json"]).get("architectures") or [])
+            described = json.loads(settings.model_files.get("config.json", "{}"))
+            releases.register_text_models(described.get("architectures") or [])
         self._engine = releases.make_engine(
             {
                 "model": str(model),
