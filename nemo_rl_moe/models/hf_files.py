@@ -25,7 +25,7 @@ from nemo_rl_moe.models.safetensors_folder import (
 )
 
 RANDOM_HINT = "policy.init: random starts without one"
-"""How a run starts with a model that has no weights."""
+"""Says how a run starts with a model that has no weights."""
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,9 @@ from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.routing.audit.adapters.inert_pickle import Inert, read_pickle
 from nemo_rl_moe.routing.audit.adapters.layout import padded_column, padded_sequences, real_tokens
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
-from nemo_rl_moe.routing.audit.adapters.verl_queue import claims_queue, read_queue
+from nemo_rl_moe.routing.audit.adapters.verl_queue import COLUMNS, claims_queue, read_queue
 from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
-_COLUMNS = {
-    "loss_mask": "response_mask",
-    "rollout_experts": "routed_experts",
-    "rollout_logprobs": "rollout_log_probs",
-    "training_logprobs": "old_log_probs",
-    "advantages": "advantages",
-}
 _REWARDS = ("token_level_scores", "token_level_rewards", "rm_scores")
 
 
@@ -55,7 +48,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
     real = real_tokens(batch.get("attention_mask", ()), f"{where}: attention_mask")
     tokens = padded_column(batch, "input_ids", real.shape, where)
     responses = padded_column(batch, "responses", real.shape, where)
-    columns = {name: padded_column(batch, field, real.shape, where) for name, field in _COLUMNS.items()}
+    columns = {name: padded_column(batch, field, real.shape, where) for name, field in COLUMNS.items()}
     rewards = next((padded_column(batch, field, real.shape, where) for field in _REWARDS if field in batch), None)
     if tokens is None or responses is None:
         raise DataError(f"{where}: got the fields {', '.join(map(str, batch))}; expected input_ids and responses")

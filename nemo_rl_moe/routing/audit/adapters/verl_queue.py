@@ -20,13 +20,14 @@ from nemo_rl_moe.routing.audit.adapters.layout import sequence
 from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
 FILE_NAME = "tq_batch.pt"
-_COLUMNS = {
+COLUMNS = {
     "loss_mask": "response_mask",
     "rollout_experts": "routed_experts",
     "rollout_logprobs": "rollout_log_probs",
     "training_logprobs": "old_log_probs",
     "advantages": "advantages",
 }
+"""Columns of a capture, and verl's names of them with both trainers."""
 
 
 def claims_queue(content: Any) -> bool:
@@ -51,7 +52,7 @@ def read_queue(content: Mapping[str, Any], where: str) -> Iterator[CapturedSeque
             None if scores is None else float(scores.sum()),
             token_ids=own["input_ids"],
             weight_versions=_version(tags[number] if number < len(tags) else None, response),
-            **{column: own.get(field) for column, field in _COLUMNS.items()},
+            **{column: own.get(field) for column, field in COLUMNS.items()},
         )
 
 

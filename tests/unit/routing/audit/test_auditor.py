@@ -165,6 +165,18 @@ def test_logprobs_that_are_no_numbers_are_named_and_in_no_gap(tmp_path: Path, na
     assert all(np.isfinite(value) for value in gaps.values())
 
 
+def test_logprobs_of_prompts_that_are_not_known_are_no_fault(tmp_path: Path) -> None:
+    for masked in (True, False):
+        sequences = healthy()
+        for columns in sequences:
+            columns["rollout_logprobs"][~columns["loss_mask"]] = np.nan
+            if not masked:
+                del columns["loss_mask"]
+        found = audited(tmp_path / str(masked), sequences)
+        assert found.report is not None
+        assert found.report.anomalies == ()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_healthy_captures_have_no_finding(tmp_path: Path, seed: int) -> None:
     report = audited(tmp_path, healthy(8, seed, flips=0.2)).report
