@@ -13,6 +13,9 @@ with empty stand-ins for what they import and do not call (Ray, workers, hydra),
 - `preference`: pairs of neighbours, chosen first; TRL got the chosen ones first and the reference's sums.
 - `rewards`: `[groups, generations]` of two named rewards; `accuracy` alone where one is compared. verl got responses of
   one token each, as its REINFORCE++ counts tokens.
+- `critic`: `[trajectories, tokens]` with the `mask` of trained tokens and a reward at the last one; `returns` are those
+  of NeMo-RL's first case. Of NeMo-RL and verl, single functions and classes were called without their module's imports.
+- `teacher`: logits of policy and teacher, `[sequences, targets, vocabulary]`; `num_candidates` are the teacher's likeliest.
 - `schedule`: Megatron-LM's scheduler from 0 to 3e-4 and down to 2e-5, the rate at each tick from 0 on, one tick a step.
   Its training loop does the first step at tick 0, at a rate of 0 where there is a warm-up; ours then begins at tick 1.
 
@@ -31,10 +34,14 @@ from torch import Tensor
 from nemo_rl_moe.algorithms.losses.divergence import kl_estimate
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.losses.supervised import PreferenceLoss, sft_loss
+from nemo_rl_moe.algorithms.losses.teacher_divergence import candidate_divergence
+from nemo_rl_moe.algorithms.losses.value import CLIPPED_FRACTION, ValueLoss
 from nemo_rl_moe.config.schema_grpo import AdvantageConfig
 from nemo_rl_moe.config.schema_policy import SchedulerConfig
+from nemo_rl_moe.distributed.batch import per_token
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training.optimizer import build_scheduler
+from nemo_rl_moe.rl.gae import generalized_advantages, token_rewards, whitened
 from tests.support.estimators import advantages_of_named, advantages_of_rewards
 from tests.support.quick_list import some_of
 from tests.support.tiny_model import tiny_policy
@@ -131,6 +138,51 @@ def test_advantages(case: dict[str, Any]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("case", cases("gae"))
+def test_generalized_advantages(case: dict[str, Any]) -> None:
+    given, settings = tensors("critic"), case["settings"]
+    mask, values = given["mask"].bool(), given["values"]
+    no_turns = torch.zeros(len(values), 0), torch.full(values.shape, -1)
+    rewards = token_rewards(given["rewards"], *no_turns, mask)
+
+    def decayed(decay: float) -> Tensor:
+        return generalized_advantages(rewards, values, mask, discount=settings["discount"], decay=decay)
+
+    advantages = decayed(settings["decay"])
+    returns = values + (advantages if settings["decay_value"] is None else decayed(settings["decay_value"]))
+    if settings["whitened"]:
+        advantages = whitened(advantages, mask)
+    for found, name in ((advantages, "advantages"), (returns, "returns")):
+        expected = torch.tensor(case[name], dtype=torch.float64)
+        torch.testing.assert_close(found[mask], expected[mask], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("case", cases("value_loss"))
+def test_value_losses(case: dict[str, Any]) -> None:
+    given = tensors("critic")
+    mask, values = given["mask"].bool(), given["new_values"].clone().requires_grad_()
+    columns = {name: per_token(given[of]) for name, of in (("returns", "returns"), ("previous_values", "values"))}
+    inputs = LossInputs(torch.zeros_like(values), mask, int(mask.sum()), len(mask), None, columns, values=values)
+    outputs = ValueLoss(case["settings"]["clip_range"])(inputs)
+    assert outputs.loss.item() == pytest.approx(case["loss"], rel=1e-7)
+    (found,) = torch.autograd.grad(outputs.loss, values)
+    torch.testing.assert_close(found, torch.tensor(case["gradient"], dtype=torch.float64), **EXACT)
+    if "clipped_fraction" in case:
+        assert_metrics(outputs, {CLIPPED_FRACTION: case["clipped_fraction"]})
+
+
+@pytest.mark.parametrize("case", cases("teacher_divergence"))
+def test_divergences_from_a_teacher(case: dict[str, Any]) -> None:
+    given, settings = tensors("teacher"), dict(case["settings"])
+    logits, teacher, mask = given["logits"].clone().requires_grad_(), given["teacher_logits"], given["mask"].bool()
+    ids = teacher.topk(settings.pop("num_candidates", teacher.shape[-1]), dim=-1).indices
+    of_both = (each.log_softmax(-1).gather(-1, ids) for each in (logits, teacher))
+    loss = candidate_divergence(*of_both, settings["kl_type"], settings["mixed_kl_weight"])[mask].mean()
+    assert loss.item() == pytest.approx(case["loss"], rel=1e-7)
+    (found,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(found, torch.tensor(case["gradient"], dtype=torch.float64), **EXACT)
+
+
 @pytest.mark.parametrize("case", some_of(cases("schedule"), 4))
 def test_learning_rates(case: dict[str, Any]) -> None:
     expected = case["rates"][1:] if case["settings"]["lr_warmup_iters"] else case["rates"]
@@ -148,9 +200,12 @@ def test_learning_rates(case: dict[str, Any]) -> None:
 def test_every_peer_and_every_kind_has_cases() -> None:
     kinds = {peer: {case["kind"] for case in found["cases"]} for peer, found in VALUES["peers"].items()}
     assert kinds == {
-        "NeMo-RL": {"policy", "preference", "sft", "advantages", "divergence"},
-        "verl": {"policy", "advantages", "divergence"},
-        "TRL": {"policy", "preference"},
+        "NeMo-RL": {
+            *("policy", "preference", "sft", "advantages", "divergence"),
+            *("gae", "value_loss", "teacher_divergence"),
+        },
+        "verl": {"policy", "advantages", "divergence", "gae", "value_loss"},
+        "TRL": {"policy", "preference", "teacher_divergence"},
         "Megatron-LM": {"schedule"},
     }
     assert all(found["release"] for found in VALUES["peers"].values())
