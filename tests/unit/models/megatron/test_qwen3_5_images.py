@@ -6,6 +6,8 @@ transformers differs from itself with another chunk size of the gated delta rule
 """
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,7 +39,7 @@ from tests.support.vision_models import (
     write_vision_model,
 )
 
-MODEL = "qwen3_5_moe"
+MODEL, DENSE = "qwen3_5_moe", "qwen3_5"
 MICROBATCHES = ((0, 2), (3, 6), (7, 4), (1, 5))
 PACKED = {"sequence_packing__enabled": True}
 LEAST = 1e-5
@@ -62,9 +64,9 @@ def loss_of(model: Any, batch: TokenBatch) -> torch.Tensor:
     return -logprobs_of(model, batch)[batch.token_mask[:, 1:]].mean()
 
 
-def write_and_train(folder: str) -> tuple[TrainingRun, TrainingRun, np.ndarray]:
+def write_and_train(name: str, folder: str) -> tuple[TrainingRun, TrainingRun, np.ndarray]:
     """Run on one rank: transformers' steps, those with other chunks, and its log-probabilities before."""
-    write_vision_model(MODEL, Path(folder))
+    write_vision_model(name, Path(folder))
     with torch.no_grad():
         before = logprobs_of(model_of(Path(folder))).numpy()
     model, other, policy = model_of(Path(folder)), model_of(Path(folder)), tiny_policy(1, **SETTINGS)
@@ -74,10 +76,15 @@ def write_and_train(folder: str) -> tuple[TrainingRun, TrainingRun, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp(MODEL) / "model"
-    (found,) = run_ranks(write_and_train, 1, str(folder))
-    return folder, *found
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Return the folder of a model, by its name, and what `write_and_train` found with it."""
+
+    @cache
+    def found(name: str) -> Any:
+        folder = tmp_path_factory.mktemp(name) / "model"
+        return folder, *run_ranks(write_and_train, 1, name, str(folder))[0]
+
+    return found
 
 
 def steps(folder: str, policy: PolicyConfig) -> TrainingRun:
@@ -87,30 +94,36 @@ def steps(folder: str, policy: PolicyConfig) -> TrainingRun:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "changes"),
+    ("name", "world_size", "changes"),
     [
-        (1, {}),
-        (2, PACKED | layout(tp=2)),
-        pytest.param(1, PACKED, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2), marks=pytest.mark.full),
-        pytest.param(2, PACKED | layout(ep=2), marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.slow),
-        pytest.param(2, PACKED | layout(pp=2), marks=pytest.mark.slow),
-        pytest.param(2, layout(ep=2), marks=pytest.mark.slow),
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(2, PACKED, marks=pytest.mark.slow),
+        (MODEL, 1, {}),
+        (MODEL, 2, PACKED | layout(tp=2)),
+        pytest.param(MODEL, 1, PACKED, marks=pytest.mark.full),
+        pytest.param(MODEL, 2, layout(pp=2), marks=pytest.mark.full),
+        pytest.param(MODEL, 2, PACKED | layout(ep=2), marks=pytest.mark.full),
+        pytest.param(MODEL, 2, layout(tp=2), marks=pytest.mark.slow),
+        pytest.param(MODEL, 2, PACKED | layout(pp=2), marks=pytest.mark.slow),
+        pytest.param(MODEL, 2, layout(ep=2), marks=pytest.mark.slow),
+        pytest.param(MODEL, 2, {}, marks=pytest.mark.slow),
+        pytest.param(MODEL, 2, PACKED, marks=pytest.mark.slow),
+        pytest.param(DENSE, 2, PACKED | layout(tp=2), marks=pytest.mark.full),
+        pytest.param(DENSE, 1, {}, marks=pytest.mark.slow),
+        pytest.param(DENSE, 2, layout(pp=2), marks=pytest.mark.slow),
+        pytest.param(DENSE, 2, PACKED, marks=pytest.mark.slow),
     ],
 )
-def test_steps_are_those_of_transformers(world_size: int, changes: dict[str, Any], reference: Any) -> None:
-    folder, expected, other, _ = reference
+def test_steps_are_those_of_transformers(
+    name: str, world_size: int, changes: dict[str, Any], reference: Callable[[str], Any]
+) -> None:
+    folder, expected, other, _ = reference(name)
     found = run_ranks(steps, world_size, str(folder), tiny_policy(world_size, **SETTINGS, **changes))[0]
     num_steps = found.num_same_loads(expected)
     assert num_steps >= 2
-    for name in ("losses", "grad_norms"):
-        ours, theirs, others = (np.array(getattr(run, name))[:num_steps] for run in (found, expected, other))
+    for values in ("losses", "grad_norms"):
+        ours, theirs, others = (np.array(getattr(run, values))[:num_steps] for run in (found, expected, other))
         floor, difference = np.abs(others / theirs - 1).max(), np.abs(ours / theirs - 1).max()
-        print(f"{changes}: {name} {difference:.1e}, transformers from itself {floor:.1e}")
-        assert difference < max(LEAST, 2 * floor), name
+        print(f"{name}, {changes}: {values} {difference:.1e}, transformers from itself {floor:.1e}")
+        assert difference < max(LEAST, 2 * floor), values
     assert expected.losses[-1] < 0.9 * expected.losses[0], "the steps are large enough to show differences"
 
 
@@ -173,8 +186,8 @@ def largest_difference(folder: str, fault: str, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_images_shows_beside_transformers(fault: str, reference: Any) -> None:
-    folder, _, _, expected = reference
+def test_a_fault_of_images_shows_beside_transformers(fault: str, reference: Callable[[str], Any]) -> None:
+    folder, _, _, expected = reference(MODEL)
     (difference,) = run_ranks(largest_difference, 1, str(folder), fault, expected)
     print(f"{fault}: {difference:.1e}")
     assert difference < LEAST if fault == "none" else difference > 1e-2
