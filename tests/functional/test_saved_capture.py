@@ -157,28 +157,20 @@ def findings_of(run_folder: Path) -> list[str]:
     return found
 
 
-SEVERAL_UPDATES = {"policy__train_global_batch_size": 8}
+TWO_STAGES = {"policy__megatron_cfg__pipeline_model_parallel_size": 2}
+TWO_UPDATES = {"policy__train_global_batch_size": 8}
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "every", "changes", "since"),
-    [
-        (3, 1, {"policy__megatron_cfg__pipeline_model_parallel_size": 2}, 2),
-        (4, 2, SEVERAL_UPDATES, 2),
-    ],
-)
+@pytest.mark.parametrize(("num_steps", "every", "changes"), [(3, 1, TWO_STAGES), (4, 2, TWO_UPDATES)])
 def test_an_expert_bias_that_stands_still_is_found_in_the_capture(
-    num_steps: int, every: int, changes: dict[str, Any], since: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_steps: int, every: int, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_workers, "WorkerGroup", group_of_frozen)
     (finding,) = findings_of(biased_run(tmp_path, num_steps, every, **changes))
-    assert finding.startswith(f"the expert bias of 4 layers has not moved since step {since}, ")
+    assert finding.startswith("the expert bias of 4 layers has not moved since step 2, ")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"policy__megatron_cfg__pipeline_model_parallel_size": 2}, SEVERAL_UPDATES],
-)
+@pytest.mark.parametrize("changes", [TWO_STAGES, TWO_UPDATES])
 def test_a_healthy_expert_bias_has_no_finding(changes: dict[str, Any], tmp_path: Path) -> None:
     run_folder = biased_run(tmp_path, 4, 1, **changes)
     assert findings_of(run_folder) == []
@@ -193,6 +185,6 @@ def test_a_healthy_expert_bias_has_no_finding(changes: dict[str, Any], tmp_path:
         # Experts whose load was the mean stay.
         assert set(np.round(moved / RATE, 3).flatten().tolist()) <= {0.0, 1.0}
         assert (moved.max(1) > 0).all()
-    if changes is not SEVERAL_UPDATES:
+    if changes is TWO_STAGES:
         for before, after in ((2, 3), (3, 4)):
             np.testing.assert_array_equal(found[after].expert_bias_before, found[before].expert_bias)
