@@ -21,6 +21,8 @@ _OTHER_NAMES = {
     "megatron_cfg.scheduler.lr_warmup_iters": "lr_warmup_iters",
 }
 """Settings of a policy that a role has under another name, if it has them."""
+_UNEVEN_STAGES = re.compile(r"; expected, for one, num_layers_in_first_pipeline_stage=.*")
+"""Advice that takes settings of a policy alone."""
 
 
 def key_of_role(config: MasterConfig, role: str) -> str:
@@ -39,7 +41,7 @@ def role_problems(config: MasterConfig, role: str, problems: Iterable[str]) -> l
 
     lines = []
     for problem in problems:
-        line = _POLICY_KEY.sub(renamed, problem)
+        line = _POLICY_KEY.sub(renamed, _UNEVEN_STAGES.sub("; expected a divisor of them", problem))
         if line.startswith("cluster: "):
             line = f"cluster.roles.{role}: {line.removeprefix('cluster: ')}"
         names_it = line.startswith((key, f"cluster.roles.{role}"))
