@@ -53,8 +53,8 @@ ON_SEVERAL_RANKS = {
     "qwen3_next": {"tp2"},
     "qwen3_5_moe_text": {"pp2_ep2"},
 }
-# On one rank: a dense model, plain experts, norms of heads, sinks and biases, latents with groups and a shared expert, a
-# part of each head rotated, gated delta nets.
+# On one rank: a dense model, plain experts, norms of heads, sinks and biases, latents with groups and a shared expert,
+# a part of each head rotated, gated delta nets.
 QUICK = {"llama", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text"}
 # Latents, a shared expert, groups and a bias, in stages that share their experts: in the quick list.
 COMBINING_MOST = ("deepseek_v3", "pp2_ep2")
