@@ -40,8 +40,8 @@ def test_a_short_run_is_reported_that_it_only_warms_up(decay: str) -> None:
 def test_a_critic_that_only_warms_up_is_reported_by_its_own_key() -> None:
     config: Any = load_any_config("ppo_tiny_moe.yaml", ["value.lr_warmup_iters=40"], check_paths=False)
     assert [line for line in notices(config, 30) if "warming" in line] == [
-        "the learning rate is still warming up when the run ends: 30 of the 40 steps of value.lr_warmup_iters, so that it"
-        " comes to 75% of lr"
+        "the learning rate is still warming up when the run ends: 30 of the 40 steps of value.lr_warmup_iters, so that"
+        " it comes to 75% of lr"
     ]
 
 
