@@ -78,7 +78,7 @@ def test_logprobs_that_one_run_lacks_are_no_finding_beside_another(
     """Of a prompt where nothing says what is trained; otherwise they are a finding of that run alone."""
     generator = np.random.default_rng(3)
     live = generator.random((60, 3, 8)).argsort(-1)[..., :2].astype(np.int16)
-    columns = {"token_ids": np.arange(60), "rollout_experts": live[:-1], "training_experts": live}
+    columns: dict[str, Any] = {"token_ids": np.arange(60), "rollout_experts": live[:-1], "training_experts": live}
     logprobs = np.full(60, -1, dtype=np.float32)
     unknown = np.where(np.arange(60) < 10, np.nan, logprobs)
     if masked:
