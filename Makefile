@@ -120,7 +120,7 @@ lint: $(TEST_STAMP) ## style of the code (ruff), and who may import whom (import
 
 types: $(TEST_STAMP) ## types (mypy)
 	@echo "[types] mypy"
-	@$(VENV)/bin/python -m mypy
+	@$(VENV)/bin/python -m mypy --num-workers 2
 
 test-unit: $(TEST_STAMP) ## unit tests, in a few cases of every subject
 	@echo "[test-unit] with Megatron-Core as installed in $(VENV)"
