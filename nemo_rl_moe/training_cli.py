@@ -258,7 +258,9 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _shipped_help() -> str:
-    lines = [f"  {name:32}{shorten(summary, 84)}" for name, summary in exemplar_summaries().items()]
+    summaries = exemplar_summaries()
+    width = max(map(len, summaries)) + 2
+    lines = [f"  {name:{width}}{shorten(summary, 118 - width)}" for name, summary in summaries.items()]
     return "\n".join(["shipped configurations, which --config finds by their names from any folder:", *lines, ""])
 
 

@@ -23,6 +23,7 @@ from nemo_rl_moe.algorithms.losses.distillation import (
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
 from nemo_rl_moe.distributed.batch import TokenBatch, per_token
+from nemo_rl_moe.errors import ConfigurationError, counted
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.candidates import CANDIDATE_IDS, Candidates, candidate_column
 from nemo_rl_moe.models.interfaces import LossFunction, PolicyInterface
@@ -105,6 +106,9 @@ class Teachers:
             The batch with the columns of `DistillationLoss`; and `distillation/share_with_teacher` of the trained
             tokens, `distillation/bytes_to_teachers` and `distillation/bytes_from_teachers`: the size of the ids and
             log-probabilities that travel between driver and teachers.
+
+        Raises:
+            ConfigurationError: Everything that a teacher gives is NaN or infinite.
         """
         rows = self.rows_of(trajectories)
         counts = torch.zeros_like(batch.token_mask)
@@ -113,12 +117,26 @@ class Teachers:
         size = self.config.policy.train_global_batch_size
         shares = shares_of_means(counts, batch.first_rows_of_samples()[::size])
         scored, num_to, num_from = self._scored(policy, batch, rows, clock)
+        self._check_numbers(scored, rows)
         metrics = {
             "distillation/share_with_teacher": float(counts[:, 1:].sum() / max(batch.num_valid_tokens(), 1)),
             "distillation/bytes_to_teachers": float(num_to),
             "distillation/bytes_from_teachers": float(num_from),
         }
         return scored.with_columns(**{TEACHER_SHARE: per_token(shares)}), metrics
+
+    def _check_numbers(self, scored: TokenBatch, rows: Mapping[str, Sequence[int]]) -> None:
+        """Refuse a teacher without a finite score of any response; what few responses lack costs an update alone."""
+        is_wrong = ~scored.columns[TEACHER_LOGPROBS].values.isfinite()
+        is_wrong = is_wrong.flatten(2).any(-1) if is_wrong.ndim > 2 else is_wrong
+        for name, chosen in rows.items():
+            of_rows = (is_wrong[list(chosen)] & scored.token_mask[list(chosen)]).any(-1)
+            if of_rows.all():
+                raise ConfigurationError(
+                    f"distillation.teachers.{name}: {self.config.distillation.teachers[name].model_name} gives each of"
+                    f" the step's {counted(len(chosen), 'response')} log-probabilities that are NaN or infinite,"
+                    f" expected numbers: look at its weights, and at policy.precision {self.config.policy.precision}"
+                )
 
     def rows_of(self, trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
         """Return the rows of the batch that each teacher scores; no teacher without any."""

@@ -7,10 +7,12 @@ Each is a pure function that yields lines; errors are the rules' (`checks.py`).
 
 from collections.abc import Iterator
 
-from nemo_rl_moe.config.algorithm import algorithm_of, metric_in_force
+from nemo_rl_moe.config.algorithm import algorithm_of, metric_in_force, roles_of
 from nemo_rl_moe.config.checks_run import LoopMasterConfig, loop_section
+from nemo_rl_moe.config.role_keys import key_of_role
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
+from nemo_rl_moe.config.schema_policy import TrainedRoleConfig
 
 
 def notices(config: LoopMasterConfig, num_steps: int) -> list[str]:
@@ -19,14 +21,18 @@ def notices(config: LoopMasterConfig, num_steps: int) -> list[str]:
 
 
 def warmup_outlasts_the_run(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of a warm-up that is longer than the run."""
-    warmup = config.policy.megatron_cfg.scheduler.lr_warmup_iters
+    """Warn of a warm-up that is longer than the run, of models beside the policy too."""
+    warmups = {"policy.megatron_cfg.scheduler": config.policy.megatron_cfg.scheduler.lr_warmup_iters}
+    for role, model in roles_of(config).items():
+        if isinstance(model, TrainedRoleConfig):
+            warmups[key_of_role(config, role)] = model.lr_warmup_iters
     updates = num_steps * algorithm_of(config).updates_per_step(config)
-    if updates < warmup:
-        yield (
-            f"the learning rate is still warming up when the run ends: {updates} of the {warmup} steps of"
-            f" policy.megatron_cfg.scheduler.lr_warmup_iters, so that it comes to {updates / warmup:.0%} of lr"
-        )
+    for key, warmup in warmups.items():
+        if updates < warmup:
+            yield (
+                f"the learning rate is still warming up when the run ends: {updates} of the {warmup} steps of"
+                f" {key}.lr_warmup_iters, so that it comes to {updates / warmup:.0%} of lr"
+            )
 
 
 def validation_is_off(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:

@@ -7,7 +7,6 @@ Rules and loaders see such a model as a `policy` section, and name its settings 
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -22,6 +21,8 @@ _OTHER_NAMES = {
     "megatron_cfg.scheduler.lr_warmup_iters": "lr_warmup_iters",
 }
 """Settings of a policy that a role has under another name, if it has them."""
+_UNEVEN_STAGES = re.compile(r"; expected, for one, num_layers_in_first_pipeline_stage=.*")
+"""Advice that takes settings of a policy alone."""
 
 
 def key_of_role(config: MasterConfig, role: str) -> str:
@@ -40,7 +41,7 @@ def role_problems(config: MasterConfig, role: str, problems: Iterable[str]) -> l
 
     lines = []
     for problem in problems:
-        line = _POLICY_KEY.sub(renamed, problem)
+        line = _POLICY_KEY.sub(renamed, _UNEVEN_STAGES.sub("; expected a divisor of them", problem))
         if line.startswith("cluster: "):
             line = f"cluster.roles.{role}: {line.removeprefix('cluster: ')}"
         names_it = line.startswith((key, f"cluster.roles.{role}"))
@@ -55,10 +56,10 @@ def _own_names(model: RoleModelConfig) -> dict[str, str]:
     return {name: name for name in same} | {ours: own for ours, own in _OTHER_NAMES.items() if own in fields}
 
 
-def _keys_of(section: Any, model: RoleModelConfig) -> Iterator[str]:
+def _keys_of(section: BaseModel | Mapping[str, object], model: RoleModelConfig) -> Iterator[str]:
     """Yield the key at which a section holds this very model."""
     for name, value in section.items() if isinstance(section, Mapping) else section:
         if value is model:
-            yield str(name)
+            yield name
         elif isinstance(value, BaseModel | Mapping):
             yield from (f"{name}.{rest}" for rest in _keys_of(value, model))

@@ -36,7 +36,7 @@ def prepare_role(config: MasterConfig, role: str, beside: PreparedModel, console
     """
     policy = roles_of(config)[role].as_policy(config.policy)
     try:
-        model = prepare_model(policy, console)
+        model = prepare_model(policy, console, role)
     except ConfigurationError as error:
         # Its weights are never drawn at random.
         problems = [problem.removesuffix(f"; {RANDOM_HINT}") for problem in error.problems]

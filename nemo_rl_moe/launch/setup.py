@@ -73,8 +73,11 @@ class PreparedModel:
     image_rule: ImageRule | None = None
 
 
-def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel:
+def prepare_model(policy: PolicyConfig, console: ConsoleLogger, role: str | None = None) -> PreparedModel:
     """Fetch and check the model, so that what is wrong with it is reported before Ray starts; load the tokenizer.
+
+    Args:
+        role: Of a model beside the policy, whose router settings are its own and no reason for a warning.
 
     Raises:
         ConfigurationError: The model cannot be had, it, one of its fields or the layout is not supported, its folder
@@ -82,7 +85,7 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel
             loaded.
     """
     source, folder = _fetched(policy, console)
-    with console.phase("checking the model"):
+    with console.phase("checking the model" if role is None else f"checking the model of the {role}"):
         hf_config, config_json = load_hf_config(str(folder)), load_config_json(str(folder))
         if problems := too_long_sequences(policy, config_json):
             raise ConfigurationError(problems)
@@ -97,8 +100,9 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel
 
         transformer = build_transformer_config(policy, hf_config)
         exported = exported_config(policy, hf_config, config_json, transformer)
-    for line in model_warnings(policy, hf_config, config_json, transformer):
-        console.warn(line)
+    if role is None:
+        for line in model_warnings(policy, hf_config, config_json, transformer):
+            console.warn(line)
     tokenizer = load_tokenizer(policy.tokenizer.name, policy.tokenizer.chat_template)
     files = collect_model_files(exported.content, hf_config, folder, tokenizer)
     use_corrected_template(tokenizer, policy.tokenizer, console)  # behind what is exported, which keeps the model's own

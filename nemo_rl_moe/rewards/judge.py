@@ -4,6 +4,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import tempfile
@@ -16,12 +17,14 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.masking import MASK
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
 KEY = "env.parameters"
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_NUMBER = r"-?(?:\d+(?:\.\d+)?|\.\d+)"
+_MARK = re.compile(rf"({_NUMBER})(?:[\s*_]*(?:/|\b(?:out\s+)?of\b)[\s*_]*({_NUMBER}))?")
+"""A number, and in `8/10` or `8 out of 10` what it is of."""
 _PLACES = re.compile(r"\{(prompt|response|answer)\}")
 _WORTH_ANOTHER_ATTEMPT = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
@@ -34,8 +37,9 @@ class JudgeError(Exception):
 
 
 class Judge:
-    """Reward by a judge's mark: the last number of its reply, divided by `full_marks`; 1 or more is right.
+    """Reward by a judge's mark: the last number of its reply, divided by `full_marks`; 1 is right.
 
+    A reply may end with `8/10` or `8 out of 10`, where 10 are the full marks; out of another number it is no mark.
     `env.timeout_s` limits all attempts of a response together, with the waits between them.
 
     Args:
@@ -67,27 +71,30 @@ class Judge:
         api_key_env: str | None,
         cache_folder: str | None,
     ):
+        for name, text in {"url": url, "model": model, "template": template}.items():
+            if not isinstance(text, str) or not text:
+                raise ConfigurationError(f"{KEY}.{name}: got {text!r}, expected a text")
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
-            raise ConfigurationError(f"{KEY}.url: expected http://HOST/v1 or https://HOST/v1, without a password in it")
+            shown = "an address with a user's name" if "@" in parts.netloc else repr(url)
+            raise ConfigurationError(
+                f"{KEY}.url: got {shown}, expected http://HOST/v1 or https://HOST/v1, without a password in it"
+            )
         if "{response}" not in template:
-            raise ConfigurationError(f"{KEY}.template: expected a text with {{response}} in it")
-        numbers = {
-            "full_marks": full_marks,
-            "max_tokens": max_tokens,
-            "request_timeout_s": request_timeout_s,
-            "attempts": attempts,
-        }
-        for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigurationError(f"{KEY}.template: got {template!r}, expected a text with {{response}} in it")
+        for name, value in {"full_marks": full_marks, "request_timeout_s": request_timeout_s}.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ConfigurationError(f"{KEY}.{name}: got {value!r}, expected a number above 0")
+        for name, count in {"max_tokens": max_tokens, "attempts": attempts}.items():
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ConfigurationError(f"{KEY}.{name}: got {count!r}, expected a whole number above 0")
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise ConfigurationError(f"{KEY}.api_key_env: the environment variable {api_key_env} is not set")
         self._address = f"{url.rstrip('/')}/chat/completions"
         self._request = {"model": model, "max_tokens": max_tokens, "temperature": 0.0}
         self._template, self._full_marks, self._key_env = template, full_marks, api_key_env
-        self._timeout_s, self._attempts = request_timeout_s, int(attempts)
-        self._cache = None if cache_folder is None else Path(cache_folder)
+        self._timeout_s, self._attempts = request_timeout_s, attempts
+        self._cache = None if cache_folder is None else _folder_for_replies(cache_folder)
         self._opener = build_opener(_NoRedirect())
 
     def score(self, item: ScoringItem) -> Score:
@@ -148,9 +155,12 @@ class Judge:
         return text if isinstance(text, str) else ""
 
     def _mark_of(self, reply: str) -> float | None:
-        numbers = _NUMBER.findall(reply)
-        mark = float(numbers[-1]) if numbers else -1.0
-        return mark if 0 <= mark <= self._full_marks else None
+        marks = _MARK.findall(reply)
+        if not marks:
+            return None
+        mark, out_of = marks[-1]
+        is_mark = 0 <= float(mark) <= self._full_marks and float(out_of or self._full_marks) == self._full_marks
+        return float(mark) if is_mark else None
 
     def _cached(self, body: str) -> str | None:
         if self._cache is None:
@@ -189,6 +199,16 @@ class _NoRedirect(HTTPRedirectHandler):
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> None:
         return None
+
+
+def _folder_for_replies(name: str) -> Path:
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+    except (OSError, TypeError) as error:
+        raise ConfigurationError(
+            f"{KEY}.cache_folder: got {name!r}, which cannot be made ({one_line(error)}); expected a folder, or null"
+        ) from error
+    return Path(name)
 
 
 def _beginning(error: HTTPError) -> str:

@@ -96,7 +96,7 @@ def make_run(
             indices = tuple(layers or range(len(of_step)))
             writer.write(step, ExpertLoad(indices, torch.from_numpy(of_step.copy()), images))
         writer.close()
-    (folder / "config.yaml").write_text(yaml.safe_dump(dict(config or {"sft": {"max_num_steps": 10}})))
+    (folder / "config.yaml").write_text(yaml.safe_dump(dict(config or {"sft": {"max_num_steps": 10}}), sort_keys=False))
     settings = {"moe_router_topk": TOPK} if in_force is None else dict(in_force)
     (folder / "effective_moe_configuration.json").write_text(json.dumps(settings))
     if samples:

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import yaml
 
 from nemo_rl_moe import __version__, cli
 from nemo_rl_moe.config import loading
+from nemo_rl_moe.config.files import exemplar_names
 from nemo_rl_moe.config.loading import dump_resolved, load_config
 from nemo_rl_moe.errors import DataError, TrainingDivergedError, WorkerDiedError
 from nemo_rl_moe.launch import start
@@ -80,6 +82,12 @@ def test_missing_config_names_the_shipped_ones(capsys: pytest.CaptureFixture[str
     error = capsys.readouterr().err
     assert error.startswith("error: sft: --config FILE is missing; shipped configurations: ")
     assert "sft_tiny_moe.yaml" in error
+
+
+def test_help_parts_each_shipped_configuration_from_its_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["sft", "--help"])
+    assert set(re.findall(r"^  (\S+\.yaml)  ", capsys.readouterr().out, re.MULTILINE)) == set(exemplar_names())
 
 
 def test_a_file_without_its_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:

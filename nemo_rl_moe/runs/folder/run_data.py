@@ -75,11 +75,11 @@ class RunData:
 
     @property
     def algorithm(self) -> str | None:
-        """Name of the algorithm, for example `sft`: its own section, which a resolved configuration begins with."""
-        sections = {name: section for name, section in self.config.items() if isinstance(section, dict)}
-        if "algorithm" in self.config:  # of the user's own, which may have its loop in the section of another one
-            return next(iter(sections), None)
-        return next((name for name, section in sections.items() if "max_num_steps" in section), None)
+        """Name of the algorithm, for example `sft`: its own section, which a resolved configuration begins with.
+
+        Its loop may be in the section of another one.
+        """
+        return next((name for name, section in self.config.items() if isinstance(section, dict)), None)
 
     @property
     def planned_steps(self) -> int | None:

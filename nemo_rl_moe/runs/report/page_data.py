@@ -61,6 +61,8 @@ _LATEST = (
     ("val/reward", "validation reward"),
     ("val/accuracy", "validation accuracy"),
     ("train/loss", "loss"),
+    ("train/teacher_kl", "divergence from the teacher"),
+    ("train/critic/explained_variance", "explained variance of the critic"),
     ("train/moe/cv_excess_mean", "cv beyond chance"),
     ("train/moe/avg_overload_factor", "overload"),
     ("train/moe/dead_expert_frac_mean", "share of dead experts"),

@@ -28,6 +28,8 @@ from nemo_rl_moe.runs.report.run_findings import Episodes, episodes_of, findings
 SHOWN_METRICS = {
     "train/reward": "reward",
     "train/loss": "loss",
+    "train/teacher_kl": "teacher",
+    "train/critic/explained_variance": "explained",
     "train/moe/cv_mean": "cv",
     "train/moe/cv_excess_mean": "cv excess",
     "train/moe/avg_overload_factor": "overload",

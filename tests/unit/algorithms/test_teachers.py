@@ -20,6 +20,7 @@ from nemo_rl_moe.algorithms.losses.distillation import (
 from nemo_rl_moe.config.loading import load_config_as
 from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.candidates import CANDIDATE_IDS, candidate_column
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
@@ -134,6 +135,31 @@ def test_environments_with_the_same_teacher_ask_it_once() -> None:
     expected = teacher.logits[batch.input_ids[:, :-1]].log_softmax(-1).gather(-1, ids[:, :-1])
     of_response = torch.arange(1, batch.input_ids.shape[1]) < batch.lengths[:, None]
     torch.testing.assert_close(found[:, 1:][of_response], expected[of_response])
+
+
+@pytest.mark.parametrize(
+    "changes", [(), ("distillation.topk_ids=teacher",), ("distillation.topk_logits_k=null",)], ids=str
+)
+def test_a_teacher_that_gives_no_numbers_is_named(changes: tuple[str, ...]) -> None:
+    settings = config(*MIXTURE, *changes)
+    teachers = {"teacher": model(1), "writer": BigramModel(torch.full((VOCABULARY, VOCABULARY), torch.nan))}
+    trajectories = responses(9, ("sums", "words", "games"))
+    with pytest.raises(ConfigurationError, match=r"^distillation\.teachers\.writer: .* the step's 3 responses"):
+        Teachers(settings, teachers, VOCABULARY).with_scores(
+            model(0), batch_of(trajectories), trajectories, PhaseClock()
+        )
+
+
+def test_a_response_that_a_teacher_cannot_score_costs_an_update_alone() -> None:
+    broken = model(1)
+    broken.logits[3] = torch.nan  # what follows token 3
+    trajectories = responses(9)
+    scored, _ = Teachers(config(), {"teacher": broken}, VOCABULARY).with_scores(
+        model(0), batch_of(trajectories), trajectories, PhaseClock()
+    )
+    lacks = scored.columns[TEACHER_LOGPROBS].values.isnan().flatten(1).any(-1)
+    assert lacks.any()
+    assert not lacks.all()
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,14 @@ def test_a_short_run_is_reported_that_it_only_warms_up(decay: str) -> None:
     assert lines("sft", "sft.max_num_steps=20", f"{STYLE}={decay}", num_steps=20) == []
 
 
+def test_a_critic_that_only_warms_up_is_reported_by_its_own_key() -> None:
+    config: Any = load_any_config("ppo_tiny_moe.yaml", ["value.lr_warmup_iters=40"], check_paths=False)
+    assert [line for line in notices(config, 30) if "warming" in line] == [
+        "the learning rate is still warming up when the run ends: 30 of the 40 steps of value.lr_warmup_iters, so that"
+        " it comes to 75% of lr"
+    ]
+
+
 def test_a_step_of_several_updates_warms_up_by_as_many() -> None:
     two = ("policy.train_global_batch_size=64", "policy.train_micro_batch_size=32")
     assert lines("grpo", *two, num_steps=3) == []  # 6 updates, warm-up of 5

@@ -2,13 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model's config.json shows is reported in one line by the driver, before Ray and workers are started."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl_moe import cli
-from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.config.loading import load_any_config, load_config
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.launch.roles import prepare_role
 from nemo_rl_moe.launch.setup import prepare_model
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
@@ -39,3 +42,21 @@ def test_as_long_and_as_many_as_the_model_has_is_right() -> None:
     most = (f"policy.model_name={MODEL}", TOO_LONG.replace("513", "512"), TOO_MANY.replace("9", "8"))
     policy = load_config("sft_tiny_moe.yaml", most, check_paths=False).policy
     assert prepare_model(policy, ConsoleLogger(total_steps=0, live="never")).hf_config.num_experts == 8
+
+
+def test_a_teacher_is_not_warned_about_as_if_it_were_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL)).save_pretrained(tmp_path)
+    shutil.copy(MODEL / "tokenizer.json", tmp_path)
+    shutil.copy(MODEL / "tokenizer_config.json", tmp_path)
+    keys = ("policy.model_name", "policy.tokenizer.name", "distillation.teachers.teacher.model_name")
+    models = [f"{key}={tmp_path}" for key in keys]
+    config = load_any_config("distillation_tiny_moe.yaml", models, check_paths=False)
+    console = ConsoleLogger(total_steps=0, live="never")
+    policy = prepare_model(config.policy, console)
+    capsys.readouterr()
+    prepare_role(config, "teacher", policy, console)
+    printed = "".join(capsys.readouterr())
+    assert "checking the model of the teacher" in printed
+    assert "warning" not in printed  # of the balancing loss in its config.json, say, which trains nothing

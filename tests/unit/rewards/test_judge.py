@@ -3,6 +3,7 @@
 """A judge behind a real endpoint: marks, retries, limits, the cache, and a key that goes nowhere else."""
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -108,7 +109,15 @@ def test_the_mark_is_the_last_number_of_the_reply(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    "trouble", [(503, "busy"), (429, "slow down"), "no number", "11", "-1", (200, "no json"), (200, "[]"), 0.01]
+    "reply", ["Mark: 8/10", "**8** / 10.", "8 out of 10", "5/5 steps are right: 8 of 10.0", ".8/10"]
+)
+def test_full_marks_behind_a_mark_are_not_the_mark(reply: str, endpoint: Endpoint) -> None:
+    endpoint.answers = [reply]
+    assert Judge(**parameters(endpoint)).score(item()).reward == (0.08 if reply[0] == "." else 0.8)
+
+
+@pytest.mark.parametrize(
+    "trouble", [(503, "busy"), (429, "slow down"), "no number", "11", "-1", "4/6", (200, "no json"), (200, "[]"), 0.01]
 )
 def test_another_attempt_where_it_may_help(trouble: Any, endpoint: Endpoint) -> None:
     endpoint.answers = [trouble, "5"]
@@ -171,10 +180,16 @@ def test_it_is_an_environment_whose_key_is_in_no_dump(endpoint: Endpoint) -> Non
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"url": "judge:8000"}, "url: expected http://HOST/v1"),
+        ({"url": "judge:8000"}, "url: got 'judge:8000', expected http://HOST/v1"),
+        ({"url": 5}, "url: got 5, expected a text"),
+        ({"model": None}, "model: got None, expected a text"),
+        ({"template": 5}, "template: got 5, expected a text"),
         ({"url": f"https://me:{SECRET}@judge/v1"}, "without a password in it"),
-        ({"template": "Mark it."}, "template: expected a text with {response}"),
-        ({"attempts": 0}, "attempts: got 0, expected a number above 0"),
+        ({"template": "Mark it."}, "template: got 'Mark it.', expected a text with {response}"),
+        ({"attempts": 0}, "attempts: got 0, expected a whole number above 0"),
+        ({"attempts": 0.5}, "attempts: got 0.5, expected a whole number above 0"),
+        ({"full_marks": math.inf}, "full_marks: got inf, expected a number above 0"),
+        ({"cache_folder": f"{__file__}/cache"}, "test_judge.py/cache', which cannot be made (NotADirectoryError"),
         ({"api_key_env": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is not set"),
     ],
 )

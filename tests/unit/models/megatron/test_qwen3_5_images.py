@@ -215,6 +215,14 @@ ROPE = tiny_vision_config(MODEL).to_dict()["text_config"]["rope_parameters"]
             {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}},
             r"got \[4, 2, 2\], expected three whole numbers that add up to 4, half of a head's rotated entries",
         ),
+        *(
+            (
+                "text_config",
+                {"rope_parameters": ROPE | {"partial_rotary_factor": factor}},
+                rf"rope_parameters\.partial_rotary_factor: got {factor!r}, expected a number above 0 and up to 1",
+            )
+            for factor in (None, "half", 3.0)
+        ),
         (
             "text_config",
             {"rope_parameters": ROPE | {"mrope_interleaved": False}},

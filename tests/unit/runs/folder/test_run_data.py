@@ -30,6 +30,15 @@ def test_reads_back_what_a_run_wrote(tmp_path: Path) -> None:
     assert (run.last_step, run.notes) == (3, [])
 
 
+def test_a_run_is_of_the_algorithm_whose_section_comes_first(tmp_path: Path) -> None:
+    # As `dump_resolved` has them: PPO and distillation have their loop in the section of GRPO.
+    config = {"ppo": {"gae_lambda": 0.95}, "grpo": {"max_num_steps": 9}, "policy": {}}
+    run = read_run(make_run(tmp_path / "run", {1: {"train/loss": 2.0}}, config=config))
+    assert (run.algorithm, run.planned_steps) == ("ppo", 9)
+    own = {"algorithm": "my_module:ALGORITHM", "opd": {}, "grpo": {"max_num_steps": 9}}
+    assert read_run(make_run(tmp_path / "own", {1: {"train/loss": 2.0}}, config=own)).algorithm == "opd"
+
+
 def test_a_last_line_that_a_crash_cut_is_passed_over(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", {1: {"train/loss": 2.0}, 2: {"train/loss": 1.0}}, random_counts(1, 1, 4, 9))
     path = folder / "metrics.jsonl"

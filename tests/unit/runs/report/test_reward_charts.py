@@ -10,7 +10,7 @@ from tests.unit.test_docs_grpo_metrics import unfolded
 
 DOCUMENTED = {
     key
-    for page in ("grpo.md", "dpo.md")
+    for page in ("grpo.md", "dpo.md", "distillation.md", "ppo.md")
     for cell in documented_keys(DOCS / page)
     for outer in unfolded(cell)
     for key in unfolded(outer)
@@ -19,10 +19,13 @@ DOCUMENTED = {
 DOCUMENTED |= {key.replace("train/", "val/", 1) for key in DOCUMENTED}
 
 
-LEARNING = SECTIONS["learning"]
+LEARNING, MODELS_BESIDE = SECTIONS["learning"], SECTIONS["models_beside"]
 
 
-@pytest.mark.parametrize("pattern", sorted({pattern for chart in LEARNING.charts for pattern in chart.lines}))
+@pytest.mark.parametrize(
+    "pattern",
+    sorted({pattern for section in (LEARNING, MODELS_BESIDE) for chart in section.charts for pattern in chart.lines}),
+)
 def test_every_line_is_a_metric_that_the_pages_report_of(pattern: str) -> None:
     assert [key for key in DOCUMENTED if fnmatchcase(key, pattern)]
 
@@ -46,3 +49,20 @@ def test_a_run_of_grpo_has_the_charts_of_learning_before_all_others() -> None:
     assert {chart["section"] for chart in charts[:-1]} == {LEARNING.heading}
     assert [line["label"] for line in charts[0]["lines"]] == ["reward", "validation reward"]
     assert [line["label"] for line in charts[1]["lines"]] == ["format", "length"]
+
+
+def test_runs_with_a_teacher_or_a_critic_have_charts_of_them() -> None:
+    teacher = ["train/teacher_kl", "train/policy_candidate_mass", "train/distillation/share_with_teacher"]
+    assert [chart["title"] for chart in charts_of(teacher)] == [
+        "Divergence from the teacher",
+        "Probability of the candidates",
+        "Tokens with a teacher",
+    ]
+    critic = ["train/critic/value_loss", "train/critic/explained_variance", "train/critic/values/mean"]
+    charts = charts_of([*critic, "train/critic/returns/mean"])
+    assert [chart["title"] for chart in charts] == [
+        "Explained variance of the critic",
+        "Loss of the critic",
+        "Values and returns",
+    ]
+    assert [line["label"] for line in charts[2]["lines"]] == ["mean value", "mean return"]
