@@ -21,8 +21,8 @@ CHILD = "started-by-a-tool"
 
 
 def read_calls(text: str, schemas: Schemas) -> list[ParsedCall]:
-    """Return two calls for any text: an untrained model writes none. One text in eight has a tool that hangs."""
-    second = ToolCall("block", {"seconds": 10_000.0}) if len(text.encode()) % 8 == 0 else ToolCall("add", {"a": "x"})
+    """Return two calls for any text: an untrained model writes none. One text in four has a tool that hangs."""
+    second = ToolCall("block", {"seconds": 10_000.0}) if len(text.encode()) % 4 == 0 else ToolCall("add", {"a": "x"})
     return [ToolCall("add", {"a": 40, "b": 2}), second]
 
 
