@@ -40,9 +40,18 @@ def test_a_short_run_is_reported_that_it_only_warms_up(decay: str) -> None:
 def test_a_critic_that_only_warms_up_is_reported_by_its_own_key() -> None:
     config: Any = load_any_config("ppo_tiny_moe.yaml", ["value.lr_warmup_iters=40"], check_paths=False)
     assert [line for line in notices(config, 30) if "warming" in line] == [
-        "the learning rate is still warming up when the run ends: 30 of the 40 steps of value.lr_warmup_iters, so that it"
-        " comes to 75% of lr"
+        "the learning rate is still warming up when the run ends: 30 of the 40 steps of value.lr_warmup_iters, so that"
+        " it comes to 75% of lr"
     ]
+
+
+def test_data_that_end_before_the_policy_trains_are_reported() -> None:
+    config: Any = load_any_config("ppo_tiny_moe.yaml", ["ppo.policy_training_start_step=14"], check_paths=False)
+    assert [line for line in notices(config, 7) if "never" in line] == [
+        "the policy never trains: ppo.policy_training_start_step is 14, and the run has 7 steps (grpo.max_num_steps,"
+        " grpo.max_num_epochs of the data)"
+    ]
+    assert notices(config, 30) == []
 
 
 def test_a_step_of_several_updates_warms_up_by_as_many() -> None:
