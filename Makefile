@@ -105,7 +105,7 @@ demo-vllm: $(VLLM_STAMP) ## the demo's reinforcement learning with rollouts by v
 	@echo "[demo-vllm] nemo-rl-moe grpo --config examples/configs/grpo_tiny_moe_vllm.yaml checkpointing.resume=never"
 	@$(VENV)/bin/python -m nemo_rl_moe.cli grpo --config examples/configs/grpo_tiny_moe_vllm.yaml checkpointing.resume=never
 
-test: lint types test-unit test-functional ## what to run before a change, in minutes: every subject in a few of its cases
+test: lint types docs test-unit test-functional ## what to run before a change, in minutes: every subject in a few of its cases
 	@echo "[test] all passed"
 
 test-all: lint types test-all-unit test-all-functional ## what continuous integration runs of them (.ci/run): every case, but for the slow tests

@@ -30,16 +30,18 @@ SCENARIO = Scenario(
     step_s=0.003,
     row_s=7e-5,
 )
-STEPS, WARM_UP = 16, 4
+STEPS, WARM_UP, ROLLOUTS = 16, 4, 8
 
 
-def result_of(scenario: Scenario, num_steps: int = STEPS, warm_up: int = WARM_UP) -> dict[str, float | str]:
-    """Return the shares of a scenario."""
+def result_of(
+    scenario: Scenario, num_steps: int = STEPS, warm_up: int = WARM_UP, num_rollouts: int = ROLLOUTS
+) -> dict[str, float | str]:
+    """Return the shares of a scenario, of so many steps or, in lockstep, rollouts."""
     asynchronous = measure(scenario, scenario.max_staleness, num_steps, warm_up)
     return {
         "scenario": scenario.name,
         "max_staleness": scenario.max_staleness,
-        "in_lockstep": round(waiting_in_lockstep(scenario), 3),
+        "in_lockstep": round(waiting_in_lockstep(scenario, num_rollouts), 3),
         "as_they_come": round(measure(scenario, 0, num_steps, warm_up).waiting, 3),
         "asynchronous": round(asynchronous.waiting, 3),
     }

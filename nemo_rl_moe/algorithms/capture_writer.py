@@ -80,6 +80,7 @@ class CaptureWriter:
         own: MeasuredPass,
         replayed: PerToken | None,
         repeated: MeasuredPass,
+        expert_biases: Float[np.ndarray, "2 layers experts"] | None = None,
     ) -> None:
         """Add a step.
 
@@ -90,6 +91,7 @@ class CaptureWriter:
             own: The pass with the routers' own choice.
             replayed: Log-probabilities with the experts of the rollout.
             repeated: The same as `own` with another composition of the batches, of the first of them alone.
+            expert_biases: Before the last update and now; None where it was skipped or does not move them.
         """
         if self._failed:
             return
@@ -98,9 +100,10 @@ class CaptureWriter:
             assert own.routes is not None
             sequences = self._sequences(sample, rows, own, replayed, repeated)
             self._writer = self._writer or CaptureFolderWriter(self._folder, self._description(own.routes), _WRITER)
+            before, now = (None, None) if expert_biases is None else expert_biases
             # A file has the columns that all of its sequences have.
             for some in filter(None, (sequences[:part], sequences[part:])):
-                self._writer.write(step, some)
+                self._writer.write(step, some, now, before)
         except (OSError, ValueError, DataError, pa.ArrowException) as error:
             self._failed = True
             self._warn(f"{self._folder}: cannot be written, no further capture is saved: {error}")

@@ -200,7 +200,8 @@ class RoutingMeasurements(RunObserver):
         if self._capture is not None:
             again = self._policy.logprobs_and_routes(bare.select(_noise_rows(bare)), one_at_a_time=True)
             own_pass, repeated = MeasuredPass(logprobs, own_capture), MeasuredPass(*again)
-            self._capture.write(step, sample, captured, own_pass, of_replay, repeated)
+            biases = self._policy.expert_biases()
+            self._capture.write(step, sample, captured, own_pass, of_replay, repeated, biases)
         self._before = _Measured(bare, own_capture, capture, generation, replayed)
         return metrics
 

@@ -7,7 +7,6 @@ Rules and loaders see such a model as a `policy` section, and name its settings 
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -57,10 +56,10 @@ def _own_names(model: RoleModelConfig) -> dict[str, str]:
     return {name: name for name in same} | {ours: own for ours, own in _OTHER_NAMES.items() if own in fields}
 
 
-def _keys_of(section: Any, model: RoleModelConfig) -> Iterator[str]:
+def _keys_of(section: BaseModel | Mapping[str, object], model: RoleModelConfig) -> Iterator[str]:
     """Yield the key at which a section holds this very model."""
     for name, value in section.items() if isinstance(section, Mapping) else section:
         if value is model:
-            yield str(name)
+            yield name
         elif isinstance(value, BaseModel | Mapping):
             yield from (f"{name}.{rest}" for rest in _keys_of(value, model))

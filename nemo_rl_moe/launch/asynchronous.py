@@ -5,6 +5,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from nemo_rl_moe.checkpoints.state import LoopState
@@ -31,7 +32,7 @@ from nemo_rl_moe.rollouts.asynchronous.schedule import (
 from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource, feed_of_epochs, prompts_of_epochs
 from nemo_rl_moe.rollouts.asynchronous.staleness import StalenessPolicy, make_policy
 from nemo_rl_moe.rollouts.source import PromptRounds
-from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.rollouts.trajectory import Trajectory, sequences_of
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.runs.folder.lines import LineFile, rewind_lines
 from nemo_rl_moe.runs.folder.time_line import TimeLine
@@ -203,13 +204,26 @@ def state_at(config: GRPOMasterConfig, loop: LoopState, checkpoint: Path | None,
     Raises:
         CheckpointError: The queue is damaged, or one of other prompts.
     """
-    version, num_generations = loop.step * config.updates_per_step, config.grpo.num_generations_per_prompt
+    version = loop.step * config.updates_per_step
     if checkpoint is not None:
         prompts = prompts_of_epochs(loader, config.grpo.max_num_epochs)
         if (found := read_queue(checkpoint, prompts, RAY_STORE)) is not None:
-            return drawn_again(found, version, lambda group: len(group) == num_generations)
+            return drawn_again(found, version, partial(_can_be_trained_on, config))
     num_taken = loop.batches_taken * config.grpo.num_prompts_per_step
     return QueueState(version, num_taken, open=(), given_up=(), queue=())
+
+
+def _can_be_trained_on(config: GRPOMasterConfig, group: list[Trajectory]) -> bool:
+    """Return whether a group that another run may have drawn has what this one trains on."""
+    sequences = sequences_of(group)
+    return (
+        len(group) == config.grpo.num_generations_per_prompt
+        and (config.loss_fn.sampling_mask == "none" or all(each.kept_tokens is not None for each in sequences))
+        and (
+            config.policy.megatron_cfg.routing_replay != "rollout"
+            or all(each.routed_experts is not None for each in sequences)
+        )
+    )
 
 
 def _observer(

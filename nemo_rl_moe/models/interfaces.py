@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
@@ -210,6 +211,10 @@ class PolicyInterface(Protocol):
         self, batch: TokenBatch, *, one_at_a_time: bool = False
     ) -> tuple[Float[Tensor, "batch sequence"], StoredColumn | None]:
         """Return `logprobs`, and the pass's routed experts as a stored column; None for a model without MoE layers."""
+        ...
+
+    def expert_biases(self) -> Float[np.ndarray, "2 layers experts"] | None:
+        """Return the expert bias before the last update and now; None where it was skipped or does not move it."""
         ...
 
     def compare_routes(

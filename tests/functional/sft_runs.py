@@ -7,12 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from nemo_rl_moe import demo_data
 from tests.functional import shared_ray
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
@@ -30,11 +32,11 @@ def make_model_folder(folder: Path, model: Path = MODEL, **changes: Any) -> Path
 
 
 def make_additions(folder: Path, num_train: int, num_validation: int) -> Path:
-    """Some of the demo's data, by the script that makes it."""
-    script = REPOSITORY_ROOT / "examples/make_demo_data.py"
+    """Some of the demo's data, made in this process: reasoning-gym takes longer to import than to draw them."""
     sizes = {"--num-train": num_train, "--num-validation": num_validation, "--num-grpo-prompts": 0}
     words = [str(word) for pair in sizes.items() for word in pair]
-    subprocess.run([sys.executable, script, "--output", folder, *words], check=True, stdout=subprocess.DEVNULL)
+    with redirect_stdout(StringIO()):
+        assert demo_data.main(["--output", str(folder), *words]) == 0
     return folder
 
 

@@ -191,6 +191,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_in_one_line(runs: Runs) ->
     assert "starting Ray" not in refused.stdout
 
 
+@pytest.mark.full
 def test_a_policy_that_begins_as_its_teacher_has_nothing_to_learn_and_the_same_routes(runs: Runs) -> None:
     teacher = runs.folder / "teacher"
     changes = {

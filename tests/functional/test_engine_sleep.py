@@ -276,13 +276,16 @@ def test_engines_on_gpus_are_made_for_throughput(place: tuple[RayCluster, Path])
         engine: Any = engines.engine
         refit(engine, engines.policy)
         generated(engine, requests(3))
-        actors, answers = engine._actors, list[Any]()
-        for _ in range(2):
+        actors = engine._actors
+
+        def made_with() -> tuple[str, str, list[int | None], int]:
             ((_, answer),), _ = actors.ask(lambda handle: handle.__ray_call__.remote(_made_with))
-            answers.append(answer)
-            actors.give_up(actors.present[0], "is replaced")
-            actors.start_missing()
-    first, second = answers
+            return answer
+
+        first = made_with()
+        actors.give_up(actors.present[0], "is replaced")
+        actors.start_missing()
+        second = made_with()
     assert first == ("LLM_CLASS", "triton", [None] * 3, 0)
     assert second[3] != first[3], "a new engine does not draw the numbers of the one before"
 

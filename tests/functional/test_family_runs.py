@@ -9,7 +9,6 @@ The bias moves between steps, so that an engine with a copy of the weights must 
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -53,7 +52,8 @@ def test_ten_steps_with_the_rollouts_routes(
 ) -> None:
     data = grpo_runs.make_prompts(tmp_path / "data", 40)
     has_bias = "moe_router_enable_expert_bias" in FAMILY_MODELS[name].router_fields
-    megatron: dict[str, Any] = {**layout(**sizes), "routing_replay": "rollout"}
+    measurements = {"every_n_steps": 5, "share_of_tokens": 1.0, "save_capture": False}
+    megatron = {**layout(**sizes), "routing_replay": "rollout", "routing_measurements": measurements}
     if has_bias:
         megatron["moe_router_bias_update_rate"] = 0.02
     settings = grpo_runs.settings(
@@ -78,6 +78,11 @@ def test_ten_steps_with_the_rollouts_routes(
     assert values["train/moe/routing/anomalies"] == [0] * NUM_STEPS
     # Of the first of two updates each: the second has moved the weights.
     assert max(values["train/token_mult_prob_error"]) < 1 + 1e-5
+    # Of the weights that rolled out, by the experts of either side: rounding alone.
+    for part in ("numerics", "routing"):
+        split = values[f"train/moe/routing_split/mean_abs_{part}"]
+        assert len(split) == 2
+        assert max(split) < 1e-5
     if has_bias:
         assert min(values["train/moe/expert_bias/max_abs_change"]) > 0
     else:

@@ -3,6 +3,8 @@
 """Measured sequences of a GRPO run as a capture folder: the audit has the run's own numbers."""
 
 import json
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,12 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe import cli
+from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.distributed.worker_group import WorkerGroup
+from nemo_rl_moe.errors import UserError
+from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
+from nemo_rl_moe.models.policy import model_workers
+from nemo_rl_moe.models.policy.start_rank import start_rank
 from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER, read_description, read_step, steps_of
 from tests.functional import grpo_runs, sft_runs
 from tests.support.logged_metrics import read_jsonl
@@ -95,3 +103,88 @@ def test_everything_of_a_sequence_is_there(run_folder: Path) -> None:
         assert set(part.columns["weight_versions"][sampled].tolist()) == {1}
         np.testing.assert_array_equal(sampled, part.columns["loss_mask"])
     assert sum("repeated_experts" in part.columns for part in parts) == 1
+
+
+RATE = 0.01
+WITH_BIAS = {
+    "policy__megatron_cfg__moe_router_enable_expert_bias": True,
+    "policy__megatron_cfg__moe_router_score_function": "sigmoid",
+    "policy__megatron_cfg__moe_router_bias_update_rate": RATE,
+}
+
+
+def start_frozen(rank: int, world_size: int, **kwargs: Any) -> MegatronModel | UserError:
+    """A rank in which Megatron-Core leaves the expert bias as it is."""
+    module: Any = import_module("megatron.core.distributed.finalize_model_grads")
+    started = start_rank(rank, world_size, **kwargs)
+    module._update_router_expert_bias = lambda *args, **kwargs: None
+    return started
+
+
+def group_of_frozen(cluster: RayCluster, make_worker: partial[Any], **settings: Any) -> WorkerGroup[MegatronModel]:
+    return WorkerGroup(cluster, partial(start_frozen, **make_worker.keywords), **settings)
+
+
+def biased_run(folder: Path, num_steps: int, every: int, **changes: Any) -> Path:
+    (folder / "work").mkdir()
+    settings = grpo_runs.settings(
+        folder,
+        grpo_runs.make_prompts(folder / "data", 40),
+        policy__megatron_cfg__routing_measurements={
+            "every_n_steps": every,
+            "share_of_tokens": 0.5,
+            "save_capture": True,
+        },
+        grpo__max_num_steps=num_steps,
+        grpo__val_period=0,
+        **WITH_BIAS,
+        **changes,
+        **sft_runs.only_jsonl(),
+    )
+    done = grpo_runs.run_here(settings, folder / "work")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sft_runs.only_run_folder(folder)
+
+
+def findings_of(run_folder: Path) -> list[str]:
+    output = run_folder.parent / "audit.json"
+    code = cli.main(["audit", str(run_folder), "--json", str(output)])
+    (run,) = json.loads(output.read_text())
+    found = [finding["text"] for finding in run["findings"]] + [
+        text for step in run["steps"] for text in step["findings"]
+    ]
+    assert code == bool(found)
+    return found
+
+
+TWO_STAGES = {"policy__megatron_cfg__pipeline_model_parallel_size": 2}
+TWO_UPDATES = {"policy__train_global_batch_size": 8}
+
+
+@pytest.mark.parametrize(("num_steps", "every", "changes"), [(3, 1, TWO_STAGES), (4, 2, TWO_UPDATES)])
+def test_an_expert_bias_that_stands_still_is_found_in_the_capture(
+    num_steps: int, every: int, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_workers, "WorkerGroup", group_of_frozen)
+    (finding,) = findings_of(biased_run(tmp_path, num_steps, every, **changes))
+    assert finding.startswith("the expert bias of 4 layers has not moved since step 2, ")
+
+
+@pytest.mark.parametrize("changes", [TWO_STAGES, TWO_UPDATES])
+def test_a_healthy_expert_bias_has_no_finding(changes: dict[str, Any], tmp_path: Path) -> None:
+    run_folder = biased_run(tmp_path, 4, 1, **changes)
+    assert findings_of(run_folder) == []
+    description, files = read_description(run_folder / CAPTURE_FOLDER), steps_of(run_folder / CAPTURE_FOLDER)
+    found = {step: next(read_step(description, step, paths)) for step, paths in files.items()}
+    assert [rows.expert_bias is not None for rows in found.values()] == [False, True, True, True]
+    for rows in list(found.values())[1:]:
+        assert rows.expert_bias is not None
+        assert rows.expert_bias_before is not None
+        moved = np.abs(rows.expert_bias - rows.expert_bias_before)
+        assert moved.shape == (4, 8)
+        # Experts whose load was the mean stay.
+        assert set(np.round(moved / RATE, 3).flatten().tolist()) <= {0.0, 1.0}
+        assert (moved.max(1) > 0).all()
+    if changes is TWO_STAGES:
+        for before, after in ((2, 3), (3, 4)):
+            np.testing.assert_array_equal(found[after].expert_bias_before, found[before].expert_bias)

@@ -50,6 +50,9 @@ def test_a_run_goes_on_whatever_tools_do(tmp_path: Path) -> None:
         "env__answer_after": None,
         "env__score_truncated": True,
         "grpo__max_num_steps": 2,
+        # Each tool that hangs costs the start of a process.
+        "grpo__num_generations_per_prompt": 2,
+        "policy__train_global_batch_size": 8,
         "data__validation": None,
     }
     done = grpo_runs.run_here(grpo_runs.settings(tmp_path, data, **tools, **sft_runs.only_jsonl()), tmp_path)
@@ -68,6 +71,7 @@ def test_a_run_goes_on_whatever_tools_do(tmp_path: Path) -> None:
         assert {call["outcome"] for call in calls} in ({"ok", "wrong"}, {"ok", "timeout"})
         assert any(turn["trained"] for turn in sample["conversation"]) == ("left_out" not in sample)
         assert len(sample["times"]["tools"]) == len(calls)
+    assert any("no result within 1 s" in sample["response"] for sample in called)
     # An untrained model may end a turn with a token behind which its template cannot go on.
     faults = [sample["fault"] for sample in samples if sample.get("fault")]
     assert all("the turn ends with" in fault for fault in faults)

@@ -140,12 +140,16 @@ def reference_outputs(folder: Path) -> ModelOutputs:
         chosen.append(as_rows(experts, ids.shape))
         scores.append(as_rows(_choosing_scores(router, logits, arguments), ids.shape, in_order=False))
 
-    for module in model.modules():
-        if re.search(r"Top[kK]Router$", type(module).__name__):
-            module.register_forward_hook(keep)
+    for router in routers_of_transformers(model):
+        router.register_forward_hook(keep)
     with torch.no_grad():
         logits = model(ids).logits
     return ModelOutputs(logits.numpy(), chosen, scores)
+
+
+def routers_of_transformers(model: nn.Module) -> list[nn.Module]:
+    """Return the routers of a model of transformers, from the first layer on; they give logits, weights, experts."""
+    return [module for module in model.modules() if re.search(r"Top[kK]Router$", type(module).__name__)]
 
 
 def greedy_responses(folder: Path) -> list[Response]:

@@ -260,7 +260,7 @@ def run_in_lockstep(scenario: Scenario, seed: int, groups: int = GROUPS) -> tupl
     return engine, loop.time()
 
 
-def waiting_in_lockstep(scenario: Scenario, num_rollouts: int = 8) -> float:
+def waiting_in_lockstep(scenario: Scenario, num_rollouts: int) -> float:
     """Return the share of some rollouts in which the engine waits."""
     runs = [run_in_lockstep(scenario, seed) for seed in range(num_rollouts)]
     return 1 - sum(engine.busy_s for engine, _ in runs) / sum(seconds for _, seconds in runs)

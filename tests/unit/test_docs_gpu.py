@@ -20,9 +20,11 @@ def rows_of(page: str) -> list[re.Match[str]]:
 
 
 def missing(rows: list[re.Match[str]], tests: Path) -> list[str]:
+    files = {row["file"] for row in rows}
     functions = {
         (path.name, node.name)
         for path in tests.rglob("test_*.py")
+        if path.name in files
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef)
     }

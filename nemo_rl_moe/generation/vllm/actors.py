@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from nemo_rl_moe.distributed.light_workers import kill
 from nemo_rl_moe.errors import GenerationError
 from nemo_rl_moe.generation.refit import reason_of
 from nemo_rl_moe.generation.vllm.placement import Placement
@@ -43,8 +44,7 @@ class EngineActor:
         return self.handle.num_steps.options(concurrency_group=PROGRESS).remote()
 
     def end(self) -> None:
-        with suppress(RayError, ValueError):
-            ray.kill(self.handle, no_restart=True)
+        kill(self.handle)
 
 
 class EngineActors:

@@ -37,8 +37,18 @@ def rotary_base(hf_config: Any) -> float:
 
 
 def rotary_percent(hf_config: Any) -> float:
-    """Return the part of each head that is rotated, its first entries."""
-    return float(_rope_parameters(hf_config).get("partial_rotary_factor", 1.0))
+    """Return the part of each head that is rotated, its first entries.
+
+    Raises:
+        ConfigurationError: It is no part of a head.
+    """
+    factor = _rope_parameters(hf_config).get("partial_rotary_factor", 1.0)
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= 1:
+        raise ConfigurationError(
+            f"policy.model_name: config.json: rope_parameters.partial_rotary_factor: got {shortened(repr(factor))}, "
+            "expected a number above 0 and up to 1"
+        )
+    return float(factor)
 
 
 def inverse_frequencies(hf_config: Any) -> Float[Tensor, " half_head"] | None:
@@ -100,19 +110,17 @@ def _refuse_keys(parameters: Mapping[str, Any], unknown: Collection[str]) -> Non
 
 def _check_rotated_part(hf_config: Any, head_dim: int, *, rotates_part: bool) -> None:
     """Refuse a part of heads that the family cannot rotate, and scores that would be scaled in that part alone."""
-    factor = _rope_parameters(hf_config).get("partial_rotary_factor", 1.0)
-    key = "policy.model_name: config.json: rope_parameters"
+    factor, key = rotary_percent(hf_config), "policy.model_name: config.json: rope_parameters"
     if factor == 1.0:
         return
     if not rotates_part:
         raise ConfigurationError(
-            f"{key}.partial_rotary_factor: got {shortened(repr(factor))}, expected 1.0: the family rotates whole heads"
+            f"{key}.partial_rotary_factor: got {factor}, expected 1.0: the family rotates whole heads"
         )
-    is_number = isinstance(factor, int | float) and not isinstance(factor, bool) and 0 < factor < 1
-    if not is_number or int(head_dim * factor) % 2 or int(head_dim * factor) == 0:
+    if int(head_dim * factor) % 2 or int(head_dim * factor) == 0:
         raise ConfigurationError(
-            f"{key}.partial_rotary_factor: got {shortened(repr(factor))}, expected a part of a head of {head_dim} that "
-            "has an even number of entries"
+            f"{key}.partial_rotary_factor: got {factor}, expected a part of a head of {head_dim} that has an even "
+            "number of entries"
         )
     if _stretched(hf_config)[1] != 1.0:
         raise ConfigurationError(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nemo_rl_moe.config.suggestions import shortened
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.families.decoder import rotary_percent
 from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily, heads_of
 from nemo_rl_moe.models.families.tower_shape import TowerShape
 
@@ -177,7 +178,7 @@ def _common_problems(flat: Any, family: VisionFamily) -> list[str]:
         )
     if family.has_mrope:
         _, head_dim = heads_of(flat)
-        half = int(head_dim * flat.rope_parameters.get("partial_rotary_factor", 1.0)) // 2
+        half = int(head_dim * rotary_percent(flat)) // 2
         section = flat.mrope_section
         numbers = isinstance(section, list | tuple) and all(type(part) is int and part >= 0 for part in section)
         if not numbers or len(section) != 3 or sum(section) != half:

@@ -8,6 +8,8 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+from jaxtyping import Float
 from ray.util import get_node_ip_address
 from torch import Tensor
 
@@ -331,6 +333,17 @@ class MegatronPolicy(TrainableModel):
                 rows[place] = of_sequence
         logprobs = in_rows(plan, [found for found, _ in by_rank], batch, filled)
         return logprobs, stored_per_token(rows[: len(batch)], fill=UNKNOWN)
+
+    def expert_biases(self) -> Float[np.ndarray, "2 layers experts"] | None:
+        """Return the expert bias before the last update and now; None where it was skipped or does not move it."""
+        # One rank of each stage: its layers have copies on the others.
+        asked = [
+            () if place.data_parallel_rank == place.tensor_rank == place.context_rank == 0 else None
+            for place in self._coordinates
+        ]
+        by_rank = self._workers.start_each(MegatronTrainer.expert_biases, asked)()
+        found = {layer: biases for of_stage in by_rank.values() for layer, biases in of_stage.items()}
+        return np.stack([found[layer] for layer in sorted(found)], axis=1) if found else None
 
     def generate(self, batch: GenerationBatch) -> list[GeneratedSequence]:
         """Return one continuation of each prompt, in the order of the prompts."""

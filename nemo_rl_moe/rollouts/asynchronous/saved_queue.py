@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The queue of asynchronous rollouts in a checkpoint: prompts in `queue.json`, tokens in `queue.safetensors`.
 
-Finished groups come back as they are, running ones are drawn again. Groups with images, and those whose routed experts
-were lost with an engine, count as running ones.
+Finished groups come back as they are, running ones are drawn again. Groups with images or kept tokens, and those whose
+routed experts were lost with an engine, count as running ones.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -85,9 +85,9 @@ def routing_report(
     if sample is not None:
         anomalies += find_anomalies(sample, num_experts, layers, sequences, totals.of_experts)
     metrics = agreement_metrics(totals, layers, per_layer=per_layer) | checked.metrics()
-    if not anomalies:
-        anomalies += unexplained_disagreement(totals, layers)
-    if not anomalies:
+    if not (of_routes := [anomaly for anomaly in anomalies if anomaly.kind != "logprobs"]):
+        anomalies += (of_routes := unexplained_disagreement(totals, layers))
+    if not of_routes:
         metrics |= clear_differences(totals, layers)
     metrics["routing/anomalies"] = float(len(anomalies))
     return RoutingReport(layers, totals, metrics, tuple(anomalies))

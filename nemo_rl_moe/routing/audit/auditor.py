@@ -82,6 +82,7 @@ class _StepAudit:
         self._prefixes, self._turns, self._versions = PrefixCollector(), TurnCounts(), VersionRows()
         self._exact, self._indexer = ExactCounts(description.layers), IndexerCounts()
         self._bias: Float[np.ndarray, "layers experts"] | None = None
+        self._bias_before: Float[np.ndarray, "layers experts"] | None = None
         device = torch.device("cpu")
         shape = (len(description.layers), description.num_experts)
         self._layers = torch.arange(len(description.layers))
@@ -136,7 +137,8 @@ class _StepAudit:
             self._versions.add(capture, live, rows.columns["weight_versions"], trained, rows.lengths)
         trained[ends - rows.lengths] = False  # nothing comes before a first token
         self._indexer.add(rows)
-        self._bias = rows.expert_bias if self._bias is None else self._bias
+        if self._bias is None:
+            self._bias, self._bias_before = rows.expert_bias, rows.expert_bias_before
         if self._description.is_exact or self._description.is_bitwise:
             self._exact.add(rows, trained)
         for name in _OF_TOKENS:
@@ -183,7 +185,7 @@ class _StepAudit:
         metrics |= self._of_engine() | self._versions.metrics() | with_prefix("moe/indexer", self._indexer.metrics())
         if self._history is not None:
             metrics |= self._history.prefixes.compared(step, self._prefixes.finished())
-            metrics |= self._history.biases.metrics(self._bias)
+            metrics |= self._history.biases.metrics(self._bias, self._bias_before)
         if (advantages := self._of_all("advantages")) is not None:
             metrics |= {"advantages/min": float(advantages.min()), "advantages/max": float(advantages.max())}
         loads = {name: counts if counts.any() else None for name, counts in self._loads.items()}

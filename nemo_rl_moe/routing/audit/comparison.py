@@ -17,7 +17,7 @@ from nemo_rl_moe.errors import counted
 from nemo_rl_moe.routing.audit.audited_run import ROLLOUT, TRAINING, AuditedRun
 from nemo_rl_moe.routing.audit.auditor import AuditedStep, audit_step
 from nemo_rl_moe.routing.audit.sources import Source
-from nemo_rl_moe.routing.audit.summary import anomalies_of, number_text, table_lines
+from nemo_rl_moe.routing.audit.summary import number_text, table_lines
 from nemo_rl_moe.routing.metrics.load_arrays import load_distance
 from nemo_rl_moe.runs.folder.captured_sequences import (
     UNKNOWN,
@@ -57,12 +57,13 @@ class Comparison:
 
     @property
     def problems(self) -> list[str]:
-        """Return routes of the same tokens that cannot both be right."""
+        """Return routes of the same tokens that cannot both be right; log-probabilities are a matter of one run."""
         return [
-            f"against {self.other.path}: step {step.step}: {side}: {text}"
+            f"against {self.other.path}: step {step.step}: {side}: {anomaly.text}"
             for side, steps in self.same.items()
             for step in steps
-            for text in anomalies_of(step)
+            for anomaly in (() if step.report is None else step.report.anomalies)
+            if anomaly.kind != "logprobs"
         ]
 
 

@@ -42,10 +42,12 @@ CAPTURE_FOLDERS = (CAPTURE_FOLDER, "tape")  # older name last
 _TOKEN_TYPES: Mapping[str, pa.DataType] = {name: pa.from_numpy_dtype(kind) for name, kind in TOKEN_TYPES.items()}
 EXPERT_BIAS = "expert_bias"
 """Column with the bias of all routers, flattened, in one row of a file: it is of the step."""
+EXPERT_BIAS_BEFORE = "expert_bias_before"
+"""The same before the last optimizer step, skipped ones left out."""
 SCHEMA = pa.schema(
     [("sequence", pa.string()), ("num_tokens", pa.int32()), ("reward", pa.float32())]
     + [(name, pa.list_(kind)) for name, kind in _TOKEN_TYPES.items()]
-    + [(EXPERT_BIAS, pa.list_(pa.float32()))]
+    + [(name, pa.list_(pa.float32())) for name in (EXPERT_BIAS, EXPERT_BIAS_BEFORE)]
 )
 _FILE_NAME = re.compile(r"step-(\d{8,})\.(.+?)(?:-\d+)?\.parquet")
 _WRITER = re.compile(r"[A-Za-z0-9-]+")
@@ -103,18 +105,17 @@ class CaptureFolderWriter:
         step: int,
         sequences: Sequence[CapturedSequence],
         expert_bias: Float[np.ndarray, "layers experts"] | None = None,
+        expert_bias_before: Float[np.ndarray, "layers experts"] | None = None,
     ) -> Path:
         """Add sequences of one step, as a file.
 
         Args:
             expert_bias: Of the routers of training at this step, one of its files is enough.
+            expert_bias_before: Before the last optimizer step that was not skipped, which moves all layers' biases.
 
         Raises:
             ValueError: A column is none of the format's, or has another shape than the description says.
         """
-        shape = (len(self._description.layers), self._description.num_experts)
-        if expert_bias is not None and expert_bias.shape != shape:
-            raise ValueError(f"expert_bias has the shape {expert_bias.shape}, expected {shape}")
         records: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
         for sequence in sequences:
             records["sequence"].append(sequence.name)
@@ -125,8 +126,12 @@ class CaptureFolderWriter:
             for name in _TOKEN_TYPES:
                 values = checked_column(self._description, sequence, name)
                 records[name].append(None if values is None else values.reshape(-1))
-        bias = None if expert_bias is None else expert_bias.astype(np.float32).reshape(-1)
-        records[EXPERT_BIAS] = [bias if number == 0 else None for number in range(len(sequences))]
+        shape = (len(self._description.layers), self._description.num_experts)
+        for name, bias in ((EXPERT_BIAS, expert_bias), (EXPERT_BIAS_BEFORE, expert_bias_before)):
+            if bias is not None and bias.shape != shape:
+                raise ValueError(f"{name} has the shape {bias.shape}, expected {shape}")
+            flat = None if bias is None else bias.astype(np.float32).reshape(-1)
+            records[name] = [flat if number == 0 else None for number in range(len(sequences))]
         staging = self._folder / f".step-{step:08d}.{uuid.uuid4().hex[:12]}"
         pq.write_table(pa.table(records, schema=SCHEMA), staging, compression="zstd", row_group_size=_ROWS_AT_A_TIME)
         while True:
@@ -268,18 +273,21 @@ def _rows(description: CaptureDescription, step: int, batch: pa.RecordBatch, wri
         columns,
         None if rewards is None or rewards.null_count else rewards.to_numpy(zero_copy_only=False),
         writer,
-        _bias(description, batch),
+        _bias(description, batch, EXPERT_BIAS),
+        _bias(description, batch, EXPERT_BIAS_BEFORE),
     )
 
 
-def _bias(description: CaptureDescription, batch: pa.RecordBatch) -> Float[np.ndarray, "layers experts"] | None:
-    if EXPERT_BIAS not in batch.schema.names:
+def _bias(
+    description: CaptureDescription, batch: pa.RecordBatch, name: str
+) -> Float[np.ndarray, "layers experts"] | None:
+    if name not in batch.schema.names:
         return None
     shape = (len(description.layers), description.num_experts)
-    for values in batch.column(EXPERT_BIAS):
+    for values in batch.column(name):
         if values.is_valid:
             found = np.array(values.as_py(), dtype=np.float32)
             if found.size != shape[0] * shape[1]:
-                raise ValueError(f"{EXPERT_BIAS} has {found.size} values, expected {shape[0] * shape[1]}")
+                raise ValueError(f"{name} has {found.size} values, expected {shape[0] * shape[1]}")
             return found.reshape(shape)
     return None

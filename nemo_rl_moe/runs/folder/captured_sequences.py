@@ -87,6 +87,7 @@ class CapturedRows:
         rewards: Reward of each sequence; None where any has none.
         writer: Who wrote them, such as one rank of several; empty where nobody says.
         expert_bias: Of the routers of training at this step; None: not among these sequences.
+        expert_bias_before: Before the last optimizer step that was not skipped; None: not known.
     """
 
     step: int
@@ -96,6 +97,7 @@ class CapturedRows:
     rewards: Shaped[np.ndarray, " sequences"] | None
     writer: str = ""
     expert_bias: Shaped[np.ndarray, "layers experts"] | None = None
+    expert_bias_before: Shaped[np.ndarray, "layers experts"] | None = None
 
 
 def checked_column(

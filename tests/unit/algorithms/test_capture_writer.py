@@ -19,7 +19,7 @@ from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
 from nemo_rl_moe.routing.metrics.mismatch_split import gap_metrics, split_gap, split_metrics
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
-from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER, read_description, steps_of
+from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER, read_description, read_step, steps_of
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 
 LENGTHS, NUM_LAYERS, NUM_EXPERTS, TOPK = (30, 41, 25, 37), 2, 8, 2
@@ -108,6 +108,34 @@ def test_the_audit_of_a_run_s_folder_has_its_numbers(
     assert metrics["moe/routing/rows_expected"] == rows
     assert metrics["moe/routing/live_agreement"] == pytest.approx(1 - 8 / rows, abs=2.1 / rows)
     assert (metrics["reward"], metrics["advantages/min"], metrics["advantages/max"]) == (1.5, -1.0, 1.0)
+
+
+@pytest.mark.parametrize(("is_frozen", "code"), [(True, 1), (False, 0)])
+def test_the_biases_of_a_run_reach_the_audit(is_frozen: bool, code: int, tmp_path: Path) -> None:
+    """A step before any update, one whose update was skipped, and steps of every tenth update."""
+    recorder = CaptureWriter(tmp_path / CAPTURE_FOLDER, MOE, pytest.fail, list)
+    live = [routes(length) for length in LENGTHS]
+    made = [trajectory(n, length, rows[:-1]) for n, (length, rows) in enumerate(zip(LENGTHS, live, strict=True))]
+    batch = training_batch(made, torch.tensor([[1.0, -1.0, 0.5, -0.5]]), 0, leave_out_truncated=False)
+    logprobs = near(batch.columns["generation_logprobs"].values)
+    own, again = MeasuredPass(logprobs, stored(live)), MeasuredPass(logprobs[:2, :41])
+    now = np.zeros((NUM_LAYERS, NUM_EXPERTS), dtype=np.float32)  # after ten updates as before them
+    before = now.copy()
+    before[1] -= 0 if is_frozen else 0.001
+    before[0] += 0.001
+    for step, biases in ((1, None), (10, None), (20, np.stack([before, now])), (30, np.stack([before, now]))):
+        recorder.write(step, batch, captured_rows(made), own, None, again, biases)
+    description, files = read_description(tmp_path / CAPTURE_FOLDER), steps_of(tmp_path / CAPTURE_FOLDER)
+    for step, known in ((10, None), (20, now)):
+        (rows, _) = (next(read_step(description, step, [file])) for file in files[step])
+        np.testing.assert_array_equal(rows.expert_bias, known)
+        np.testing.assert_array_equal(rows.expert_bias_before, None if known is None else before)
+    output = tmp_path / "audit.json"
+    assert main(["audit", str(tmp_path), "--json", str(output)]) == code
+    (run,) = json.loads(output.read_text())
+    said = [finding["text"] for finding in run["findings"]]
+    text = "the expert bias of 1 layers has not moved since step 20"
+    assert [text in line for line in said] == [True] * is_frozen
 
 
 def test_a_run_that_is_resumed_writes_its_steps_again(

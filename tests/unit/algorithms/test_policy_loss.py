@@ -15,7 +15,7 @@ from nemo_rl_moe.algorithms.losses.position_sums import QUARTERS, PositionSum, s
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.distributed.batch import per_token
 from nemo_rl_moe.models.interfaces import Head, LossInputs
-from tests.support.quick_list import some_of
+from tests.support.quick_list import few_of, some_of
 from tests.unit.algorithms.policy_loss_reference import (
     columns_of,
     config_of,
@@ -89,7 +89,7 @@ def gradient_of(loss: Tensor, inputs: LossInputs) -> Tensor:
 
 def test_value_and_gradient_equal_the_second_writing() -> None:
     inputs = random_inputs(seed=0)
-    for config, on_policy in CASES:
+    for config, on_policy in few_of(CASES):
         outputs = PolicyGradientLoss(config, on_policy)(inputs)
         expected = reference_loss(inputs, config, on_policy)
         message = f"{config} {on_policy=}"
@@ -118,7 +118,7 @@ def test_what_is_masked_reaches_nothing(bad: float) -> None:
     extras = {name: value.masked_fill(~mask, bad) for name, value in values_of(clean).items() if value.ndim == 2}
     extras["advantages"] = clean.columns["advantages"].values.masked_fill(~mask.any(dim=1), bad)
     dirty = replace(clean, logprobs=logprobs, columns=columns_of(extras))
-    for config, on_policy in CASES:
+    for config, on_policy in few_of(CASES):
         loss = PolicyGradientLoss(config, on_policy)
         expected, found = loss(clean), loss(dirty)
         assert torch.equal(found.loss, expected.loss)
@@ -191,7 +191,7 @@ def test_policies_far_apart_leave_loss_and_gradient_finite(far: float, sign: int
     extras = {f"{name}_logprobs": other for name in ("prev", "generation", "reference")}
     extras["prev_logprobs"] = logprobs.detach() - sign * far
     inputs = inputs_of(logprobs, torch.ones(2, 2, dtype=torch.bool), advantages=torch.tensor([1.0, -1.0]), **extras)
-    for config, on_policy in CASES:
+    for config, on_policy in few_of(CASES):
         outputs = PolicyGradientLoss(config, on_policy)(inputs)
         assert outputs.loss.isfinite()
         assert gradient_of(outputs.loss, inputs).isfinite().all()

@@ -334,16 +334,15 @@ def test_a_policy_that_samples_comes_to_its_teacher(settings: tuple[str, ...]) -
 
 def sampled(policy: BigramModel, count: int, generator: torch.Generator) -> list[Trajectory]:
     """Responses of eight tokens each from the policy itself, with their log-probabilities."""
-    found = []
-    with torch.no_grad():
-        for number in range(count):
-            ids, logprobs = [number % VOCABULARY], []
-            for _ in range(8):
-                distribution = policy.logits[ids[-1]].log_softmax(-1)
-                ids.append(int(distribution.exp().multinomial(1, generator=generator)))
-                logprobs.append(float(distribution[ids[-1]]))
-            found.append(trajectory(ids[:1], ids[1:], logprobs))
-    return found
+    all_logprobs = policy.logits.detach().log_softmax(-1)
+    ids, logprobs = [torch.arange(count) % VOCABULARY], []
+    for _ in range(8):
+        distributions = all_logprobs[ids[-1]]
+        drawn = distributions.exp().multinomial(1, generator=generator)
+        logprobs.append(distributions.gather(-1, drawn)[:, 0])
+        ids.append(drawn[:, 0])
+    rows = zip(torch.stack(ids, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True)
+    return [trajectory(tokens[:1], tokens[1:], values) for tokens, values in rows]
 
 
 def test_candidates_stand_where_they_are_predicted() -> None:

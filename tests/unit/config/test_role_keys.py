@@ -44,10 +44,10 @@ def test_a_folder_without_a_model_is_reported_at_its_key(
             "cluster.roles.critic: 1 workers cannot be divided by 2 (value.megatron_cfg: expert_model_parallel_size 2)",
         ),
         (
-            "policy.megatron_cfg.pipeline_model_parallel_size: got 3, which does not divide the model's 4 layers;"
-            " expected, for one, num_layers_in_first_pipeline_stage=1 num_layers_in_last_pipeline_stage=1",
-            "value.megatron_cfg.pipeline_model_parallel_size: got 3, which does not divide the model's 4 layers;"
-            " expected a divisor of them",
+            "policy.megatron_cfg.pipeline_model_parallel_size: got 3, which does not divide the model's 4 layers; "
+            "expected, for one, num_layers_in_first_pipeline_stage=1 num_layers_in_last_pipeline_stage=1",
+            "value.megatron_cfg.pipeline_model_parallel_size: got 3, which does not divide the model's 4 layers; "
+            "expected a divisor of them",
         ),
         ("policy.train_micro_batch_size: got 3", "value.logprob_batch_size: got 3"),
         ("policy.megatron_cfg.optimizer.lr: got 1", "value.lr: got 1"),

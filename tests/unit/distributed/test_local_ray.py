@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -17,10 +18,13 @@ import psutil
 import pytest
 import ray
 
+from nemo_rl_moe.distributed import local_ray
 from nemo_rl_moe.distributed.local_ray import (
+    MOST_REMOVALS,
     MOST_STARTS,
     SMALLEST_OBJECT_STORE_BYTES,
     USUAL_OBJECT_STORE_BYTES,
+    LocalRay,
     last_error,
     object_store_bytes,
     preserved_handlers,
@@ -167,6 +171,49 @@ print(mode(Path.home() / ".ray" / "auth_token"), mode(ray_folder(os.getpid())))
 ray.shutdown()
 print(ray_folder(os.getpid()).exists())
 """
+
+
+@pytest.fixture
+def starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRay:
+    """Ray whose servers are not started: `ray.init` says what its folder holds."""
+
+    def init(*, _temp_dir: str, **options: object) -> None:
+        folder = Path(_temp_dir).parent
+        raise RuntimeError(f"starts with {sorted(path.name for path in folder.iterdir())}")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(local_ray, "POLL_S", 0.0)
+    found = LocalRay.__new__(LocalRay)  # without its watch
+    found._folder, found._object_store_bytes = tmp_path / "folder", 0
+    return found
+
+
+@pytest.mark.parametrize("num_writes", [0, 1, MOST_REMOVALS - 1, MOST_REMOVALS])
+def test_a_start_waits_until_nobody_writes_into_its_folder(
+    starting: LocalRay, num_writes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of a failed start writes once more after so many removals."""
+    remove, folder, left = shutil.rmtree, starting._folder, [num_writes]
+
+    def remove_beside_a_server(path: Path, *, ignore_errors: bool) -> None:
+        remove(path, ignore_errors=ignore_errors)
+        if left[0]:
+            left[0] -= 1
+            write()
+
+    def write() -> None:
+        folder.mkdir()
+        (folder / "raylet.out").touch()
+
+    monkeypatch.setattr(shutil, "rmtree", remove_beside_a_server)
+    write()
+    if num_writes < MOST_REMOVALS:
+        with pytest.raises(RuntimeError, match=r"^starts with \[\]$"):
+            starting._start(num_cpus=1)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    else:
+        with pytest.raises(FileExistsError):
+            starting._start(num_cpus=1)
 
 
 def test_the_object_store_is_small() -> None:

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import ray
 from ray.exceptions import RayActorError
 
 from nemo_rl_moe.errors import GenerationError
@@ -263,3 +265,10 @@ def test_engines_come_to_rest_with_all_requests_answered_and_take_others_behind(
     found, later = asyncio.run(body())
     assert all(sequence.is_partial for sequence in found)
     assert not later.is_partial
+
+
+def test_an_engine_whose_ray_has_ended_starts_no_other() -> None:
+    assert not ray.is_initialized()
+    with mock.patch.object(ray, "kill") as asked:  # Ray's own starts it where there is none
+        EngineActor(0, object()).end()
+    asked.assert_not_called()

@@ -15,7 +15,7 @@ with empty stand-ins for what they import and do not call (Ray, workers, hydra),
   one token each, as its REINFORCE++ counts tokens.
 - `critic`: `[trajectories, tokens]` with the `mask` of trained tokens and a reward at the last one; `returns` are those
   of NeMo-RL's first case. Of NeMo-RL and verl, single functions and classes were called without their module's imports.
-- `teacher`: logits of policy and teacher, `[sequences, targets, vocabulary]`; `num_candidates` are the teacher's likeliest.
+- `teacher`: logits of policy and teacher, `[sequences, targets, vocabulary]`; candidates are the teacher's likeliest.
 - `schedule`: Megatron-LM's scheduler from 0 to 3e-4 and down to 2e-5, the rate at each tick from 0 on, one tick a step.
   Its training loop does the first step at tick 0, at a rate of 0 where there is a warm-up; ours then begins at tick 1.
 

@@ -14,7 +14,7 @@ from tests.support.simulated_rollouts import run_in_lockstep
 
 def test_the_engine_waits_for_at_most_a_fifth_of_an_asynchronous_rollout() -> None:
     """8 turns, tools of a median of 0.2 s: in lockstep nearly all of a rollout is waiting."""
-    found = result_of(SCENARIO, num_steps=6, warm_up=2)
+    found = result_of(SCENARIO, num_steps=5, warm_up=2, num_rollouts=2)
     assert float(found["in_lockstep"]) > 0.8
     assert float(found["asynchronous"]) <= 0.2
     assert float(found["asynchronous"]) < float(found["as_they_come"]) < float(found["in_lockstep"])

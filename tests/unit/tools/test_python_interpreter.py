@@ -36,7 +36,7 @@ def test_a_program_that_does_not_end_is_ended() -> None:
     assert python("while True: pass", timeout_s=SHORT_S) == "error: the program was ended after 1 s"
 
 
-@pytest.mark.parametrize("parent", ["pass", "time.sleep(1000)"])
+@pytest.mark.parametrize("parent", ["pass", pytest.param("time.sleep(1000)", marks=pytest.mark.full)])
 def test_what_a_program_has_started_ends_with_it(parent: str, tmp_path: Path) -> None:
     mark = f"mark-{tmp_path.name}-{time.time_ns()}"
     code = (

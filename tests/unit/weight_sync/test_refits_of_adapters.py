@@ -36,7 +36,7 @@ def test_right_refits_pass(name: str, refit: str, precision: str, tmp_path: Path
     assert share_compared > (0.99 if refit == "adapter" else 0.3)
 
 
-@pytest.mark.parametrize("gives_fingerprints", [True, False])
+@pytest.mark.parametrize("gives_fingerprints", some_of([True, False], 1))
 @pytest.mark.parametrize("precision", some_of(["float32", "bfloat16"], 1))
 @pytest.mark.parametrize(("refit", "faults"), [("merged", [*CHANGES]), ("adapter", OF_ADAPTERS)])
 def test_faults_are_found_at_the_first_sync(

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
@@ -179,6 +181,8 @@ def unconverted_state(chunks: Sequence[GPTModel]) -> Iterator[None]:
 class ExpertBias:
     """Saved expert bias, to undo its update where an optimizer step is skipped, and to measure its changes.
 
+    What is saved stands before the last update; nothing is where that was skipped.
+
     With every update, Megatron-Core zeroes the token counts and moves every expert whose load is not the mean, so that
     an unchanged layer has not been updated.
     """
@@ -192,47 +196,56 @@ class ExpertBias:
         ]
         self._is_on = bool(config.moe_router_enable_expert_bias)
         self._moves = self._is_on and config.moe_router_bias_update_rate > 0
-        self._kept: list[Tensor] = []
+        self._kept: list[tuple[Any, Tensor]] = []
         self._at_start: list[Tensor] = []
-        self._num_frozen = torch.zeros((), dtype=torch.long, device=project_parallel_state.device())
 
     @torch.no_grad()
     def start_step(self) -> None:
         self._at_start = [router.expert_bias.clone() for router in self._routers]
-        self._num_frozen.zero_()
 
     @torch.no_grad()
     def snapshot(self) -> None:
-        self._kept = [router.expert_bias.clone() for router in self._routers]
+        self._kept = [(router, router.expert_bias.clone()) for router in self._routers]
 
     @torch.no_grad()
     def restore(self) -> None:
-        for router, kept in zip(self._routers, self._kept, strict=True):
+        for router, kept in self._kept:
             router.expert_bias.copy_(kept)
+        self._kept = []
 
-    def count_frozen(self) -> None:
-        self._num_frozen.zero_()
-        for router, kept in zip(self._routers, self._kept, strict=True):
-            self._num_frozen += (router.expert_bias == kept).all()
+    @torch.no_grad()
+    def around_last_update(self) -> dict[int, Float[np.ndarray, "2 experts"]]:
+        """Return the bias of this rank's layers before the last update and now, by index in the whole model.
+
+        Empty where that update was skipped, or does not move the bias.
+        """
+        return {
+            router.layer_number - 1: torch.stack([kept, router.expert_bias]).float().cpu().numpy()
+            for router, kept in (self._kept if self._moves else ())
+        }
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
         """Return the changes of the bias in this step; empty without a bias. Every rank calls it.
 
         `expert_bias/max_abs_change` and `expert_bias/max_abs`: largest change of an expert's bias, and largest bias.
-        `expert_bias_frozen_layers`: layers of all stages whose bias the last update left unchanged; absent where none.
+        `expert_bias_frozen_layers`: layers of all stages whose bias the last update left unchanged; absent where none,
+        or where that update was skipped.
         """
         if not self._is_on:
             return {}
-        largest = torch.zeros(2, device=self._num_frozen.device)
+        device = project_parallel_state.device()
+        largest, frozen = torch.zeros(2, device=device), torch.zeros((), dtype=torch.long, device=device)
         for router, before in zip(self._routers, self._at_start, strict=True):
             found = torch.stack([(router.expert_bias - before).abs().max(), router.expert_bias.abs().max()])
             largest = largest.maximum(found)
+        for router, kept in self._kept:
+            frozen += (router.expert_bias == kept).all()
         dist.all_reduce(largest, dist.ReduceOp.MAX)  # stages hold other layers
         metrics = dict(zip(("expert_bias/max_abs_change", "expert_bias/max_abs"), largest.tolist(), strict=True))
         if self._moves:
             if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-                dist.all_reduce(self._num_frozen, group=parallel_state.get_pipeline_model_parallel_group())
-            if frozen := int(self._num_frozen):
+                dist.all_reduce(frozen, group=parallel_state.get_pipeline_model_parallel_group())
+            if frozen > 0:
                 metrics["expert_bias_frozen_layers"] = float(frozen)
         return metrics

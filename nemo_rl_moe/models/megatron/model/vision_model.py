@@ -182,11 +182,11 @@ def deep_input(
 
 def add_vision(chunk: GPTModel, hf_config: Any, init_seed: int) -> None:
     """Give a chunk its family's tower and projector, and the positions of image tokens."""
-    family = family_of(hf_config).vision
+    whole = family_of(hf_config)
+    family = whole.vision
     assert family is not None
     chunk.hf_config = hf_config
     if family.has_mrope:
-        whole = family_of(hf_config)
         chunk.rotary_pos_emb = MultimodalRotary(
             int(chunk.config.kv_channels * whole.rotary_percent(hf_config)),
             whole.rotary_base(hf_config),

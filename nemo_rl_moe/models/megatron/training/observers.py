@@ -139,11 +139,6 @@ class ExpertBiasReports(StepObserver):
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
         self._expert_bias.start_step()
 
-    def after_update(self, *, is_updated: bool) -> None:
-        """Count the layers whose bias has not moved."""
-        if is_updated:
-            self._expert_bias.count_frozen()
-
     def end_step(self) -> StepObservations:
         return StepObservations(self._expert_bias.metrics())
 

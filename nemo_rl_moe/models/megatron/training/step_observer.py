@@ -64,9 +64,6 @@ class StepObserver:
     def after_forward(self, forward: TrainingForward, output: Tensor) -> None:
         """See the output of a chunk, whose gradient hook runs when the backward pass begins."""
 
-    def after_update(self, *, is_updated: bool) -> None:
-        """See the weights after the optimizer step, which was skipped where `is_updated` is False."""
-
     def end_step(self) -> StepObservations:
         """Return what was observed. Every rank calls it."""
         return StepObservations()

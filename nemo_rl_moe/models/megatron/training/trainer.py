@@ -9,8 +9,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
@@ -149,9 +151,11 @@ class MegatronTrainer(MegatronModel):
             self.num_updates += 1
         else:
             self._expert_bias.restore()
-        for observer in self.observers:
-            observer.after_update(is_updated=is_updated)
         return _Update(loss, grad_norm, lr, series, is_skipped=has_targets and not is_updated)
+
+    def expert_biases(self) -> dict[int, Float[np.ndarray, "2 experts"]]:
+        """Return `ExpertBias.around_last_update`; those of other ranks of the stage are the same."""
+        return self._expert_bias.around_last_update()
 
     def reference_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
         """Compute `logprobs` with the weights that the run began with."""

@@ -163,10 +163,12 @@ def _of_type(function: Any, _: Any, args: tuple[Any, ...], *__: Any) -> Any:
 
 def _jagged(parts: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors of a nested one, which lie one behind the other."""
-    values, offsets = parts["values"], parts["offsets"].tolist()
+    values, offsets = parts["values"], parts["offsets"]
     if parts["_ragged_idx"] != 1 or parts["lengths"] is not None:
         raise RefusedError("it holds a nested tensor that is ragged in another than its first dimension")
-    return [values[first:end] for first, end in pairwise(offsets)]
+    if offsets.nbytes > offsets.untyped_storage().nbytes():  # one number may stand for any number of them
+        raise RefusedError("it holds a nested tensor with more offsets than the file")
+    return [values[first:end] for first, end in pairwise(offsets.tolist())]
 
 
 def _items(*items: Any) -> list[Any]:

@@ -44,6 +44,7 @@ def _completion(response: Mapping[str, Any], choice: Mapping[str, Any], name: st
     if tokens is None or prompt is None:
         missing = "token_ids" if tokens is None else "prompt_token_ids"
         raise DataError(f"{place}: {missing}: missing, expected numbers; ask for return_token_ids")
+    length = len(prompt) + len(tokens)
     routes = _routes(choice.get("routed_experts"), f"{place}: routed_experts")
     if routes is not None and response.get("prompt_routed_experts") is not None:
         of_prompt = _routes(response["prompt_routed_experts"], f"{place}: prompt_routed_experts")
@@ -52,8 +53,7 @@ def _completion(response: Mapping[str, Any], choice: Mapping[str, Any], name: st
         if len(of_prompt) != len(prompt):
             raise DataError(f"{place}: prompt_routed_experts: got {len(of_prompt)} rows, expected {len(prompt)}")
         routes = np.concatenate([of_prompt, routes])
-    length = len(prompt) + len(tokens)
-    if routes is not None and routes.ndim == 3:  # rows end with the last token that the engine was given
+    elif routes is not None and routes.ndim == 3:  # rows end with the last token that the engine was given
         routes = expert_rows(routes, length, f"{place}: routed_experts", first=max(length - 1 - len(routes), 0))
     return sequence(
         name,

@@ -1,8 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the update of the expert bias did in a step, and whose load it follows under replay."""
+"""What the update of the expert bias did in a step, what captures get of it, and whose load it follows under replay."""
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,116 @@ def test_an_update_that_is_left_out_moves_nothing() -> None:
 def test_without_a_bias_or_without_tracking_there_are_none(changes: dict[str, Any]) -> None:
     ((step,),) = run(**changes)
     assert not any(name.startswith("expert_bias") for name in step.metrics)
+
+
+@dataclass(frozen=True)
+class Around:
+    """Of one rank after a step: its layers' bias before the last update and now, what the routers hold, and the load
+    and metrics of the step."""
+
+    biases: dict[int, np.ndarray]
+    bias: dict[int, np.ndarray]
+    load: Any
+    metrics: dict[str, float]
+
+
+def train_around(policy: Any, steps: list[list[bool]], is_frozen: bool = False) -> list[Around]:
+    """Train on so many global batches in each step; False: one whose loss is no number.
+
+    Args:
+        is_frozen: Megatron-Core does not update the bias.
+    """
+    module: Any = import_module("megatron.core.distributed.finalize_model_grads")
+    with parallel_job(policy), pytest.MonkeyPatch.context() as patch:
+        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        if is_frozen:
+            patch.setattr(module, "_update_router_expert_bias", lambda *args, **kwargs: None)
+        place, found, number = trainer.coordinates, [], 0
+        routers: list[Any] = [pair for chunk in trainer.chunks for pair in routers_of(chunk.decoder)]
+        assert trainer.expert_biases() == {}
+        for step in steps:
+            shards = []
+            for _ in step:
+                whole = batch_with_routes(number)
+                shards.append(shard_of_rank(whole, place.data_parallel_rank, place.data_parallel_size))
+                number += 1
+            scales = iter([1.0 if is_good else float("nan") for is_good in step for _ in shards[0].microbatches])
+
+            def loss(inputs: Any, scales: Any = scales) -> Any:
+                outputs = sft_loss(inputs)
+                return type(outputs)(outputs.loss * next(scales), outputs.metrics)
+
+            result = trainer.train(shards, loss)
+            assert result.num_skipped_updates == step.count(False)
+            bias = {int(layer.key): router.expert_bias.numpy().copy() for layer, router in routers}
+            load = EXPERT_LOAD.of(result.artifacts)
+            counts = None if load is None else load.counts.numpy()
+            found.append(Around(trainer.expert_biases(), bias, counts, result.moe_metrics))
+        return found
+
+
+def around(steps: list[list[bool]], world_size: int = 1, is_frozen: bool = False, **changes: Any) -> list[list[Around]]:
+    return run_ranks(train_around, world_size, tiny_grpo_policy(world_size, **{**BIAS, **changes}), steps, is_frozen)
+
+
+LAYOUTS = [
+    (1, {}),
+    (2, layout(pp=2)),
+    pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.full),
+    pytest.param(2, layout(ep=2), marks=pytest.mark.full),
+    pytest.param(2, layout(tp=2), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("world_size", "changes"), LAYOUTS)
+def test_a_capture_gets_the_bias_before_the_last_update_and_now(world_size: int, changes: dict[str, Any]) -> None:
+    is_pipeline = "pipeline_model_parallel_size" in changes
+    ranks = around([[True]] * 3, world_size, **changes)
+    before = dict.fromkeys(range(NUM_LAYERS), np.zeros(NUM_EXPERTS, dtype=np.float32))
+    for steps in zip(*ranks, strict=True):
+        assert sum(len(step.biases) for step in steps) == NUM_LAYERS * (1 if is_pipeline else world_size)
+        for step in steps:
+            assert step.biases.keys() == step.bias.keys(), "every layer of the rank has its own number"
+            for layer, (old, new) in step.biases.items():
+                np.testing.assert_array_equal(old, before[layer], "as it was, or as the other ranks have it")
+                np.testing.assert_array_equal(new, step.bias[layer])
+                np.testing.assert_allclose(new - old, towards_even(steps[0].load[layer]), rtol=1e-4)
+        before = {layer: step.bias[layer] for step in steps for layer in step.bias}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [(1, {"track_moe_metrics": False, "moe_per_layer_logging": False}), (2, layout(pp=2))],
+)
+def test_of_several_updates_it_gets_the_last_and_of_a_skipped_one_nothing(
+    world_size: int, changes: dict[str, Any]
+) -> None:
+    singly = around([[True]] * 3, world_size, **changes)
+    together = around([[True, True], [True, False], [False], [False, True]], world_size, **changes)
+    for one, several in zip(singly, together, strict=True):
+        np.testing.assert_array_equal(_stacked(several[0]), _stacked(one[1]), "of the second update")
+        np.testing.assert_array_equal(_stacked(several[0])[:, 0], _stacked(one[0])[:, 1], "which is after the first")
+        assert several[1].biases == several[2].biases == {}
+        assert several[3].biases.keys() == one[0].biases.keys()
+        assert (np.abs(np.diff(_stacked(several[3]), axis=1)).max((1, 2)) > RATE / 2).all()
+        assert not any("expert_bias_frozen_layers" in step.metrics for step in several)
+
+
+def _stacked(step: Around) -> np.ndarray:
+    return np.stack([step.biases[layer] for layer in sorted(step.biases)])
+
+
+@pytest.mark.parametrize(("world_size", "changes"), [(1, {}), (2, layout(pp=2))])
+def test_a_bias_that_stands_still_is_the_same_twice_and_without_a_rate_none_is_given(
+    world_size: int, changes: dict[str, Any]
+) -> None:
+    for step, skipped in around([[True, True], [True, False]], world_size, is_frozen=True, **changes):
+        assert (np.diff(_stacked(step), axis=1) == 0).all()
+        assert step.metrics["expert_bias_frozen_layers"] == NUM_LAYERS
+        assert skipped.biases == {}
+        assert "expert_bias_frozen_layers" not in skipped.metrics, "of the last update, which says nothing"
+    for (step,) in around([[True]], world_size, moe_router_bias_update_rate=0.0, **changes):
+        assert step.biases == {}
 
 
 def towards_even(load: np.ndarray) -> np.ndarray:

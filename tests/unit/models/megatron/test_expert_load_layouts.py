@@ -130,6 +130,16 @@ ON_ONE_RANK = tuple(
     for name in VARIANTS
     if name not in {"recompute_moe", "recompute_full_local", "one_each", "four_each", "added_padding_local"}
 )
+# Of those, what only continuous integration runs, in a job of its own.
+FULL_ON_ONE_RANK = {
+    "dynamic",
+    "added_padding",
+    "packed_planned",
+    "three_batches",
+    "evaluation",
+    "padded_capacity",
+    "shared_experts",
+}
 QUICK_ALONE = {"capacity_local", "capacity_local_recomputed", "padded_capacity_auto", "padded_capacity_auto_recomputed"}
 BASE = ("auto", "local", "recompute_full", "packed")
 
@@ -308,12 +318,33 @@ def kept(chosen: npt.NDArray[np.bool_], logits: npt.NDArray[np.float32], factor:
 
 @cache
 def job(name: str, *, further: bool = False) -> dict[str, list[Step]]:
-    """The variants of one layout, or its further ones, in one job."""
+    """The variants of one layout of several ranks, or its further ones, in one job."""
     chosen = LAYOUTS[name]
     variants = {variant: VARIANTS[variant] for variant in (chosen.further if further else chosen.variants)}
-    if name == "single":
-        variants |= {each: ONE_RANK_ALONE[each] for each in ONE_RANK_ALONE if (each not in QUICK_ALONE) == further}
     return run_ranks(run_variants, chosen.world_size, chosen.world_size, chosen.sizes, variants)[0]
+
+
+def on_one_rank(variant: str) -> list[Step]:
+    """What one rank reports of a variant."""
+    return _job_on_one_rank(_lists_of(variant))[variant]
+
+
+@cache
+def _job_on_one_rank(lists: tuple[str, ...]) -> dict[str, list[Step]]:
+    """The variants with these marks, in one job: the quick list runs those without."""
+    every = {**VARIANTS, **ONE_RANK_ALONE}
+    variants = {name: variant for name, variant in every.items() if _lists_of(name) == lists}
+    return run_ranks(run_variants, 1, 1, {}, variants)[0]
+
+
+def _lists_of(variant: str) -> tuple[str, ...]:
+    return tuple(mark.name for mark in marks_on_one_rank(variant))
+
+
+def marks_on_one_rank(variant: str) -> list[pytest.MarkDecorator]:
+    if variant in FULL_ON_ONE_RANK:
+        return [pytest.mark.full]
+    return [] if variant in QUICK_ALONE or variant in ON_ONE_RANK else [pytest.mark.slow]
 
 
 def is_of_a_microbatch(name: str) -> bool:
@@ -334,17 +365,19 @@ def assert_same_loads(steps: list[Step], expected: list[Step], *, same_microbatc
                 assert value == pytest.approx(wanted.metrics[name], abs=2e-6), name
 
 
-def marks_of(name: str, *, further: bool) -> list[pytest.MarkDecorator]:
+def marks_of(name: str, variant: str, *, further: bool) -> list[pytest.MarkDecorator]:
     """The quick list has one rank, and the layout whose microbatches pass a rank twice."""
+    if name == "single":
+        return marks_on_one_rank(variant)
     if further:
         return [pytest.mark.slow]
-    return [] if name in ("single", "pp2_vpp2") else [pytest.mark.full]
+    return [] if name == "pp2_vpp2" else [pytest.mark.full]
 
 
 @pytest.mark.parametrize(
     ("name", "variant", "further"),
     [
-        pytest.param(name, variant, further, id=f"{name}-{variant}", marks=marks_of(name, further=further))
+        pytest.param(name, variant, further, id=f"{name}-{variant}", marks=marks_of(name, variant, further=further))
         for name, chosen in LAYOUTS.items()
         for further, variants in ((False, chosen.variants), (True, chosen.further))
         for variant in variants
@@ -352,22 +385,17 @@ def marks_of(name: str, *, further: bool) -> list[pytest.MarkDecorator]:
 )
 def test_layouts_count_as_one_rank_does(name: str, variant: str, further: bool) -> None:
     chosen = VARIANTS[variant]
-    expected = job("single")[chosen.reference]
-    assert_same_loads(job(name, further=further)[variant], expected, same_microbatches=chosen.same_microbatches)
+    expected = on_one_rank(chosen.reference)
+    found = on_one_rank(variant) if name == "single" else job(name, further=further)[variant]
+    assert_same_loads(found, expected, same_microbatches=chosen.same_microbatches)
 
 
 @pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(name, marks=() if name in QUICK_ALONE or name in ON_ONE_RANK else pytest.mark.slow)
-        for name in (*VARIANTS, *ONE_RANK_ALONE)
-    ],
+    "variant", [pytest.param(name, marks=marks_on_one_rank(name)) for name in (*VARIANTS, *ONE_RANK_ALONE)]
 )
 def test_one_rank_counts_what_the_logits_call_for(variant: str) -> None:
-    further = variant not in QUICK_ALONE and variant not in ON_ONE_RANK
-    name = {**VARIANTS, **ONE_RANK_ALONE}[variant].reference
-    steps = job("single", further=further)[variant]
-    reference = job("single", further=further and name in ONE_RANK_ALONE)[name]
+    steps = on_one_rank(variant)
+    reference = on_one_rank({**VARIANTS, **ONE_RANK_ALONE}[variant].reference)
     assert len(steps) > 0
     for step, wanted in zip(steps, reference, strict=False):
         assert step.counts.dtype == np.int64
@@ -378,17 +406,17 @@ def test_one_rank_counts_what_the_logits_call_for(variant: str) -> None:
 
 @pytest.mark.full
 def test_each_token_counts_as_often_as_it_is_routed() -> None:
-    for index, step in enumerate(job("single")["auto"]):
+    for index, step in enumerate(on_one_rank("auto")):
         num_tokens = int(tiny_batch(100 + index).lengths.sum())
         assert step.counts.sum(1).tolist() == [TOPK * num_tokens] * 4
-    (together,) = job("single")["three_batches"]
+    (together,) = on_one_rank("three_batches")
     assert together.num_microbatches == 3 * len(MICROBATCHES)
     num_tokens = sum(int(tiny_batch(100 + index).lengths.sum()) for index in range(3))
     assert together.counts.sum(1).tolist() == [TOPK * num_tokens] * 4
-    (kept_alone,) = job("single")["capacity"]
+    (kept_alone,) = on_one_rank("capacity")
     assert 0 < kept_alone.counts.sum() < 4 * TOPK * 8 * 16, "some tokens must have been dropped"
     assert [step.layers for step in job("pp2")["dense_layers"]] == [(2, 3)]
 
 
 def test_layer_specs_count_alike() -> None:
-    assert_same_loads(job("single")["local"], job("single")["auto"])
+    assert_same_loads(on_one_rank("local"), on_one_rank("auto"))

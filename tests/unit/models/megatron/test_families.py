@@ -53,20 +53,9 @@ ON_SEVERAL_RANKS = {
     "qwen3_next": {"tp2"},
     "qwen3_5_moe_text": {"pp2_ep2"},
 }
-# On one rank: each kind of attention, of norms and of experts.
-QUICK = {
-    "llama",
-    "mixtral",
-    "olmoe",
-    "qwen2_moe",
-    "qwen3_moe",
-    "gpt_oss",
-    "deepseek_v2_groups",
-    "deepseek_v3",
-    "glm4_moe",
-    "minimax_m2",
-    "qwen3_5_moe_text",
-}
+# On one rank: a dense model, plain experts, norms of heads, sinks and biases, latents with groups and a shared expert,
+# a part of each head rotated, gated delta nets.
+QUICK = {"llama", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text"}
 # Latents, a shared expert, groups and a bias, in stages that share their experts: in the quick list.
 COMBINING_MOST = ("deepseek_v3", "pp2_ep2")
 # Megatron-Core's own modules: plain attention and experts, sinks and biases, latents.

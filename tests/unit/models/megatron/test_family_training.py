@@ -1,6 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Four training steps against transformers and torch's Adam: losses, gradients and weights, packed and padded."""
+"""Four training steps against transformers and torch's Adam: losses, gradients, weights and expert loads, packed and
+padded.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from tests.support.family_layouts import LAYOUTS, Layout
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_training import (
+    NUM_STEPS,
     SETTINGS,
+    Rounding,
     TrainingRun,
     difference_of_changes,
     train_families,
@@ -108,14 +112,19 @@ def marks_of(*case: str) -> list[pytest.MarkDecorator]:
         for how in ("padded", "packed")
         # Megatron-Core's own attention knows no packed sequences.
         if chosen.holds(FAMILY_MODELS[name]) and (how == "padded" or chosen.layer_spec != "local")
+        if FAMILY_MODELS[name].has_experts or "ep" not in chosen.sizes
     ],
 )
 def test_training_is_that_of_transformers(name: str, where: str, how: str, jobs: TrainingJobs) -> None:
     found, expected = jobs.run(name, where, how), jobs.reference(name)
     changed = difference_of_changes(jobs.exported(name, where, how), jobs.folder(name))
+    floor, num_same = expected.rounding, found.num_same_loads(expected)
     print(f"{name}, {where}, {how}: largest difference of two changes {changed:.1e}; {found}, {expected}")
-    floor = expected.rounding
-    assert found.losses == pytest.approx(expected.losses, rel=max(LOSS, ROUNDINGS * floor.loss))
-    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=max(GRAD_NORM, ROUNDINGS * floor.grad_norm))
-    assert changed < max(CHANGE, ROUNDINGS * floor.change)
+    # Rounding of gated delta nets turns a close choice in some runs.
+    assert num_same >= (NUM_STEPS if floor == Rounding() else 2)
+    losses, grad_norms = max(LOSS, ROUNDINGS * floor.loss), max(GRAD_NORM, ROUNDINGS * floor.grad_norm)
+    assert found.losses[:num_same] == pytest.approx(expected.losses[:num_same], rel=losses)
+    assert found.grad_norms[:num_same] == pytest.approx(expected.grad_norms[:num_same], rel=grad_norms)
+    if num_same == NUM_STEPS:
+        assert changed < max(CHANGE, ROUNDINGS * floor.change)
     assert expected.losses[-1] < 0.9 * expected.losses[0], "the steps are large enough to show differences"

@@ -6,6 +6,8 @@ transformers differs from itself with another chunk size of the gated delta rule
 """
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.errors import ConfigurationError
@@ -25,7 +26,7 @@ from nemo_rl_moe.models.megatron.model.transformer_config import build_transform
 from nemo_rl_moe.models.megatron.training import microbatch
 from tests.support.family_outputs import trainer_of
 from tests.support.family_reference import other_chunks
-from tests.support.family_training import NUM_STEPS, SETTINGS, TrainingRun
+from tests.support.family_training import NUM_STEPS, SETTINGS, TrainingRun, steps_of_trainer, steps_of_transformers
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, logprobs_by_sequence, parallel_job, shard_of_rank, tiny_policy
 from tests.support.vision_models import (
@@ -38,7 +39,7 @@ from tests.support.vision_models import (
     write_vision_model,
 )
 
-MODEL = "qwen3_5_moe"
+MODEL, DENSE = "qwen3_5_moe", "qwen3_5"
 MICROBATCHES = ((0, 2), (3, 6), (7, 4), (1, 5))
 PACKED = {"sequence_packing__enabled": True}
 LEAST = 1e-5
@@ -59,72 +60,70 @@ def logprobs_of(model: Any, batch: TokenBatch | None = None) -> torch.Tensor:
     return found
 
 
-def steps_of_transformers(model: Any) -> TrainingRun:
-    chosen = tiny_policy(1, **SETTINGS).megatron_cfg.optimizer
-    betas = (chosen.adam_beta1, chosen.adam_beta2)
-    adam = torch.optim.AdamW(model.parameters(), chosen.lr, betas, chosen.adam_eps, weight_decay=0.0)
-    mask, losses, norms = mixed_batch(MODEL).token_mask[:, 1:], [], []
-    for _ in range(NUM_STEPS):
-        adam.zero_grad()
-        loss = -logprobs_of(model)[mask].mean()
-        loss.backward()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        losses.append(loss.item())
-        norms.append(torch.nn.utils.get_total_norm(gradients).item())
-        adam.step()
-    return TrainingRun(losses, norms)
+def loss_of(model: Any, batch: TokenBatch) -> torch.Tensor:
+    return -logprobs_of(model, batch)[batch.token_mask[:, 1:]].mean()
 
 
-def write_and_train(folder: str) -> tuple[TrainingRun, TrainingRun, np.ndarray]:
+def write_and_train(name: str, folder: str) -> tuple[TrainingRun, TrainingRun, np.ndarray]:
     """Run on one rank: transformers' steps, those with other chunks, and its log-probabilities before."""
-    write_vision_model(MODEL, Path(folder))
+    write_vision_model(name, Path(folder))
     with torch.no_grad():
         before = logprobs_of(model_of(Path(folder))).numpy()
-    steps, other = steps_of_transformers(model_of(Path(folder))), model_of(Path(folder))
+    model, other, policy = model_of(Path(folder)), model_of(Path(folder)), tiny_policy(1, **SETTINGS)
+    found = steps_of_transformers(model, policy, mixed_batch(MODEL), loss_of)
     with other_chunks(other, chunk_size=4):
-        return steps, steps_of_transformers(other), before
+        return found, steps_of_transformers(other, policy, mixed_batch(MODEL), loss_of), before
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp(MODEL) / "model"
-    (found,) = run_ranks(write_and_train, 1, str(folder))
-    return folder, *found
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Return the folder of a model, by its name, and what `write_and_train` found with it."""
+
+    @cache
+    def found(name: str) -> Any:
+        folder = tmp_path_factory.mktemp(name) / "model"
+        return folder, *run_ranks(write_and_train, 1, name, str(folder))[0]
+
+    return found
 
 
 def steps(folder: str, policy: PolicyConfig) -> TrainingRun:
     with parallel_job(policy):
         trainer = trainer_of(Path(folder), policy, num_steps=NUM_STEPS)
-        place = trainer.coordinates
-        batch = mixed_batch(MODEL)
-        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, MICROBATCHES)
-        results = [trainer.train([shard], sft_loss) for _ in range(NUM_STEPS)]
-        return TrainingRun([each.global_loss for each in results], [each.grad_norm for each in results])
+        return steps_of_trainer(trainer, mixed_batch(MODEL), MICROBATCHES)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "changes"),
+    ("name", "world_size", "changes"),
     [
-        (1, {}),
-        (2, PACKED | layout(tp=2)),
-        pytest.param(1, PACKED, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2), marks=pytest.mark.full),
-        pytest.param(2, PACKED | layout(ep=2), marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.slow),
-        pytest.param(2, PACKED | layout(pp=2), marks=pytest.mark.slow),
-        pytest.param(2, layout(ep=2), marks=pytest.mark.slow),
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(2, PACKED, marks=pytest.mark.slow),
+        (MODEL, 1, {}),
+        (MODEL, 2, PACKED | layout(tp=2)),
+        pytest.param(MODEL, 1, PACKED, marks=pytest.mark.full),
+        pytest.param(MODEL, 2, layout(pp=2), marks=pytest.mark.full),
+        pytest.param(MODEL, 2, PACKED | layout(ep=2), marks=pytest.mark.full),
+        pytest.param(MODEL, 2, layout(tp=2), marks=pytest.mark.slow),
+        pytest.param(MODEL, 2, PACKED | layout(pp=2), marks=pytest.mark.slow),
+        pytest.param(MODEL, 2, layout(ep=2), marks=pytest.mark.slow),
+        pytest.param(MODEL, 2, {}, marks=pytest.mark.slow),
+        pytest.param(MODEL, 2, PACKED, marks=pytest.mark.slow),
+        pytest.param(DENSE, 2, PACKED | layout(tp=2), marks=pytest.mark.full),
+        pytest.param(DENSE, 1, {}, marks=pytest.mark.slow),
+        pytest.param(DENSE, 2, layout(pp=2), marks=pytest.mark.slow),
+        pytest.param(DENSE, 2, PACKED, marks=pytest.mark.slow),
     ],
 )
-def test_steps_are_those_of_transformers(world_size: int, changes: dict[str, Any], reference: Any) -> None:
-    folder, expected, other, _ = reference
+def test_steps_are_those_of_transformers(
+    name: str, world_size: int, changes: dict[str, Any], reference: Callable[[str], Any]
+) -> None:
+    folder, expected, other, _ = reference(name)
     found = run_ranks(steps, world_size, str(folder), tiny_policy(world_size, **SETTINGS, **changes))[0]
-    for name in ("losses", "grad_norms"):
-        ours, theirs, others = (np.array(getattr(run, name)) for run in (found, expected, other))
+    num_steps = found.num_same_loads(expected)
+    assert num_steps >= 2
+    for values in ("losses", "grad_norms"):
+        ours, theirs, others = (np.array(getattr(run, values))[:num_steps] for run in (found, expected, other))
         floor, difference = np.abs(others / theirs - 1).max(), np.abs(ours / theirs - 1).max()
-        print(f"{changes}: {name} {difference:.1e}, transformers from itself {floor:.1e}")
-        assert difference < max(LEAST, 2 * floor), name
+        print(f"{name}, {changes}: {values} {difference:.1e}, transformers from itself {floor:.1e}")
+        assert difference < max(LEAST, 2 * floor), values
     assert expected.losses[-1] < 0.9 * expected.losses[0], "the steps are large enough to show differences"
 
 
@@ -187,8 +186,8 @@ def largest_difference(folder: str, fault: str, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_images_shows_beside_transformers(fault: str, reference: Any) -> None:
-    folder, _, _, expected = reference
+def test_a_fault_of_images_shows_beside_transformers(fault: str, reference: Callable[[str], Any]) -> None:
+    folder, _, _, expected = reference(MODEL)
     (difference,) = run_ranks(largest_difference, 1, str(folder), fault, expected)
     print(f"{fault}: {difference:.1e}")
     assert difference < LEAST if fault == "none" else difference > 1e-2
@@ -215,6 +214,14 @@ ROPE = tiny_vision_config(MODEL).to_dict()["text_config"]["rope_parameters"]
             "text_config",
             {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}},
             r"got \[4, 2, 2\], expected three whole numbers that add up to 4, half of a head's rotated entries",
+        ),
+        *(
+            (
+                "text_config",
+                {"rope_parameters": ROPE | {"partial_rotary_factor": factor}},
+                rf"rope_parameters\.partial_rotary_factor: got {factor!r}, expected a number above 0 and up to 1",
+            )
+            for factor in (None, "half", 3.0)
         ),
         (
             "text_config",

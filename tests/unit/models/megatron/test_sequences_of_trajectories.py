@@ -98,7 +98,14 @@ def five_sequences() -> list[Trajectory]:
     return [with_tokens(trajectory(), *rows[:2]), *alone]
 
 
-@pytest.mark.parametrize("changes", [{}, PACKED, {"layer_spec": "local"}], ids=["padded", "packed", "local"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="padded"),
+        pytest.param(PACKED, id="packed"),
+        pytest.param({"layer_spec": "local"}, id="local", marks=pytest.mark.full),
+    ],
+)
 def test_an_empty_row_changes_nothing(changes: dict[str, Any]) -> None:
     """Two ranks run three microbatches each, of which one is empty; one rank runs five."""
     ranks = run_ranks(step_of, 2, tiny_grpo_policy(2, **SETTINGS, **changes), five_sequences())

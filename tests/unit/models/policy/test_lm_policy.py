@@ -69,6 +69,7 @@ class FakeWorkers:
         gpu: Name of every worker's card.
         problem: Error of the ranks that sends of weights and writes of models end with.
         is_stopped: Whether they have been stopped.
+        biases: What each worker says of its layers' expert biases.
         calls: Method and the workers' arguments of each call.
     """
 
@@ -80,10 +81,15 @@ class FakeWorkers:
         self.is_stopped = False
         self.problem: Exception | None = None
         self.weight_version = 0
+        self.biases: list[dict[int, np.ndarray]] = []
         self.calls: list[tuple[Callable[..., Any], Sequence[Any]]] = []
         self.places = [
             SimpleNamespace(
-                data_parallel_rank=rank, data_parallel_size=self.data_parallel_size, reports_loss=stage == 1
+                data_parallel_rank=rank,
+                data_parallel_size=self.data_parallel_size,
+                tensor_rank=0,
+                context_rank=0,
+                reports_loss=stage == 1,
             )
             for stage in (0, 1)
             for rank in range(self.data_parallel_size)
@@ -120,6 +126,8 @@ class FakeWorkers:
             return {rank: rank for rank in range(len(self.places))}
         if method == MegatronTrainer.train:
             return {rank: trained_by(rank) for rank in range(len(self.places))}
+        if method == MegatronTrainer.expert_biases:
+            return {rank: self.biases[rank] for rank, given in enumerate(arguments) if given is not None}
         answers: dict[Any, Callable[..., Any]] = {
             MegatronModel.generate: self._generate,
             MegatronModel.logprobs: partial(self._logprobs, -1.0),
@@ -192,6 +200,18 @@ BY_TOKENS = "train_mb_tokens: 64, train_mb_patches: null}"
 def test_how_microbatches_are_cut(override: str, expected: Any) -> None:
     policy = small_config(override).policy
     assert choose_batching(policy, policy.logprob_batch_size) == expected
+
+
+def test_the_expert_biases_of_all_stages_are_in_the_order_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With virtual stages a rank holds layers between those of the next. Only one copy of each is asked for."""
+    policy, workers = make_policy(monkeypatch, small_config())
+    first, second = ({layer: np.full((2, 3), layer + 0.5) for layer in held} for held in ((2, 5), (3, 1)))
+    workers.biases = [first, {}, second, {}]
+    found = policy.expert_biases()
+    assert found is not None
+    np.testing.assert_array_equal(found, np.broadcast_to([[1.5], [2.5], [3.5], [5.5]], (2, 4, 3)))
+    workers.biases = [{}] * 4
+    assert policy.expert_biases() is None
 
 
 @pytest.mark.parametrize("limit", ["null", "64"])

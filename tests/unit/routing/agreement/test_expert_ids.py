@@ -84,7 +84,7 @@ def exchanged(one: int, other: int, num_experts: int, place: int = 2) -> Callabl
 
 
 @pytest.mark.parametrize("noise", [EXACT, BFLOAT16])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", some_of(range(5), 2))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_permuted_layer_is_found_and_its_ids_are_named(shape: tuple[int, ...], seed: int, noise: float) -> None:
     ids = (np.random.default_rng(seed).permutation(shape[2] - 1) + 1).tolist()
@@ -99,7 +99,7 @@ def test_a_permuted_layer_is_found_and_its_ids_are_named(shape: tuple[int, ...],
 
 
 @pytest.mark.parametrize("noise", [EXACT, BFLOAT16])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", some_of(range(5), 2))
 @pytest.mark.parametrize("shape", SHAPES[:5])
 def test_two_ids_that_are_exchanged_are_named(shape: tuple[int, ...], seed: int, noise: float) -> None:
     (found,) = report_of(shape, exchanged(3, 5, shape[2]), noise=noise, seed=seed).anomalies

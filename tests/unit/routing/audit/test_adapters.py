@@ -300,6 +300,19 @@ def test_vllms_routes_may_begin_later(tmp_path: Path) -> None:
     np.testing.assert_array_equal(routes[5:-1], rows[5:])
 
 
+def test_rows_that_vllm_lacks_behind_the_prompts_are_the_last_ones(tmp_path: Path) -> None:
+    routes = np.arange(24).reshape(6, 2, 2) % 8
+    response = {
+        "prompt_token_ids": [1, 2, 3],
+        "prompt_routed_experts": routes[:3].tolist(),
+        "choices": [{"token_ids": [4, 5, 6, 7], "routed_experts": routes[3:4].tolist(), "logprobs": None}],
+    }
+    path = write(tmp_path / "3.json", response)
+    (found,) = sequences_of(path, model=False).values()
+    np.testing.assert_array_equal(found.columns["rollout_experts"][:4], routes[:4])
+    assert (found.columns["rollout_experts"][4:] == -1).all()
+
+
 def test_sglangs_routes_may_begin_later(tmp_path: Path) -> None:
     """By its documentation: `routed_experts_start_len` rows were not asked for."""
     line = json.loads((EXAMPLES / "sglang" / "healthy" / "3.jsonl").read_text().splitlines()[0])

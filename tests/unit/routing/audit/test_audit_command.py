@@ -71,6 +71,26 @@ def test_numbers_without_an_end_end_no_audit(tmp_path: Path) -> None:
     assert (metrics["moe/routing_split/mean_abs_total"], metrics["moe/routing_split/tokens"]) == (0, 58)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_logprobs_that_one_run_lacks_are_no_finding_beside_another(
+    masked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a prompt where nothing says what is trained; otherwise they are a finding of that run alone."""
+    generator = np.random.default_rng(3)
+    live = generator.random((60, 3, 8)).argsort(-1)[..., :2].astype(np.int16)
+    columns = {"token_ids": np.arange(60), "rollout_experts": live[:-1], "training_experts": live}
+    logprobs = np.full(60, -1, dtype=np.float32)
+    unknown = np.where(np.arange(60) < 10, np.nan, logprobs)
+    if masked:
+        columns["loss_mask"] = np.arange(60) >= 5
+    for name, found in (("whole", logprobs), ("unknown", unknown)):
+        sequence = CapturedSequence("a", 60, columns | {"rollout_logprobs": found})
+        CaptureFolderWriter(tmp_path / name, DESCRIPTION).write(1, [sequence])
+    assert main(["audit", str(tmp_path / "whole"), "--against", str(tmp_path / "unknown")]) == 0
+    assert main(["audit", str(tmp_path / "unknown"), "--against", str(tmp_path / "whole")]) == int(masked)
+    assert capsys.readouterr().err.count("error: ") == int(masked)
+
+
 def test_columns_that_a_file_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another program's file has neither names nor rewards, and a maker with an escape sequence."""
     capture = write_capture(tmp_path / "capture", late=True)

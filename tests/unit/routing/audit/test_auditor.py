@@ -165,6 +165,18 @@ def test_logprobs_that_are_no_numbers_are_named_and_in_no_gap(tmp_path: Path, na
     assert all(np.isfinite(value) for value in gaps.values())
 
 
+def test_logprobs_that_are_no_numbers_hide_no_routes_of_something_else(tmp_path: Path) -> None:
+    sequences, generator = healthy(), np.random.default_rng(0)
+    for columns in sequences:
+        layer = columns["rollout_experts"][:, 2]
+        layer[:] = generator.random((len(layer), NUM_EXPERTS)).argsort(-1)[:, :TOPK]
+        columns["rollout_logprobs"][-1] = np.nan
+    report = audited(tmp_path, sequences).report
+    assert report is not None
+    assert [anomaly.kind for anomaly in report.anomalies] == ["logprobs", "unrelated"]
+    assert report.metrics["routing/anomalies"] == 2
+
+
 def test_logprobs_of_prompts_that_are_not_known_are_no_fault(tmp_path: Path) -> None:
     for masked in (True, False):
         sequences = healthy()

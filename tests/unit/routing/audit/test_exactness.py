@@ -96,6 +96,35 @@ def test_a_bias_that_never_moves_is_only_wrong_where_it_should(is_updated: bool 
     assert history.metrics(None) == {}
 
 
+def test_the_bias_before_the_last_update_decides_where_it_is_known() -> None:
+    """+rate and -rate between two steps leave it as it was, and so does an update that was skipped."""
+    history, bias = BiasHistory(), np.zeros((2, EXPERTS), dtype=np.float32)
+    moved = bias + np.float32(0.001)
+    assert history.metrics(moved, bias).keys() == {"moe/routing/expert_bias_max_abs"}
+    for _ in range(3):
+        assert history.metrics(None) == {}
+        assert history.metrics(moved, bias).get("moe/expert_bias_frozen_layers") is None
+    of_one_layer = np.stack([bias[0], moved[1]])
+    assert history.metrics(of_one_layer, bias).get("moe/expert_bias_frozen_layers") == 1.0
+    assert BiasHistory().metrics(bias, bias)["moe/expert_bias_frozen_layers"] == 2.0, "in the first step already"
+    assert "moe/expert_bias_frozen_layers" not in BiasHistory(is_updated=False).metrics(bias, bias), "by choice"
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_bias_that_no_update_moves_is_found_with_any_steps_between(
+    is_frozen: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps of a healthy run here look alike: its biases go up and down."""
+    writer, bias = CaptureFolderWriter(tmp_path, replace(DESCRIPTION, is_bitwise=False)), np.zeros((2, EXPERTS))
+    for step in (10, 20, 30):
+        writer.write(step, sequences(), bias, bias - (0.0 if is_frozen else 0.001))
+    (rows,) = read_step(read_description(tmp_path), 20, steps_of(tmp_path)[20])
+    assert rows.expert_bias_before is not None
+    np.testing.assert_array_equal(rows.expert_bias_before, np.full((2, EXPERTS), 0 if is_frozen else -0.001, "f4"))
+    assert main(["audit", str(tmp_path)]) == int(is_frozen)
+    assert ("the expert bias of 2 layers has not moved since step 10" in capsys.readouterr().err) == is_frozen
+
+
 def test_a_frozen_bias_in_a_capture_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer, bias = CaptureFolderWriter(tmp_path, replace(DESCRIPTION, is_bitwise=False)), np.zeros((2, EXPERTS))
     for step in range(1, 6):
@@ -109,5 +138,8 @@ def test_a_frozen_bias_in_a_capture_is_found(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_bias_of_another_shape_is_refused(tmp_path: Path) -> None:
+    writer, right, wrong = CaptureFolderWriter(tmp_path, DESCRIPTION), np.zeros((2, EXPERTS)), np.zeros((3, EXPERTS))
     with pytest.raises(ValueError, match="expert_bias has the shape"):
-        CaptureFolderWriter(tmp_path, DESCRIPTION).write(1, sequences(), np.zeros((3, EXPERTS)))
+        writer.write(1, sequences(), wrong)
+    with pytest.raises(ValueError, match="expert_bias_before has the shape"):
+        writer.write(1, sequences(), right, wrong)

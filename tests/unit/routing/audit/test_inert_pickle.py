@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nested._internal.nested_tensor import _rebuild_njt
 
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.errors import DataError
@@ -156,3 +157,15 @@ def test_tensors_outside_of_their_storage_are_refused(tmp_path: Path) -> None:
     position = content.index(b"K\x06\x85")  # the shape (6,) of the pickle, stored as it is
     with pytest.raises(DataError, match=r"lies outside of its storage|cannot be read"):
         read_pickle(content[: position + 1] + b"\x07" + content[position + 2 :], "x")
+
+
+@pytest.mark.parametrize("offsets", [torch.tensor([0, 2, 2, 6]), torch.zeros(1, dtype=torch.int64).expand(10**5)])
+def test_a_nested_tensor_has_no_more_tensors_than_the_file_has_offsets(offsets: torch.Tensor, tmp_path: Path) -> None:
+    parts = {"values": torch.arange(6), "offsets": offsets, "_ragged_idx": 1, "lengths": None}
+    torch.save(Attack(_rebuild_njt, parts), tmp_path / "x.pt")
+    content = (tmp_path / "x.pt").read_bytes()
+    if len(offsets) == 4:
+        assert [each.tolist() for each in read_pickle(content, "x")] == [[0, 1], [], [2, 3, 4, 5]]
+    else:
+        with pytest.raises(DataError, match="x: refused: it holds a nested tensor with more offsets than the file"):
+            read_pickle(content, "x")

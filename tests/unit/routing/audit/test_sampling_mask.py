@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.routing.audit.sampling_mask import subset_metrics
+from tests.support.quick_list import examples
 
 TOKENS, VOCABULARY = 2000, 200
 
@@ -44,7 +45,7 @@ def test_a_subset_is_found_and_its_mass_estimated(top_p: float, top_k: int) -> N
 @pytest.mark.parametrize("moved", [0.0, 0.02, 0.1, 0.5, 1.5])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_other_weights_and_temperatures_are_no_subset(moved: float, temperature: float) -> None:
-    for seed in range(10):
+    for seed in range(examples(10)):
         training, rollout, _ = drawn(seed, moved=moved, temperature=temperature)
         assert subset_metrics(training, rollout) == {}
 

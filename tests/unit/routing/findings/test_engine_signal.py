@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.routing.findings.engine_signal import GAP, VERSION, EngineSignal
+from tests.support.quick_list import examples
 
 
 def found(gaps: Iterable[float], versions: Iterable[float] | None = None) -> list[tuple[int, str, str]]:
@@ -47,7 +48,7 @@ def test_teeth_of_other_lengths_and_heights_behind_healthy_steps_are_found() -> 
 @pytest.mark.parametrize("spread", [0.02, 0.2, 0.5, 1.0])
 def test_healthy_gaps_have_no_finding(spread: float) -> None:
     generator = np.random.default_rng(1)
-    for _ in range(1000):
+    for _ in range(examples(1000)):
         assert found(0.01 * np.exp(spread * generator.standard_normal(100))) == []
 
 

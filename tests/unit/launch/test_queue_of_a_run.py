@@ -1,0 +1,69 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The queue that a run goes on with under other settings: groups that lack what it replays are drawn again."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_rl_moe.checkpoints.state import LoopState
+from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.distributed.stored_rows import IN_PLACE, StoredRows
+from nemo_rl_moe.launch import asynchronous
+from nemo_rl_moe.launch.asynchronous import state_at
+from nemo_rl_moe.rollouts.asynchronous.groups import Finished, Ticket
+from nemo_rl_moe.rollouts.asynchronous.prompts import QueueState
+from nemo_rl_moe.rollouts.asynchronous.saved_queue import write_queue
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.grpo_fakes import small_config, trajectory
+from tests.support.scripted_engine import loader
+from tests.support.trajectories import tokens_of, with_tokens
+
+OF_TWO = (
+    "grpo.num_generations_per_prompt=2",
+    "policy.train_global_batch_size=4",
+    "policy.train_micro_batch_size=2",
+)
+ROUTES = StoredRows.of(np.zeros((2, 2, 1), dtype=np.int16))
+
+
+def group_of(*routes: StoredRows | None) -> list[Trajectory]:
+    """Return a group with a trajectory for each of these rows of routes."""
+    return [with_tokens(trajectory(), tokens_of((10,), (5, 1), routed_experts=rows)) for rows in routes]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ((), [0, 1, 2]),
+        (
+            (
+                "grpo.num_generations_per_prompt=2",
+                "policy.train_global_batch_size=4",
+                "policy.train_micro_batch_size=2",
+            ),
+            [3],
+        ),
+        # No checkpoint has kept tokens.
+        (("loss_fn.sampling_mask=replay", "policy.generation.top_k=5"), []),
+        (("policy.megatron_cfg.routing_replay=rollout",), [0]),
+    ],
+)
+def test_a_group_without_what_is_replayed_is_drawn_again(
+    settings: tuple[str, ...], kept: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asynchronous, "RAY_STORE", IN_PLACE)
+    config = small_config("grpo.max_num_epochs=2", *settings)
+    prompts: list[Prompt] = [prompt for epoch in range(2) for found in loader().epoch(epoch) for prompt in found]
+    groups = (
+        group_of(ROUTES, ROUTES, ROUTES),
+        group_of(ROUTES, None, ROUTES),
+        group_of(None, None, None),
+        group_of(ROUTES, ROUTES),
+    )
+    queue = [Finished(Ticket(prompts[number], number, 1, 1), group, 1, 0) for number, group in enumerate(groups)]
+    write_queue(tmp_path, QueueState(1, len(groups), (), (), tuple(queue)), list)
+    found = state_at(config, LoopState(1, 1), tmp_path, loader())
+    assert [each.ticket.position for each in found.queue] == kept
+    assert [prompt.position for prompt in found.open] == [number for number in range(4) if number not in kept]
