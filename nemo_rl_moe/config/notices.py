@@ -13,6 +13,7 @@ from nemo_rl_moe.config.role_keys import key_of_role
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import TrainedRoleConfig
+from nemo_rl_moe.config.schema_ppo import PPOMasterConfig
 
 
 def notices(config: LoopMasterConfig, num_steps: int) -> list[str]:
@@ -33,6 +34,15 @@ def warmup_outlasts_the_run(config: LoopMasterConfig, num_steps: int) -> Iterato
                 f"the learning rate is still warming up when the run ends: {updates} of the {warmup} steps of"
                 f" {key}.lr_warmup_iters, so that it comes to {updates / warmup:.0%} of lr"
             )
+
+
+def policy_never_trains(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
+    """Warn of steps of the critic alone that the data end in."""
+    if isinstance(config, PPOMasterConfig) and config.ppo.policy_training_start_step >= num_steps:
+        yield (
+            f"the policy never trains: ppo.policy_training_start_step is {config.ppo.policy_training_start_step}, and"
+            f" the run has {num_steps} steps (grpo.max_num_steps, grpo.max_num_epochs of the data)"
+        )
 
 
 def validation_is_off(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
@@ -130,6 +140,7 @@ def _chooses_by_validation(config: LoopMasterConfig) -> bool:
 
 NOTICES = (
     warmup_outlasts_the_run,
+    policy_never_trains,
     validation_is_off,
     checkpoints_without_the_metric,
     ipo_by_sums,

@@ -169,14 +169,15 @@ class SavedTraining:
         checkpoint_dir = self.checkpoint_dir(run_folder)
         weights = final_weights_folder(checkpoint_dir, POLICY_ROLE)
         with self._console.phase("saving the final weights"):
+            folders = {final_weights_folder(checkpoint_dir, role): model for role, model in self.models.items()}
             left_out = [
-                name
-                for role, model in reversed(self.models.items())
-                for name in model.save_weights(final_weights_folder(checkpoint_dir, role))
+                f"{folder}: {left_out_line(name)}"
+                for folder, model in reversed(folders.items())
+                for name in model.save_weights(folder)
             ]
             self._sign(weights, num_steps)
-        for name in left_out:
-            self._console.warn(left_out_line(name))
+        for line in left_out:
+            self._console.warn(line)
         return weights
 
     def _sign(self, weights: Path, step: int) -> None:

@@ -45,6 +45,15 @@ def test_a_critic_that_only_warms_up_is_reported_by_its_own_key() -> None:
     ]
 
 
+def test_data_that_end_before_the_policy_trains_are_reported() -> None:
+    config: Any = load_any_config("ppo_tiny_moe.yaml", ["ppo.policy_training_start_step=14"], check_paths=False)
+    assert [line for line in notices(config, 7) if "never" in line] == [
+        "the policy never trains: ppo.policy_training_start_step is 14, and the run has 7 steps (grpo.max_num_steps,"
+        " grpo.max_num_epochs of the data)"
+    ]
+    assert notices(config, 30) == []
+
+
 def test_a_step_of_several_updates_warms_up_by_as_many() -> None:
     two = ("policy.train_global_batch_size=64", "policy.train_micro_batch_size=32")
     assert lines("grpo", *two, num_steps=3) == []  # 6 updates, warm-up of 5
