@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from torch import Tensor
 
 from nemo_rl_moe.distributed.cluster import RayCluster
@@ -190,7 +191,9 @@ class Faulty:
 
     def in_the_middle(self, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
         name = list(tensors)[len(tensors) // 2]
-        return {**tensors, name: StrikingTensor(tensors[name], self)}  # type: ignore[dict-item]
+        striking = tensors[name].as_subclass(StrikingTensor)
+        striking.faulty = self
+        return {**tensors, name: striking}
 
     def strike(self) -> None:
         if self._at is None:
@@ -203,16 +206,16 @@ class Faulty:
                 time.sleep(0.001)
 
 
-class StrikingTensor:
-    """A tensor that has the process faulty when it is taken to be sent."""
+class StrikingTensor(Tensor):
+    """A tensor that has the process faulty when it is taken to be sent; what is made of it is as usual."""
 
-    def __init__(self, tensor: Tensor, faulty: Faulty):
-        self._tensor, self._with_fault = tensor, faulty
-        self.nbytes = tensor.nbytes
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    faulty: Faulty
 
-    def detach(self) -> Tensor:
-        self._with_fault.strike()
-        return self._tensor.detach()
+    @property
+    def nbytes(self) -> int:
+        self.faulty.strike()
+        return self.numel() * self.element_size()
 
 
 def state_of(process_id: int) -> str | None:
