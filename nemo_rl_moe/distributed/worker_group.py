@@ -154,6 +154,8 @@ class WorkerGroup(Generic[Worker]):
         environment: Further environment variables of each rank.
         ranks_per_job: Neighbours that form one distributed job, on one machine; `make_worker` gets rank and size within
             it. None: all ranks are one job.
+        model: Which model of the run the workers have, as errors name it, such as `teacher`; None: the only one, or the
+            policy.
 
     Raises:
         WorkerDiedError: A worker failed or did not start in time; all of them have been stopped.
@@ -168,8 +170,10 @@ class WorkerGroup(Generic[Worker]):
         call_timeout_s: float,
         environment: Mapping[str, str] = MappingProxyType({}),
         ranks_per_job: int | None = None,
+        model: str | None = None,
     ):
         self._cluster = cluster
+        self._of_model = "" if model is None else f" of the {model}"
         self._ranks_per_job = ranks_per_job or cluster.config.world_size
         self._environment = dict(environment)
         self._call_timeout_s = call_timeout_s
@@ -425,13 +429,15 @@ class WorkerGroup(Generic[Worker]):
     def _name(self, rank: int) -> str:
         place = self._places.get(rank)
         if place is None:
-            return f"rank {rank}"
+            return f"rank {rank}{self._of_model}"
         node = "" if self._cluster.is_local else f", node {place.node_ip}"
-        return f"rank {rank} (pid {place.process.pid}{node})"
+        return f"rank {rank}{self._of_model} (pid {place.process.pid}{node})"
 
     def _names(self) -> dict[tuple[str, int], str]:
         """Return the names of this run's processes by address of the machine and process id."""
-        names = {(place.node_ip, place.process.pid): f"rank {rank}" for rank, place in self._places.items()}
+        names = {
+            (place.node_ip, place.process.pid): f"rank {rank}{self._of_model}" for rank, place in self._places.items()
+        }
         return {(ray.util.get_node_ip_address(), os.getpid()): "main process"} | names
 
     def _tail(self, rank: int) -> str:
@@ -440,7 +446,7 @@ class WorkerGroup(Generic[Worker]):
         if place is None:
             return ""
         tail = self._on_node(place.node_id, read_tail, place.stderr_path, LOG_TAIL_LINES, default="")
-        return f"The end of the stderr of rank {rank}:\n{tail}" if tail else ""
+        return f"The end of the stderr of rank {rank}{self._of_model}:\n{tail}" if tail else ""
 
     def _on_node(self, node_id: str, function: Callable[..., Any], *args: Any, default: Any) -> Any:
         """Call a function on one of the machines; return `default` when the machine is dead."""

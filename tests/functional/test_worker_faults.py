@@ -270,8 +270,9 @@ def test_calls_environment_and_shared_arguments(group: WorkerGroup[Ranks]):
 @pytest.mark.full
 def test_raise_at_start(cluster: RayCluster, tmp_path: Path):
     with pytest.raises(WorkerDiedError) as error:
-        WorkerGroup(cluster, partial(Ranks, notes=str(tmp_path), start="raise"), START_TIMEOUT_S, CALL_TIMEOUT_S)
-    assert "worker rank 1 (pid " in str(error.value)
+        make_worker = partial(Ranks, notes=str(tmp_path), start="raise")
+        WorkerGroup(cluster, make_worker, START_TIMEOUT_S, CALL_TIMEOUT_S, model="teacher")
+    assert "worker rank 1 of the teacher (pid " in str(error.value)
     assert "raised BrokenModelError while starting:" in str(error.value)
     assert "BrokenModelError: layer 3: the experts do not divide" in str(error.value)
     assert "worker_process.py" not in str(error.value)

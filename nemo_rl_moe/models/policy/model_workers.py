@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig, sequence_multiple
+from nemo_rl_moe.config.schema_run import POLICY_ROLE
 from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, make_shards
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import (
@@ -111,6 +112,7 @@ class ModelWorkers:
             start_timeout_s=cluster.config.worker_start_timeout_s,
             call_timeout_s=cluster.config.worker_call_timeout_s,
             environment=_environment(policy, on_gpus=cluster.config.gpus_per_node > 0),
+            model=None if role == POLICY_ROLE else role,
         )
         # Without optimizer steps ranks are no trainers, and are called by methods of `MegatronModel` alone.
         self._workers = cast("WorkerGroup[MegatronTrainer]", started)
