@@ -323,9 +323,9 @@ class _StepAudit:
         found = {}
         rollout, training = self._of_rollout(), self._of_all("training_logprobs")
         if rollout is not None and training is not None:
-            found = subset_metrics(training, rollout)
-            gap = np.abs(training.astype(np.float64) - rollout)
-            found |= {"gap": float(gap[np.isfinite(gap)].mean())} if np.isfinite(gap).any() else {}
+            known = np.isfinite(training) & np.isfinite(rollout)
+            gap = training[known].astype(np.float64) - rollout[known]
+            found = subset_metrics(gap) | ({"gap": float(np.abs(gap).mean())} if len(gap) else {})
         if (versions := self._of_all("weight_versions")) is not None:
             found["weight_version"] = float(versions.max())
         return with_prefix("moe/engine", found | self._exact.metrics())

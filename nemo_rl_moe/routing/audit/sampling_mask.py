@@ -17,12 +17,13 @@ _NOISES, _LEAST_GAP, _MOST_ABOVE, _LEAST_FLOOR = 3.0, 0.01, 0.1, 0.05
 _FLOOR_QUANTILE = 0.001
 
 
-def subset_metrics(training: Float[np.ndarray, " tokens"], rollout: Float[np.ndarray, " tokens"]) -> dict[str, float]:
+def subset_metrics(gap: Float[np.ndarray, " tokens"]) -> dict[str, float]:
     """Return `subset_mass`, the mean probability that the subsets keep, and `subset_floor`, the lowest; empty where
-    the log-probabilities, in nats, show no subset.
+    the gaps show no subset.
+
+    Args:
+        gap: Log-probabilities of training less those of the rollout, in nats, all of them finite.
     """
-    gap = training.astype(np.float64) - rollout
-    gap = gap[np.isfinite(gap)]
     if len(gap) < _LEAST_TOKENS:
         return {}
     higher = gap[gap > 0]  # by rounding alone: its size shows what of the other side is rounding too

@@ -59,6 +59,7 @@ def test_tokens_that_training_does_not_know_are_no_padding(tmp_path: Path) -> No
     assert step["metrics"]["moe/routing/live_agreement"] == 1
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_numbers_without_an_end_end_no_audit(tmp_path: Path) -> None:
     logprobs = {name: np.full(60, -1, dtype=np.float32) for name in ("rollout_logprobs", "training_logprobs")}
     logprobs["rollout_logprobs"][7] = -np.inf

@@ -36,10 +36,10 @@ def drawn(
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.9, VOCABULARY), (0.95, VOCABULARY), (1.0, 10), (0.9, 20)])
 def test_a_subset_is_found_and_its_mass_estimated(top_p: float, top_k: int) -> None:
     training, rollout, mass = drawn(0, top_p=top_p, top_k=top_k)
-    found = subset_metrics(training, rollout)
+    found = subset_metrics(training - rollout)
     assert found["subset_mass"] == pytest.approx(mass.mean(), abs=0.005)
     assert found["subset_floor"] == pytest.approx(mass.min(), abs=0.05)
-    assert subset_metrics(training, rollout + np.log(mass)) == {}
+    assert subset_metrics(training - rollout - np.log(mass)) == {}
 
 
 @pytest.mark.parametrize("moved", [0.0, 0.02, 0.1, 0.5, 1.5])
@@ -47,11 +47,9 @@ def test_a_subset_is_found_and_its_mass_estimated(top_p: float, top_k: int) -> N
 def test_other_weights_and_temperatures_are_no_subset(moved: float, temperature: float) -> None:
     for seed in range(examples(10)):
         training, rollout, _ = drawn(seed, moved=moved, temperature=temperature)
-        assert subset_metrics(training, rollout) == {}
+        assert subset_metrics(training - rollout) == {}
 
 
-def test_few_tokens_and_unknown_ones_say_nothing() -> None:
+def test_few_tokens_say_nothing() -> None:
     training, rollout, _ = drawn(0, top_p=0.8)
-    assert subset_metrics(training[:100], rollout[:100]) == {}
-    rollout[100:] = np.nan
-    assert subset_metrics(training, rollout) == {}
+    assert subset_metrics((training - rollout)[:100]) == {}

@@ -8,6 +8,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,10 @@ def test_wandb_leaves_nothing_in_the_temporary_directory(end: str, tmp_path: Pat
     environment = os.environ | {"TMPDIR": str(temporary), "WANDB_MODE": "offline"}
     subprocess.run(command, env=environment, cwd=Path(__file__).parents[3], capture_output=True, check=end == "closed")
     assert list((run / "wandb").glob("offline-run-*")), "it has logged"
+    # Of a killed process W&B's own go on for a moment.
+    deadline = time.monotonic() + 300
+    while any(temporary.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert sorted(path.name for path in temporary.iterdir()) == []
 
 
