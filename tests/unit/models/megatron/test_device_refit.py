@@ -125,7 +125,6 @@ class KeptMemory:
 
 def acknowledge(folder: Path, names: list[str], is_over: threading.Event) -> None:
     """Stand for a receiver: takes every bucket, and notes what is in it."""
-    (folder / "0000.receiver-at").write_text("GPU-0")
     while not is_over.is_set():
         for path in folder.glob("*.bucket"):
             taken = path.with_name(f"{path.name}.taken-0000")
@@ -162,6 +161,8 @@ def copies_to_the_host(policy: PolicyConfig, folder: Path, way: str) -> tuple[di
         trainer = build_trainer(policy)
         receiver = threading.Thread(target=acknowledge, args=(folder, names, is_over))
         if rank == 0:
+            # Before anybody could read a file that is not yet written.
+            (folder / "0000.receiver-at").write_text("GPU-0")
             receiver.start()
         gpu.waits.clear()
         with mock.patch.object(CollectiveTransport, "_broadcast", broadcast):
