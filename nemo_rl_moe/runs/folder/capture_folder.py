@@ -43,7 +43,7 @@ _TOKEN_TYPES: Mapping[str, pa.DataType] = {name: pa.from_numpy_dtype(kind) for n
 EXPERT_BIAS = "expert_bias"
 """Column with the bias of all routers, flattened, in one row of a file: it is of the step."""
 EXPERT_BIAS_BEFORE = "expert_bias_before"
-"""The same before the last optimizer step, skipped ones left out."""
+"""Column with that bias as it was before the last optimizer step that was not skipped."""
 SCHEMA = pa.schema(
     [("sequence", pa.string()), ("num_tokens", pa.int32()), ("reward", pa.float32())]
     + [(name, pa.list_(kind)) for name, kind in _TOKEN_TYPES.items()]

@@ -37,14 +37,7 @@ def group_of(*routes: StoredRows | None) -> list[Trajectory]:
     ("settings", "kept"),
     [
         ((), [0, 1, 2]),
-        (
-            (
-                "grpo.num_generations_per_prompt=2",
-                "policy.train_global_batch_size=4",
-                "policy.train_micro_batch_size=2",
-            ),
-            [3],
-        ),
+        (OF_TWO, [3]),
         # No checkpoint has kept tokens.
         (("loss_fn.sampling_mask=replay", "policy.generation.top_k=5"), []),
         (("policy.megatron_cfg.routing_replay=rollout",), [0]),
