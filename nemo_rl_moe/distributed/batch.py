@@ -316,6 +316,8 @@ class GlobalBatchShard:
         microbatches: In execution order; equally many on every rank.
         global_valid_tokens: Targets in the loss, over all ranks.
         global_sequences: Sequences with such a target, over all ranks.
+        global_tokens: All tokens but padding, over all ranks: those that routers see.
+        global_rows: Sequences with a token, over all ranks.
         places: Index in the whole batch of each sequence of the microbatches.
         num_batch_sequences: Sequences of the whole batch, over all ranks and global batches.
     """
@@ -323,6 +325,8 @@ class GlobalBatchShard:
     microbatches: tuple[TokenBatch, ...]
     global_valid_tokens: int
     global_sequences: int
+    global_tokens: int
+    global_rows: int
     places: tuple[int, ...]
     num_batch_sequences: int
 
@@ -352,11 +356,14 @@ def make_shards(
         totals: The whole global batch that the loss is normalised by.
     """
     valid_tokens, sequences = totals.num_valid_tokens(), count_trained_sequences(totals)
+    lengths = totals.counted_lengths
     return [
         GlobalBatchShard(
             microbatches=tuple(batch.select(indices) for indices in microbatches),
             global_valid_tokens=valid_tokens,
             global_sequences=sequences,
+            global_tokens=int(lengths.sum()),
+            global_rows=int((lengths > 0).sum()),
             places=tuple(index for indices in microbatches for index in indices),
             num_batch_sequences=len(batch),
         )

@@ -160,11 +160,12 @@ class RouterHook:
         counts_replayed: Under replay, what counts as load is what the router took, not what it would choose.
 
     Attributes:
+        counted: Experts that count as load; None: those that the router chooses without groups.
         compared: Capture that what is shown is compared with: of experts with equal scores, its own are shown.
     """
 
     def __init__(self, inner: Choice | None = None, *, counts_replayed: bool = False):
-        self._inner, self._counts_replayed = inner, counts_replayed
+        self._inner, self.counts_replayed = inner, counts_replayed
         self.routes: LayerRoutes | None = None
         self.compared: LayerRoutes | None = None
         self.shows = self.shows_margin = False
@@ -184,14 +185,15 @@ class RouterHook:
             values, live = default_compute_topk(scores, topk, num_groups, group_topk)
         else:
             values, live = self._inner.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)  # type: ignore[arg-type]
-        chosen, taken, self.counted = values, live, None
+        chosen, taken = values, live
+        self.counted = None if self._inner is None else live
         if self.routes is not None:
             if self.routes.experts.shape != live.shape:
                 got, expected = tuple(self.routes.experts.shape), tuple(live.shape)
                 raise ValueError(f"routes to replay: got {got}, expected {expected}")
             taken = replayed(live, self.routes)
             values = scores.gather(1, taken)
-            self.counted = taken if self._counts_replayed else live
+            self.counted = taken if self.counts_replayed else live
         if self.shows:
             # Choices within groups, and those of another occupant, need not be the highest scores.
             is_plain, margin = self._inner is None and not group_topk, None

@@ -15,11 +15,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from nemo_rl_moe.models.megatron.layers.router_losses import share_of_rank
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses, recorded_auxiliary_losses
 from nemo_rl_moe.models.megatron.model.transformer_config import (
     AUXILIARY_LOSSES,
-    GLOBAL_BATCH_LOSS,
     Z_LOSS,
     auxiliary_loss_names,
     moe_layer_indices,
@@ -38,7 +38,6 @@ from nemo_rl_moe.routing.metrics.overload_factor import (
 )
 
 # isort: split
-from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 MAX_TRACKED_LAYERS = 1024
@@ -176,7 +175,7 @@ def _reduce_tracker(loss_scale: float, device: torch.device) -> dict[str, dict[i
     for row, name in enumerate(AUXILIARY_LOSSES):
         if name in recorded:
             values = recorded[name][:MAX_TRACKED_LAYERS]
-            losses[row, : len(values)] = values.to(losses) * _share_of_rank(name)
+            losses[row, : len(values)] = values.to(losses) * share_of_rank(name)
     too_long = any(len(values) > MAX_TRACKED_LAYERS for values in recorded.values())
     flag = torch.tensor([float(too_long)], device=device)
     totals, contributors, num_too_long = sum_over_ranks([losses, (losses != 0).double(), flag], device)
@@ -233,26 +232,11 @@ def _reduce(
     return _Reduced(losses, load, image_load, OverloadSums(factors, routed, highest[0]), highest[1].item())
 
 
-def _share_of_rank(name: str) -> float:
-    """Return the weight of one rank's recorded loss in the sum over all ranks.
-
-    The routers record: for the micro-batch and sequence losses, this rank's part of a sum over the tensor and context
-    ranks; for the global-batch loss, its part of a sum over the data-parallel ranks too; for the z-loss, the mean over
-    its own tokens. Reported is the mean over data-parallel ranks.
-    """
-    if name == GLOBAL_BATCH_LOSS:
-        return 1.0
-    data_parallel_size: int = parallel_state.get_data_parallel_world_size()
-    if name == Z_LOSS:
-        return 1.0 / (data_parallel_size * parallel_state.get_tensor_and_context_parallel_group().size())
-    return 1.0 / data_parallel_size
-
-
 def _own_losses(names: Sequence[str], config: TransformerConfig, device: torch.device) -> Tensor:
     """Return [names, decoder layers]; zeros for layers of other stages and for a loss that this rank did not record."""
     recorded = recorded_auxiliary_losses()
     shares = torch.zeros(len(names), config.num_layers, dtype=torch.float64, device=device)
     for row, name in enumerate(names):
         if name in recorded:
-            shares[row] = recorded[name][: config.num_layers].to(shares) * _share_of_rank(name)
+            shares[row] = recorded[name][: config.num_layers].to(shares) * share_of_rank(name)
     return shares

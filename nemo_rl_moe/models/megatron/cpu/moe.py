@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.routing.replay import experts_as_map
 
 # isort: split
 from megatron.core import parallel_state
@@ -24,9 +25,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class IndexTopKRouter(TopKRouter):
-    """`TopKRouter` for one rank with softmax scores and at most the plain auxiliary loss.
+    """`TopKRouter` for one rank with softmax scores.
 
-    Probabilities, gradients and the recorded auxiliary loss are the stock router's; see `eligibility` for the limits.
+    Probabilities and gradients are the stock router's; see `eligible` for the limits.
 
     Attributes:
         last_topk_indices: `[tokens, k]`, experts of the last forward pass, best first; None before it.
@@ -38,12 +39,12 @@ class IndexTopKRouter(TopKRouter):
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return probabilities and expert indices, both `[sequence * batch, k]`; padding is routed too."""
-        logits = self.gating(input).view(-1, self.num_experts)
+        logits = self.apply_z_loss(self.gating(input).view(-1, self.num_experts), padding_mask)
         probs, indices = self._choose(logits)
         # Not when a checkpointed segment runs without gradients: its second pass counts.
         if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
-            counted = getattr(self.router_replay, "counted", None)
-            probs = self._attach_auxiliary_loss(logits, probs, indices if counted is None else counted, padding_mask)
+            scores = logits.softmax(-1, dtype=torch.float32)
+            probs = self._apply_aux_loss(probs, scores, experts_as_map(indices, self.num_experts))
         self.last_topk_indices = indices
         return probs, indices
 
@@ -72,25 +73,6 @@ class IndexTopKRouter(TopKRouter):
             return scores.topk(self.topk, dim=-1)
         # Asked as the stock router asks it: a router that did not would take its own experts without a word.
         return self.router_replay.get_replay_topk(scores, self.topk, None, None, _plain_topk)
-
-    def _attach_auxiliary_loss(
-        self, logits: Tensor, probs: Tensor, indices: Tensor, padding_mask: Tensor | None
-    ) -> Tensor:
-        scores = logits.softmax(-1, dtype=torch.float32)
-        if padding_mask is None:
-            valid_tokens, score_sums = indices.size(0), scores.sum(0)
-        else:
-            valid = ~padding_mask.reshape(-1)
-            indices = indices[valid]
-            # A microbatch of padding alone has no loss; the stock router divides by zero.
-            valid_tokens, score_sums = max(indices.size(0), 1), valid.to(scores.dtype) @ scores
-        tokens_per_expert = indices.reshape(-1).bincount(minlength=self.num_experts)
-        coefficient = self.get_aux_loss_coeff("aux_loss")
-        scale = self.num_experts * coefficient / (self.topk * valid_tokens * valid_tokens)
-        loss = (score_sums * tokens_per_expert).sum() * scale
-        return self.attach_and_log_load_balancing_loss(
-            probs, coefficient, loss, "load_balancing_loss", self.tp_cp_group, valid_token_count=valid_tokens
-        )
 
 
 def _plain_topk(scores: Tensor, topk: int, *_groups: Any, **_named_groups: Any) -> tuple[Tensor, Tensor]:

@@ -126,7 +126,6 @@ _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
         "moe_router_score_function": "softmax",
         "moe_shared_expert_overlap": False,
         "moe_token_dispatcher_type": "alltoall",
-        "moe_z_loss_coeff": None,
     },
     "cross_entropy": {"tensor_model_parallel_size": 1, "cross_entropy_loss_fusion": False},
     "cached_forward": {
@@ -148,9 +147,10 @@ def _divides_query_groups(config: TransformerConfig) -> bool:
     return config.num_query_groups % config.tensor_model_parallel_size == 0
 
 
-def _plain_load_balancing(config: TransformerConfig) -> bool:
+def _balances_by_losses(config: TransformerConfig) -> bool:
     # Not `in`: the field can be a list, of several losses.
-    return config.moe_router_load_balancing_type == "aux_loss" or config.moe_router_load_balancing_type == "none"
+    types = config.moe_router_load_balancing_type
+    return types != "sinkhorn" and types != "quantile_balancing"
 
 
 def _looks_back_only(config: TransformerConfig) -> bool:
@@ -161,7 +161,7 @@ def _looks_back_only(config: TransformerConfig) -> bool:
 _FURTHER: Mapping[FastModule, Callable[[TransformerConfig], bool]] = {
     "sink_attention": _looks_back_only,
     "self_attention": _divides_query_groups,
-    "local_routing": _plain_load_balancing,
+    "local_routing": _balances_by_losses,
 }
 
 

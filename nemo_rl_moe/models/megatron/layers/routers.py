@@ -40,10 +40,15 @@ def group_limited_topk(
 
 
 class GroupLimitedChoice:
-    """Group-limited top-k in the place of a `RouterReplay`, where a router selects its experts."""
+    """Group-limited top-k in the place of a `RouterReplay`, where a router selects its experts.
+
+    Attributes:
+        counted: `[tokens, topk]`, the last choice, which the balancing losses count.
+    """
 
     def __init__(self, best_of_group: int):
         self._best_of_group = best_of_group
+        self.counted: Tensor | None = None
 
     def get_replay_topk(
         self,
@@ -54,7 +59,8 @@ class GroupLimitedChoice:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the top experts of each token, in place of `RouterReplay`'s: twice `[tokens, topk]`."""
-        return group_limited_topk(scores, topk, num_groups, group_topk, self._best_of_group)
+        values, self.counted = group_limited_topk(scores, topk, num_groups, group_topk, self._best_of_group)
+        return values, self.counted
 
     def margins(self, scores: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
         """Return how narrowly experts, or the last usable group, were chosen; `[tokens]`."""

@@ -23,7 +23,6 @@ from nemo_rl_moe.models.megatron.layers.latent_attention import use_latent_atten
 from nemo_rl_moe.models.megatron.layers.routers import limit_groups
 from nemo_rl_moe.models.megatron.model.releases import (
     correct_expert_bias_with_padding,
-    correct_loss_of_padding_alone,
     mark_attention_sinks,
     mark_duplicated_weights,
     mark_expert_parameters,
@@ -164,7 +163,6 @@ def build_model_chunks(
 ) -> list[GPTModel]:
     """Build this rank's model chunks (one for each virtual pipeline stage), without weights."""
     correct_expert_bias_with_padding()
-    correct_loss_of_padding_alone()
     virtual_stages = config.virtual_pipeline_model_parallel_size
     chunks = []
     for stage in range(virtual_stages or 1):

@@ -14,8 +14,6 @@ from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before m
 
 # isort: split
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer.moe import router
-from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -39,6 +37,22 @@ def clear_auxiliary_losses() -> None:
     # 0.19 returns copies from its old functions, so the sums are cleared where they live.
     for values in recorded_auxiliary_losses().values():
         values.zero_()
+
+
+def record_auxiliary_loss(name: str, value: Tensor, layer_number: int, config: TransformerConfig) -> None:
+    """Add to a layer's loss, as a router does.
+
+    Args:
+        layer_number: From 1.
+    """
+    if HAS_MOE_METRICS_TRACKER:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        get_moe_metrics_tracker().record(name, value, layer_number, config.num_layers)
+    else:
+        from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
+
+        save_to_aux_losses_tracker(name, value, layer_number, config.num_layers)
 
 
 @functools.cache
@@ -107,28 +121,6 @@ def _count_tokens_for_expert_bias(self: Any, routing_map: Tensor, padding_mask: 
 def correct_expert_bias_with_padding() -> None:
     """Make an expert bias work together with a padding mask (0.16.1 to 0.19.2 raise an error)."""
     TopKRouter._apply_expert_bias = _count_tokens_for_expert_bias
-
-
-def _load_balancing_loss(*, total_num_tokens: int | Tensor, **arguments: Any) -> Tensor:
-    """Replace the loss function of TopKRouter, which is 0 / 0 of a microbatch that is padding alone."""
-    if isinstance(total_num_tokens, Tensor):
-        total_num_tokens = total_num_tokens.where(total_num_tokens > 0, 1)
-    return switch_load_balancing_loss_func(total_num_tokens=total_num_tokens, **arguments)
-
-
-def correct_loss_of_padding_alone() -> None:
-    """Make load balancing losses 0 where all tokens are padding, as of fillers (NaN in 0.16.1 to 0.19.2)."""
-    router.switch_load_balancing_loss_func = _load_balancing_loss
-
-
-def needs_padding_mask(config: TransformerConfig) -> bool:
-    """Return whether a microbatch needs a padding mask even without padding.
-
-    Without a mask the router takes its own number of tokens times the number of ranks for that of all ranks. The
-    global-batch loss spans the data-parallel ranks, whose microbatches differ in size.
-    """
-    types = config.moe_router_load_balancing_type
-    return "global_aux_loss" in ([types] if isinstance(types, str) else types)
 
 
 def padding_mask_for_stage(

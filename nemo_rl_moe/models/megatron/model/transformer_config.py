@@ -29,12 +29,13 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 Z_LOSS = "z_loss"
 GLOBAL_BATCH_LOSS = "global_load_balancing_loss"
-_NAME_OF_BALANCING_TYPE = {
+NAME_OF_BALANCING_TYPE = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": GLOBAL_BATCH_LOSS,
 }
-AUXILIARY_LOSSES = (*_NAME_OF_BALANCING_TYPE.values(), Z_LOSS)
+"""Name of each balancing loss in Megatron-Core's tracker, in a fixed order."""
+AUXILIARY_LOSSES = (*NAME_OF_BALANCING_TYPE.values(), Z_LOSS)
 """All auxiliary losses of Megatron-Core's routers, by their names in its tracker."""
 
 
@@ -44,7 +45,7 @@ def auxiliary_loss_names(config: TransformerConfig) -> list[str]:
     if isinstance(types, str):
         types, coefficients = [types], [coefficients]
     enabled = {kind for kind, coefficient in zip(types, coefficients, strict=True) if coefficient > 0}
-    names = [name for kind, name in _NAME_OF_BALANCING_TYPE.items() if kind in enabled]
+    names = [name for kind, name in NAME_OF_BALANCING_TYPE.items() if kind in enabled]
     return [*names, Z_LOSS] if config.moe_z_loss_coeff is not None else names
 
 

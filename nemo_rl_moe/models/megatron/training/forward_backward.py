@@ -17,7 +17,8 @@ from nemo_rl_moe.models.candidates import CANDIDATE_IDS
 from nemo_rl_moe.models.checked_loss import outputs_of
 from nemo_rl_moe.models.interfaces import Head, LossFunction, LossInputs, needs_of
 from nemo_rl_moe.models.kept_tokens import KEPT_TOKENS
-from nemo_rl_moe.models.megatron.model.releases import needs_padding_mask, padding_mask_for_stage
+from nemo_rl_moe.models.megatron.layers.router_losses import RouterLosses
+from nemo_rl_moe.models.megatron.model.releases import padding_mask_for_stage
 from nemo_rl_moe.models.megatron.training.chunked_head import (
     chunked_top_candidates,
     hidden_states_only,
@@ -31,7 +32,7 @@ from nemo_rl_moe.models.megatron.training.microbatch import (
     pack_microbatch,
     pad_microbatch,
 )
-from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks
+from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, cut_of_rank, sequences_of_tokens
 from nemo_rl_moe.models.megatron.training.step_observer import StepObserver, TrainingForward
 from nemo_rl_moe.models.megatron.training.token_statistics import TokenStatistics
 
@@ -53,6 +54,7 @@ class ForwardBackward:
     Attributes:
         packed: Sequences are packed, not padded.
         explicit_mask: The core attention wants its causal mask as a tensor (Megatron's own does).
+        router_losses: Get the tokens of each training pass.
         counts: Training passes count in the agreement statistics; False for passes beside the step's own.
     """
 
@@ -60,6 +62,7 @@ class ForwardBackward:
     packed: bool
     explicit_mask: bool
     device: torch.device
+    router_losses: RouterLosses
     temperature: float = 1.0
     hooks: RouterHooks | None = None
     observers: Sequence[StepObserver] = ()
@@ -81,6 +84,7 @@ class ForwardBackward:
         Returns:
             The loss function's metrics and its `loss`, for each microbatch; empty but on the last pipeline stage.
         """
+        self.router_losses.start_update(shard)
         step = partial(self._training_step, shard, loss_function)
         chosen = shard.microbatches[:num_microbatches]
         results = self._run(chunks, chosen, step, first_microbatch=first_microbatch, forward_only=False)
@@ -223,12 +227,16 @@ class ForwardBackward:
         needs = needs_of(loss_function)
         bare.needs_entropy, bare.candidate_column = Head.ENTROPY in needs, _candidate_column(microbatch, needs)
         forward = TrainingForward(chunk, number, microbatch)
+        give_tokens = self._give_tokens(chunk, microbatch)
+        give_tokens()
         with ExitStack() as stack:
             for observer in self.observers:
                 stack.enter_context(observer.training_forward(forward))
             output = self._run_model(model, microbatch, number, labels=microbatch.labels)
         for observer in self.observers:
             observer.after_forward(forward, output)
+        if output.requires_grad:  # recomputation runs the routers again
+            output.register_hook(lambda _: give_tokens())
         if self.hooks is not None:
             self.hooks.watch_backward(output, chunk, microbatch)
         entropy, bare.entropy = bare.entropy, None
@@ -237,6 +245,13 @@ class ForwardBackward:
         if not bare.predicts_tokens:  # then these are the output
             return output, partial(_value_loss, shard, loss_function, microbatch)
         return output, partial(_training_loss, shard, loss_function, microbatch, entropy, values, candidates)
+
+    def _give_tokens(self, chunk: int, microbatch: ModelMicrobatch) -> Callable[[], None]:
+        """Return a function that tells the router losses of a chunk which tokens its routers see."""
+        if not self.router_losses.is_on:
+            return lambda: None
+        tokens = sequences_of_tokens(microbatch, cut_of_rank(self.config))
+        return lambda: self.router_losses.set_tokens(chunk, tokens)
 
     def _forward_step(
         self,
@@ -263,9 +278,6 @@ class ForwardBackward:
     def _run_model(
         self, model: MegatronModule, microbatch: ModelMicrobatch, number: int, labels: Tensor | None
     ) -> Tensor:
-        padding_mask = microbatch.padding_mask
-        if padding_mask is None and needs_padding_mask(self.config):
-            padding_mask = torch.zeros_like(microbatch.input_ids, dtype=torch.bool)
         chunk = get_attr_wrapped_model(model, "vp_stage") or 0
         hooks = self.hooks
         trains = labels is not None
@@ -274,11 +286,9 @@ class ForwardBackward:
             if hooks is None
             else hooks.forward(chunk, microbatch, number, trains=trains, counts=trains and self.counts)
         ):
-            return self._run_chunk(model, microbatch, labels, padding_mask)
+            return self._run_chunk(model, microbatch, labels)
 
-    def _run_chunk(
-        self, model: MegatronModule, microbatch: ModelMicrobatch, labels: Tensor | None, padding_mask: Tensor | None
-    ) -> Tensor:
+    def _run_chunk(self, model: MegatronModule, microbatch: ModelMicrobatch, labels: Tensor | None) -> Tensor:
         output: Tensor = model(
             microbatch.input_ids,
             microbatch.position_ids,
@@ -287,7 +297,7 @@ class ForwardBackward:
             model_columns=microbatch.model_columns,
             packed_seq_params=microbatch.packed_seq_params,
             padding_mask=padding_mask_for_stage(
-                padding_mask,
+                microbatch.padding_mask,
                 is_first_stage=get_attr_wrapped_model(model, "pre_process"),
                 tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
                 tensor_size=parallel_state.get_tensor_model_parallel_world_size(),

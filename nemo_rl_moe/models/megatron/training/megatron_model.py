@@ -22,6 +22,7 @@ from nemo_rl_moe.models.flops import forward_flops
 from nemo_rl_moe.models.interfaces import Head, LossFunction
 from nemo_rl_moe.models.kept_tokens import check_kept_tokens
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
+from nemo_rl_moe.models.megatron.layers.router_losses import RouterLosses
 from nemo_rl_moe.models.megatron.lora.attach import add_adapters
 from nemo_rl_moe.models.megatron.lora.changes import changed_by_adapters
 from nemo_rl_moe.models.megatron.lora.peft_folder import factors_on_first_rank, load_adapter, write_adapter
@@ -97,8 +98,10 @@ class MegatronModel:
             chunk.temperature = temperature
         self.modules: Sequence[MegatronModule] = half_precision_modules(self.config, self.chunks)
         self._hooks = attach_hooks(self.chunks, self.config, policy, self.device)
+        self._router_losses = RouterLosses(self.chunks, self.config)
         self._forward_backward = ForwardBackward(
             config=self.config,
+            router_losses=self._router_losses,
             packed=policy.sequence_packing.enabled,
             explicit_mask=policy.megatron_cfg.layer_spec == "local",
             device=self.device,

@@ -233,7 +233,6 @@ class _CutTo:
         return to_device(mine, self._device)
 
     def mask(self, mask: Tensor) -> Tensor | None:
-        # None on all ranks or on none: with a mask the routers enter further collectives.
         return self(mask) if bool(mask.any()) else None
 
     def column(self, name: str, column: Column, values: Tensor) -> Tensor:

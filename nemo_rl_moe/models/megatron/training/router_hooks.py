@@ -11,7 +11,7 @@ passes of other microbatches.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.layers.router_losses import SequencesOfTokens
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.route_checks import RouteChecks, RouteProbe, computes_in_float32
@@ -117,7 +118,7 @@ class RouterHooks:
                 hook = RouterHook(slot, counts_replayed=counted_load == "replayed")
                 router.router_replay = hook  # type: ignore[assignment]
                 if replays:  # what does not train counts nothing
-                    _count_as_reported(router, hook)
+                    _count_for_bias(router, hook)
                 hooks[of_layer[_layer_of(layer.key)]] = hook
             self._hooks.append(hooks)
         self._layers = [torch.tensor(list(hooks), dtype=torch.long, device=device) for hooks in self._hooks]
@@ -350,6 +351,16 @@ def fed_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " 
     return in_router_order(microbatch.at_tokens(fed, fed, False), cut)
 
 
+def sequences_of_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> SequencesOfTokens:
+    """Return the sequence of each token that a rank's routers see."""
+    batch = microbatch.batch
+    rows, longest = batch.input_ids.shape
+    device = batch.lengths.device
+    is_token = torch.arange(longest, device=device) < batch.counted_lengths[:, None]
+    rows_of_tokens = torch.arange(rows, device=device)[:, None].expand(rows, longest)
+    return SequencesOfTokens.of(in_router_order(microbatch.at_tokens(rows_of_tokens, is_token, -1), cut), rows)
+
+
 def row_lags(microbatch: ModelMicrobatch, cut: SequenceCut) -> Int[Tensor, " tokens"] | None:
     """Return the lag of the token after each that a rank's routers see, which its row led to; None without lags."""
     batch = microbatch.batch
@@ -376,10 +387,10 @@ def _layer_of(key: int | str) -> int:
     return key
 
 
-def _count_as_reported(router: Any, hook: RouterHook) -> None:
-    """Have auxiliary losses and the expert bias of a stock router count the experts that its hook names under replay.
+def _count_for_bias(router: Any, hook: RouterHook) -> None:
+    """Have the expert bias of a stock router count the experts that its hook names under replay.
 
-    By itself Megatron-Core counts the live choice in auxiliary losses, and the replayed one in the expert bias.
+    By itself Megatron-Core counts the replayed ones.
     """
     apply_bias = router._apply_expert_bias
 
@@ -388,21 +399,3 @@ def _count_as_reported(router: Any, hook: RouterHook) -> None:
         apply_bias(counted, padding_mask=padding_mask)
 
     router._apply_expert_bias = count_for_bias
-    for name in ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss"):
-        setattr(router, name, partial(_with_counted_load, getattr(router, name), hook))
-
-
-def _with_counted_load(
-    apply_loss: Callable[..., Tensor],
-    hook: RouterHook,
-    probs: Tensor,
-    scores: Tensor,
-    routing_map: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    """Return an auxiliary loss of a router; Megatron-Core has left padding out of the map."""
-    if hook.counted is not None:
-        of_tokens = experts_as_map(hook.counted, routing_map.shape[-1])
-        routing_map = (of_tokens & (routing_map != 0).any(-1, keepdim=True)).to(routing_map.dtype)
-    return apply_loss(probs, scores, routing_map, *args, **kwargs)

@@ -105,6 +105,7 @@ class MegatronTrainer(MegatronModel):
         self._snapshots.before_changes()
         self.host_state.come_back()
         self._calls += 1
+        self._router_losses.start_step(shards)
         for observer in self.observers:
             observer.start_step(self._calls, shards)
         for chunk in self.ddp_chunks:

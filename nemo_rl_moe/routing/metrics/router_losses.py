@@ -1,0 +1,101 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Definition of the router losses: load balancing and z-loss, as sums over tokens or sequences.
+
+Each function returns a sum over this rank's tokens in a microbatch. The sums of all ranks and microbatches, added up and
+divided by the number of tokens or sequences of the global batch, are the loss. docs/router-losses.md gives the equations.
+"""
+
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.shapes import Float, Int
+
+
+def router_scores(logits: Float[Tensor, "tokens experts"], score_function: str) -> Float[Tensor, "tokens experts"]:
+    """Return the scores that balancing losses use: they add up to 1 over the experts, in float32.
+
+    Args:
+        score_function: `softmax` or, of DeepSeek-V3 (equation 19), `sigmoid`.
+
+    Raises:
+        ValueError: The score function is another one.
+    """
+    if score_function == "softmax":
+        return logits.softmax(-1, dtype=torch.float32)
+    if score_function == "sigmoid":
+        scores = logits.float().sigmoid()
+        return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    raise ValueError(f"score function: got {score_function}, expected softmax or sigmoid")
+
+
+def z_loss_sum(logits: Float[Tensor, "tokens experts"], is_token: Float[Tensor, " tokens"]) -> Float[Tensor, ""]:
+    """Return the sum over tokens of the squared logsumexp of their logits (ST-MoE, equation 5).
+
+    Args:
+        is_token: 1 for tokens, 0 for padding.
+    """
+    return logits.float().logsumexp(-1).square() @ is_token
+
+
+def load_of_tokens(
+    assignments: Float[Tensor, "tokens experts"], is_token: Float[Tensor, " tokens"]
+) -> Float[Tensor, " experts"]:
+    """Return the number of tokens that go to each expert.
+
+    Args:
+        assignments: 1 where a token goes to an expert, else 0.
+        is_token: 1 for tokens, 0 for padding.
+    """
+    return is_token @ assignments
+
+
+def balancing_sum(
+    scores: Float[Tensor, "tokens experts"], is_token: Float[Tensor, " tokens"], load: Float[Tensor, " experts"]
+) -> Float[Tensor, ""]:
+    """Return `E * sum over tokens and experts of f_e * p_{t,e}` (Switch Transformer, equation 4).
+
+    Args:
+        scores: `p`, from `router_scores`.
+        is_token: 1 for tokens, 0 for padding.
+        load: Assignments of each expert among the tokens that are balanced together, of any number of ranks and
+            microbatches; `f` is their share.
+    """
+    share = load / load.sum().clamp(min=1)
+    return (is_token @ scores) @ share * scores.shape[-1]
+
+
+def load_of_sequences(
+    assignments: Float[Tensor, "tokens experts"], sequence: Int[Tensor, " tokens"], num_sequences: int
+) -> Float[Tensor, "sequences experts"]:
+    """Return the number of tokens of each sequence that go to each expert.
+
+    Args:
+        sequence: Index of each token's sequence; -1 for padding.
+    """
+    return _sums_of_sequences(assignments, sequence, num_sequences)
+
+
+def sequence_balancing_sum(
+    scores: Float[Tensor, "tokens experts"],
+    sequence: Int[Tensor, " tokens"],
+    load: Float[Tensor, "sequences experts"],
+    topk: int,
+) -> Float[Tensor, ""]:
+    """Return `E * sum over sequences and experts of f_{s,e} * P_{s,e}` (DeepSeek-V2, equation 23; V3, equation 17).
+
+    Args:
+        scores: `p`, from `router_scores`.
+        sequence: Index of each token's sequence; -1 for padding.
+        load: From `load_of_sequences`, added up over the ranks that share the sequences.
+        topk: Experts of a token.
+    """
+    assignments = load.sum(-1, keepdim=True).clamp(min=1)
+    weights = load / assignments * (topk / assignments)  # f_{s,e} over the length of the sequence
+    return (_sums_of_sequences(scores, sequence, len(load)) * weights).sum() * scores.shape[-1]
+
+
+def _sums_of_sequences(values: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
+    places = sequence.where(sequence >= 0, num_sequences)  # padding adds up in a row that is cut off
+    sums = values.new_zeros(num_sequences + 1, values.shape[-1])
+    return sums.index_add(0, places, values)[:num_sequences]
