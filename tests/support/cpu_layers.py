@@ -16,11 +16,13 @@ from torch import Tensor
 
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.cpu.spec import FastGPTModel, block_spec
+from nemo_rl_moe.models.megatron.layers.router_losses import BatchSize, RouterLosses, SequencesOfTokens
 from nemo_rl_moe.models.megatron.model.releases import (
     HAS_MOE_METRICS_TRACKER,
     clear_auxiliary_losses,
     recorded_auxiliary_losses,
 )
+from nemo_rl_moe.models.megatron.training.router_hooks import cut_of_rank, in_router_order
 
 # isort: split
 from megatron.core import parallel_state
@@ -187,10 +189,22 @@ def train_once(
     """Losses `[batch, sequence]`, gradients of their mean, and the recorded auxiliary losses by layer."""
     clear_auxiliary_losses()
     model.train().zero_grad(set_to_none=True)
+    _attach_router_losses(model, batch["labels"], inputs.get("padding_mask"))
     losses = model(**batch, attention_mask=attention_mask, **inputs)
     losses.mean().backward()
     auxiliary = {name: values.clone() for name, values in recorded_auxiliary_losses().items()}
     return losses.detach(), gradients(model), auxiliary
+
+
+def _attach_router_losses(model: GPTModel, labels: Tensor, padding_mask: Tensor | None) -> None:
+    """Give the routers the losses of one microbatch, each row a sequence; padding stands behind it."""
+    losses = RouterLosses([model], model.config)
+    sequence = torch.arange(len(labels))[:, None].expand_as(labels)
+    if padding_mask is not None:
+        sequence = sequence.where(~padding_mask, -1)
+    num_sequences = int((sequence >= 0).any(1).sum())
+    losses.update = losses.step = BatchSize(int((sequence >= 0).sum()), num_sequences, num_microbatches=1)
+    losses.set_tokens(0, SequencesOfTokens.of(in_router_order(sequence, cut_of_rank(model.config)), len(labels)))
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], atol: float, rtol: float = 1e-5) -> None:

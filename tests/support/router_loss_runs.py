@@ -8,6 +8,7 @@ over the inputs of the routers, in float64; the model's own parameters get their
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ class LossRun:
             from 8 on are rows of padding.
         losses: Names of the losses, each run alone.
         with_routes: The batch has routed experts of rollouts that no router would choose.
+        with_bias: Routers have an expert bias that changes their choice.
     """
 
     policy: PolicyConfig
@@ -60,6 +62,17 @@ class LossRun:
     model: Mapping[str, Any] | str = field(default_factory=dict)
     losses: tuple[str, ...] = LOSSES
     with_routes: bool = False
+    with_bias: bool = False
+
+    def trainer(self) -> MegatronTrainer:
+        """Return this rank's trainer, in training mode, with random weights that no layout changes."""
+        trainer = MegatronTrainer(self.policy, hf_config_of(self.model), None, num_steps=10)
+        for ddp_chunk, chunk in zip(trainer.ddp_chunks, trainer.chunks, strict=True):
+            ddp_chunk.train()
+            for layer, router in routers_of(chunk.decoder) if self.with_bias else ():
+                generator = torch.Generator().manual_seed(int(layer.key))
+                router.expert_bias.copy_(torch.randn(len(router.expert_bias), generator=generator))
+        return trainer
 
     def batch(self) -> TokenBatch:
         batch = tiny_batch(5, vocabulary_size=60, shortest=3, longest=23)
@@ -82,7 +95,8 @@ def _with_routes(batch: TokenBatch, hf_config: Any) -> TokenBatch:
     generator = torch.Generator().manual_seed(1)
     shape = (*batch.input_ids.shape, hf_config.num_hidden_layers, hf_config.num_experts)
     routes = torch.rand(shape, generator=generator).topk(hf_config.num_experts_per_tok, -1).indices.to(torch.int16)
-    real = torch.arange(batch.input_ids.shape[1]) < batch.lengths[:, None]
+    # An engine never feeds the last token.
+    real = torch.arange(batch.input_ids.shape[1]) < batch.lengths[:, None] - 1
     return batch.with_columns(
         **{ROUTED_EXPERTS: per_token(routes.where(real[:, :, None, None], -1), Destination.MODEL, fill=-1)}
     )
@@ -103,9 +117,7 @@ without_gradient.__dict__.update(sft_loss.__dict__)
 def run_losses(run: LossRun) -> list[tuple[RankRun, dict[str, float]]]:
     """Return gradients as if they were weights, and metrics, for each loss. Every rank of the job calls it."""
     with parallel_job(run.policy):
-        trainer = MegatronTrainer(run.policy, hf_config_of(run.model), None, num_steps=10)
-        for chunk in trainer.ddp_chunks:
-            chunk.train()
+        trainer = run.trainer()
         return [_run_loss(trainer, run, name) for name in run.losses]
 
 
@@ -174,8 +186,7 @@ def reference_losses(run: LossRun, rules: Rules, num_ranks: int, counted: str = 
         counted: Under replay, `live` or `replayed` experts.
     """
     with parallel_job(run.policy):
-        trainer = MegatronTrainer(run.policy, hf_config_of(run.model), None, num_steps=10)
-        trainer.ddp_chunks[0].train()
+        trainer = run.trainer()
         batch = run.batch()
         gradients, logged = {}, {}
         for name in run.losses:
@@ -206,14 +217,17 @@ def _inputs_of_routers(trainer: MegatronTrainer, batch: TokenBatch) -> dict[int,
     for layer, router in routers_of(chunk.decoder):
         inputs: list[Tensor] = []
         found[int(layer.key)] = (router.weight, inputs)
-        keep: Callable[..., None] = lambda module, args, inputs=inputs: inputs.append(args[0][:, 0])
-        handles.append(router.register_forward_pre_hook(keep))
+        handles.append(router.register_forward_pre_hook(partial(_keep_input, inputs)))
     for row in range(len(batch)):
         one = pad_microbatch(batch.select([row]), MicrobatchShape(1), torch.device("cpu"))
         trainer._forward_backward._run_model(trainer.ddp_chunks[0], one, row, labels=one.labels)
     for handle in handles:
         handle.remove()
     return found
+
+
+def _keep_input(inputs: list[Tensor], _module: Any, arguments: tuple[Tensor, ...]) -> None:
+    inputs.append(arguments[0][:, 0])
 
 
 @dataclass(frozen=True)
@@ -231,8 +245,8 @@ class _Tokens:
         scores = scores / scores.sum(1, keepdim=True)
         chosen = torch.zeros_like(scores)
         for token, row in enumerate(scores.tolist()):
-            picked = experts[token].tolist() if experts is not None else _best(row, rules)
-            chosen[token, picked] = 1.0
+            replayed = [] if experts is None else experts[token].tolist()
+            chosen[token, replayed if replayed and replayed[0] >= 0 else _best(row, rules)] = 1.0
         return cls(logits, scores, chosen)
 
 

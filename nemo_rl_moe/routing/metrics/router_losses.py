@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Definition of the router losses: load balancing and z-loss, as sums over tokens or sequences.
 
-Each function returns a sum over this rank's tokens in a microbatch. The sums of all ranks and microbatches, added up and
-divided by the number of tokens or sequences of the global batch, are the loss. docs/router-losses.md gives the equations.
+Each function returns a sum over a rank's tokens in a microbatch. The loss is the total of all ranks and microbatches,
+divided by the number of tokens or sequences in the global batch. docs/router-losses.md gives the equations.
 """
 
 import torch

@@ -17,13 +17,12 @@ import torch.distributed as dist
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_shard, with_empty_rows
+from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_shard
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.model import releases as corrections
 from nemo_rl_moe.models.megatron.model import transformer_config
 from nemo_rl_moe.models.megatron.model.model_overrides import read_overrides
 from nemo_rl_moe.models.megatron.model.releases import (
-    HAS_MOE_METRICS_TRACKER,
     MEGATRON_VERSION,
     recorded_auxiliary_losses,
 )
@@ -66,10 +65,7 @@ _WITHOUT: dict[str, dict[str, Any]] = {
     "sink_marks": {"model.gpt_model.mark_attention_sinks": lambda chunk: None},
     "plain_p2p": {"model.transformer_config._implementation_fields": _communicate_in_batches},
     "expert_bias": {"model.gpt_model.correct_expert_bias_with_padding": lambda: None},
-    "loss_of_padding": {"model.gpt_model.correct_loss_of_padding_alone": lambda: None},
     "stage_mask": {"training.forward_backward.padding_mask_for_stage": lambda mask, **_: mask},
-    "padding_mask": {"training.forward_backward.padding_mask_for_stage": lambda mask, **_: None},
-    "mask_for_global_loss": {"training.forward_backward.needs_padding_mask": lambda config: False},
     "decay_groups": {"training.optimizer.get_standard_config_overrides": lambda config: {}},
 }
 
@@ -216,8 +212,8 @@ def widened(shard: GlobalBatchShard, columns: int) -> GlobalBatchShard:
     return replace(shard, microbatches=tuple(wider))
 
 
-def train_with_more_padding(cure: str | None, settings: RunSettings, columns: int) -> tuple[float, dict[str, float]]:
-    with without(cure), parallel_job(settings.policy):
+def train_with_more_padding(settings: RunSettings, columns: int) -> tuple[float, dict[str, float]]:
+    with parallel_job(settings.policy):
         trainer = build_trainer(settings)
         shard = shard_of_step(trainer, settings, 0)
         result = trainer.train([widened(shard, columns)], sft_loss)
@@ -235,23 +231,10 @@ def train_with_more_padding(cure: str | None, settings: RunSettings, columns: in
 )
 def test_padding_changes_neither_auxiliary_losses_nor_gradients(changes: dict[str, Any]) -> None:
     settings = RunSettings(tiny_policy(1, moe_router_load_balancing_type="aux_loss", **changes))
-    ((norm, metrics),) = run_ranks(train_with_more_padding, 1, None, settings, 17)
-    ((wide_norm, wide_metrics),) = run_ranks(train_with_more_padding, 1, None, settings, 40)
+    ((norm, metrics),) = run_ranks(train_with_more_padding, 1, settings, 17)
+    ((wide_norm, wide_metrics),) = run_ranks(train_with_more_padding, 1, settings, 40)
     assert wide_norm == pytest.approx(norm, rel=1e-6)
     assert wide_metrics == pytest.approx(metrics, rel=1e-6)
-    ((_, biased),) = run_ranks(train_with_more_padding, 1, "padding_mask", settings, 40)
-    assert max(abs(biased[name] - metrics[name]) for name in metrics) > 0.01
-
-
-@pytest.mark.full
-def test_global_batch_loss_counts_the_tokens_of_all_ranks() -> None:
-    balancing = {"layer_spec": "auto", "moe_router_load_balancing_type": "global_aux_loss"}
-    together = ((0, 1, 4, 5), (2, 3, 6, 7))
-    single = run_ranks(train_run, 1, RunSettings(tiny_policy(1, **balancing), microbatches=together, num_steps=1))
-    cured, uncured = both_ways("mask_for_global_loss", 2, RunSettings(tiny_policy(2, **balancing), num_steps=1))
-    expected, right, wrong = (runs[0].moe_metrics[0]["global_load_balancing_loss"] for runs in (single, cured, uncured))
-    assert right == pytest.approx(expected, rel=1e-6)
-    assert abs(wrong - expected) > 0.01
 
 
 # Expert bias
@@ -330,82 +313,6 @@ def test_logged_loss_is_not_divided_by_the_schedule() -> None:
 
 # Auxiliary losses over ranks
 
-# What the routers recorded stays in Megatron-Core's tracker after `train`.
-UNTRACKED = {"track_moe_metrics": False, "moe_per_layer_logging": False}
-
-
-def _sum_instead_of_average(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo knows no average, which Megatron-Core's own reduction asks for."""
-
-    def reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any) -> Any:
-        average = op == dist.ReduceOp.AVG
-        done = all_reduce(tensor, dist.ReduceOp.SUM if average else op, group=group, **options)
-        if average:
-            tensor /= dist.get_world_size(group)
-        return done
-
-    return reduce
-
-
-def _reduce_as_megatron_does(names: Sequence[str], num_layers: int) -> dict[str, list[float]]:
-    with mock.patch.object(dist, "all_reduce", _sum_instead_of_average(dist.all_reduce)):
-        if HAS_MOE_METRICS_TRACKER:
-            from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
-            for name in names:
-                get_moe_metrics_tracker().ensure_initialized(name, num_layers)
-            get_moe_metrics_tracker()._sync_metrics(list(names))
-        else:
-            from megatron.core.transformer.moe.moe_utils import (
-                get_moe_layer_wise_logging_tracker,
-                reduce_aux_losses_tracker_across_ranks,
-            )
-
-            for name in names:
-                empty = {"values": torch.zeros(num_layers)}
-                get_moe_layer_wise_logging_tracker().setdefault(name, empty)
-            reduce_aux_losses_tracker_across_ranks(list(names))
-    return {name: values.tolist() for name, values in recorded_auxiliary_losses().items()}
-
-
-def train_and_reduce(settings: RunSettings, name: str) -> tuple[list[float], list[float]]:
-    """Return this rank's values of a loss, by this project's reduction and by Megatron-Core's."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
-        shard = shard_of_step(trainer, settings, 0)
-        trainer.train([shard], sft_loss)
-        recorded = {key: values.clone() for key, values in recorded_auxiliary_losses().items()}
-        metrics = get_moe_metrics(1.0, per_layer_logging=True, config=trainer.config, device=torch.device("cpu"))
-        for key, values in recorded.items():
-            recorded_auxiliary_losses()[key].copy_(values)
-        theirs = _reduce_as_megatron_does([name], trainer.config.num_layers)[name]
-        return [metrics.get(f"{name}_layer_{layer}", 0.0) for layer in range(4)], theirs
-
-
-def test_z_loss_is_averaged_over_data_parallel_ranks() -> None:
-    settings = RunSettings(tiny_policy(2, layer_spec="local", moe_z_loss_coeff=0.01, **UNTRACKED))
-    answers = run_ranks(train_and_reduce, 2, settings, "z_loss")
-    ours, theirs = [np.array([answer[part] for answer in answers]) for part in (0, 1)]
-    np.testing.assert_array_equal(ours[0], ours[1])
-    if _OLD:
-        assert np.abs(theirs[0] - theirs[1]).min() > 1e-3
-        np.testing.assert_allclose(ours[0], theirs.mean(0), rtol=1e-6)
-    else:
-        np.testing.assert_allclose(theirs, ours, rtol=1e-6)
-
-
-@pytest.mark.full
-def test_stage_without_experts_reports_whole_values() -> None:
-    policy = tiny_policy(4, layer_spec="local", **layout(pp=2, tp=2), **UNTRACKED)
-    settings = RunSettings(policy, {"mlp_only_layers": [0, 1]})
-    answers = run_ranks(train_and_reduce, 4, settings, "load_balancing_loss")
-    ours, theirs = [np.array([answer[part] for answer in answers]) for part in (0, 1)]
-    for rank in range(1, 4):
-        np.testing.assert_array_equal(ours[rank], ours[0])
-    # Ranks 2 and 3 hold the experts; without a reduce group the others keep their own part.
-    np.testing.assert_allclose(theirs[2:], ours[2:], rtol=1e-6)
-    assert (theirs[:2, 2:] < 0.9 * ours[:2, 2:]).all()
-
 
 def reduce_what_was_recorded(policy: PolicyConfig, fill: bool) -> dict[str, float]:
     config = transformer_config.build_transformer_config(policy, tiny_hf_config(mlp_only_layers=[0, 1]))
@@ -469,26 +376,3 @@ def test_the_sequence_level_loss_weighs_the_same_in_microbatches_of_any_size() -
     assert whole == pytest.approx(single, rel=1e-6)
     with pytest.raises(ConfigurationError, match="calculate_per_token_loss"):
         read_overrides({"calculate_per_token_loss": True}, ())
-
-
-# Microbatches of padding alone
-
-
-def train_with_an_empty_row(cure: str | None, settings: RunSettings, num_empty: int) -> tuple[float, float]:
-    """Return gradient norm and load balancing loss of four sequences and some empty rows, each a microbatch."""
-    with without(cure), parallel_job(settings.policy):
-        trainer = build_trainer(settings)
-        batch = tiny_batch(100).select(range(4))
-        filled = with_empty_rows(batch, num_empty)
-        result = trainer.train([make_shard(filled, [[row] for row in range(len(filled))], batch)], sft_loss)
-        return result.grad_norm, result.moe_metrics["load_balancing_loss"]
-
-
-def test_the_load_balancing_loss_of_padding_alone_is_zero() -> None:
-    settings = RunSettings(tiny_policy(1, layer_spec="local", moe_router_load_balancing_type="aux_loss"))
-    ((_, of_four),) = run_ranks(train_with_an_empty_row, 1, None, settings, 0)
-    ((norm, of_five),) = run_ranks(train_with_an_empty_row, 1, None, settings, 1)
-    assert np.isfinite(norm)
-    assert of_five * 5 == pytest.approx(of_four * 4, rel=1e-6)
-    ((_, without_cure),) = run_ranks(train_with_an_empty_row, 1, "loss_of_padding", settings, 1)
-    assert not np.isfinite(without_cure)

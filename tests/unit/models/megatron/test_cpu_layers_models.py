@@ -70,11 +70,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "no query and key norm": {"qk_layernorm": False},
     "own softmax scale": {"softmax_scale": 0.2},
     "stock router: capacity": {"moe_expert_capacity_factor": 1.0},
-    "stock router: two losses": {
-        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
-        "moe_aux_loss_coeff": [0.05, 0.02],
+    "three balancing losses": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+        "moe_aux_loss_coeff": [0.05, 0.02, 0.03],
     },
-    "stock router: z loss": {"moe_z_loss_coeff": 0.01},
+    "z loss": {"moe_z_loss_coeff": 0.01},
 }
 
 

@@ -92,3 +92,69 @@ def test_gradients_and_logs_of_router_losses(where: str, batching: str, recomput
     policy = policy_for(num_ranks, **sizes, **changes, activation_checkpointing=recomputation)
     found = joined(run_ranks(run_losses, num_ranks, LossRun(policy, microbatches, MODEL)), LOSSES)
     assert_same(found, expected(microbatches, data_parallel_size))
+
+
+# Scores, groups, bias, shared experts, dense layers
+
+
+FAMILIES: dict[str, tuple[Rules, bool]] = {  # rules, whether there is an expert bias
+    "deepseek_v2": (Rules(topk=3), False),  # the first layer is dense, shared experts
+    "deepseek_v2_groups": (Rules(topk=4, groups=(4, 2)), False),
+    "deepseek_v3": (Rules(topk=3, sigmoid=True), True),  # groups limit the choice, not what counts
+    "deepseek_v3_moonlight": (Rules(topk=3, sigmoid=True), True),
+    "qwen2_moe_dense_layers_normalized_weights": (Rules(topk=3), False),
+}
+FAMILY_LAYOUTS = ("one", "dp2", "tp2", "pp2", "ep2")
+
+
+@cache
+def expected_of_family(family: str, data_parallel_size: int) -> Found:
+    rules, with_bias = FAMILIES[family]
+    run = LossRun(without_losses(), UNEVEN, family, with_bias=with_bias)
+    (found,) = run_ranks(reference_losses, 1, run, rules, data_parallel_size)
+    return found
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("family", "where", "batching"), some_of(list(product(FAMILIES, FAMILY_LAYOUTS, ("uneven", "packed"))), 3)
+)
+def test_families(family: str, where: str, batching: str) -> None:
+    num_ranks, data_parallel_size, sizes = LAYOUTS[where]
+    _, changes = BATCHING[batching]
+    policy = policy_for(num_ranks, **sizes, **changes)
+    run = LossRun(policy, UNEVEN, family, with_bias=FAMILIES[family][1])
+    assert_same(joined(run_ranks(run_losses, num_ranks, run), LOSSES), expected_of_family(family, data_parallel_size))
+
+
+# Replay
+
+
+@cache
+def expected_under_replay(counted: str, data_parallel_size: int) -> Found:
+    changes = {**PLAIN, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+    policy = tiny_grpo_policy(1, **changes, routing_replay="rollout", routing_replay_load=counted)
+    run = LossRun(policy, UNEVEN, with_routes=True)
+    (found,) = run_ranks(reference_losses, 1, run, Rules(topk=2), data_parallel_size, counted)
+    return found
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("counted", "where", "batching"),
+    some_of(list(product(("live", "replayed"), ("one", "tp2", "pp2", "ep2"), ("uneven", "packed"))), 2),
+)
+def test_replayed_experts_count_where_the_configuration_says_so(counted: str, where: str, batching: str) -> None:
+    num_ranks, data_parallel_size, sizes = LAYOUTS[where]
+    _, changes = BATCHING[batching]
+    policy = tiny_grpo_policy(
+        num_ranks,
+        **{**PLAIN, **ALL_KINDS, **sizes, **changes},
+        moe_z_loss_coeff=1.0,
+        routing_replay="rollout",
+        routing_replay_load=counted,
+    )
+    run = LossRun(policy, UNEVEN, with_routes=True)
+    assert_same(
+        joined(run_ranks(run_losses, num_ranks, run), LOSSES), expected_under_replay(counted, data_parallel_size)
+    )
