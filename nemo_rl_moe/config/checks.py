@@ -13,6 +13,7 @@ from nemo_rl_moe.config.algorithm import algorithm_of, roles_of
 from nemo_rl_moe.config.checks_data import DATA_RULES
 from nemo_rl_moe.config.checks_lora import LORA_RULES
 from nemo_rl_moe.config.checks_optimizer import OPTIMIZER_RULES, learning_rates_fall
+from nemo_rl_moe.config.checks_routing import ROUTING_RULES
 from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, PATH_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
 from nemo_rl_moe.config.role_keys import role_problems
@@ -248,41 +249,6 @@ def details_are_asked_for_once(config: MasterConfig) -> Iterator[str]:
         )
 
 
-def routing_is_forced_in_one_way(config: MasterConfig) -> Iterator[str]:
-    """Check forced routing: one way at a time, and a hot rank that exists."""
-    megatron = config.policy.megatron_cfg
-    forced = {
-        "moe_router_force_load_balancing": bool(megatron.moe_router_force_load_balancing),
-        "moe_router_force_biased": megatron.moe_router_force_biased is not None,
-        "moe_router_force_hot_rank": megatron.moe_router_force_hot_rank is not None,
-    }
-    used = [f"{MEGATRON}.{name}" for name, is_on in forced.items() if is_on]
-    if len(used) > 1:
-        yield f"{' and '.join(used)}: only one way of forced routing can be on"
-    rank, size = megatron.moe_router_force_hot_rank, megatron.expert_model_parallel_size
-    if rank is not None and rank >= size:
-        yield (
-            f"{MEGATRON}.moe_router_force_hot_rank: got {rank}, expected a rank below"
-            f" {MEGATRON}.expert_model_parallel_size = {size}, or null"
-        )
-
-
-def routers_have_gradients_to_measure(config: MasterConfig) -> Iterator[str]:
-    """Check the gradients of routers by source: routers must be tracked, train and route themselves."""
-    megatron, chosen = config.policy.megatron_cfg, config.policy.megatron_cfg.router_gradients
-    reasons = {
-        f"{MEGATRON}.track_moe_metrics false": not megatron.track_moe_metrics,
-        f"{MEGATRON}.freeze_moe_router true": megatron.freeze_moe_router,
-        "policy.freeze.language_model true": config.policy.freeze.language_model,
-        "forced routing": bool(megatron.moe_router_force_load_balancing)
-        or megatron.moe_router_force_biased is not None
-        or megatron.moe_router_force_hot_rank is not None,
-    }
-    for reason, is_so in reasons.items():
-        if chosen.every_n_steps is not None and is_so:
-            yield f"{MEGATRON}.router_gradients.every_n_steps: got {chosen.every_n_steps}, expected null with {reason}"
-
-
 def recompute_is_said_once(config: MasterConfig) -> Iterator[str]:
     """Check that Megatron-Core's older switch for recomputing MoE layers agrees with `activation_checkpointing`."""
     megatron = config.policy.megatron_cfg
@@ -291,21 +257,6 @@ def recompute_is_said_once(config: MasterConfig) -> Iterator[str]:
         yield (
             f"{MEGATRON}.moe_layer_recompute: {str(older).lower()} contradicts {MEGATRON}.activation_checkpointing"
             f" {ours}; leave it out and use activation_checkpointing: none, full or moe"
-        )
-
-
-def balancing_types_match_coefficients(config: MasterConfig) -> Iterator[str]:
-    """Check that balancing losses and their coefficients are lists of the same length."""
-    fields = config.policy.megatron_cfg.moe_transformer_fields
-    types, coefficients = fields.get("moe_router_load_balancing_type"), fields.get("moe_aux_loss_coeff")
-    if types is None or coefficients is None:
-        return
-    lengths = [len(value) if isinstance(value, list) else None for value in (types, coefficients)]
-    if lengths[0] != lengths[1]:
-        words = [f"a list of {length}" if length is not None else "one value" for length in lengths]
-        yield (
-            f"{MEGATRON}.moe_aux_loss_coeff: got {words[1]}, but {MEGATRON}.moe_router_load_balancing_type is"
-            f" {words[0]}; each type needs its own coefficient"
         )
 
 
@@ -379,10 +330,8 @@ COMMON_RULES: tuple[Rule, ...] = (
     global_batch_divides,
     per_layer_logging_needs_tracking,
     details_are_asked_for_once,
-    routing_is_forced_in_one_way,
-    routers_have_gradients_to_measure,
     recompute_is_said_once,
-    balancing_types_match_coefficients,
+    *ROUTING_RULES,
     *LORA_RULES,
     *OPTIMIZER_RULES,
 )

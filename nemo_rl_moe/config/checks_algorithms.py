@@ -234,16 +234,10 @@ def ranks_may_have_different_numbers_of_tokens(config: GRPOMasterConfig) -> Iter
     megatron = config.policy.megatron_cfg
     if megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size == 1:
         return
-    chosen = megatron.moe_transformer_fields
-    if chosen.get("moe_token_dispatcher_type") == "allgather":
+    if megatron.moe_transformer_fields.get("moe_token_dispatcher_type") == "allgather":
         yield (
             "policy.megatron_cfg.moe_token_dispatcher_type: got allgather, which needs as many tokens on every rank;"
             " while generating, experts that are shared between ranks need alltoall"
-        )
-    if chosen.get("moe_pad_expert_input_to_capacity"):
-        yield (
-            "policy.megatron_cfg.moe_pad_expert_input_to_capacity: got true, which needs as many tokens on every rank;"
-            " while generating, experts that are shared between ranks need false"
         )
 
 

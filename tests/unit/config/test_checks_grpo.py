@@ -623,16 +623,6 @@ BROKEN = [
         " generating, experts that are shared between ranks need alltoall",
     ),
     (
-        (
-            f"{EXPERT_PARALLEL}=2",
-            "+policy.megatron_cfg.moe_pad_expert_input_to_capacity=true",
-            "+policy.megatron_cfg.moe_expert_capacity_factor=2.0",
-        ),
-        "ranks_may_have_different_numbers_of_tokens",
-        "policy.megatron_cfg.moe_pad_expert_input_to_capacity: got true, which needs as many tokens on every rank;"
-        " while generating, experts that are shared between ranks need false",
-    ),
-    (
         (*BY_MODEL,),
         "environment_has_its_reward_model",
         "reward_model: got null, expected a section with model_name, logprob_batch_size, megatron_cfg and weight with"

@@ -24,6 +24,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -84,6 +85,36 @@ def limit_groups(model: nn.Module) -> None:
 def _replay_or_choose(replay: Callable[..., Any], choice: GroupLimitedChoice, *arguments: Any) -> Any:
     """Call a `RouterReplay` with group-limited top-k as its default, which is the last of its arguments."""
     return replay(*arguments[:-1], choice.get_replay_topk)
+
+
+def noise_in_training_only(model: nn.Module) -> None:
+    """Keep noise on the routers' input, and the capacity of experts, out of passes that do not train.
+
+    Megatron-Core applies both in every pass. A loss of validation would depend on chance, and on how its batch is cut.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(module, TopKRouter) and config.moe_input_jitter_eps is not None:
+            module.apply_input_jitter = partial(_in_training, module, module.apply_input_jitter)
+        if isinstance(module, MoELayer) and config.moe_expert_capacity_factor is not None:
+            module.forward = partial(_without_capacity_in_evaluation, module, module.forward)
+
+
+def _in_training(router: TopKRouter, jitter: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    jittered: Tensor = jitter(inputs) if router.training else inputs
+    return jittered
+
+
+def _without_capacity_in_evaluation(layer: MoELayer, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    config, dispatcher = layer.config, layer.token_dispatcher
+    if layer.training:
+        return forward(*args, **options)
+    capacity, pads = config.moe_expert_capacity_factor, dispatcher.drop_and_pad
+    config.moe_expert_capacity_factor, dispatcher.drop_and_pad = None, False
+    try:
+        return forward(*args, **options)
+    finally:
+        config.moe_expert_capacity_factor, dispatcher.drop_and_pad = capacity, pads
 
 
 FORCED_ROUTING_FIELDS = ("moe_router_force_load_balancing", "moe_router_force_biased", "moe_router_force_hot_rank")

@@ -20,7 +20,7 @@ from nemo_rl_moe.models.megatron.layers.deep_features import use_deep_layers
 from nemo_rl_moe.models.megatron.layers.gated_delta_net import use_gated_delta_nets
 from nemo_rl_moe.models.megatron.layers.indexer import add_indexers
 from nemo_rl_moe.models.megatron.layers.latent_attention import use_latent_attention
-from nemo_rl_moe.models.megatron.layers.routers import limit_groups
+from nemo_rl_moe.models.megatron.layers.routers import limit_groups, noise_in_training_only
 from nemo_rl_moe.models.megatron.model.releases import (
     correct_expert_bias_with_padding,
     mark_attention_sinks,
@@ -173,6 +173,7 @@ def build_model_chunks(
         mark_expert_parameters(chunk)
         if "moe_router_group_topk" in family_of(hf_config).router_fields:
             limit_groups(chunk)
+        noise_in_training_only(chunk)
         mark_attention_sinks(chunk)
         if policy.megatron_cfg.freeze_moe_router:
             freeze_routers(chunk)

@@ -65,6 +65,8 @@ def setting_sources(
             sources[name] = "follows from policy.freeze.language_model"
         elif name == BIAS_RATE and policy.lora is not None:
             sources[name] = "follows from policy.lora"
+        elif name == BIAS_RATE and policy.megatron_cfg.freeze_moe_router:
+            sources[name] = "follows from policy.megatron_cfg.freeze_moe_router"
         elif name == "moe_router_load_balancing_type" and own.get(name) != getattr(config, name):
             sources[name] = "follows from policy.megatron_cfg.moe_aux_loss_coeff"
         elif name in family.router_fields:

@@ -232,7 +232,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
             # The model trains without; who asks for a coefficient asks for a loss.
             fields["moe_router_load_balancing_type"] = "aux_loss"
         fields |= chosen | {"moe_router_force_hot_rank": policy.megatron_cfg.moe_router_force_hot_rank}
-        if policy.freeze.language_model or policy.lora is not None:
+        if policy.freeze.language_model or policy.lora is not None or policy.megatron_cfg.freeze_moe_router:
             # The bias is no parameter: Megatron-Core moves it by counts of tokens, whatever trains.
             fields[BIAS_RATE] = 0.0
         problems += _problems_with_experts(fields, grouped_kernels=use_transformer_engine(policy))
@@ -441,6 +441,22 @@ def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> 
     if experts % expert:
         problems.append(
             f"{key}expert_model_parallel_size: got {expert}, which does not divide the model's {experts} experts"
+        )
+    capacity = fields.get("moe_expert_capacity_factor") or 0.0
+    if fields.get("moe_pad_expert_input_to_capacity") and capacity * topk > experts:
+        problems.append(
+            f"{key}moe_expert_capacity_factor: got {capacity:g}, expected at most {experts / topk:g} with"
+            f" {key}moe_pad_expert_input_to_capacity true: an expert cannot be padded to more tokens than there are"
+        )
+    if fields.get("moe_latent_size") and cpu_backend.ACTIVE:
+        problems.append(
+            f"{key}moe_latent_size: got {fields['moe_latent_size']}, expected null on CPUs: its projections are layers"
+            " of Transformer Engine"
+        )
+    if fields["moe_router_load_balancing_type"] == "sinkhorn" and fields["moe_aux_loss_coeff"]:
+        problems.append(
+            f"{key}moe_aux_loss_coeff: got {fields['moe_aux_loss_coeff']}, expected 0 with"
+            f" {key}moe_router_load_balancing_type sinkhorn, which has no loss"
         )
     if topk > experts:
         problems.append(f"{key}moe_router_topk: got {topk}, expected at most the model's {experts} experts")

@@ -7,8 +7,19 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.models.megatron.layers.router_losses import SequencesOfTokens
+from nemo_rl_moe.routing.metrics.router_losses import (
+    balancing_sum,
+    load_of_sequences,
+    load_of_tokens,
+    router_scores,
+    sequence_balancing_sum,
+    z_loss_sum,
+)
 from tests.support.gloo_ranks import run_ranks
 from tests.support.quick_list import some_of
 from tests.support.router_loss_runs import (
@@ -23,7 +34,8 @@ from tests.support.router_loss_runs import (
     reference_losses,
     run_losses,
 )
-from tests.support.tiny_model import layout, tiny_grpo_policy, tiny_policy
+from tests.support.tiny_model import layout, parallel_job, tiny_grpo_policy, tiny_policy
+from tests.support.training_run import RunSettings, build_trainer, shard_of_step
 
 MODEL = {"mlp_only_layers": [1]}
 EVEN = ((0, 1), (2, 3), (4, 5), (6, 7))
@@ -158,3 +170,68 @@ def test_replayed_experts_count_where_the_configuration_says_so(counted: str, wh
     assert_same(
         joined(run_ranks(run_losses, num_ranks, run), LOSSES), expected_under_replay(counted, data_parallel_size)
     )
+
+
+# Noise
+
+
+def losses_of_passes(policy: PolicyConfig) -> tuple[list[float], float]:
+    """Return the loss of two evaluations and of a training pass, all with the same weights."""
+    with parallel_job(policy):
+        settings = RunSettings(policy)
+        trainer = build_trainer(settings)
+        shard = shard_of_step(trainer, settings, 0)
+        evaluated = [trainer.evaluate(shard, sft_loss)["loss"].reduce() for _ in range(2)]
+        return evaluated, trainer.train([shard], sft_loss).global_loss
+
+
+NOISE: dict[str, dict[str, Any]] = {
+    "jitter": {"moe_input_jitter_eps": 0.1},
+    "capacity": {"moe_expert_capacity_factor": 0.5, "moe_token_dispatcher_type": "alltoall"},
+    "padded capacity": {
+        "moe_expert_capacity_factor": 0.5,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_pad_expert_input_to_capacity": True,
+    },
+}
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("name", NOISE)
+def test_noise_acts_in_training_passes_alone(name: str) -> None:
+    ((plain, trained),) = run_ranks(losses_of_passes, 1, tiny_policy(1))
+    assert plain == pytest.approx([trained] * 2, rel=1e-6)
+    ((evaluated, with_noise),) = run_ranks(losses_of_passes, 1, tiny_policy(1, **NOISE[name]))
+    assert evaluated == pytest.approx(plain, rel=1e-6)
+    assert abs(with_noise - trained) > 1e-5
+
+
+# Ranks that share sequences
+
+
+def test_sums_of_ranks_that_share_sequences_are_those_of_one_rank() -> None:
+    """Context parallelism needs an attention that CPUs lack: its ranks hold columns of every sequence."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(24, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    sequence = torch.tensor([0] * 9 + [-1] * 3 + [1] * 5 + [2] * 4 + [-1] * 3)
+    assignments = torch.zeros(24, 8).scatter_(1, logits.topk(2).indices, 1.0)
+
+    def sums(parts: list[list[int]]) -> list[torch.Tensor]:
+        of_ranks = [SequencesOfTokens.of(sequence[part], 3) for part in parts]
+        load = sum(load_of_tokens(assignments[part], each.is_token) for part, each in zip(parts, of_ranks, strict=True))
+        rows = sum(
+            load_of_sequences(assignments[part], each.sequence, 3) for part, each in zip(parts, of_ranks, strict=True)
+        )
+        totals = [torch.zeros(()) for _ in range(3)]
+        for part, each in zip(parts, of_ranks, strict=True):
+            scores = router_scores(logits[part], "softmax")
+            totals[0] = totals[0] + balancing_sum(scores, each.is_token, load)
+            totals[1] = totals[1] + sequence_balancing_sum(scores, each.sequence, rows, topk=2)
+            totals[2] = totals[2] + z_loss_sum(logits[part], each.is_token)
+        return totals
+
+    alone, shared = sums([list(range(24))]), sums([[*range(6), *range(18, 24)], list(range(6, 18))])
+    for one, both in zip(alone, shared, strict=True):
+        torch.testing.assert_close(both, one)
+        gradients = [torch.autograd.grad(total, logits, retain_graph=True)[0] for total in (one, both)]
+        torch.testing.assert_close(gradients[1], gradients[0])

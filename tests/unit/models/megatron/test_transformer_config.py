@@ -207,8 +207,39 @@ def test_one_expert_a_token_needs_a_weight_that_can_be_learnt() -> None:
     assert build_transformer_config(policy, tiny_hf_config()).moe_router_topk == 1
 
 
+def test_sinkhorn_has_no_loss() -> None:
+    assert problems_of(moe_router_load_balancing_type="sinkhorn") == [
+        "policy.megatron_cfg.moe_aux_loss_coeff: got 0.05, expected 0 with"
+        " policy.megatron_cfg.moe_router_load_balancing_type sinkhorn, which has no loss"
+    ]
+
+
+def test_an_expert_is_not_padded_to_more_tokens_than_there_are() -> None:
+    padded = {"moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "alltoall"}
+    assert problems_of(moe_expert_capacity_factor=4.5, **padded) == [
+        "policy.megatron_cfg.moe_expert_capacity_factor: got 4.5, expected at most 4 with"
+        " policy.megatron_cfg.moe_pad_expert_input_to_capacity true: an expert cannot be padded to more tokens than"
+        " there are"
+    ]
+
+
+def test_latent_experts_need_transformer_engine() -> None:
+    assert problems_of(moe_latent_size=16) == [
+        "policy.megatron_cfg.moe_latent_size: got 16, expected null on CPUs: its projections are layers of Transformer"
+        " Engine"
+    ]
+
+
+def test_frozen_routers_keep_their_bias() -> None:
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    policy = tiny_policy(freeze_moe_router=True, moe_router_bias_update_rate=0.01, **bias)
+    assert build_transformer_config(policy, tiny_hf_config()).moe_router_bias_update_rate == 0.0
+
+
 def test_what_megatron_core_refuses_is_one_line_of_the_user() -> None:
-    (problem,) = problems_of(moe_expert_capacity_factor=1.0, moe_router_load_balancing_type="sinkhorn")
+    (problem,) = problems_of(
+        moe_expert_capacity_factor=1.0, moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0
+    )
     assert problem.startswith("policy.megatron_cfg: Megatron-Core refuses this configuration: ")
 
 

@@ -1,0 +1,56 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Router settings that contradict each other or the algorithm, and what they are refused with."""
+
+import pytest
+
+from nemo_rl_moe.config.loading import load_any_config, load_config, load_grpo_config
+from tests.unit.config.conftest import problems_with
+
+M = "policy.megatron_cfg"
+WHY = "the algorithm compares a token's probability in several passes, and"
+COMPARING = ("grpo_tiny_moe.yaml", "ppo_tiny_moe.yaml", "distillation_tiny_moe.yaml", "dpo_tiny_moe.yaml")
+NOISE = {
+    f"{M}.moe_input_jitter_eps=0.1": f"{M}.moe_input_jitter_eps: got 0.1, expected null: {WHY} noise at the router"
+    " changes it from pass to pass; SFT takes it",
+    f"{M}.moe_expert_capacity_factor=1.5": f"{M}.moe_expert_capacity_factor: got 1.5, expected null: {WHY} dropped"
+    " assignments change it with the other sequences of a microbatch; SFT takes it",
+    f"{M}.moe_router_load_balancing_type=sinkhorn": f"{M}.moe_router_load_balancing_type: got sinkhorn, expected"
+    f" aux_loss, seq_aux_loss, global_aux_loss or none: {WHY} sinkhorn routes in training by another rule than"
+    " elsewhere; SFT takes it",
+}
+
+
+@pytest.mark.parametrize("exemplar", COMPARING)
+@pytest.mark.parametrize("override", NOISE)
+def test_noise_is_refused_where_probabilities_are_compared(exemplar: str, override: str) -> None:
+    assert problems_with(load_any_config, exemplar)(override) == [NOISE[override]]
+
+
+@pytest.mark.parametrize("override", NOISE)
+def test_noise_is_taken_where_nothing_is_compared(override: str) -> None:
+    load_config("sft_tiny_moe.yaml", [override], check_paths=False)
+
+
+def test_a_negative_capacity_is_none() -> None:
+    load_grpo_config("grpo_tiny_moe.yaml", [f"{M}.moe_expert_capacity_factor=-1.0"], check_paths=False)
+
+
+def test_a_balancing_loss_is_listed_once() -> None:
+    problems = problems_with(load_config, "sft_tiny_moe.yaml")(
+        f"{M}.moe_router_load_balancing_type=[aux_loss, seq_aux_loss, aux_loss]",
+        f"{M}.moe_aux_loss_coeff=[0.1, 0.2, 0.3]",
+    )
+    assert problems == [
+        f"{M}.moe_router_load_balancing_type: got aux_loss 2 times, expected it once, with the sum of its coefficients"
+    ]
+
+
+def test_a_list_holds_losses_alone() -> None:
+    problems = problems_with(load_config, "sft_tiny_moe.yaml")(
+        f"{M}.moe_router_load_balancing_type=[aux_loss, sinkhorn]", f"{M}.moe_aux_loss_coeff=[0.1, 0.0]"
+    )
+    assert problems == [
+        f"{M}.moe_router_load_balancing_type: got sinkhorn in a list, expected aux_loss, seq_aux_loss and"
+        " global_aux_loss there; sinkhorn stands alone"
+    ]
